@@ -1,18 +1,18 @@
-"""Methods that read no text, the published baselines: pooled heads for GQA and MQA, factored weights for MLA."""
+"""Published baselines, which do not read text: pooled heads for GQA and MQA, factored weights for MLA."""
 
 from functools import partial
 
 from kvfold.convert.methods.registry import Fitted, FoldLayer, LatentLayer, method
 
 _POOLED = {
-    "mean": "Keys and values are the mean of the heads that they replace (Ainslie et al., 2023); it needs uptraining",
-    "first": "Each group keeps its first head (a baseline of Ainslie et al., 2023); it needs uptraining",
-    "random": "Keys and values are drawn at random (a baseline of Ainslie et al., 2023); it must be trained before use",
+    "mean": "Each KV head is the mean of the heads it replaces (Ainslie et al., 2023); the model needs uptraining",
+    "first": "Each group keeps its first head (a baseline from Ainslie et al., 2023); the model needs uptraining",
+    "random": "Keys and values are random (a baseline from Ainslie et al., 2023); the model must be trained before use",
 }
 
 
 def pooled(how: str, layer: FoldLayer) -> Fitted:
-    """``layer`` with the heads of each group pooled by ``how``, a function of `transforms.fold.pool`."""
+    """Return ``layer`` with the heads of each group pooled; ``how`` names a function in `transforms.fold.pool`."""
     from kvfold.convert.transforms.fold import pool
 
     weights, kv_heads = layer.weights, layer.kv_heads
@@ -21,7 +21,7 @@ def pooled(how: str, layer: FoldLayer) -> Fitted:
     return Fitted((pool.mean if how == "mean" else pool.first)(weights, kv_heads))
 
 
-# Queries and the output projection stay as they are; only one of them depends on the seed.
+# All three leave queries and the output projection unchanged; only ``random`` depends on the seed.
 for _name, _card in _POOLED.items():
     _register = method(
         _name, targets=("gqa", "mqa"), reads_text=False, card=_card, pools=True, seeded=_name == "random"
@@ -33,10 +33,10 @@ for _name, _card in _POOLED.items():
     "svd",
     targets=("mla",),
     reads_text=False,
-    card="Keys and values were factored by a singular value decomposition of their weights; it needs uptraining",
+    card="Keys and values were factored by a singular value decomposition of their weights; the model needs uptraining",
 )
 def svd(layer: LatentLayer) -> Fitted:
-    """Singular vectors of ``[W_k; W_v]``, inputs taken as white behind the gain of the attention's norm."""
+    """Factor ``[W_k; W_v]`` by SVD, assuming white inputs scaled by the gain of the norm in front of the attention."""
     from kvfold.convert.transforms.head_norms import linear_heads
     from kvfold.convert.transforms.latent.latent import svd_latent
     from kvfold.convert.transforms.latent.variants import query_latent

@@ -1,4 +1,4 @@
-"""``principal`` for GQA and MQA: shared heads are principal components over calibration text."""
+"""The ``principal`` method for GQA and MQA: shared heads are principal components on calibration text."""
 
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @objective(DEFAULT_OBJECTIVE)
 def scores() -> "Objective":
-    """The squared error of attention scores over the distances that count, and of the layer's output per value."""
+    """Minimize the squared error of attention scores for shared keys, and of the layer's output for shared values."""
     from kvfold.convert.transforms.fold.score_fit import SCORES
 
     return SCORES
@@ -26,32 +26,32 @@ def scores() -> "Objective":
     reads_text=True,
     needs_linear_keys=True,
     takes_objective=True,
-    card="Shared keys and values are principal components over text; queries and the output absorb the change",
+    card="Shared keys and values are principal components fitted to text; queries and output weights absorb the change",
 )
 def principal(layer: FoldLayer) -> Fitted:
-    """The fold with the smallest error on held-out text: among ways to count tokens, to group heads, and to read norms.
+    """Fold with several token weights, groupings and ways to fold norms; return the fold with the least held-out error.
 
-    Noted are the groups, the share of received attention in a token's weight, and how much norms on queries and keys
-    vary.
+    The notes contain the groups, the share of received attention in a token's weight, and, if queries or keys are
+    normalized, the variation of the norms' divisors.
     """
     from kvfold.convert.transforms.head_norms import norms_note
     from kvfold.convert.transforms.sinks import judged
 
     statistics = layer.known()
-    # Sinks: least squares over tokens, or over the attention that they receive as well.
+    # Sinks: least squares over tokens, or also weighted by the attention that they receive.
     best, share = judged(statistics, partial(_grouped, layer), lambda choice: choice.errors[choice.groups])
     notes = {"groups": [list(group) for group in best.groups], "received_attention_share": share}
     return Fitted(best.weights, {**notes, **norms_note(layer.weights, statistics)})
 
 
 def _grouped(layer: FoldLayer, counted: "LayerStatistics") -> "ChosenPartition":
-    """The best partition for tokens as ``counted``, and the better of the two ways to read norms for it."""
+    """The best partition for the token weights in ``counted``, with the better of two ways to fold norms."""
     from kvfold.convert.transforms.fold import grouping
     from kvfold.convert.transforms.fold.principal import fold, layer_moments
 
     weights, rotary, context = layer.weights, layer.rotary, layer.context
     if layer.similar:
-        # Sweeps fold one layer to several numbers of heads, for which the moments and losses of pairs are the same.
+        # Sweeps fold one layer to several numbers of heads, all of which share the moments and the losses of pairs.
         plain = counted is layer.statistics
         if plain not in layer.shared:
             layer.shared[plain] = grouping.Pairs(layer_moments(weights, counted, rotary, context))
@@ -61,7 +61,7 @@ def _grouped(layer: FoldLayer, counted: "LayerStatistics") -> "ChosenPartition":
         folded = fold(weights, counted, rotary, neighbors, context, layer.objective)
         choice = grouping.ChosenPartition(neighbors, folded, {neighbors: layer.error(folded)})
     if counted.normed is not None:
-        # A norm's divisor as it is on average: exact for identical heads, where least squares are not.
+        # Use the average divisor of a norm: exact for identical heads, unlike least squares.
         other = fold(weights, replace(counted, normed=None), rotary, choice.groups, context, layer.objective)
         if (error := layer.error(other)) < choice.errors[choice.groups]:
             return replace(choice, weights=other, errors={**choice.errors, choice.groups: error})

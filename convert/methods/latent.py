@@ -1,4 +1,4 @@
-"""``principal`` for MLA: a joint latent of keys and values, fitted to calibration text."""
+"""The ``principal`` method for MLA: a joint latent for keys and values, fitted to calibration text."""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     DEFAULT,
     targets=("mla",),
     reads_text=True,
-    card="Shared keys and values are principal components over text; queries and the output absorb the change",
+    card="Shared keys and values are principal components fitted to text; queries and output weights absorb the change",
 )
 def principal(layer: LatentLayer) -> Fitted:
-    """The latent with the smallest error on held-out text: among ways to count tokens, with and without a damper.
+    """Fit a latent with and without extra weight on attention sinks, and with and without a damper; return the best.
 
-    Noted are the share of received attention in a token's weight, the dampers of a live norm, and what linear maps miss
-    of norms on queries and keys where these do not stay.
+    Held-out text decides. The notes contain the share of received attention in a token's weight, the number of dampers
+    if the latent has a live norm, and the approximation error if linear maps replace norms on queries and keys.
     """
     from kvfold.convert.transforms.head_norms import norms_note
     from kvfold.convert.transforms.sinks import judged
 
     statistics = layer.known()
-    # Sinks: least squares over tokens, or over the attention that they receive as well.
+    # Sinks: least squares over tokens, or also weighted by the attention that they receive.
     (latent, dampers), share = judged(statistics, partial(_normalized, layer), lambda option: layer.error(option[0]))
     notes = {"received_attention_share": share, **({} if layer.centered else {"damper_channels": dampers})}
     if not layer.keeps_norms:
@@ -35,14 +35,14 @@ def principal(layer: LatentLayer) -> Fitted:
 
 
 def _normalized(layer: LatentLayer, counted: "LayerStatistics") -> "tuple[LatentWeights, int]":
-    """The latent for tokens as ``counted``, in coordinates for a live norm where the layout has one; its dampers."""
+    """A latent fitted to statistics ``counted``, adapted to a live norm, if any, and its number of dampers."""
     from kvfold.convert.transforms.latent.variants import live_norm
     from kvfold.convert.transforms.sinks import with_damper
 
     if layer.centered:
         return fit_latent(layer, counted, layer.channels), 0
     plain = live_norm(fit_latent(layer, counted, layer.channels), layer.inputs)
-    # Where received attention does not count there are no sinks, and nothing to damp.
+    # Without weight on received attention, sinks do not matter and need no damper.
     if counted is layer.statistics or layer.channels < 2:
         return plain, 0
     damped = with_damper(fit_latent(layer, counted, layer.channels - 1), layer.known())
@@ -50,9 +50,9 @@ def _normalized(layer: LatentLayer, counted: "LayerStatistics") -> "tuple[Latent
 
 
 def fit_latent(layer: LatentLayer, statistics: "LayerStatistics", channels: int) -> "LatentWeights":
-    """``layer`` as latent attention of ``channels`` channels, before any norm of the latent.
+    """Convert ``layer`` to latent attention with ``channels`` channels, before any norm is applied to the latent.
 
-    Norms on queries and keys stay where the layout has a place for them; else linear maps stand in.
+    Norms on queries and keys are kept if the layout supports them; otherwise linear maps replace them.
     """
     from kvfold.convert.transforms.head_norms import linear_heads
     from kvfold.convert.transforms.latent.latent import to_latent

@@ -1,10 +1,11 @@
-"""Methods and objectives by name. Each is one function (or class) that a decorator registers; no other list names them.
+"""The registry of methods and objectives. A decorator registers each of them by name; no other list contains the names.
 
-A method makes a converted layer of a source layer, ``FoldLayer`` or ``LatentLayer`` -> ``Fitted``. An objective is what
-a fold minimizes: an object with the methods of ``transforms.fold.heads.Objective``. CONTRIBUTING.md has one of each.
+A method computes a converted layer from a source layer: ``FoldLayer`` or ``LatentLayer`` -> ``Fitted``. An objective is
+the error that a fold minimizes: an object that implements ``transforms.fold.heads.Objective``. CONTRIBUTING.md has an
+example of each.
 
-The files of this folder are imported when a name is first looked up. They must not import torch at their top, because
-``kvfold --help`` lists names. A file elsewhere may; ``--method MODULE:NAME`` imports it, and nothing else does.
+The files in this folder are imported when a name is first looked up. They must not import torch at module level,
+because ``kvfold --help`` lists the names. A file elsewhere may import torch; only ``MODULE:NAME`` imports such a file.
 """
 
 import pkgutil
@@ -34,7 +35,7 @@ Notes = Mapping[str, Any]  # JSON values
 
 @dataclass(frozen=True)
 class Fitted:
-    """A converted layer before it is encoded for its files, and what ``kvfold.json`` says of it."""
+    """A converted layer before it is encoded for the checkpoint, and the notes about it for ``kvfold.json``."""
 
     weights: "AttentionWeights | LatentWeights"
     notes: Notes = field(default_factory=dict)
@@ -42,9 +43,9 @@ class Fitted:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer of the source. ``context``: the number of positions that the result has to serve.
+    """A layer of the source model. ``context``: the number of positions that the converted layer must support.
 
-    ``statistics`` are of its inputs on calibration text, None for a method that reads none.
+    ``statistics`` describe its inputs on calibration text; None for a method that does not read text.
     """
 
     index: int
@@ -54,9 +55,9 @@ class Layer:
     statistics: "LayerStatistics | None"
 
     def known(self) -> "LayerStatistics":
-        """``statistics``. Raises ValueError without them."""
+        """Return ``statistics``. Raises ValueError if they are None."""
         if self.statistics is None:
-            raise ValueError("layer: no statistics; register the method with reads_text=True")
+            raise ValueError("layer: has no calibration statistics; register the method with reads_text=True")
         return self.statistics
 
 
@@ -64,9 +65,10 @@ class Layer:
 class FoldLayer(Layer):
     """A layer whose key/value heads a method folds to ``kv_heads``.
 
-    With text ``error`` gives ``||y - y'||^2 / ||y||^2`` of the attention's output on held-out text for a candidate.
-    ``similar``: heads other than neighbors may share. ``std`` is that of the model's initial weights. ``shared`` keeps
-    what fits of this layer to other numbers of heads need too.
+    ``error`` returns ``||y - y'||^2 / ||y||^2`` of the attention output on held-out text for candidate weights, and
+    raises ValueError if the method does not read text. ``similar``: groups may contain heads that are not neighbors.
+    ``std``: the initializer range in the model's config. ``shared`` caches results for folds of this layer to other
+    numbers of heads.
     """
 
     kv_heads: int
@@ -80,12 +82,12 @@ class FoldLayer(Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentLayer(Layer):
-    """A layer that a method turns into latent attention of ``channels`` channels and the rotary ``slots``.
+    """A layer that a method converts to latent attention with ``channels`` latent channels and the rotary ``slots``.
 
-    ``query_channels`` of a query latent, None without one. ``centered``: one of the channels is constant and carries
-    the mean; otherwise the latent is normalized as it is. ``keeps_norms``: norms on queries and keys stay. ``scale``
-    multiplies scores, ``gain [E]`` is the weight of the norm in front of the attention. ``error`` as in `FoldLayer`;
-    ``inputs [n, E]`` are the attention's inputs for some tokens, empty without text.
+    ``query_channels``: the width of the query latent, or None for no query latent. ``centered``: one of the channels is
+    constant and carries the mean; otherwise the latent is normalized as is. ``keeps_norms``: norms on queries and keys
+    are kept. ``scale`` multiplies scores, ``gain [E]`` is the weight of the norm in front of the attention. ``error``
+    as in `FoldLayer`; ``inputs [n, E]`` are the attention inputs for some tokens, empty without text.
     """
 
     channels: int
@@ -101,11 +103,11 @@ class LatentLayer(Layer):
 
 @dataclass(frozen=True)
 class Method:
-    """A registered method. ``card`` is its sentence on the model card, without the full stop.
+    """A registered method. ``card`` is the sentence about it on the model card, without the final period.
 
-    ``pools``: queries and the output projection stay as they are. ``seeded``: the request's seed decides the result.
-    ``needs_linear_keys``: it does not support norms on queries and keys after the rotary embedding.
-    ``takes_objective``: it reads ``layer.objective``.
+    ``pools``: the method leaves queries and the output projection unchanged. ``seeded``: the result depends on the
+    request's seed. ``needs_linear_keys``: the method does not support norms on queries and keys after the rotary
+    embedding. ``takes_objective``: the method uses ``layer.objective``.
     """
 
     name: str
@@ -129,7 +131,7 @@ Making = TypeVar("Making", bound="Callable[[], Objective]")
 def method(
     name: str, *, targets: tuple[str, ...], reads_text: bool, card: str, **flags: bool
 ) -> Callable[[Fitting], Fitting]:
-    """Register the decorated function as ``--method NAME`` of ``targets``; the arguments are those of `Method`."""
+    """Register the decorated function as ``--method NAME`` for ``targets``; the arguments are fields of `Method`."""
 
     def register(fit: Fitting) -> Fitting:
         # One function may serve several targets.
@@ -152,14 +154,14 @@ def objective(name: str) -> Callable[[Making], Making]:
 
 @cache
 def _discover() -> None:
-    """Import the files of this folder, so that each registers its names."""
+    """Import the files in this folder so that each registers its names."""
     # In alphabetical order: the names of a target are listed in the order of their registration.
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         import_module(f"{__package__}.{module.name}")
 
 
 def methods_of(target: str | None = None) -> tuple[str, ...]:
-    """The names of a target's methods, of all without a ``target``; the default first."""
+    """The names of the methods for ``target`` (None means every target), with the default method first."""
     _discover()
     # A dict keeps the order of registration, and names that several targets share once.
     names = dict.fromkeys(name for to, name in _methods if target in (None, to))
@@ -173,24 +175,24 @@ def objectives() -> tuple[str, ...]:
 
 
 def quick_method(target: str) -> str:
-    """The first method of ``target`` that reads no text."""
+    """The first method for ``target`` that does not read text."""
     return next(name for name in methods_of(target) if not _methods[target, name].reads_text)
 
 
 def find_method(name: str, target: str) -> Method:
-    """The method ``name``, or ``MODULE:NAME``, of ``target``. Raises InputError where there is none."""
+    """The method ``name`` (or ``MODULE:NAME``) for ``target``. Raises InputError if ``target`` has no such method."""
     _discover()
     # The module of the name registers it.
     plain = _imported(name, "method")
     if (target, plain) not in _methods:
         allowed = methods_of(target)
         way_out = f"use one of {', '.join(allowed)}{did_you_mean(plain, allowed)}"
-        raise InputError(f"{opt('method', name)} does not go with {opt('to', target)}; {way_out}")
+        raise InputError(f"{opt('method', name)} is not available with {opt('to', target)}; {way_out}")
     return _methods[target, plain]
 
 
 def find_objective(name: str) -> "Callable[[], Objective]":
-    """The factory of the objective ``name``; of ``MODULE:NAME`` the one that the module registers.
+    """The factory registered as objective ``name``. For ``MODULE:NAME``, import the module first, which registers it.
 
     Raises InputError for an unknown name.
     """
@@ -198,18 +200,18 @@ def find_objective(name: str) -> "Callable[[], Objective]":
     plain = _imported(name, "objective")
     if plain not in _objectives:
         way_out = f"use one of {', '.join(_objectives)}{did_you_mean(plain, _objectives)}"
-        raise InputError(f"{opt('objective', name)}: no such objective; {way_out}")
+        raise InputError(f"{opt('objective', name)} is not a known objective; {way_out}")
     return _objectives[plain]
 
 
 def _imported(name: str, option: str) -> str:
-    """``name`` without its module, which is imported."""
+    """Import the module of a ``MODULE:NAME`` and return ``NAME``; a plain name is returned unchanged."""
     module, colon, plain = name.rpartition(":")
     if not colon:
         return name
     try:
         import_module(module)
     except ImportError as error:
-        way_out = "install it, or put its folder on PYTHONPATH"
-        raise InputError(f"{opt(option, name)}: cannot import {module} ({error}); {way_out}") from error
+        way_out = "install the module, or add its folder to PYTHONPATH"
+        raise InputError(f"{opt(option, name)}: cannot import module {module!r} ({error}); {way_out}") from error
     return plain

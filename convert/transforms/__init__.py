@@ -1,1 +1,1 @@
-"""Pure functions on one attention layer: tensors in, tensors out. No paths, no configs, no models."""
+"""Pure functions on the tensors of one attention layer, without paths, configs or model objects."""

@@ -1,8 +1,8 @@
-"""The weight of every distance ``delta`` between a query and a key, the same for every transform.
+"""The weight of each distance ``delta`` between a query and a key, shared by all transforms.
 
-Calibration sequences of a few hundred tokens show at which distances a head attends. They do not show that keys further
-away must keep their low scores, nor what happens beyond their length: a fit to the measured profile alone fails at
-twice that length. So every fit averages over a mixture of distances up to the whole context,
+Calibration sequences of a few hundred tokens show the distances at which a head attends. They do not show that keys
+farther away must keep their low scores, nor what happens beyond the sequence length: a fit to the measured profile
+alone fails at twice that length. So every fit averages over a mixture of distances up to the full context,
 
     p_h(delta) = (1 - uniform) ((1 - TAIL) profile_h(delta) + TAIL tail(delta)) + uniform flat(delta)
 
@@ -10,9 +10,9 @@ twice that length. So every fit averages over a mixture of distances up to the w
     tail(delta) ~ 1 / (1 + delta)       the same weight for every octave of distances
     flat(delta) ~ reach - delta         the distances of two tokens drawn from the context
 
-Transforms use it through averages of rotations (`rotary_moments`), which are exact sums. Tail and flat part are the
-same for all heads and layers, so the long sum over the context is computed once per model; only the short profiles are
-summed head by head.
+Transforms use the mixture through averages of rotations (`rotary_moments`), computed as exact sums. The tail and the
+flat part are the same for all heads and layers, so the long sum over the context is computed once per model; only the
+short profiles are summed for each head.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# Share of the tail. Excess loss of the reference MHA model, nats per token (recipes/benchmarks/bench_constants.py
+# Share of the tail. Excess loss of the reference MHA model in nats per token (recipes/benchmarks/bench_constants.py
 # --samples 64):
 #     share                                                    0      0.25   0.5    0.75   1
 #     8 -> 2 heads, text as long as the calibration            0.191  0.035  0.041  0.047  0.053
@@ -29,7 +29,7 @@ from torch import Tensor
 #     MLA 48 + 16, text as long as the calibration             0.086  0.076  0.076  0.085  0.102
 TAIL = 0.5
 
-# The longest distance that counts: a limit on time. The sum takes 1 CPU second once per model for heads of 128 dims,
+# The longest distance included, to limit time. The sum takes 1 CPU second once per model for heads with 128 dims,
 # 0.2 for 8192 (recipes/benchmarks/bench_constants.py --distances).
 FARTHEST = 131072
 
@@ -38,7 +38,7 @@ CHUNK = 4096  # distances summed at once: a limit on memory, 8 MB of complex wav
 
 @dataclass(frozen=True)
 class Distances:
-    """``p_h(delta)`` for ``delta < reach``: shares ``tail`` and ``flat``, the rest from ``profile [H, S]``, float64."""
+    """``p_h(delta)`` for ``delta < reach``: shares ``tail`` and ``flat``; the rest is ``profile [H, S]``. Float64."""
 
     profile: Tensor
     reach: int
@@ -47,10 +47,10 @@ class Distances:
 
 
 def mixed_distances(profile: Tensor, context: int, uniform: float = 0.0, tail: float | None = None) -> Distances:
-    """The mixture above for ``profile [H, S]`` and a model that has to serve ``context`` positions.
+    """The mixture above for ``profile [H, S]`` and a model that must support ``context`` positions.
 
-    It reaches over the ``S`` distances of the profile, or over the context up to `FARTHEST`, whichever is longer.
-    ``uniform`` is the share of the flat part; ``tail`` (default `TAIL`) is the tail's share of the rest.
+    It covers the ``S`` distances of the profile or the context (at most `FARTHEST`), whichever is longer. ``uniform``
+    is the share of the flat part; ``tail`` (default `TAIL`) is the tail's share of the rest.
     """
     reach = max(profile.shape[1], min(context, FARTHEST))
     share = TAIL if tail is None else tail
@@ -58,27 +58,27 @@ def mixed_distances(profile: Tensor, context: int, uniform: float = 0.0, tail: f
 
 
 def rotary_moments(distances: Distances, speed: Tensor) -> Tensor:
-    """``E e^{-i (speed_a - speed_b) delta}`` over the distances of every head, complex ``[H, n, n]``.
+    """``E e^{-i (speed_a - speed_b) delta}`` over the distances of every head: complex128 ``[H, n, n]``.
 
-    This is the second moment of the waves ``e^{-i speed delta}``, ``speed [n]`` in radians per position. A speed of 0
-    gives their means, a pair of speeds ``w, -w`` the averages over sums of angles. Float64.
+    This is the second moment of the waves ``e^{-i speed delta}`` for ``speed [n]`` in radians per position. A speed of
+    0 yields their means, a pair of speeds ``w, -w`` the averages over sums of angles.
     """
     speed = speed.double()
-    # The cached part takes its speeds as a tuple: tensors hash by identity.
+    # Pass speeds to the cached function as a tuple: tensors hash by identity.
     common = _common_moment(distances.reach, distances.tail, distances.flat, tuple(speed.tolist()))
     share = 1 - distances.tail - distances.flat
     return torch.stack([share * _wave_moment(row, speed) + common.to(speed.device) for row in distances.profile])
 
 
 def rotation_gains(distances: Distances, theta: Tensor) -> Tensor:
-    """``m_{h,l} = E e^{-i theta_l delta}``, complex ``[H, L]``: the average rotation of every pair ``theta [L]``."""
+    """``m_{h,l} = E e^{-i theta_l delta}``, complex ``[H, L]``: each head's mean rotation for each of ``theta [L]``."""
     speed = theta.double().to(distances.profile.device)
     return rotary_moments(distances, torch.cat([speed, speed.new_zeros(1)]))[:, :-1, -1]
 
 
 @lru_cache(maxsize=16)
 def _common_moment(reach: int, tail: float, flat: float, speed: tuple[float, ...]) -> Tensor:
-    """`_wave_moment` of tail and flat part, ``[n, n]``, which all heads of a model share."""
+    """`_wave_moment` of the tail and the flat part, ``[n, n]``, which all heads of a model share."""
     ahead = torch.arange(reach, 0, -1, dtype=torch.float64)
     octaves = 1 / ahead.flip(0)
     weights = tail * octaves / octaves.sum() + flat * ahead / ahead.sum()
@@ -86,9 +86,9 @@ def _common_moment(reach: int, tail: float, flat: float, speed: tuple[float, ...
 
 
 def _wave_moment(weights: Tensor, speed: Tensor) -> Tensor:
-    """``sum_delta weights[delta] e^{-i (speed_a - speed_b) delta}``, ``[n, n]``, in chunks of distances."""
+    """``sum_delta weights[delta] e^{-i (speed_a - speed_b) delta}``, ``[n, n]``, summed in chunks of distances."""
     result = torch.zeros(len(speed), len(speed), dtype=torch.complex128, device=speed.device)
-    # One product for all distances would hold a wave per frequency and distance.
+    # A single product would need memory for one wave per frequency and distance.
     for start in range(0, len(weights), CHUNK):
         part = weights[start : start + CHUNK]
         angle = -speed[:, None] * torch.arange(start, start + len(part), device=speed.device)

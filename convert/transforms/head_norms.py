@@ -1,13 +1,13 @@
-"""Linear maps that replace norms on queries and keys, for attention that has no place for such norms.
+"""Linear maps that replace norms on queries and keys, for attention layouts that do not support such norms.
 
-A norm divides by a number that depends on the token and the head, ``norm(W x) = gain * W x / d(x) + bias``. Where the
-result must be a linear function of the input, the closest is that of least squares over text,
+A norm divides by a number that depends on the token and the head, ``norm(W x) = gain * W x / d(x) + bias``. If the
+result must be a linear function of the input, the closest one over the calibration text is the least-squares solution
 
     L = argmin E|norm(W x) - L x|^2 + ridge |L - L_0|^2,       L_0 = gain * W * E[d] / E[d^2]
 
-pulled towards ``L_0``, the projection divided by one number per head, the more the shorter the text. Both are exact
-where ``d`` does not vary. Where it does, most of the variation follows the input: the energy of ``norm(W x)`` that
-``L`` misses (`norms_note`) is far below the square of the divisors' coefficient of variation.
+The ridge pulls ``L`` toward ``L_0``, the projection divided by one number per head, more strongly for shorter text.
+Both are exact if ``d`` does not vary. If it varies, most of the variation follows the input: the share of the energy of
+``norm(W x)`` that ``L`` misses (`norms_note`) is far below the square of the divisors' coefficient of variation.
 """
 
 from dataclasses import replace
@@ -32,9 +32,9 @@ def has_norms(weights: AttentionWeights) -> bool:
 
 
 def project(weights: AttentionWeights, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries, then keys, of ``inputs [N, E]`` after their norms ``[N, H + G, D]``, and their divisors ``[N, H + G]``.
+    """Queries, then keys, for ``inputs [N, E]`` with norms applied ``[N, H + G, D]``, and the divisors ``[N, H + G]``.
 
-    Not rotated, in the dtype of ``inputs``. Divisors are 1 without a norm.
+    They are not rotated and have the dtype of ``inputs``. Divisors are 1 for queries or keys without a norm.
     """
     results, divisors = [], []
     sides = ((weights.q, weights.q_bias, weights.q_norm), (weights.k, weights.k_bias, weights.k_norm))
@@ -57,12 +57,12 @@ def project(weights: AttentionWeights, inputs: Tensor) -> tuple[Tensor, Tensor]:
 def linear_heads(
     weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False
 ) -> AttentionWeights:
-    """The layer without norms: queries and keys are the linear maps closest to the normalized ones.
+    """Return the layer without norms: queries and keys become the linear maps closest to the normalized ones.
 
-    From statistics without text (`blank_statistics`) that is the projection divided by one number per head. A map has a
-    constant where the source has a bias. ``key_constant`` gives keys one in any case: a constant key moves all scores
-    of a query by the same amount, so it is free where the layout has a place for it. Layers without norms are returned
-    as they are.
+    With statistics that contain no text (`blank_statistics`) this is the projection divided by one number per head. A
+    map includes a constant if the source has a bias. ``key_constant`` adds a constant to keys in any case: a constant
+    key shifts all scores of a query by the same amount, so it costs nothing if the layout supports one. Layers without
+    norms are returned unchanged.
     """
     if not has_norms(weights):
         return weights
@@ -85,12 +85,12 @@ def linear_heads(
 def divided_heads(
     weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False
 ) -> tuple[AttentionWeights, Tensor]:
-    """`linear_heads` with keys divided by one number per head, exact up to a factor per token; and the numbers ``[G]``.
+    """Like `linear_heads`, but divide keys by one number per head; return the layer and these numbers ``[G]``.
 
-    Raises ValueError unless queries and keys both have a norm.
+    The keys are exact up to one factor per token and head. Raises ValueError unless queries and keys both have a norm.
     """
     if weights.q_norm is None or weights.k_norm is None:
-        raise ValueError("weights: queries and keys must both have a norm; use linear_heads")
+        raise ValueError("weights: queries and keys must both have a norm; use linear_heads instead")
     statistics = statistics.to(weights.q.device)
     rows = with_bias(weights.k, weights.k_bias)
     rows, factor = _over_one_number(rows, weights.k_norm, statistics, slice(weights.heads, None))
@@ -99,7 +99,10 @@ def divided_heads(
 
 
 def _linear(rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, heads: slice, constant: bool) -> Tensor:
-    """``L [n, D, E+1]`` for ``rows [n, D, E+1]`` and ``norm``: ``heads`` of the statistics, a ``constant`` or none."""
+    """``L [n, D, E+1]`` for the projection ``rows [n, D, E+1]`` followed by ``norm``, or ``rows`` if it is None.
+
+    ``heads`` selects these heads in the statistics. Without ``constant`` the last column of ``L`` is zero.
+    """
     if norm is None:
         return rows
     start, _ = _over_one_number(rows, norm, statistics, heads)
@@ -110,7 +113,7 @@ def _linear(rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, he
     moment = input_moment(statistics, ridge=0.0)
     residual = statistics.normed[heads] - start @ moment
     size = len(moment) - (not constant)
-    # The fewer tokens, the stronger the pull towards the projection over one number.
+    # The fewer tokens, the stronger the pull toward L_0.
     ridge = SHRINK * statistics.gram.trace() / max(statistics.tokens, 1)
     moment[:-1, :-1].diagonal().add_(ridge)
     change = torch.linalg.solve(moment[:size, :size], residual.flatten(0, 1)[:, :size].mT).mT
@@ -118,9 +121,9 @@ def _linear(rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, he
 
 
 def _over_one_number(rows: Tensor, norm: HeadNorm, statistics: LayerStatistics, heads: slice) -> tuple[Tensor, Tensor]:
-    """``L_0``: ``rows [n, D, E+1]`` times a factor per head and the gain of ``norm``, plus bias; factors ``[n]``."""
+    """``L_0``: ``rows [n, D, E+1]`` times a factor per head and the norm's gain, plus its bias; and factors ``[n]``."""
     rows = centered(rows, norm)
-    # Without text the divisor is the root mean square of uncorrelated inputs.
+    # Without text, use the root mean square for uncorrelated inputs as the divisor.
     if statistics.divisors is None:
         factor = 1 / root_mean_square(rows, norm, input_moment(statistics))
     else:
@@ -133,25 +136,25 @@ def _over_one_number(rows: Tensor, norm: HeadNorm, statistics: LayerStatistics, 
 
 
 def centered(rows: Tensor, norm: HeadNorm) -> Tensor:
-    """``rows [n, D, F]`` less what a layer norm subtracts: the mean over its extent, which is linear."""
+    """Subtract from ``rows [n, D, F]`` the mean that a layer norm removes, which is linear; RMS norms remove none."""
     if norm.kind == "rms":
         return rows
     return rows - rows.mean((0, 1) if norm.extent == "flat" else (1,), keepdim=True)
 
 
 def root_mean_square(rows: Tensor, norm: HeadNorm, moment: Tensor) -> Tensor:
-    """The divisors ``[n]`` of `centered` rows over text, for the second moment ``[F, F]`` of the inputs ``[x; 1]``."""
+    """The divisors ``[n]`` for `centered` rows, from the second moment ``[F, F]`` of the inputs ``[x; 1]``."""
     square = ((rows @ moment) * rows).sum(-1).mean(-1)
     square = square.mean().expand_as(square) if norm.extent == "flat" else square
     return (square + norm.eps).sqrt()
 
 
 def norms_note(weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False) -> dict[str, Any]:
-    """For ``kvfold.json``: the distance of norms on queries and keys from linear maps, over the calibration text.
+    """An entry for ``kvfold.json``: the distance of norms on queries and keys from linear maps, on calibration text.
 
-    ``head_norms`` holds for queries and keys, over all heads, ``spread``: the coefficient of variation of the divisors,
-    and ``missed``: the share of the energy of normalized queries or keys that `linear_heads` leaves out. Empty for a
-    layer without such norms, and for statistics that say nothing about them.
+    ``head_norms`` contains for queries and for keys, over all heads, ``spread``: the coefficient of variation of the
+    divisors, and ``missed``: the share of the energy of normalized queries or keys that `linear_heads` does not
+    reproduce. Empty for a layer without such norms, and for statistics that do not include them.
     """
     if statistics.normed is None or statistics.divisors is None:
         return {}

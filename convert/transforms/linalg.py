@@ -1,6 +1,6 @@
 """Linear algebra shared by the calibrated transforms: second moments, damped least squares, roots, complex pairs.
 
-Everything is float64. Covariances of queries, keys and values never come from stored activations: with
+Everything here is float64. Covariances of queries, keys and values are never computed from stored activations: with
 ``x~ = [x; 1]`` and a projection's bias as its last column, ``E[(W x~)(W x~)^T] = W E[x~ x~^T] W^T``.
 """
 
@@ -9,60 +9,61 @@ from torch import Tensor
 
 from kvfold.convert.transforms.weights import LayerStatistics
 
-# Share of isotropic variance added to the Gram matrix: a fold then stays exact, where it can be, on inputs that the
-# calibration text never visits. From 1e-12 to 1e-4 the errors of a layer of the shipped model stay the same to 5e-5
-# of themselves (tests/convert/transforms/test_constants.py).
+# Share of isotropic variance added to the Gram matrix, so that a fold that can be exact is exact even on inputs that
+# do not occur in the calibration text. From 1e-12 to 1e-4 the errors of a layer of the shipped model change by less
+# than 5e-5 of their value (tests/convert/transforms/test_constants.py).
 RIDGE = 1e-9
 
-# Pull of `fit_output` towards the present projection, relative to the mean energy of the heads' dims: it keeps what the
-# text hardly visits. Not measured: held-out sequences decide whether a fitted projection is used at all.
+# Pull of `fit_output` toward the present projection, relative to the mean energy of the heads' dims: it preserves
+# directions that are rare in the text. Not measured: held-out sequences decide whether a fitted projection is used.
 OUTPUT_RIDGE = 0.1
 
 
 def input_moment(statistics: LayerStatistics, ridge: float | None = None) -> Tensor:
-    """``E[x~ x~^T] [E+1, E+1]`` of the inputs with a constant 1 appended, regularized by ``ridge`` (`RIDGE`)."""
+    """``E[x~ x~^T] [E+1, E+1]`` of the inputs with a constant 1 appended, regularized by ``ridge`` (else `RIDGE`)."""
     gram, mean = statistics.gram.double(), statistics.mean.double()[:, None]
     moment = torch.cat([torch.cat([gram, mean], 1), torch.cat([mean.mT, mean.new_ones(1, 1)], 1)])
     isotropic = gram.trace() / len(gram)
-    # Inputs that are all zero have no scale: any will do.
+    # All-zero inputs have no scale, so use 1.
     isotropic = torch.where(isotropic > 0, isotropic, 1.0)
     moment[:-1, :-1].diagonal().add_((RIDGE if ridge is None else ridge) * isotropic)
     return moment
 
 
 def covariance(moment: Tensor) -> Tensor:
-    """``[E+1, E+1]`` from `input_moment` -> the covariance ``[E, E]`` of the inputs."""
+    """The covariance ``[E, E]`` of the inputs, from ``moment [E+1, E+1]`` as returned by `input_moment`."""
     mean = moment[-1, :-1]
     return moment[:-1, :-1] - torch.outer(mean, mean)
 
 
 def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``[n, D, E]`` and ``[n, D]`` -> ``[n, D, E+1]`` float64: the bias as the weight of a constant input."""
+    """Append ``bias [n, D]`` (or zeros) to ``weight [n, D, E]`` as the weight of a constant input: float64."""
     column = weight.new_zeros(weight.shape[:-1]) if bias is None else bias
     return torch.cat((weight.double(), column.double()[..., None].to(weight.device)), -1)
 
 
 def joint_moment(rows: Tensor, moment: Tensor) -> Tensor:
-    """``[n, D, F]``, ``[F, F]`` -> ``[n, D, n, D]``: second moments between all dims of all heads."""
+    """Second moments ``[n, D, n, D]`` between all dims of all heads, from ``rows [n, D, F]`` and ``moment [F, F]``."""
     flat = rows.flatten(0, 1)
     return (flat @ moment @ flat.T).reshape(*rows.shape[:2], *rows.shape[:2])
 
 
 def head_moments(rows: Tensor, moment: Tensor) -> Tensor:
-    """``[n, D, F]``, ``[F, F]`` -> ``[n, D, D]``: the second moment of each head alone."""
+    """The second moment ``[n, D, D]`` of each head separately, from ``rows [n, D, F]`` and ``moment [F, F]``."""
     return (rows @ moment) @ rows.mT
 
 
 def output_metric(output: Tensor, kv_heads: int) -> Tensor:
-    """``W_o [E, H, D]`` -> ``M [G, D, D]``: a change ``d`` of KV head ``g``'s values moves the output by ``d^T M_g d``,
-    squared and summed over the query heads that read it.
+    """``M [G, D, D]`` from ``W_o [E, H, D]``: the squared length of the output per value.
+
+    ``d^T M_g d`` is the squared output change if KV head ``g``'s values change by ``d``, summed over its query heads.
     """
     columns = torch.unflatten(output.double(), 1, (kv_heads, -1))  # [E, G, H/G, D]
     return torch.einsum("egrc,egrd->gcd", columns, columns)
 
 
 def symmetric_eig(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (descending, at least 0) and eigenvectors (columns) of Hermitian matrices ``[..., n, n]``."""
+    """Eigenvalues (descending, clamped at 0) and eigenvectors (columns) of Hermitian matrices ``[..., n, n]``."""
     values, vectors = torch.linalg.eigh((matrix + matrix.mH) / 2)
     return values.flip(-1).clamp(min=0), vectors.flip(-1)
 
@@ -70,21 +71,21 @@ def symmetric_eig(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def metric_root(metric: Tensor, tolerance: float = 1e-10) -> tuple[Tensor, Tensor]:
     """Square root and (pseudo-)inverse square root of positive semi-definite matrices ``[..., n, n]``.
 
-    Directions whose eigenvalue is below ``tolerance`` times the largest count as absent in both.
+    Directions whose eigenvalue is below ``tolerance`` times the largest are treated as absent in both.
     """
     values, vectors = symmetric_eig(metric)
     present = values > tolerance * values[..., :1]
-    # Absent directions are zero in the inverse too: 1 / sqrt of rounding noise would blow them up.
+    # Absent directions are zero in the inverse too: 1 / sqrt would blow up their rounding noise.
     root = torch.where(present, values, 0).sqrt()
     inverse = torch.where(present, values, 1).rsqrt() * present
     return (vectors * root[..., None, :]) @ vectors.mT, (vectors * inverse[..., None, :]) @ vectors.mT
 
 
 def damped_solve(gram: Tensor, residual: Tensor, damping: float) -> Tensor:
-    """``X [..., n, m]`` with ``(gram + damping e I) X = residual``, ``e`` the mean diagonal element of ``gram``.
+    """``X [..., n, m]`` with ``(gram + damping e I) X = residual``; ``e`` is the mean diagonal element of ``gram``.
 
-    One step of least squares from a present solution, ``residual = cross - gram @ present``: the damping keeps the
-    present solution in directions in which ``gram [..., n, n]`` has no energy.
+    One least-squares step from a present solution, ``residual = cross - gram @ present``: damping keeps the present
+    solution in directions in which ``gram [..., n, n]`` has no energy.
     """
     level = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
     level = torch.where(level > 0, level, 1.0)[..., None, None]
@@ -94,9 +95,10 @@ def damped_solve(gram: Tensor, residual: Tensor, damping: float) -> Tensor:
 
 
 def fit_output(present: Tensor, gram: Tensor, missing: Tensor) -> Tensor:
-    """``W [E, n]`` of least ``E|target - W z|^2 + OUTPUT_RIDGE e |W - present|^2``, ``e`` the mean energy of z's dims.
+    """``W [E, n]`` that minimizes ``E|target - W z|^2 + OUTPUT_RIDGE e |W - present|^2``.
 
-    ``gram [n, n] = E[z z^T]`` and ``missing [E, n] = E[(target - present z) z^T]``, float64. The solution is
+    ``gram [n, n] = E[z z^T]`` and ``missing [E, n] = E[(target - present z) z^T]``, float64; ``e`` is the mean energy
+    of the dims of ``z``. The solution is
 
         W = present + missing (gram + OUTPUT_RIDGE e I)^-1
     """
@@ -111,9 +113,9 @@ def pair_moment(joint: Tensor, pairs: int) -> Tensor:
 
 
 def pair_matrices(factors: Tensor, dims: int) -> Tensor:
-    """Complex factors ``[..., pairs]`` -> the real ``[..., dims, dims]`` maps that multiply half-split pairs by them.
+    """Real maps ``[..., dims, dims]`` that multiply half-split pairs by the complex factors ``[..., pairs]``.
 
-    Dims beyond ``2 * pairs`` are left at zero.
+    Rows and columns beyond ``2 * pairs`` are zero.
     """
     pairs = factors.shape[-1]
     result = factors.real.new_zeros(*factors.shape[:-1], dims, dims)

@@ -1,4 +1,4 @@
-"""One attention layer, its rotary embedding and its calibration statistics, as every transform reads and returns them.
+"""Data types for one attention layer, its rotary embedding and its calibration statistics, shared by all transforms.
 
 Notation (attention/README.md): ``H`` query heads, ``G`` key/value heads, ``D`` head dim, ``E`` model dim, ``D_rot``
 rotary dims. Query head ``h`` reads key/value head ``h // (H // G)``. Storage is half-split: the first ``D_rot`` dims of
@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 class Tensors:
-    """A dataclass of tensors, numbers and further such dataclasses. ``unmapped``: the tensors that `map` leaves."""
+    """Base class of dataclasses with tensors, numbers and nested `Tensors`. `map` skips the fields in ``unmapped``."""
 
     unmapped: ClassVar[tuple[str, ...]] = ()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with ``change`` (a cast, a move, a choice of heads) applied to every tensor, also to nested ones."""
+        """Return a copy with ``change`` (a cast, a move, a choice of heads) applied to all tensors, even nested."""
         changed: dict[str, Any] = {}
         for field in fields(self):  # type: ignore[arg-type]  # a dataclass, in every subclass
             value = getattr(self, field.name)
@@ -34,10 +34,10 @@ class Tensors:
 class HeadNorm(Tensors):
     """A norm on queries or keys, between projection and rotary embedding unless ``after_rotary``.
 
-    ``weight`` and ``bias`` are ``[heads, D]``; ``shared``: the file has one row ``[D]`` for all heads. ``extent``: the
-    vector that is normalized, each head alone or the flat ``heads * D`` vector of all heads. The gain applied is
-    ``weight + offset`` (gemma stores the gain minus one). ``after_rotary``: the norm follows the rotary embedding; no
-    linear map in front of it can replace its gain, which belongs to rotated dims.
+    ``weight`` and ``bias`` are ``[heads, D]``; ``shared``: the file stores one row ``[D]`` for all heads. ``extent``:
+    the vector that is normalized, either each head separately or the flat ``heads * D`` vector of all heads. The gain
+    applied is ``weight + offset`` (gemma stores the gain minus one). ``after_rotary``: the norm follows the rotary
+    embedding; no linear map in front of it can replace its gain, because the gain belongs to rotated dims.
     """
 
     kind: Literal["rms", "layer"]
@@ -52,9 +52,10 @@ class HeadNorm(Tensors):
 
 @dataclass(frozen=True)
 class AttentionWeights(Tensors):
-    """``q [H, D, E]``, ``k, v [G, D, E]``, ``o [E, H, D]``; biases ``[H, D]``, ``[G, D]``, ``[G, D]``, ``[E]``.
+    """The weights of an attention layer: ``q [H, D, E]``, ``k, v [G, D, E]``, ``o [E, H, D]``.
 
-    ``sinks [H]``: scores of one more key, whose value is zero (gpt-oss).
+    Their biases are ``[H, D]``, ``[G, D]``, ``[G, D]`` and ``[E]``. ``sinks [H]``: each head's score for one more key,
+    whose value is zero (gpt-oss).
     """
 
     q: Tensor
@@ -88,9 +89,9 @@ class AttentionWeights(Tensors):
 
 @dataclass(frozen=True)
 class Rotary:
-    """``theta [D_rot/2]``: the angle of each pair per position, in radians, float64. Empty when nothing rotates.
+    """``theta [D_rot/2]``: each pair's angle per position in radians, float64. Empty if nothing rotates.
 
-    ``amplitude`` multiplies rotated queries and keys alike (yarn's attention factor), so scores carry its square.
+    ``amplitude`` multiplies both rotated queries and rotated keys (YaRN's attention factor): scores have its square.
     """
 
     theta: Tensor
@@ -101,7 +102,7 @@ class Rotary:
         return 2 * self.theta.numel()
 
     def amplify(self, rows: Tensor) -> Tensor:
-        """``rows [heads, D, n]`` with the rotating dims multiplied by the amplitude."""
+        """``rows [heads, D, n]`` with the rotary dims multiplied by the amplitude."""
         return torch.cat([rows[:, : self.dims] * self.amplitude, rows[:, self.dims :]], 1)
 
 
@@ -111,12 +112,12 @@ class LayerStatistics(Tensors):
 
     ``gram [E, E] = E[x x^T]`` and ``mean [E] = E[x]`` over ``tokens`` attention inputs ``x`` (after the layer's norm);
     ``profile [H, S]``: the mean attention weight of head ``h`` at distance ``delta`` (rows sum to 1).
-    ``received_gram``, ``received_mean``: the same averages with every token weighted by the attention that it receives,
-    None where that was not measured.
+    ``received_gram``, ``received_mean``: the same averages with every token weighted by the attention that it receives;
+    None if this was not measured.
 
-    Where queries and keys are normalized: ``normed [H + G, D, E+1] = E[n x~^T]``, with ``n`` the queries, then the
-    keys, after their norms and before they rotate (``received_normed`` likewise), and ``divisors [H + G, 3]``: the
-    mean and the mean square of the norms' divisors, and the mean of ``|n|^2``.
+    If queries and keys are normalized: ``normed [H + G, D, E+1] = E[n x~^T]``, where ``n`` are the queries, then the
+    keys, after their norms and before rotation (``received_normed`` likewise), and ``divisors [H + G, 3]``: the mean
+    and the mean square of the norms' divisors, and the mean of ``|n|^2``.
     """
 
     gram: Tensor
@@ -133,15 +134,15 @@ class LayerStatistics(Tensors):
         return self.map(lambda tensor: tensor.to(device))
 
     def counting_received(self, share: float) -> "LayerStatistics":
-        """Statistics with tokens weighted by ``1 - share + share * received`` attention, which is 1 on average.
+        """Return statistics with tokens weighted by ``1 - share + share * received``; received attention averages 1.
 
-        Raises ValueError for a share above 0 where received attention was not measured.
+        Raises ValueError for a share above 0 if received attention was not measured.
         """
-        # Without a share nothing need have been measured.
+        # A share of 0 does not require the measurement.
         if share == 0:
             return self
         if self.received_gram is None or self.received_mean is None:
-            raise ValueError(f"share: {share} needs averages by received attention, which were not measured; use 0")
+            raise ValueError(f"share = {share} needs averages by received attention, which were not measured; use 0")
         gram, mean = torch.lerp(self.gram, self.received_gram, share), torch.lerp(self.mean, self.received_mean, share)
         if self.normed is None or self.received_normed is None:
             return replace(self, gram=gram, mean=mean)
@@ -151,9 +152,9 @@ class LayerStatistics(Tensors):
 def blank_statistics(
     model_dim: int, heads: int, device: torch.device | str = "cpu", *, scales: Tensor | None = None
 ) -> LayerStatistics:
-    """Statistics without a text: attention to the token itself, inputs of mean 0, uncorrelated.
+    """Statistics without text: every token attends only to itself, and inputs are uncorrelated with mean 0.
 
-    Input channels have standard deviations ``scales [E]``, by default 1.
+    The standard deviations of the input channels are ``scales [E]``, 1 by default.
     """
     gram = torch.eye(model_dim, dtype=torch.float64, device=device)
     if scales is not None:

@@ -1,1 +1,1 @@
-"""Calibration tokens walking through the source and its converted twin, layer by layer."""
+"""Runs calibration text through the source model and its converted model, layer by layer."""

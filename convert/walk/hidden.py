@@ -1,14 +1,14 @@
-"""Hidden states: the residual streams of all sequences, in chunks; in memory, or in a file for more than fits there.
+"""Hidden states: the residual streams of all sequences, in chunks, stored in memory or in a file on disk.
 
-A chunk is ``[b, T, E]``, the sequences of one layer call; all but the last have the same ``b``. In memory they are a
-list. A ``Spill`` keeps them in a file, where a chunk is read when it is taken out and written when it is replaced::
+A chunk is ``[b, T, E]``, the sequences of one layer call; all chunks but the last have the same ``b``. In memory, the
+chunks are a list. A ``Spill`` stores them in a file: indexing reads a chunk, and assignment writes the new one::
 
     with Spill("/scratch") as keep:                      # in memory: keep = list
         states = keep(map(stream.embed, chunks))
         states[0] = layer(states[0])
-        before = states[:]                               # shares the chunks until they are replaced in one of the two
+        before = states[:]                               # shares chunks until either list replaces them
 
-The file has no name, so the system removes it with the process, however that ends.
+The file has no name, so the system removes it when the process ends, even after a crash.
 """
 
 import tempfile
@@ -30,33 +30,36 @@ from kvfold.convert.checkpoint.tensors import tensor_memory
 from kvfold.convert.errors import InputError, KvfoldError, opt
 
 Hidden = MutableSequence[Tensor]
-# Stores hidden states: ``list`` in memory, a ``Spill`` in its file.
+# Stores hidden states: ``list`` in memory, ``Spill`` in a file.
 Keep = Callable[[Iterable[Tensor]], Hidden]
 
 
 class Spill(ExitStack):
-    """A file without a name in ``folder``, until the block ends. InputError when none can be made there."""
+    """A nameless file in ``folder`` that exists until the block ends. Raises InputError if it cannot be created."""
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__()
         self._folder = folder
-        # Starts of chunks that nothing refers to any more, by their size.
+        # Start offsets of chunks that are no longer referenced, by size.
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         self._end = 0
         try:
             self._file = self.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115
         except OSError as error:
             raise InputError(
-                f"{opt('spill', folder)} must be a folder to write to, but {error.strerror}; choose another"
+                f"{opt('spill', folder)} must be a writable folder ({error.strerror}); choose another folder"
             ) from None
 
     def __call__(self, states: Iterable[Tensor] = ()) -> "Spilled":
-        """``states`` in the file."""
+        """Write ``states`` to the file and return a list-like view of them."""
         return Spilled(self, [self.store(chunk) for chunk in states])
 
     def store(self, chunk: Tensor) -> "_Stored":
-        """``chunk`` in the file; its place is free again when nothing refers to the result. KvfoldError when full."""
-        # Chunks of a model have two sizes at most: a place that is free fits the next of its size.
+        """Write ``chunk`` to the file; its space is reused once the result is no longer referenced.
+
+        Raises KvfoldError if the chunk cannot be written.
+        """
+        # A model's chunks have at most two sizes, so a free place exactly fits the next chunk of its size.
         free = self._free[chunk.nbytes]
         start = free.pop() if free else self._end
         self._end = max(self._end, start + chunk.nbytes)
@@ -64,15 +67,15 @@ class Spill(ExitStack):
             write_all(self._file.fileno(), tensor_memory(chunk.cpu()), start)
         except OSError as error:
             raise KvfoldError(
-                f"{opt('spill', self._folder)}: hidden states could not be written: {error.strerror}; free some space, "
-                "or choose a folder on another disk"
+                f"{opt('spill', self._folder)}: hidden states could not be written ({error.strerror}); free some disk "
+                "space, or choose a folder on another disk"
             ) from None
         stored = _Stored(start, chunk.nbytes, chunk.shape, chunk.dtype, chunk.device)
         weakref.finalize(stored, free.append, start)
         return stored
 
     def load(self, stored: "_Stored", row: int | None = None) -> Tensor:
-        """A stored chunk, or one of its sequences."""
+        """Read a stored chunk, or only its sequence ``row``."""
         shape, start, count = stored.shape, stored.start, stored.nbytes
         if row is not None:
             shape, count = shape[1:], count // shape[0]
@@ -84,7 +87,7 @@ class Spill(ExitStack):
 
 @dataclass(frozen=True, eq=False)
 class _Stored:
-    """The place of a chunk in the file."""
+    """The location of a chunk in the file, with its shape, dtype and device."""
 
     start: int
     nbytes: int
@@ -95,7 +98,7 @@ class _Stored:
 
 @dataclass
 class Spilled(MutableSequence[Tensor]):
-    """Hidden states in the file of a `Spill`."""
+    """Hidden states stored in the file of a `Spill`."""
 
     spill: Spill
     stored: list[_Stored]
@@ -118,7 +121,7 @@ class Spilled(MutableSequence[Tensor]):
 
 
 def sequence(states: Hidden, index: int) -> Tensor:
-    """Sequence ``index`` of all, ``[T, E]``; of a file no other is read."""
+    """Return sequence ``index`` of all sequences, ``[T, E]``; only this sequence is read if they are in a file."""
     if isinstance(states, Spilled):
         chunk, row = divmod(index, states.stored[0].shape[0])
         return states.spill.load(states.stored[chunk], row)
@@ -128,7 +131,7 @@ def sequence(states: Hidden, index: int) -> Tensor:
 
 @dataclass
 class Recomputed(Iterable[LayerOutput]):
-    """The outputs of ``layer`` for ``states``, run when they are taken out."""
+    """The outputs of ``layer`` for ``states``, recomputed on every iteration."""
 
     layer: OpenLayer
     states: Hidden

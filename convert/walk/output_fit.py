@@ -1,10 +1,10 @@
-"""The output projection of a converted layer, fitted to its place in the student.
+"""Refits the output projection of a converted layer to the student's own inputs.
 
-The heads' results ``z`` are computed from the student's own inputs. With the teacher's residual ``h`` before the layer
-and the student's ``h'``, the projection is to give ``(h + a(h)) - h'``, as in refinement (``training/refine.py``): a
-layer also corrects the errors of those before it, as far as a linear map of its heads can. Every token's squared error
-counts relative to its residual, as there: the norms that follow see relative errors, and the few tokens with massive
-activations, the teacher's or the student's, would rule everything else.
+The heads' results ``z`` are computed from the student's inputs. With the residual ``h`` before the layer in the teacher
+and ``h'`` in the student, the target of the projection is ``(h + a(h)) - h'``, as in refinement
+(``training/refine.py``): a layer thus also corrects the errors of earlier layers, as far as a linear map of its heads
+can. As in refinement, the squared error of every token is relative to its residual: the norms that follow see relative
+errors, and otherwise the few tokens with massive activations, in the teacher or the student, would dominate.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,8 +24,8 @@ from kvfold.convert.transforms.weights import AttentionWeights
 from kvfold.convert.walk.hidden import Hidden
 from kvfold.convert.walk.walk import Step
 
-# The share of an attention's energy that its heads may leave unexplained. A rounding to bfloat16 is off by up to 2^-9,
-# 4e-6 of the energy, and there are a few; an output that is not this linear map of the heads is off by far more.
+# The maximum share of the attention output's energy that the heads may leave unexplained. One rounding to bfloat16 is
+# off by up to 2^-9, 4e-6 of the energy, and there are a few; an output that is no such linear map is off by far more.
 _UNEXPLAINED = 1e-3
 
 Weights = TypeVar("Weights", AttentionWeights, LatentWeights)
@@ -33,17 +33,17 @@ Weights = TypeVar("Weights", AttentionWeights, LatentWeights)
 
 @dataclass(frozen=True)
 class AttentionUpdate:
-    """The attention update of a layer, which is added to the residual: ``scale * norm(output)``.
+    """The update that a layer's attention adds to the residual: ``scale * norm(output)``.
 
-    ``norm`` is the name of a module within the layer, None where the output is added as it is. In parallel blocks the
-    update is the attention's part of what the layer adds.
+    ``norm`` is the name of a module in the layer, or None if the output is added without a norm. In parallel blocks the
+    update is only the attention's part of the sum that the layer adds.
     """
 
     scale: float = 1.0
     norm: str | None = None
 
     def of(self, layer: OpenLayer, output: LayerOutput) -> Tensor:
-        """The attention update of ``layer``, ``[B, T, E]``."""
+        """The attention update ``[B, T, E]`` that ``layer`` computes from ``output``."""
         attention = output.attention if self.norm is None else layer.run_submodule(self.norm, output.attention)
         return attention * self.scale
 
@@ -52,18 +52,18 @@ UNCHANGED = AttentionUpdate()
 
 
 def token_weights(*residuals: Tensor) -> Tensor:
-    """One over the root mean square of each token's residual ``[..., E]``, the largest of several, ``[..., 1]``."""
+    """One over the RMS of each token's residual ``[..., E]``, as ``[..., 1]``; the largest RMS if there are several."""
     square = torch.stack([residual.square().mean(-1, keepdim=True) for residual in residuals]).amax(0)
-    # The smallest float32 even for float64, of whose smallest number the sums would overflow.
+    # The smallest float32 even for float64: with the smallest float64, sums would overflow.
     return square.clamp_min(torch.finfo(torch.float32).tiny).rsqrt()
 
 
 @dataclass(frozen=True)
 class OutputFit:
-    """The error of the residual after the layer's attention on held-out sequences, before and after.
+    """The error of the residual after the layer's attention on held-out sequences, before and after the fit.
 
-    Each token's squared error counts relative to its residual. ``after`` is ``before`` where the fit was no better and
-    the weights stayed as they were.
+    Each token's squared error is relative to its residual. ``after`` equals ``before`` if the fit was no better, in
+    which case the weights were left unchanged.
     """
 
     before: float
@@ -71,7 +71,7 @@ class OutputFit:
 
 
 class _Regression(NamedTuple):
-    """Tokens as rows: the heads' results ``[N, n]``, the target of their projection ``[N, E]``, weights ``[N]``."""
+    """One row per token: the heads' results ``[N, n]``, the target of their projection ``[N, E]``, weights ``[N]``."""
 
     heads: Tensor
     target: Tensor
@@ -85,15 +85,15 @@ def refit_output(
     encode: Callable[[Weights], Mapping[str, Tensor]],
     update: AttentionUpdate,
 ) -> tuple[Weights, OutputFit | None]:
-    """``weights`` with the output projection (and bias, where there is one) that fits the student's stream best.
+    """Return ``weights`` with the output projection (and bias, if any) that best fits the student's residual stream.
 
-    Held-out sequences decide whether it is kept. The fit is None where the layer does not show its heads' results, or
-    the family normalizes the attention's output.
+    The new projection is used only if it is better on held-out sequences. The returned `OutputFit` is None if the layer
+    does not expose its heads' results or the model family normalizes the attention output.
     """
     if update.norm is not None:
         return weights, None
     step.student.put(encode(weights))
-    # [E, H D], with the bias as one more column where there is one.
+    # [E, H D], with the bias, if any, as one more column.
     present = weights.o.flatten(1).double()
     if weights.o_bias is not None:
         present = torch.cat([present, weights.o_bias.double()[:, None]], 1)
@@ -123,7 +123,7 @@ def _regressions(
     teacher: Hidden,
     student: Hidden,
 ) -> Iterator[_Regression]:
-    """Chunk by chunk; nothing where the layer's output is not a linear map of the heads' results that it shows."""
+    """Yield each chunk's regression; nothing if the output is not a linear map of the recorded heads' results."""
     checked = False
     for inputs, student_inputs in zip(teacher, student, strict=True):
         output = layer.attend(student_inputs)
@@ -134,7 +134,7 @@ def _regressions(
         if weights.o_bias is not None:
             heads = torch.cat([heads, torch.ones_like(heads[..., :1])], -1)
         if not checked:
-            # A property of the layer, whatever its inputs: one chunk tells.
+            # A property of the layer, independent of its inputs: checking one chunk is enough.
             explained = heads @ present.to(heads).mT
             energy = output.attention.double().square().sum()
             if explained.shape != output.attention.shape:
@@ -166,7 +166,7 @@ def _sums(present: Tensor, parts: Iterator[_Regression]) -> tuple[Tensor, Tensor
 def _fit(
     present: Tensor, gram: Tensor, missing: Tensor, held_out: Iterable[_Regression]
 ) -> tuple[Tensor, float, float]:
-    """The fitted projection, and the weighted mean squared errors of ``present`` and of it."""
+    """Return the fitted projection and the weighted mean squared errors of ``present`` and of the fitted projection."""
     fitted = fit_output(present, gram, missing)
     before = after = numbers = 0.0
     # One chunk is in memory at a time.

@@ -1,7 +1,7 @@
-"""Calibration statistics of a layer: Gram matrices and means of its attention inputs, profiles of its heads.
+"""Calibration statistics of a layer: Gram matrices and means of its attention inputs, and its heads' profiles.
 
-Stock classes that do not call transformers' attention functions (bloom, falcon, gptj, mpt) show no queries and keys;
-`with_heads` computes them from the attention's inputs and the layer's weights.
+Some stock classes (bloom, falcon, gptj, mpt) do not call transformers' attention functions, so their queries and keys
+cannot be recorded; `with_heads` computes them from the attention inputs and the layer's weights.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,15 @@ from kvfold.convert import processes
 from kvfold.convert.transforms.head_norms import has_norms, project
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
-# With B blocks along a side, (B + 1) / 2B of the multiplications are left: 5/8 with 4, 9/16 with 8.
+# With B blocks per side, (B + 1) / 2B of the multiplications remain: 5/8 for B = 4, 9/16 for B = 8.
 _GRAM_BLOCKS = 4
 
 
 class StatisticsAccumulator:
-    """Sums over the tokens of a layer, in float64: products of float32 numbers are exact there.
+    """Accumulates sums over the tokens of a layer in float64, in which products of float32 numbers are exact.
 
-    Without ``profile`` nothing is measured of the attention: no distance profile (the result's is empty, ``[0, 0]``),
-    and no averages by received attention. ``weights`` are the layer's, for what is behind its norms on queries and
-    keys.
+    With ``profile=False`` the attention is not measured: the result has an empty distance profile, ``[0, 0]``, and no
+    averages by received attention. Pass the layer's ``weights`` for statistics of normalized queries and keys.
     """
 
     def __init__(self, profile: bool = True, weights: AttentionWeights | None = None) -> None:
@@ -38,7 +37,7 @@ class StatisticsAccumulator:
 
     @torch.no_grad()
     def add(self, output: LayerOutput) -> None:
-        """Add a batch of sequences (those of all batches must have one length)."""
+        """Add a batch of sequences; the sequences of all batches must have the same length."""
         inputs = output.attention_input.flatten(0, -2).double()
         width, normed = inputs.shape[1], None
         if self._weights is not None:
@@ -58,7 +57,7 @@ class StatisticsAccumulator:
                 cross.flatten(0, 1).addmm_((normed.flatten(1) * weight[:, None]).mT, rows)
 
     def _add_attention(self, output: LayerOutput) -> Tensor:
-        """The attention that each token received ``[N]``; the profile of the batch goes into the sums."""
+        """Add the batch's distance profile to the sums, and return the attention that each token received ``[N]``."""
         if output.query is None or output.key is None:
             raise ValueError("output: a distance profile needs the layer's queries and keys; use with_heads")
         profile, received = attention_sums(
@@ -76,25 +75,25 @@ class StatisticsAccumulator:
         return received.flatten()
 
     def _sum(self, name: str, like: Tensor, *shape: int) -> Tensor:
-        """The sum ``name`` so far, zeros ``shape`` at first."""
+        """The running sum ``name``, created as zeros of ``shape`` at the first call."""
         if name not in self._sums:
             self._sums[name] = torch.zeros(shape, dtype=torch.float64, device=like.device)
         return self._sums[name]
 
     def result(self) -> LayerStatistics:
-        """The averages so far, over the batches of all processes. Raises ValueError before the first batch."""
+        """Return the averages over the batches of all processes. Raises ValueError if no batch was added."""
         if not self._sums:
-            raise ValueError("statistics: no batch was added; add at least one")
+            raise ValueError("statistics: no batch was added; call add at least once before result")
         processes.add_up(self._sums.values())
         sums = self._sums
-        # Over the sum of the weights: rows of attention sum to 1 in float32 only; a covariance must not be negative.
+        # Divide by the sum of weights: attention rows sum to 1 only in float32, and no covariance may be negative.
         averages = {
             f"{name}{part}": sums[f"{name}{part}"] / sums[f"{name}weight"]
             for name in ("", "received_")
             for part in ("gram", "mean", "normed")
             if f"{name}{part}" in sums
         }
-        # Only blocks on and above the diagonal were added up.
+        # Only blocks on and above the diagonal were accumulated.
         for name in ("gram", "received_gram"):
             if name in averages:
                 upper = averages[name].triu()
@@ -106,7 +105,7 @@ class StatisticsAccumulator:
 
 
 def add_gram(gram: Tensor, inputs: Tensor) -> None:
-    """Add ``inputs^T inputs``, ``inputs [N, E]``, to the blocks on and above the diagonal of ``gram [E, E]``."""
+    """Add ``inputs^T inputs`` for ``inputs [N, E]`` to the blocks of ``gram [E, E]`` on and above its diagonal."""
     width = gram.shape[0]
     edges = [round(width * block / _GRAM_BLOCKS) for block in range(_GRAM_BLOCKS + 1)]
     for start, stop in pairwise(edges):
@@ -115,7 +114,7 @@ def add_gram(gram: Tensor, inputs: Tensor) -> None:
 
 @dataclass(frozen=True)
 class SourceHeads:
-    """The attention of one layer of the source, from its files; ``scale`` multiplies q . k, ``clip`` bounds both."""
+    """Attention weights of one source layer, read from its files; ``scale`` multiplies q . k, ``clip`` bounds both."""
 
     weights: AttentionWeights
     rotary: Rotary
@@ -127,10 +126,10 @@ ReadHeads = Callable[[int], SourceHeads]
 
 
 def with_heads(output: LayerOutput, heads: SourceHeads, arguments: Arguments) -> LayerOutput:
-    """``output`` with queries and keys, if it has none; ``arguments`` are those of its layer.
+    """Return ``output`` with queries and keys computed from ``heads`` if it has none; ``arguments`` are the layer's.
 
-    ALiBi becomes one more dim of both: up to a constant of each query, the bias of head ``h`` and position ``j`` is
-    ``slope_h j``.
+    ALiBi becomes one extra dim of queries and keys: up to a constant per query, head ``h`` adds the bias ``slope_h j``
+    for position ``j``.
     """
     if output.query is not None:
         return output
@@ -146,7 +145,7 @@ def with_heads(output: LayerOutput, heads: SourceHeads, arguments: Arguments) ->
     query, key = sides
     biases = arguments.kwargs.get("alibi", arguments.kwargs.get("position_bias"))
     if biases is not None:
-        # The biases of a head grow by its slope from one position to the next.
+        # A head's biases increase by its slope from each position to the next.
         rows = biases.reshape(-1, biases.shape[-1])[: weights.heads]
         per_score = ((rows[:, -1] - rows[:, -2]).to(query) / heads.scale)[:, None, None].expand(*query.shape[:3], 1)
         steps = places.to(key)[:, None].expand(*key.shape[:3], 1)

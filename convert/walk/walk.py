@@ -1,4 +1,4 @@
-"""The walk: text goes through a model layer by layer, and through its converted student at the same time.
+"""Runs text through a model and its converted student side by side, layer by layer.
 
 ::
 
@@ -7,17 +7,17 @@
                                              |  ^ statistics of its inputs               +--> measurement
                                     transform|  v drift                                  |
     student    embed --> [  S_0  ] ... h' -> [  S_l  ] --> ...              --> logits --'
-                                             ^ tensors, as the files will hold them
+                                             ^ tensors, as stored in the files
 
 Glossary:
 
-    teacher        the source model; its residual streams pass each layer once, for any number of students
-    student        the converted model, run from what its files will hold before they are complete
-    walk           the way of one student past all layers, next to its teacher
-    step           one layer of a walk, open on both sides; it is converted, or left as the source has it
+    teacher        the source model; it runs each layer once, for any number of students
+    student        the converted model, run from the tensors that its files will contain, before they are complete
+    walk           one pass of a student through all layers, alongside its teacher
+    step           one layer of a walk, open in both models; it is converted, or left as in the source
     hidden states  residual streams ``[b, T, E]`` of a few sequences each, in memory or in a file (`hidden`)
-    calibration    the sequences that fits and refinement learn from
-    held-out       the sequences that they never see, on which errors and drift are measured
+    calibration    the sequences on which fits and refinement are trained
+    held-out       sequences never used for training, on which errors and drift are measured
 
 A run with one student::
 
@@ -27,7 +27,7 @@ A run with one student::
         step.convert(tensors)
     walk.measurement()
 
-Several students learn from one teacher, which runs each of its layers once for all of them::
+Several students can share one teacher, which runs each of its layers once for all of them::
 
     walks = [Walk(teacher, student) for student in students]
     for layer in teacher.layers():
@@ -35,8 +35,8 @@ Several students learn from one teacher, which runs each of its layers once for 
             with walk.step(layer) as step:
                 step.convert(transform(...))
 
-In memory are one layer of each model, and the hidden states unless they are in a file. The student takes the
-calibration sequences along only when a fit or refinement needs them.
+Memory holds one layer of each model, and the hidden states unless they are stored in a file. The student runs the
+calibration sequences only if a fit or refinement needs them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -63,19 +63,20 @@ _JUDGED_TOKENS = 2048
 
 
 class Student:
-    """The converted model as a stream of layers, before its checkpoint is complete.
+    """The converted model as a stream of layers, available before its checkpoint is complete.
 
-    It always runs from what the files will hold. A candidate for a layer is encoded into the tensors of the converted
+    It always runs from the tensors in its files. A candidate for a layer is encoded into the tensors of the converted
     checkpoint, rounded to the dtype in which they will be stored, and read back through the same weight map and the
     same stock module that will load the finished files::
 
         transform -> layout.encode -> Student.put -> read(name), rounded -> WeightMap -> stock module -> error, loss
 
-    So an error, a drift or a loss of the walk is one of the written checkpoint, and refinement trains what is stored.
+    So every error, drift and loss in a walk is that of the written checkpoint, and refinement trains the stored
+    weights.
 
-    ``config`` and ``tensors`` are the converted checkpoint's. Copied tensors come from the source, the others are the
-    last ones ``put``, all rounded to the stored ``dtypes``. Copied tensors are shared with the source's open layer,
-    unless ``recast`` says that the checkpoint will store them in another dtype than the source.
+    ``config`` and ``tensors`` describe the converted checkpoint. Copied tensors are read from the source, computed
+    tensors are the last ones passed to ``put``; all are rounded to the stored ``dtypes``. Copied tensors share memory
+    with the source's open layer, unless ``recast`` says that the checkpoint will store another dtype.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Student:
         self._read_source = source.read
         self._put: Mapping[str, Tensor] = {}
         self.dtypes = {name: torch_dtype(tensor.dtype) for name, tensor in self._planned.items()}
-        # The open layer of the source lends the student what both store alike.
+        # The student shares the tensors of the source's open layer that both checkpoints store identically.
         origins = {name: tensor.sources for name, tensor in self._planned.items() if tensor.sources}
         changed = self._planned.keys() if recast else self._planned.keys() - origins.keys()
         self.stream = type(source)(
@@ -100,17 +101,17 @@ class Student:
         )
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use a layer's ``tensors``, named and shaped as in the converted checkpoint's files, instead of the last ones.
+        """Replace the current computed tensors by ``tensors`` of one layer, named and shaped as in the converted files.
 
         Raises KvfoldError for names that the conversion does not compute.
         """
         unplanned = sorted(name for name in tensors if name not in self._planned or not self._planned[name].computed)
         if unplanned:
-            raise KvfoldError(f"the converted checkpoint computes no tensors {', '.join(unplanned)}")
+            raise KvfoldError(f"the conversion computes no tensors named {', '.join(unplanned)}")
         self._put = dict(tensors)
 
     def _read(self, name: str) -> Tensor:
-        """The tensor that the converted checkpoint will hold under ``name``."""
+        """The tensor that the converted checkpoint will contain under ``name``."""
         planned = self._planned[name]
         if planned.computed:
             if name not in self._put:
@@ -119,7 +120,7 @@ class Student:
         elif isinstance(planned.source, str):
             tensor = self._read_source(planned.source)
         else:
-            # Elements of several source tensors that follow one another; a plan without sources stands for zeros.
+            # Concatenate the elements of several source tensors; a tensor without sources is all zeros.
             parts = [self._read_source(part).flatten() for part in planned.sources]
             tensor = torch.cat(parts).view(planned.shape) if parts else torch.zeros(planned.shape)
         return tensor.to(self.dtypes[name])
@@ -127,12 +128,13 @@ class Student:
 
 @dataclass
 class Step:
-    """One layer of a walk, with the teacher's layer open.
+    """One layer of a walk, while the teacher's layer is open.
 
-    ``statistics`` are of the calibration sequences, None in a walk without them. ``held_out`` and ``student_held_out``
-    are the residual streams before the layer on the held-out sequences, the teacher's and the student's;
-    ``calibration`` and ``student_calibration`` likewise, empty unless the walk keeps them. ``outputs`` are those of the
-    teacher's layer on ``held_out``. ``done``: both streams are past the layer. ``drift`` is None unless converted.
+    ``statistics`` come from the calibration sequences; None in a walk without statistics. ``held_out`` and
+    ``student_held_out`` are the teacher's and the student's residual streams before the layer on the held-out
+    sequences; ``calibration`` and ``student_calibration`` are the same for the calibration sequences, empty unless the
+    walk keeps them. ``outputs`` are the outputs of the teacher's layer for ``held_out``. ``done``: both streams have
+    passed the layer. ``drift`` is None unless converted.
     """
 
     index: int
@@ -149,9 +151,9 @@ class Step:
 
     @torch.no_grad()
     def attention_error(self, tensors: Mapping[str, Tensor]) -> float:
-        """``||y - y'||^2 / ||y||^2`` of the attention's output on held-out sequences if ``tensors`` were used.
+        """Return ``||y - y'||^2 / ||y||^2`` of the attention output on held-out sequences with candidate ``tensors``.
 
-        Measured on the first sequences of about 2048 tokens: candidates differ alike on all of them.
+        Only the first 2048 or so tokens are used: candidates rank the same on more text.
         """
         self.student.put(tensors)
         error = norm = 0.0
@@ -168,10 +170,10 @@ class Step:
 
     @torch.no_grad()
     def convert(self, tensors: Mapping[str, Tensor]) -> compare.LayerDrift:
-        """Use ``tensors``: compare the student's layer with the teacher's and take both streams past it."""
+        """Use ``tensors`` for the layer, return its drift from the teacher's layer, and advance both streams."""
         self.student.put(tensors)
         with self.student.stream.open_layer(self.index) as layer:
-            # The teacher's layer has been run already: its outputs come again, in the same order.
+            # The teacher's layer has already run: replay its outputs in the same order.
             replayed, streams = iter(self.outputs), (self.held_out, self.student_held_out)
             self.drift = compare.compare_layer(
                 self.index, lambda _: next(replayed), layer, *streams, self.student.stream
@@ -181,9 +183,9 @@ class Step:
 
     @torch.no_grad()
     def follow(self, tensors: Mapping[str, Tensor]) -> float:
-        """Use ``tensors`` as `convert` does, but run the student alone: returns the distance of its residual stream.
+        """Use ``tensors`` as in `convert`, but run only the student; return the error of its residual stream.
 
-        ``||h - h'|| / ||h||`` after the layer, `LayerDrift.residual_propagated`; nothing else is compared.
+        This is ``||h - h'|| / ||h||`` after the layer (`LayerDrift.residual_propagated`); nothing else is compared.
         """
         self.student.put(tensors)
         expected = [output.states for output in self.outputs]
@@ -196,17 +198,17 @@ class Step:
 
     @torch.no_grad()
     def skip(self) -> None:
-        """Leave the student's layer as the source has it, and take both streams past it."""
+        """Leave the student's layer as in the source, and run both streams through it."""
         for chunk, output in enumerate(self.outputs):
-            # Until the first converted layer both streams are the same, and half of the work is saved.
+            # Before the first converted layer both streams are identical, so the student reuses the teacher's outputs.
             same = torch.equal(self.held_out[chunk], self.student_held_out[chunk])
             student = output if same else self.teacher(self.student_held_out[chunk])
             self.held_out[chunk], self.student_held_out[chunk] = output.states, student.states
         self._finish(self.teacher)
 
     def _finish(self, layer: OpenLayer) -> None:
-        """Take the student's calibration sequences past ``layer``, and drop what only this layer needs."""
-        # After the last layer nothing is fitted to them any more.
+        """Run the student's calibration sequences through ``layer``, and free everything that only this layer needs."""
+        # Nothing is fitted after the last layer.
         if self.index + 1 < self.student.stream.layers:
             for chunk, hidden in enumerate(self.student_calibration):
                 self.student_calibration[chunk] = layer(hidden).states
@@ -216,9 +218,9 @@ class Step:
 
 @dataclass(frozen=True)
 class _RememberingLayer(OpenLayer):
-    """An open layer that keeps its attention's output for each input tensor that it was run on."""
+    """An open layer that stores its attention output for each input tensor on which it was run."""
 
-    # By the identity of the input, which is kept alive with it.
+    # Keyed by the id of the input, which is stored too so that it stays alive.
     memory: dict[int, tuple[Tensor, LayerOutput]] = field(default_factory=dict)
 
     def __call__(self, hidden: Tensor) -> LayerOutput:
@@ -232,10 +234,10 @@ class _RememberingLayer(OpenLayer):
 
 @dataclass
 class TeacherLayer:
-    """One layer of the teacher, open, for its students to compare theirs with.
+    """An open layer of the teacher, to which students compare theirs.
 
-    ``held_out`` and ``calibration`` are its inputs, ``outputs`` its results on ``held_out``. ``calibration`` is empty
-    unless the teacher keeps it, ``statistics`` None unless it gathers them.
+    ``held_out`` and ``calibration`` are its inputs, ``outputs`` its results for ``held_out``. ``calibration`` is empty
+    unless the teacher keeps it; ``statistics`` is None unless the teacher computes them.
     """
 
     index: int
@@ -247,14 +249,14 @@ class TeacherLayer:
 
 
 class Teacher:
-    """The source's side of a walk: its residual streams, taken through each layer once for any number of students.
+    """The source model in a walk: runs its residual streams through each layer once, for any number of students.
 
-    ``held_out [M, T]`` and ``calibration [N, T]`` are tokens; without ``calibration`` only the held-out sequences go
-    through. ``profile`` adds distance profiles to the statistics; without ``statistics`` there are none; ``heads`` as
-    in `survey`. ``keep_calibration`` keeps what refinement needs, at four times the memory for hidden states.
-    ``remember`` keeps the attention's outputs until the layer is left, for several students that compare with them, at
-    the memory of one more residual stream of all sequences. ``keep`` stores hidden states, in memory (``list``) or in
-    a file (``Spill``); with ``remember`` they must be in memory.
+    ``held_out [M, T]`` and ``calibration [N, T]`` are token ids; without ``calibration`` only the held-out sequences
+    are run. ``profile`` adds distance profiles to the statistics; ``statistics=False`` turns statistics off; ``heads``
+    as in `survey`. ``keep_calibration`` keeps the hidden states that refinement needs; hidden states then take four
+    times the memory. ``remember`` keeps the attention outputs until the next layer, for several students that compare
+    with them; this takes as much memory as one more residual stream of all sequences. ``keep`` stores hidden states in
+    memory (``list``) or in a file (``Spill``); ``remember`` requires them in memory.
     """
 
     def __init__(
@@ -277,11 +279,11 @@ class Teacher:
         self._calibration = keep([]) if calibration is None else embed(source, calibration, keep)
 
     def layers(self) -> Iterator[TeacherLayer]:
-        """Every layer in order. Raises InputError when its outputs are not finite."""
+        """Yield every layer in order. Raises InputError if its outputs are not finite."""
         for index in range(self.stream.layers):
             with self.stream.open_layer(index) as layer:
                 if self._remember:
-                    # Several students compare their attention with the teacher's on the same inputs.
+                    # Several students compare their attention with the teacher's for the same inputs.
                     layer = _RememberingLayer(layer.index, layer.module, layer.arguments, layer.tensors)
                 calibration, statistics = self._calibration[: 0 if self.kept is None else None], None
                 if self._calibration and self._statistics:
@@ -293,18 +295,18 @@ class Teacher:
                 check_finite(self.held_out, self.stream, index)
                 opened = TeacherLayer(index, layer, held_out, outputs, calibration, statistics)
                 yield opened
-                # The caller still holds the layer while the next one runs.
+                # The caller still references the layer while the next one runs.
                 opened.outputs, opened.calibration, outputs, calibration = (), [], (), []
                 if isinstance(layer, _RememberingLayer):
                     layer.memory.clear()
 
 
 class Walk:
-    """A student's way past all layers: iterating yields each, to be converted or skipped before the next.
+    """One student's pass through all layers: iterating yields each layer's `Step`, to be converted or skipped.
 
-    ``calibration`` says whether the student takes along the calibration sequences, where the teacher keeps them; its
-    hidden states are stored as the teacher's are. Walks that share a teacher are not iterated: each takes the teacher's
-    layers by `step`.
+    ``calibration``: True if the student also runs the calibration sequences that the teacher keeps; the student's
+    hidden states are stored the same way as the teacher's. Do not iterate over walks that share a teacher: pass each of
+    the teacher's layers to the `step` method of every walk instead.
     """
 
     def __init__(self, teacher: Teacher, student: Student, *, calibration: bool = True) -> None:
@@ -322,7 +324,7 @@ class Walk:
 
     @contextmanager
     def step(self, layer: TeacherLayer) -> Iterator[Step]:
-        """The student at ``layer``; it must be converted or skipped in the block."""
+        """Yield the student's step for ``layer``; it must be converted or skipped inside the ``with`` block."""
         step = Step(
             layer.index,
             layer.layer,
@@ -336,18 +338,18 @@ class Walk:
         )
         yield step
         if not step.done:
-            raise KvfoldError(f"the walk went on from layer {layer.index} before it was converted")
-        # The caller still holds the step while the next layer runs.
+            raise KvfoldError(f"layer {layer.index} was not converted or skipped; call convert, follow or skip")
+        # The caller still references the step while the next layer runs.
         step.calibration = []
         self._passed += 1
         self.drifts += [] if step.drift is None else [step.drift]
 
     @torch.no_grad()
     def measurement(self) -> compare.Measurement:
-        """The whole student against the teacher on the held-out sequences, after the last layer."""
+        """Compare the whole student with the teacher on the held-out sequences, after the last layer."""
         source, student = self._teacher.stream, self._student.stream
         if self._passed < source.layers:
-            raise KvfoldError(f"the walk has done {self._passed} of {source.layers} layers")
+            raise KvfoldError(f"the walk has passed only {self._passed} of {source.layers} layers; pass all of them")
         tokens = torch.split(self._teacher.tokens, chunk_size(source.device, self._teacher.tokens.shape[1]))
         measured = compare.compare_predictions(source, student, self._teacher.held_out, self._student_held_out, tokens)
         check_finite([torch.tensor(measured.teacher_loss)], source, None)
@@ -357,5 +359,5 @@ class Walk:
 
 
 def energy(tensor: Tensor) -> float:
-    """Sum of squares, in float64."""
+    """The sum of squares of ``tensor``, computed in float64."""
     return float(tensor.double().square().sum())

@@ -1,1 +1,1 @@
-"""Folding query-head groups onto shared key/value heads."""
+"""Folds the key/value heads of each group onto one shared head."""

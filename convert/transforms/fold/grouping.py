@@ -1,9 +1,9 @@
-"""The partition of key/value heads into groups: relabeling heads is free, so any partition into equal parts is valid.
+"""Partitions of key/value heads into groups. Relabeling heads is free, so any partition into equal parts is valid.
 
-Candidates come from what pairs of heads lose by sharing: the error of their scores after a short fit, counted by how
-much output a head's values carry. On a trained model that agreed with the error of the layer's output (correlations up
-to 0.9 over partitions) where plain energies of keys and values hardly did. It is still an estimate, so the caller
-supplies the judge that decides, such as the error of the attention output on held-out sequences.
+Candidates are based on the loss of each pair of heads that share: the error of their scores after a short fit, weighted
+by the output energy of the heads' values. On a trained model this agreed with the error of the layer's output
+(correlations up to 0.9 over partitions), whereas plain energies of keys and values hardly did. It is still an estimate,
+so the caller supplies a function that decides, such as the error of the attention output on held-out sequences.
 """
 
 import itertools
@@ -27,13 +27,13 @@ Partition = tuple[tuple[int, ...], ...]
 # reference MHA model at 8 -> 2 heads (recipes/benchmarks/bench_constants.py): 0 and 1: 0.0559, 3: 0.0551.
 PAIR_ROUNDS = 1
 
-# Keeps 0 / 0 of heads without energy at 0; far below any energy of trained weights.
+# Makes 0 / 0 for heads without energy equal 0; far below any energy of trained weights.
 TINY = 1e-100
 
 
 @dataclass(frozen=True)
 class ChosenPartition:
-    """The partition with the smallest error, the weights folded by it, and the error of every candidate."""
+    """The partition with the smallest error, the weights folded with it, and the error of every candidate."""
 
     groups: Partition
     weights: AttentionWeights
@@ -42,17 +42,17 @@ class ChosenPartition:
 
 @dataclass(frozen=True)
 class Pairs:
-    """A layer's moments and the loss of any two heads that share: the same for every number of groups."""
+    """A layer's moments and the loss of every pair of heads that share; both apply to any number of groups."""
 
     layer: LayerMoments
 
     @cached_property
     def losses(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Three estimates of what two KV heads lose by sharing, ``[G, G]`` each: symmetric, diagonal 0, shares of 1.
+        """Three estimates of the loss when two KV heads share: ``[G, G]``, symmetric, diagonal 0, as energy shares.
 
         They weight the score errors by the energy of the head's values, by the inverse of its score energy, or by the
         square root of the value energy. The error of the values, measured in the layer's output, is added to each.
-        Computed at the first use: a single candidate needs none.
+        Computed at first use, because a single candidate does not need them.
         """
         lost, total = _score_losses(self.layer)
         value_lost, value_energy = _value_losses(self.layer)
@@ -64,9 +64,9 @@ class Pairs:
 
 
 def contiguous(kv_heads: int, groups: int) -> Partition:
-    """Neighboring heads share, in order. Raises ValueError when ``kv_heads`` does not divide by ``groups``."""
+    """Groups of neighboring heads, in order. Raises ValueError unless ``groups`` divides ``kv_heads``."""
     if groups < 1 or kv_heads % groups:
-        raise ValueError(f"groups: {groups} must divide {kv_heads} KV heads")
+        raise ValueError(f"groups = {groups} must divide {kv_heads} KV heads")
     size = kv_heads // groups
     return tuple(tuple(range(start, start + size)) for start in range(0, kv_heads, size))
 
@@ -74,9 +74,9 @@ def contiguous(kv_heads: int, groups: int) -> Partition:
 def similar(
     pairs: Pairs, groups: int, judge: Callable[[AttentionWeights], float], objective: Objective = SCORES
 ) -> ChosenPartition:
-    """The partition of `candidates` whose fold with ``objective`` has the smallest error by ``judge``; first of equals.
+    """Fold with ``objective`` for each of the `candidates`, and return the first with the smallest error by ``judge``.
 
-    Candidates come from score errors whatever the objective, which decides how heads share, not which of them.
+    Candidates are based on score errors for any objective: it decides how heads share, not which heads.
     """
     folds = {each: principal.fold_moments(pairs.layer, each, objective) for each in candidates(pairs, groups)}
     errors = {partition: judge(folded) for partition, folded in folds.items()}
@@ -85,15 +85,15 @@ def similar(
 
 
 def candidates(pairs: Pairs, groups: int) -> list[Partition]:
-    """A few distinct partitions worth judging; `contiguous` is always the first.
+    """A few distinct partitions worth evaluating; `contiguous` is always the first.
 
-    The others come from greedy joining, then swaps, by the pairs' losses, one for each way to count heads.
+    For each of the pairs' loss estimates, add the result of greedy grouping and swaps.
     """
     kv_heads = pairs.layer.weights.kv_heads
     partitions = [contiguous(kv_heads, groups)]
     if groups in (1, kv_heads):
         return partitions
-    # Estimates only: each way to weigh heads is right for some layers, so the judge sees a candidate of each.
+    # Each estimate is best for some layers, so the judge evaluates one candidate from each.
     for loss in pairs.losses:
         swapped = _swapped(loss, _greedy(loss, groups))
         partition = tuple(sorted(tuple(sorted(group)) for group in swapped))  # one spelling for equal partitions
@@ -103,7 +103,7 @@ def candidates(pairs: Pairs, groups: int) -> list[Partition]:
 
 
 def _score_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
-    """``[G, G]``: the score error of head ``j``, all its queries, when it shares with ``i``; ``[G]``: its energy."""
+    """``[G, G]``: the score error of all queries of head ``j`` when it shares with ``i``; ``[G]``: its score energy."""
     heads = layer.weights.kv_heads
     lost, total = layer.moment.new_zeros(heads, heads), layer.moment.new_zeros(heads)
     for i, j in itertools.combinations(range(heads), 2):
@@ -116,7 +116,7 @@ def _score_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
 
 
 def _value_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
-    """``[G, G]``: the share of the output's energy that two heads' values lose; ``[G]``: each head's energy."""
+    """``[G, G]``: the share of output energy lost when two heads share values; ``[G]``: each head's value energy."""
     heads, dims, metric = layer.weights.kv_heads, layer.weights.head_dim, layer.metric
     root, _ = metric_root(metric)
     moments = layer.joint_values.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
@@ -124,7 +124,7 @@ def _value_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
     energy = (moments * metric).sum((1, 2))
     varying = energy - torch.einsum("ga,gab,gb->g", mean, metric, mean)
     lost = layer.moment.new_zeros(heads, heads)
-    # What two heads lose is in the principal components beyond the first D of both together.
+    # Two heads lose the principal components of both together beyond the first D.
     for i in range(heads - 1):
         joints = torch.stack([layer.joint_values[[i, j]][:, :, [i, j]] for j in range(i + 1, heads)])
         roots = torch.stack([root[[i, j]] for j in range(i + 1, heads)])
@@ -134,7 +134,7 @@ def _value_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
 
 
 def _greedy(loss: Tensor, groups: int) -> Partition:
-    """Groups made one after the other: the free pair that loses least, then always the head that adds least."""
+    """Build one group at a time: start with the free pair of least loss, then add the head of least loss."""
     table: list[list[float]] = loss.tolist()
     free, size = set(range(len(table))), len(table) // groups
     grown: list[tuple[int, ...]] = []
@@ -150,7 +150,7 @@ def _greedy(loss: Tensor, groups: int) -> Partition:
 
 
 def _swapped(loss: Tensor, start: Partition) -> Partition:
-    """``start`` after exchanges of heads between groups, as long as one lowers the sum of losses within groups."""
+    """Swap heads between groups of ``start`` as long as a swap lowers the sum of losses within groups."""
     table: list[list[float]] = loss.tolist()
     groups = [list(group) for group in start]
 

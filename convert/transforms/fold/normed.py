@@ -1,29 +1,29 @@
-"""Folds of queries and keys with a norm between projection and rotary embedding (Qwen3, Gemma 3, OLMo 2, Cohere).
+"""Folds queries and keys that have a norm between projection and rotary embedding (Qwen3, Gemma 3, OLMo 2, Cohere).
 
 A norm divides by a number that depends on the token, so only a scale and signs pass through it exactly:
 
     norm(W x) = gain * W x / rms(W x) + bias
 
-Folding therefore works on the linear map ``L = gain * W / rms(W)`` that this is on average, with ``rms(W)`` the root
-mean square over the calibration text (keys: on the map of least squares, `head_norms`, where the statistics have it),
-and writes a folded ``L'`` back in front of a norm of the same kind and gain:
+The fold therefore uses the average linear map ``L = gain * W / rms(W)``, where ``rms(W)`` is the root mean square over
+the calibration text (for keys, the least-squares map from `head_norms` if the statistics contain it). It then writes
+the folded map ``L'`` as a projection in front of a norm of the same kind and gain:
 
     W' = rms_source * L' / gain      so that      norm(W' x) = L' x / shortfall,   shortfall = rms(W') / rms_source
 
-A norm on the queries makes up for the shortfall by its gain. The shortfall of a shared key is made up for by the
+A norm on the queries compensates for their shortfall by its gain. The shortfall of a shared key is compensated by the
 queries that read it.
 
-Exact: groups of one; identical heads. Approximate otherwise:
+Groups of one head and identical heads fold exactly. All others are approximations:
 
-* A shared key is divided by its own length, token by token, where its members had one length each. This costs most
-  (four fifths of the error where norms were put into a trained model), and no choice of gains removes it. Keys from the
-  map of least squares, whose members are divided already, lose less: squared errors of the output of the four layers,
-  8 -> 2 heads, 0.058, 0.215, 0.165, 0.195 and 0.048, 0.173, 0.093, 0.118 (the shipped model with norms put in and
-  trained on, recipes/benchmarks/bench_head_norms.py --folds). Queries from such a map lost more in three of four.
-* Queries take their maps before their norm. A norm with one row per head keeps the sizes of the folded query's blocks,
-  so that lengths stay nearly those of the source; one row for all heads holds the mean over heads.
-* A layer norm removes the mean over the head's dims, which merging does not respect. A norm's bias that all heads share
-  is the average of what each would need.
+* A shared key is divided by its own length, token by token, whereas each member was divided by its own. This costs most
+  (four fifths of the error where norms were added to a trained model), and no choice of gains removes it. Keys from the
+  least-squares map, whose members are already divided, lose less: squared errors of the output of the four layers,
+  8 -> 2 heads, 0.058, 0.215, 0.165, 0.195 and 0.048, 0.173, 0.093, 0.118 (the shipped model with norms added and then
+  trained, recipes/benchmarks/bench_head_norms.py --folds). Queries from such a map lost more in three of four layers.
+* Queries are mapped before their norm. A norm with one row per head preserves the sizes of the folded query's blocks,
+  so lengths stay close to the source's; a single row for all heads contains the mean over heads.
+* A layer norm removes the mean over the head's dims, which merging does not preserve. A norm bias that all heads share
+  is the average of the biases that the heads need.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ from kvfold.convert.transforms.weights import HeadNorm, Tensors
 
 @dataclass(frozen=True)
 class LinearizedNorm(Tensors):
-    """A projection with its norm as one linear map: ``rows [n, D, F]`` (``F = E + 1``, bias last) and its parts.
+    """A projection and its norm as one linear map, ``rows [n, D, F]`` (``F = E + 1``, bias last), with its parts.
 
     ``rms [n]`` is each head's root mean square before the norm (1 without a norm), ``gain [n, D]`` the norm's weight
     and ``constant [n, D]`` its bias.
@@ -52,12 +52,12 @@ class LinearizedNorm(Tensors):
 
     @property
     def affine(self) -> Tensor:
-        """``rows`` with the norm's bias added: queries or keys on average, as linear maps of ``x~``."""
+        """``rows`` plus the norm's bias: the average queries or keys as linear maps of ``x~``."""
         return torch.cat((self.rows[..., :-1], self.rows[..., -1:] + self.constant[..., None]), -1)
 
 
 def linearize(rows: Tensor, norm: HeadNorm | None, moment: Tensor) -> LinearizedNorm:
-    """``rows [n, D, F]`` of a projection and the norm after it -> the linear map that both are on average.
+    """The average linear map of a projection ``rows [n, D, F]`` followed by ``norm``.
 
     ``moment [F, F]``: the second moment of the inputs with a constant 1 appended.
     """
@@ -79,11 +79,11 @@ def restore(
     blocks: Sequence[Tensor],
     moment: Tensor,
 ) -> tuple[tuple[Tensor, HeadNorm | None], tuple[Tensor, HeadNorm | None]]:
-    """Folds linearized keys and queries and writes them as projections in front of norms of the source's kinds.
+    """Fold linearized keys and queries, and write them as projections in front of norms of the source's kinds.
 
     ``encode [g, m, D, D]`` merges the ``m`` members of every shared key, ``decode [H, D, D]`` changes the queries that
-    read it; heads stand together by groups. ``blocks`` are the dims that may be rescaled together (rotary pairs).
-    Returns rows and norm of the keys, ``[g, D, F]``, and of the queries ``[H, D, F]``.
+    read it; the heads of each group are adjacent. ``blocks`` are the sets of dims that may be rescaled together (rotary
+    pairs). Returns the rows and norm of the keys, ``[g, D, F]``, then those of the queries, ``[H, D, F]``.
     """
     groups = len(encode)
     rows, constant = (
@@ -92,7 +92,7 @@ def restore(
     )
     gain, rms = (torch.unflatten(part, 0, (groups, -1)).mean(1) for part in (keys.gain, keys.rms))
     k, k_norm, shortfall = _write(rows, constant[..., 0], gain, rms, keys.norm, moment)
-    # Queries that read a shared key make up for its shortfall.
+    # Queries that read a shared key compensate for its shortfall.
     decode = decode * shortfall.repeat_interleave(len(decode) // groups)[:, None, None]
     rows, constant, gain = decode.mT @ queries.rows, decode.mT @ queries.constant[..., None], queries.gain
     if queries.norm is not None:
@@ -111,22 +111,25 @@ def _write(
     *,
     in_gain: bool = False,
 ) -> tuple[Tensor, HeadNorm | None, Tensor]:
-    """``target [n, D, F]``, ``constant [n, D]`` as rows and a norm like ``norm``; the shortfall unless ``in_gain``."""
+    """Return ``target [n, D, F]``, ``constant [n, D]`` as rows and a norm like ``norm``, and the shortfall.
+
+    ``in_gain``: the gain compensates for the shortfall, which is then returned as 1.
+    """
     one = torch.ones_like(rms)
     if norm is None:
         return target, None, one
-    # A dim with gain 0 is dead: its rows do not matter.
+    # A dim with gain 0 is dead, so its rows have no effect.
     inverse = torch.where(gain == 0, 0.0, 1 / gain)
     rows = target * inverse[..., None] * rms[:, None, None]
     shortfall = root_mean_square(centered(rows, norm), norm, moment) / rms
     if in_gain:
-        # One row for all heads makes up for the mean over them.
+        # One row for all heads compensates for their mean shortfall.
         if norm.shared and norm.extent == "head":
             shortfall = shortfall.log().mean().exp().expand_as(shortfall)
         gain, shortfall = gain * shortfall[:, None], one
     else:
         constant = constant / shortfall[:, None]
-    # The file holds one row for all heads: the mean of what each needs.
+    # The file stores one row for all heads: use the mean of their rows.
     if norm.shared:
         constant, gain = (part.mean(0, keepdim=True).expand_as(part) for part in (constant, gain))
     norm = replace(norm, weight=gain - norm.offset, bias=None if norm.bias is None else constant)
@@ -134,13 +137,13 @@ def _write(
 
 
 def _block_sizes(source: LinearizedNorm, rows: Tensor, blocks: Sequence[Tensor], moment: Tensor) -> Tensor:
-    """``[n, D]``: the factor by which folding changed the size of each block of dims of each query head."""
+    """The factor ``[n, D]`` by which folding changed the size of each block of dims in each query head."""
     before, after = (((part @ moment) * part).sum(-1) for part in (source.rows, rows))
     sizes = torch.empty_like(source.gain)
     for block in blocks:
         old, new = before[:, block].sum(-1, keepdim=True), after[:, block].sum(-1, keepdim=True)
         sizes[:, block] = torch.where((old > 0) & (new > 0), new / old, 1.0).sqrt()
-    # The geometric mean for all heads where their norm has one row.
+    # Use the geometric mean over all heads if they share one row of the norm.
     if source.norm is not None and source.norm.shared and source.norm.extent == "head":
         sizes = sizes.log().mean(0, keepdim=True).exp().expand_as(sizes)
     return sizes

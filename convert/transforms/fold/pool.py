@@ -1,7 +1,7 @@
-"""The published ways to share heads: each group of key/value heads becomes one, queries and output stay as they are.
+"""Published ways to pool the key/value heads of each group into one; queries and output projection are unchanged.
 
-``mean``: Ainslie et al. 2023, "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints",
-which also compares ``first`` and ``random``. Groups are neighboring heads, as every stock class expects.
+``mean`` is from Ainslie et al. 2023, "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head
+Checkpoints", which also evaluates ``first`` and ``random``. Groups consist of neighboring heads.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from kvfold.convert.transforms.weights import AttentionWeights
 
 
 def mean(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
-    """Every group's heads averaged, ``[G, D, E] -> [kv_heads, D, E]``, in float32 (float64 for float64 weights).
+    """Average the heads of every group, ``[G, D, E] -> [kv_heads, D, E]``, in float32 (float64 for float64 weights).
 
-    Biases and the key norm's rows (and its bias) are averaged likewise. Queries and output keep their dtype.
-    Raises ``ValueError`` when ``kv_heads`` does not divide ``G``.
+    Biases and the rows of the key norm (and its bias) are averaged too. Queries and output projection keep their dtype.
+    Raises ``ValueError`` unless ``kv_heads`` divides ``G``.
     """
 
     def average(heads: Tensor) -> Tensor:
@@ -28,19 +28,20 @@ def mean(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
 
 
 def first(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
-    """The first head of every group, bit for bit. Raises ``ValueError`` as ``mean`` does."""
+    """Keep the first head of every group, bit for bit. Raises ``ValueError`` unless ``kv_heads`` divides ``G``."""
     size = weights.kv_heads // max(kv_heads, 1)
     return _pooled(weights, kv_heads, lambda heads: heads[::size].clone())
 
 
 def random(weights: AttentionWeights, kv_heads: int, *, std: float, seed: int, layer: int) -> AttentionWeights:
-    """Random keys and values: normal with ``std`` (the config's initializer range), biases zero, the norm's gain one.
+    """Draw keys and values from a normal distribution; set biases to zero and the key norm's gain to one.
 
-    float32, drawn on the CPU, the same for the same ``seed``, ``layer`` and shape. A norm that the file stores once
-    for all heads is kept. Raises ``ValueError`` as ``mean`` does.
+    ``std`` is the initializer range in the config. The float32 result is drawn on the CPU and depends only on ``seed``,
+    ``layer`` and the shape. A norm shared by all heads is kept. Raises ``ValueError`` unless ``kv_heads`` divides
+    ``G``.
     """
     pooled = _pooled(weights, kv_heads, lambda heads: torch.zeros(kv_heads, *heads.shape[1:], device=heads.device))
-    # Drawn on the CPU and by layer: the same on every device and in every order of layers.
+    # Draw on the CPU with a seed per layer, so results do not depend on the device or the order of layers.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + layer) % 2**63)
     k, v = (torch.empty(pooled.k.shape).normal_(0.0, std, generator=generator).to(weights.k.device) for _ in range(2))
     norm = pooled.k_norm
@@ -50,12 +51,12 @@ def random(weights: AttentionWeights, kv_heads: int, *, std: float, seed: int, l
 
 
 def _pooled(weights: AttentionWeights, kv_heads: int, pool: Callable[[Tensor], Tensor]) -> AttentionWeights:
-    """Keys, values, their biases and the key norm pooled from ``[G, ...]`` to ``[kv_heads, ...]``."""
+    """Pool keys, values, their biases and the key norm from ``[G, ...]`` to ``[kv_heads, ...]``."""
     if kv_heads < 1 or weights.kv_heads % kv_heads:
-        raise ValueError(f"kv_heads: {kv_heads} must divide the {weights.kv_heads} key/value heads")
+        raise ValueError(f"kv_heads = {kv_heads} must divide the {weights.kv_heads} key/value heads")
     norm = weights.k_norm
     if norm is not None:
-        # A shared norm repeats one stored row: taking that row keeps its bits, which an average might not.
+        # A shared norm repeats one stored row: copying it is exact, while averaging might round it.
         norm = norm.map((lambda rows: rows[:kv_heads].clone()) if norm.shared else pool)
     return replace(
         weights,

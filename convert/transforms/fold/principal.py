@@ -1,12 +1,13 @@
-"""``principal``: folds the key/value heads of each group into the best shared head, not the average one.
+"""The ``principal`` fold: replaces the key/value heads of each group by the best shared head instead of their average.
 
-The queries and the output projection absorb what the fold does to keys and values, so the result has the same
-architecture as mean pooling gives (Ainslie et al., 2023, arXiv:2305.13245) and loses far less. A group of one is kept
-bit for bit; identical heads fold exactly; a rotation of value heads or phases of key pairs that the output projection
-and the queries undo changes nothing. Norms between projection and rotary embedding (see `normed`) cost exactness.
+Queries and the output projection absorb the effect of the fold on keys and values, so the result has the same
+architecture as with mean pooling (Ainslie et al., 2023, arXiv:2305.13245) and loses far less. A group of one head is
+kept bit for bit, and identical heads fold exactly. Rotating value heads, or the phases of key pairs, changes nothing if
+the output projection and the queries undo it. Norms between projection and rotary embedding (see `normed`) make the
+fold inexact.
 
-Sources may be multi-head or grouped already: the queries of all heads that read a KV head count together. The error
-that the shared heads minimize is an argument (`heads.Objective`), by default the error of the scores.
+Sources may be multi-head or already grouped: the queries of all heads that read a KV head are combined. The error that
+the shared heads minimize is an argument (`heads.Objective`), by default the error of the scores.
 """
 
 from collections.abc import Sequence
@@ -27,13 +28,13 @@ Groups = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class LayerMoments:
-    """A layer and its second moments, float64, heads in the source's order: the same for every partition of the heads.
+    """A layer and its second moments: float64, heads in the source's order, independent of the partition of the heads.
 
-    ``moment [F, F]`` of the inputs with a constant 1 appended (``F = E + 1``). ``keys``, ``queries``: the linear maps
-    that projections and norms are on average; ``values [G, D, F]``. ``joint_keys``, ``joint_values [G, D, G, D]``:
-    second moments between all heads. ``query_moments [H, D, D]``: the second moment of each head's queries.
-    ``phi [H, D, D]``: average rotations, from `distance_moments`. ``metric [G, D, D]`` of the output. The rotary
-    amplitude is in ``joint_keys`` and ``query_moments``: ``amplitude [D]``.
+    ``moment [F, F]``: of the inputs with a constant 1 appended (``F = E + 1``). ``keys``, ``queries``: the average
+    linear maps of the projections and their norms; ``values [G, D, F]``. ``joint_keys``, ``joint_values [G, D, G, D]``:
+    second moments between all heads. ``query_moments [H, D, D]``: the second moment of each head's queries. ``phi [H,
+    D, D]``: average rotations from `distance_moments`. ``metric [G, D, D]``: from `output_metric`. The rotary
+    amplitude, ``amplitude [D]``, is included in ``joint_keys`` and ``query_moments`` only.
     """
 
     weights: AttentionWeights
@@ -50,7 +51,7 @@ class LayerMoments:
     amplitude: Tensor
 
     def group(self, members: Sequence[int]) -> GroupMoments:
-        """The moments of some KV heads and of the queries that read them."""
+        """The moments of the KV heads ``members`` and of the queries that read them."""
         chosen, readers = list(members), query_order([members], self.weights.heads // self.weights.kv_heads)
         return GroupMoments(
             keys=self.joint_keys[chosen][:, :, chosen],
@@ -65,18 +66,18 @@ class LayerMoments:
 def layer_moments(
     weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, context: int = 0
 ) -> LayerMoments:
-    """All moments, on the device of ``weights``. ``context``: the number of positions the result must serve."""
+    """Compute all moments on the device of ``weights``. ``context``: the number of positions to support."""
     statistics = statistics.to(weights.q.device)
     moment = input_moment(statistics)
     keys = normed.linearize(with_bias(weights.k, weights.k_bias), weights.k_norm, moment)
     if weights.k_norm is not None and weights.k_norm.bias is None and statistics.normed is not None:
-        # Members that share keys divided already leave less for the norm of the shared head to divide.
+        # If the members' keys are divided before the fold, the shared head's norm has less left to divide.
         fitted = linear_heads(weights, statistics)
         keys = replace(keys, rows=with_bias(fitted.k, fitted.k_bias))
     queries = normed.linearize(with_bias(weights.q, weights.q_bias), weights.q_norm, moment)
     amplitude = moment.new_ones(weights.head_dim)
     amplitude[: rotary.dims] = rotary.amplitude
-    # Without an output bias the values' bias takes part in the fit (_fold_constants).
+    # Without an output bias, the values' bias is part of the fit (_fold_constants).
     values = with_bias(weights.v, None if weights.o_bias is not None else weights.v_bias)
     return LayerMoments(
         weights=weights,
@@ -102,19 +103,19 @@ def fold(
     context: int = 0,
     objective: Objective = SCORES,
 ) -> AttentionWeights:
-    """Folds the ``G`` KV heads to ``len(groups)``; ``groups[i]`` lists the source heads of new head ``i``.
+    """Fold the ``G`` KV heads to ``len(groups)``; ``groups[i]`` lists the source heads that new head ``i`` replaces.
 
-    Query heads (and with them the columns of ``o``) are reordered so that query head ``h`` again reads KV head
-    ``h // (H // len(groups))``. Computed in float64, returned in float32 on the device of ``weights``. Keys are fitted
-    for all distances below ``context``, the positions that the result has to serve (the model's limit, or the layer's
-    window); 0 means the length of the calibration text. ``objective``: the error that the shared heads minimize.
-    Raises ValueError when ``groups`` is not a partition of the KV heads into equal parts.
+    Query heads (and with them the columns of ``o``) are reordered so that query head ``h`` again reads KV head ``h //
+    (H // len(groups))``. Computed in float64, returned in float32 on the device of ``weights``. Keys are fitted for all
+    distances below ``context``, the number of positions to support (the model's limit, or the layer's window); 0 means
+    the length of the calibration text. ``objective``: the error that the shared heads minimize. Raises ValueError
+    unless ``groups`` is a partition of the KV heads into groups of equal size.
     """
     return fold_moments(layer_moments(weights, statistics, rotary, context), groups, objective)
 
 
 def fold_moments(layer: LayerMoments, groups: Groups, objective: Objective = SCORES) -> AttentionWeights:
-    """As `fold`, from moments computed before: for trying several partitions of one layer."""
+    """Like `fold`, but from precomputed moments, for trying several partitions of one layer."""
     source, repeat = ordered(layer.weights, groups), layer.weights.heads // layer.weights.kv_heads
     if len(groups[0]) == 1:
         return source.map(Tensor.float)
@@ -128,15 +129,15 @@ def fold_moments(layer: LayerMoments, groups: Groups, objective: Objective = SCO
 def _fold_keys(
     layer: LayerMoments, groups: Groups, source: AttentionWeights, heads: Sequence[SharedHead]
 ) -> AttentionWeights:
-    """``source``, heads ordered by groups, with the keys of ``heads``, the queries that fit them, and their norms."""
+    """Replace the keys, queries and norms of ``source`` (ordered by groups) by those for the shared ``heads``."""
     dims, device = source.head_dim, source.q.device
     pairs, rest = layer.rotary.dims // 2, torch.arange(layer.rotary.dims, dims, device=device)
-    # Dims that one factor may rescale: each rotary pair, and the unrotated dims together.
+    # Sets of dims that share one scale factor: each rotary pair, and all unrotated dims together.
     blocks = [torch.tensor([pair, pair + pairs], device=device) for pair in range(pairs)]
     blocks = [*blocks, rest] if rest.numel() else blocks
     kv, readers = query_order(groups, 1), query_order(groups, source.heads // source.kv_heads)
     keys, queries = layer.keys.map(lambda part: part[kv]), layer.queries.map(lambda part: part[readers])
-    # Keys and queries had the rotary amplitude in the moments, which they lack here.
+    # The moments of keys and queries include the rotary amplitude, but these rows do not.
     change = layer.amplitude / layer.amplitude[:, None]
     heads = [SharedHead(head.encode * change, head.decode / change) for head in heads]
     encode, decode = _balanced(heads, keys.affine, blocks)
@@ -155,7 +156,7 @@ def _fold_keys(
 def _fold_values(
     layer: LayerMoments, groups: Groups, source: AttentionWeights, heads: Sequence[SharedHead]
 ) -> AttentionWeights:
-    """``source``, heads ordered by groups, with the values of ``heads`` and the output projection and biases to fit."""
+    """Replace the values, output projection and biases of ``source`` (ordered by groups) for the shared ``heads``."""
     dims = [torch.arange(source.head_dim, device=source.v.device)]
     encode, decode = _balanced(heads, layer.values[query_order(groups, 1)], dims)
     members = torch.unflatten(with_bias(source.v, source.v_bias), 0, (len(groups), -1))
@@ -170,23 +171,23 @@ def _fold_values(
 
 
 def _balanced(heads: Sequence[SharedHead], members: Tensor, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """``encode [g, m, D, D]``, ``decode [H, D, D]`` of all groups, shared rows at the mean norm of their members'."""
+    """``encode [g, m, D, D]``, ``decode [H, D, D]`` of all groups; shared rows get their members' mean norm."""
     encode, decode = torch.stack([head.encode for head in heads]), torch.stack([head.decode for head in heads])
     members = torch.unflatten(members, 0, (len(heads), -1))
     merged = torch.einsum("gmab,gmbf->gaf", encode, members)
     factor = torch.ones_like(merged[..., 0])
-    # Dims of a block share one factor (a rotary pair, the unrotated dims, a whole value head).
+    # The dims of a block (a rotary pair, the unrotated dims, a whole value head) share one factor.
     for block in blocks:
         before, after = members[:, :, block].flatten(2).norm(dim=2).mean(1), merged[:, block].flatten(1).norm(dim=1)
-        # Rows of zeros are left alone.
+        # Leave all-zero rows unchanged.
         factor[:, block] = torch.where((before > 0) & (after > 0), before / after, 1.0)[:, None]
     return factor[:, None, :, None] * encode, (decode / factor[:, None, None]).flatten(0, 1)
 
 
 def _fold_constants(source: AttentionWeights, folded: AttentionWeights, mean: Tensor) -> AttentionWeights:
-    """``folded`` with biases that make up for the change of the values' constant part, where the layer has any."""
-    # Attention rows sum to 1, so a constant passes through attention unchanged. With sinks they sum to less, and biases
-    # stay as fitted with the values.
+    """``folded`` with its biases adjusted to the changed constant part of the values, if values have a bias."""
+    # Attention rows sum to 1, so a constant passes through attention unchanged. With sinks they sum to less; biases
+    # then stay as fitted with the values.
     if source.v_bias is None or source.sinks is not None:
         return folded
 
@@ -195,25 +196,25 @@ def _fold_constants(source: AttentionWeights, folded: AttentionWeights, mean: Te
         return torch.einsum("ehd,hd->e", weights.o.double(), spread)
 
     if source.o_bias is not None and folded.v_bias is not None:
-        # An output bias takes the values' bias exactly; the old one went through the old output projection.
+        # The output bias absorbs the values' bias exactly, which so far passed through the old output projection.
         moved = output(source, source.v_bias.double()) - output(folded, folded.v_bias)
         return replace(folded, o_bias=source.o_bias.double() + moved)
-    # A bias on the values only leaves the output at the mean input unchanged, by least squares.
+    # Without an output bias, fit the values' bias by least squares to keep the output at the mean input unchanged.
     missing = output(source, source.v.double() @ mean + source.v_bias.double()) - output(folded, folded.v @ mean)
     columns = torch.unflatten(folded.o, 1, (folded.kv_heads, -1)).sum(2).flatten(1)  # [E, g * D]
     return replace(folded, v_bias=(torch.linalg.pinv(columns, rtol=1e-9) @ missing).reshape(folded.kv_heads, -1))
 
 
 def ordered(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
-    """The same layer with its heads relabeled so that each group's heads stand together.
+    """Return the same layer with its heads reordered so that the heads of each group are adjacent.
 
-    Raises ValueError unless ``groups`` splits the KV heads into parts of one size.
+    Raises ValueError unless ``groups`` splits the KV heads into parts of equal size.
     """
     kv = query_order(groups, 1)
     if sorted(kv) != list(range(weights.kv_heads)) or len({len(group) for group in groups}) != 1:
         raise ValueError(
-            f"groups: {[list(group) for group in groups]} must hold each of {weights.kv_heads} KV heads once, "
-            "in groups of one size"
+            f"groups = {[list(group) for group in groups]} must contain each of the {weights.kv_heads} KV heads once, "
+            "in groups of equal size"
         )
     q = query_order(groups, weights.heads // weights.kv_heads)
     orders = dict.fromkeys(("q", "q_bias", "sinks"), q) | dict.fromkeys(("k", "v", "k_bias", "v_bias"), kv)
@@ -228,5 +229,5 @@ def ordered(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
 
 
 def query_order(groups: Groups, repeat: int) -> list[int]:
-    """The query heads in the order of the KV heads that they read, ``repeat`` for each."""
+    """The query heads in the order of the KV heads that they read, ``repeat`` query heads for each KV head."""
     return [head * repeat + i for group in groups for head in group for i in range(repeat)]

@@ -1,21 +1,21 @@
-"""The default objective of a fold: shared keys and queries fitted to the members' scores.
+"""The default objective of a fold: fits shared keys and queries to the scores of the members.
 
 The score of a query at position ``t`` and a key at ``s`` is ``q^T R(s - t) k``. Averaged over all distances, different
-rotary pairs do not see each other, and one complex principal component per pair is the best shared key (`share_keys`).
-Real attention prefers short distances, at which slow pairs hardly turn: there they act like unrotated dims, and one
-pair of the shared key can make up for what another lacks. So let queries and keys be arbitrary linear maps,
-``q'_h = A_h q_h`` and ``k' = sum_j B_j k_j``, and minimize, with queries and keys independent and distance ``delta``
-drawn from ``p_h`` (`distances`),
+rotary pairs do not interact, and one complex principal component per pair is the best shared key (`share_keys`). Real
+attention prefers short distances, at which slow pairs hardly turn: there they act like unrotated dims, and one pair of
+the shared key can compensate for the loss in another. So let queries and keys be arbitrary linear maps, ``q'_h = A_h
+q_h`` and ``k' = sum_j B_j k_j``. With queries and keys independent and the distance ``delta`` drawn from ``p_h``
+(`distances`), minimize
 
     sum_h  E | (A_h q_h)^T R(delta) (sum_j B_j k_j)  -  q_h^T R(delta) k_h |^2.
 
-With second moments ``Q_h = E[q_h q_h^T]`` and ``K_ij = E[k_i k_j^T]`` and the average over distances
-``<M>_h = E[R(delta) M R(delta)^T]``, either side given the other is a linear least-squares problem of size ``D``:
+With second moments ``Q_h = E[q_h q_h^T]`` and ``K_ij = E[k_i k_j^T]`` and the average over distances ``<M>_h =
+E[R(delta) M R(delta)^T]``, either side with the other fixed is a least-squares problem of size ``D``:
 
     <sum_ij B_i K_ij B_j^T>_h A_h   = <sum_j B_j K_jh>_h                  (one per query head)
     sum_h <A_h Q_h A_h^T>_-h B_j    = sum over the heads h of member j of <A_h Q_h>_-h
 
-where ``<M>_-h`` turns the other way. In the basis ``U`` of complex pairs and their conjugates (`pair_basis`, unitary)
+where ``<M>_-h`` turns the opposite way. In the unitary basis ``U`` of complex pairs and conjugates (`pair_basis`),
 rotation is diagonal, so ``<M>_h = U^H ((U M U^H) * phi_h) U`` with ``phi_h`` from `distance_moments`.
 """
 
@@ -29,17 +29,17 @@ from kvfold.convert.transforms.fold.heads import GroupMoments, Objective, Shared
 from kvfold.convert.transforms.linalg import damped_solve
 from kvfold.convert.transforms.weights import Rotary
 
-# Excess loss of the reference MHA model on held-out text, nats per token, 8 -> 2 heads
+# Excess loss of the reference MHA model on held-out text in nats per token, 8 -> 2 heads
 # (recipes/benchmarks/bench_constants.py):
 
 ROUNDS = 10  # 0: 0.285, 3: 0.059, 10: 0.056, 30: 0.054
 
-DAMPING = 1e-6  # 1e-9, 1e-6, 1e-3: 0.056 each; needed for heads that nobody reads, whose systems are singular
+DAMPING = 1e-6  # 1e-9, 1e-6, 1e-3: 0.056 each; needed for heads that no query reads, whose systems are singular
 
 
 @dataclass(frozen=True)
 class Scores(Objective):
-    """Key heads minimize the error of the scores (above), value heads that of the layer's output."""
+    """Key heads minimize the error of the scores (above); value heads minimize the error of the layer's output."""
 
     def key_head(self, group: GroupMoments) -> SharedHead:
         return fit_scores(principal_keys(group), group)
@@ -52,15 +52,15 @@ SCORES = Scores()
 
 
 def principal_keys(group: GroupMoments) -> SharedHead:
-    """`share_keys` of a group, with one map per query head: where the fit starts."""
+    """The result of `share_keys` for ``group``, with one map per query head: the starting point of `fit_scores`."""
     member_queries = torch.unflatten(group.queries, 0, (len(group.keys), -1)).sum(1)
     return share_keys(group.keys, member_queries, group.pairs).repeat_decode(group.readers)
 
 
 def fit_scores(start: SharedHead, group: GroupMoments, rounds: int | None = None) -> SharedHead:
-    """``start`` improved by alternating least squares, `ROUNDS` times by default; ``decode [n, D, D]``.
+    """Improve ``start`` by alternating least squares for ``rounds`` (default `ROUNDS`); returns ``decode [n, D, D]``.
 
-    Without rotation ``start`` is the optimum already and is returned. Where it is exact, it stays, up to rounding.
+    Without rotation ``start`` is already optimal and is returned. If it is exact, it stays exact, up to rounding.
     """
     if not group.pairs:
         return start
@@ -78,14 +78,14 @@ def fit_scores(start: SharedHead, group: GroupMoments, rounds: int | None = None
 
 
 def _seen_keys(encode: Tensor, group: GroupMoments, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """``<E[k' k'^T]>_h`` and ``<E[k' k_j^T]>_h``, ``j`` the member that head ``h`` reads; both ``[n, D, D]``."""
+    """``<E[k' k'^T]>_h`` and ``<E[k' k_j^T]>_h``, both ``[n, D, D]``; ``j`` is the member that head ``h`` reads."""
     shared = torch.einsum("jab,jbkc->kac", encode, group.keys)
     gram = average_rotations(torch.einsum("kac,kdc->ad", shared, encode), group.phi, basis)
     return gram, average_rotations(shared.repeat_interleave(group.readers, 0), group.phi, basis)
 
 
 def score_losses(head: SharedHead, group: GroupMoments) -> tuple[Tensor, Tensor]:
-    """The score error of ``head`` for each query head ``[n]``, and the error of scores of 0 for scale ``[n]``."""
+    """The score error of ``head`` for each query head ``[n]``, and, for scale, the error of all-zero scores ``[n]``."""
     basis = pair_basis(group.pairs, group.keys.shape[1], group.keys.device)
     gram, cross = _seen_keys(head.encode, group, basis)
     own = group.keys.diagonal(dim1=0, dim2=2).permute(2, 0, 1).repeat_interleave(group.readers, 0)
@@ -102,8 +102,8 @@ def distance_moments(profile: Tensor, context: int, rotary: Rotary, dims: int) -
 
 
 def pair_basis(pairs: int, dims: int, device: torch.device | str = "cpu") -> Tensor:
-    """Unitary ``U [D, D]``: half-split rows to ``(x_l + i y_l) / sqrt 2``, ``(x_l - i y_l) / sqrt 2``, others kept."""
-    # In it, rotation by delta positions is the diagonal e^{-i w delta} with w = theta, -theta, 0.
+    """Unitary ``U [D, D]`` that maps half-split pairs to ``(x_l + i y_l) / sqrt 2`` and ``(x_l - i y_l) / sqrt 2``."""
+    # Other dims stay. Here, rotation by delta positions is the diagonal e^{-i w delta} with w = theta, -theta, 0.
     basis = torch.eye(dims, dtype=torch.complex128, device=device)
     low, high = torch.arange(2 * pairs, device=device).chunk(2)
     basis[low, low] = basis[high, low] = 0.5**0.5
@@ -112,5 +112,5 @@ def pair_basis(pairs: int, dims: int, device: torch.device | str = "cpu") -> Ten
 
 
 def average_rotations(moment: Tensor, phi: Tensor, basis: Tensor) -> Tensor:
-    """``E_delta[R moment R^T]``, real ``[..., D, D]``, from ``phi [..., D, D]`` and the ``basis`` of `pair_basis`."""
+    """``E_delta[R moment R^T]``, real ``[..., D, D]``, from ``phi [..., D, D]`` and the `pair_basis`."""
     return torch.real(basis.mH @ ((basis @ moment.to(basis.dtype) @ basis.mH) * phi) @ basis)

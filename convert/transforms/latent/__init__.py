@@ -1,1 +1,1 @@
-"""Factoring attention into multi-head latent attention."""
+"""Converts attention to multi-head latent attention by factoring keys and values."""

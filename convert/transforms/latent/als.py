@@ -1,11 +1,11 @@
-"""Latent attention fitted to a layer by alternating least squares, from statistics alone.
+"""Fits latent attention to a layer by alternating least squares, from statistics alone.
 
-A head sees a key ``k`` turned by its distance. After conversion it can read the shared rotary keys, turned as well,
-and the latent, which is not rotated. With the cached rows given, the best reading of each head is a linear regression;
-with the readings given, so are the rows. Both are small, because inputs enter only by their second moments.
+A head sees a key ``k`` rotated by its distance. After conversion it can read the shared rotary keys, rotated as well,
+and the latent, which is not rotated. For fixed cached rows, the best reading for each head is a linear regression; for
+fixed readings, so are the best rows. Both are small problems, because inputs enter only through their second moments.
 
-Errors of scores are weighted by the queries that make them, errors of values by the output that they make; a score
-error moves about as much output as the values vary. That is a linearization: large errors saturate in the softmax, so
+Score errors are weighted by the queries that cause them, value errors by the resulting output error; a score error
+changes the output about as much as the values vary. That is a linearization: large errors saturate in the softmax, so
 values are weighted by `VALUE_WEIGHT`.
 """
 
@@ -27,7 +27,7 @@ from kvfold.convert.transforms.weights import Rotary
 
 VALUE_WEIGHT = 3.0  # MHA model: 1: 0.103, 3: 0.096, 5: 0.094, 10: 0.093, 50: 0.095. SmolLM2: 3: 0.114, 10: 0.125
 
-# Share of distances drawn from the whole context, whether or not heads attend there. SmolLM2: 0.02: 0.113, 0.1: 0.125.
+# Share of distances drawn from the full context, even if heads do not attend there. SmolLM2: 0.02: 0.113, 0.1: 0.125.
 # MHA model on text as long as the calibration's sequences: 0: 0.089, 0.05: 0.091, 0.1: 0.093, 0.2: 0.100, 0.5: 0.137;
 # on text four times as long: 0: 0.119, 0.1: 0.126.
 UNIFORM = 0.02
@@ -38,14 +38,14 @@ TAIL = 0.25
 
 ROUNDS = 4  # MHA model: 0: 0.199, 1: 0.099, 4: 0.093, 8: 0.093, 16: 0.094
 
-# Pull towards the present solution, relative to each row's energy. MHA model: 1e-9, 1e-6, 1e-4 and 1e-2: 0.0930 each;
-# it is there for singular systems, of directions that no input takes.
+# Pull toward the present solution, relative to each row's energy. MHA model: 1e-9, 1e-6, 1e-4 and 1e-2: 0.0930 each;
+# needed for singular systems, in directions that do not occur in the inputs.
 DAMPING = 1e-6
 
 
 @dataclass(frozen=True)
 class LatentFit:
-    """The cached rows ``X``, ``rows [P + R, E+1]`` on ``[x; 1]``, rotary rows first, and the maps that read them.
+    """The cached rows ``X``, ``rows [P + R, E+1]`` on ``[x; 1]`` with rotary rows first, and the maps that read them.
 
     ``reading [H, D, P + R]``: each head's keys, as its queries see them; ``values [G, D, R]``: values from the latent.
     """
@@ -59,10 +59,10 @@ class LatentFit:
 class LatentProblem:
     """A layer, second moments of its inputs, and for every head the kernels (cached, cached) and (cached, keys).
 
-    ``covariance [E, E]`` and ``mean [E+1]`` of ``[x; 1]``. ``centered``: rows may have a constant, and errors of values
-    are taken about their mean; otherwise nothing may have a bias, and the mean of the values counts too, with
+    ``covariance [E, E]`` and ``mean [E+1]`` of ``[x; 1]``. ``centered``: rows may include a constant, and value errors
+    are measured around their mean; otherwise biases are not allowed, and the mean of the values is included, with
     ``mean_weight [E] = covariance^-1 mean``. ``query_weight [H, D, D]``, ``value_weight [G, D, D]``: the squared output
-    per error of a key and of a value.
+    error per error of a key and of a value.
     """
 
     layer: LinearLayer
@@ -76,7 +76,7 @@ class LatentProblem:
     value_weight: Tensor
 
     def value_moment(self, product: Tensor, left_mean: Tensor, right_mean: Tensor) -> Tensor:
-        """The second moment that weighs errors of values, from ``left cov right^T`` and the means."""
+        """The second moment that weights value errors, from ``product = left cov right^T`` and the means."""
         return product if self.centered else product + torch.outer(left_mean, right_mean)
 
 
@@ -92,10 +92,10 @@ def alternate(
     *,
     centered: bool,
 ) -> LatentFit:
-    """``fit`` improved by least squares for the readings, then for the rows, ``rounds`` times; readings last.
+    """Improve ``fit`` by ``rounds`` of least squares for the readings, then the rows; solve the readings once more.
 
-    ``queries [H, D, D]`` and ``moment [E+1, E+1]``: second moments of queries and of ``[x; 1]``. ``theta [P/2]`` of the
-    rotary rows. ``distances``: those between queries and keys, by head. ``centered`` as in `LatentProblem`.
+    ``queries [H, D, D]`` and ``moment [E+1, E+1]``: second moments of queries and of ``[x; 1]``. ``theta [P/2]``:
+    angles of the rotary rows. ``distances``: between queries and keys. ``centered`` as in `LatentProblem`.
     """
     device, dims = layer.keys.device, layer.keys.shape[1]
     cov, mean, values = covariance(moment), moment[-1], layer.values[..., :-1]
@@ -115,17 +115,17 @@ def alternate(
         query_weight=queries * layer.scale**2 * output,
         value_weight=layer.metric * VALUE_WEIGHT,
     )
-    # Rows in principal units keep the systems well conditioned; they change nothing that a head reads.
+    # Rows in principal units keep the systems well conditioned without changing what heads read.
     for _ in range(rounds):
         fit = _principal(problem, _solve_rows(problem, _solve_readings(problem, fit)))
     return _solve_readings(problem, fit)
 
 
 def _solve_readings(problem: LatentProblem, fit: LatentFit) -> LatentFit:
-    """The readings ``A_h [D, P + R]`` and ``B_g [D, R]`` that fit the present rows best.
+    """The readings ``A_h [D, P + R]`` and ``B_g [D, R]`` that best fit the present rows.
 
-    With the cached rows ``y`` and the source's key ``k`` as head ``h`` sees them, and the latent ``c`` and the value
-    ``v``, the normal equations are
+    Let ``y`` be the cached rows and ``k`` the source's key, both as head ``h`` sees them, ``c`` the latent and ``v``
+    the value. The normal equations are
 
         A_h E[y y^T] = E[k y^T]        B_g E[c c^T] = E[v c^T]
     """
@@ -146,8 +146,8 @@ def _solve_readings(problem: LatentProblem, fit: LatentFit) -> LatentFit:
 
 
 def _regress(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
-    """``[n, f]`` with ``reading gram = cross``, damped towards ``present``; what has no energy stays as it is."""
-    # Scaled to a unit diagonal, so that one damping serves rotary rows and weak latent channels alike.
+    """``[n, f]`` with ``reading gram = cross``, damped toward ``present``; directions without energy do not change."""
+    # Scale to a unit diagonal, so that one damping suits both rotary rows and weak latent channels.
     scale = gram.diagonal().clamp_min(0).sqrt()
     scale = torch.where(scale > 0, scale, 1.0)
     damped = gram / torch.outer(scale, scale) + DAMPING * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
@@ -156,7 +156,7 @@ def _regress(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
 
 
 def _normal_equations(problem: LatentProblem, fit: LatentFit) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``V, M [n, n]``, ``P [n, E]``, ``p [n]`` of `_solve_rows`: costs of a change, and what is left unexplained."""
+    """``V, M [n, n]``, ``P [n, E]``, ``p [n]`` for `_solve_rows`: costs of a change, and the unexplained remainder."""
     layer, rank = problem.layer, fit.values.shape[-1]
     linear, mean = fit.rows[:, :-1], fit.rows @ problem.mean
     V, M, p = mean.new_zeros(len(mean), len(mean)), mean.new_zeros(len(mean), len(mean)), torch.zeros_like(mean)
@@ -180,21 +180,21 @@ def _normal_equations(problem: LatentProblem, fit: LatentFit) -> tuple[Tensor, T
 
 
 def _solve_rows(problem: LatentProblem, fit: LatentFit) -> LatentFit:
-    """The cached rows ``X = [L b]`` that fit the present readings best.
+    """The cached rows ``X = [L b]`` that best fit the present readings.
 
     With ``C = cov(x)`` and ``m = E[x]``, a change ``dL, db`` solves
 
-        V dL C + M (dL m + db) m^T = P C + p m^T        (the derivative by L)
-        M (dL m + db)              = p                  (the derivative by b, where constants are free)
+        V dL C + M (dL m + db) m^T = P C + p m^T        (the derivative with respect to L)
+        M (dL m + db)              = p                  (the derivative with respect to b, if constants are allowed)
 
-    Centered, the second equation takes the mean out of the first: ``dL = V^-1 P``, and ``L m + b`` moves by
-    ``M^-1 p``. Otherwise ``db = 0``. With ``u = dL m`` and ``c = C^-1 m``, the first equation times ``C^-1`` gives
-    ``dL``, and that times ``m`` an equation for ``u`` alone:
+    If centered, the second equation eliminates the mean from the first: ``dL = V^-1 P``, and ``L m + b`` changes by
+    ``M^-1 p``. Otherwise ``db = 0``. With ``u = dL m`` and ``c = C^-1 m``, the first equation times ``C^-1`` yields
+    ``dL``, and multiplying ``dL`` by ``m`` yields an equation for ``u`` alone:
 
         dL = V^-1 (P + (p - M u) c^T)        (V + (m.c) M) u = P m + (m.c) p
     """
     (V, M, P, p), linear, mean = _normal_equations(problem, fit), fit.rows[:, :-1], problem.mean[:-1]
-    # The pull towards no change is relative to the energy of each row; rows without energy stay as they are.
+    # Damping is relative to the energy of each row; rows without energy do not change.
     energy = V.diagonal()
     damping = torch.diag(torch.where(energy > 0, energy * DAMPING, 1.0))
     V, c = V + damping, problem.mean_weight
@@ -208,13 +208,13 @@ def _solve_rows(problem: LatentProblem, fit: LatentFit) -> LatentFit:
 
 
 def _principal(problem: LatentProblem, fit: LatentFit) -> LatentFit:
-    """The same fit with rotary pairs at unit energy and uncorrelated latent channels, sized by their importance."""
+    """The same fit with rotary pairs at unit energy and uncorrelated latent channels, scaled by their importance."""
     rank, pairs = fit.values.shape[-1], problem.cached.half
     rotary, latent = fit.rows[: 2 * pairs], fit.rows[-rank:]
     energy = (rotary[:, :-1] @ problem.covariance * rotary[:, :-1]).sum(1) + (rotary @ problem.mean).square()
     unit = ((energy[:pairs] + energy[pairs:]) / 2).sqrt()
     unit = torch.where(unit > 0, unit, 1.0).repeat(2)
-    # Where constants are free, the latent's mean is zero.
+    # If constants are allowed, the latent's mean is zero.
     if problem.centered:
         latent = torch.cat([latent[:, :-1], -(latent[:, :-1] @ problem.mean[:-1])[:, None]], 1)
     mean = latent @ problem.mean
@@ -229,7 +229,7 @@ def _principal(problem: LatentProblem, fit: LatentFit) -> LatentFit:
 
 
 def _principal_units(moment: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
-    """``forth`` and its inverse ``back [R, R]``: to uncorrelated channels, sized by importance, of total energy one."""
+    """``forth [R, R]`` to uncorrelated channels, sized by importance, of total energy one; and its inverse ``back``."""
     energy, axes = symmetric_eig(moment)
     used = energy > energy[0].clamp_min(torch.finfo(energy.dtype).tiny) * 1e-12
     root = energy[used].sqrt()

@@ -1,9 +1,9 @@
 """Second moments of rotary rows as a query sees them at a random distance ``delta``, over inputs and distances.
 
-Seen from ``delta`` positions on, rotary rows ``A`` of an input ``x`` turn: ``y = cos(omega delta) A x + sin(omega
-delta) J A x``, where ``J`` maps the real part of a pair to its imaginary part and that to minus the real one; rows
-without rotation have ``omega = 0``. For inputs and distances that are independent, ``E[y y^T]`` follows from
-``E[x x^T]`` and the distances that count (`distances`); no text is needed.
+From ``delta`` positions away, rotary rows ``A`` of an input ``x`` appear rotated: ``y = cos(omega delta) A x +
+sin(omega delta) J A x``, where ``J`` maps the real part of a pair to its imaginary part and the imaginary part to minus
+the real one; rows without rotation have ``omega = 0``. If inputs and distances are independent, ``E[y y^T]`` follows
+from ``E[x x^T]`` and the mixture of distances (`distances`), without any text.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from kvfold.convert.transforms.distances import Distances, rotary_moments
 class RotaryRows:
     """The layout of ``n`` rows: the first ``half`` are real parts, the next ``half`` imaginary, the rest do not rotate.
 
-    ``omega [n]`` radians per position.
+    ``omega [n]``: radians per position.
     """
 
     omega: Tensor
@@ -27,20 +27,20 @@ class RotaryRows:
 
     @staticmethod
     def of(theta: Tensor, still: int) -> "RotaryRows":
-        """Pairs at ``theta [half]`` and ``still`` rows without rotation."""
+        """The layout for pairs at ``theta [half]`` followed by ``still`` rows without rotation."""
         return RotaryRows(torch.cat([theta, theta, theta.new_zeros(still)]), theta.numel())
 
     def turn(self, rows: Tensor) -> Tensor:
-        """``J rows``, ``[n, ...]``; ``J^T rows`` is minus that."""
+        """Return ``J rows`` for ``rows [n, ...]``; ``J^T rows`` is its negative."""
         half = self.half
         return torch.cat([rows[half : 2 * half], -rows[:half], torch.zeros_like(rows[2 * half :])])
 
 
 @dataclass(frozen=True)
 class WaveMoments:
-    """Moments of ``cos(omega delta)`` (index 0) and ``sin(omega delta)`` (1) over the distances of every head.
+    """Moments of ``cos(omega delta)`` (index 0) and ``sin(omega delta)`` (index 1) over the distances of every head.
 
-    ``omega [U]`` ascending; ``second[p][q] [H, U, U]``: ``E[p(omega_a delta) q(omega_b delta)]``; ``mean[p] [H, U]``.
+    ``omega [U]``, ascending; ``second[p][q] [H, U, U]``: ``E[p(omega_a delta) q(omega_b delta)]``; ``mean[p] [H, U]``.
     """
 
     omega: Tensor
@@ -49,7 +49,7 @@ class WaveMoments:
 
 
 def wave_moments(distances: Distances, *layouts: RotaryRows) -> WaveMoments:
-    """The moments of all frequencies that occur in ``layouts``, by the product formulas of cos and sin."""
+    """The moments of all frequencies in ``layouts``, computed with the product formulas of cos and sin."""
     omega = torch.unique(torch.cat([rows.omega for rows in layouts]))
     count = len(omega)
     moments = rotary_moments(distances, torch.cat([omega, -omega, omega.new_zeros(1)]))
@@ -63,9 +63,10 @@ def wave_moments(distances: Distances, *layouts: RotaryRows) -> WaveMoments:
 class Kernel:
     """The second moment of rows ``a`` and ``b`` over the distances of one head, as a linear map of ``A cov(x) B^T``.
 
-    ``terms``: the four products of cos and sin, each with whether the left and the right side turn (sin), its moments
-    ``[U, U]`` by frequency, and their covariances, without the product of the means: a softmax over positions sees only
-    the variation of constant keys with distance. ``rows [n_a]``, ``columns [n_b]``: the frequencies of either side.
+    ``terms``: the four products of cos and sin. Each contains flags for a turned left and right side (sin), its moments
+    ``[U, U]`` by frequency, and its covariances, which exclude the product of the means: a softmax over positions sees
+    only the variation of constant keys with distance. ``rows [n_a]``, ``columns [n_b]``: frequency indices of the two
+    sides.
     """
 
     left: RotaryRows
@@ -75,9 +76,9 @@ class Kernel:
     terms: tuple[tuple[bool, bool, Tensor, Tensor], ...]
 
     def apply(self, product: Tensor, left_mean: Tensor, right_mean: Tensor) -> Tensor:
-        """``E[y_a y_b^T]`` about the mean over distances, ``[n_a, n_b]``.
+        """``E[y_a y_b^T]`` around the mean over distances, ``[n_a, n_b]``.
 
-        ``product = A cov(x) B^T``; ``left_mean``, ``right_mean``: ``A E[x]`` and ``B E[x]``, biases included.
+        ``product = A cov(x) B^T``; ``left_mean`` and ``right_mean`` are ``A E[x]`` and ``B E[x]``, biases included.
         """
         means = torch.outer(left_mean, right_mean)
         result = torch.zeros_like(product)
@@ -89,9 +90,10 @@ class Kernel:
         return result
 
     def adjoint(self, weight: Tensor, *, means: bool = False) -> Tensor:
-        """The gradient of ``sum(weight * apply(A cov B^T, 0, 0))`` by ``A`` is ``adjoint(weight) B cov``.
+        """The gradient of ``sum(weight * apply(A cov B^T, 0, 0))`` with respect to ``A`` is ``adjoint(weight) B cov``.
 
-        ``means``: the gradient of ``sum(weight * apply(0, a, b))`` by ``a`` is ``adjoint(weight, means=True) b``.
+        ``means=True``: for ``sum(weight * apply(0, a, b))`` and ``a``, the gradient is ``adjoint(weight, means=True)
+        b``.
         """
         result = torch.zeros_like(weight)
         for left_turns, right_turns, moment, covariance in self.terms:
@@ -102,7 +104,7 @@ class Kernel:
 
 
 def kernels(left: RotaryRows, right: RotaryRows, waves: WaveMoments) -> list[Kernel]:
-    """One kernel per head of ``waves``, which hold the frequencies of both sides."""
+    """One kernel per head of ``waves``, which must contain the frequencies of both sides."""
     rows, columns = (torch.searchsorted(waves.omega, side.omega) for side in (left, right))
     result = []
     for head in range(len(waves.mean[0])):

@@ -1,17 +1,17 @@
-"""MHA or GQA into multi-head latent attention: from calibration statistics, or from the weights alone (`svd_latent`).
+"""Converts MHA or GQA to multi-head latent attention, with calibration statistics or without (`svd_latent`).
 
-1. Rotary keys: the principal complex components over the heads at the frequencies that ``Slots`` names.
-2. What remains of the keys loses its rotation; the gain of ``pair_gains`` is the best constant in its place.
-3. The rest of the keys, in units of scores, and the values, in units of the layer's output, share one latent: the
+1. Rotary keys are the principal complex components over the heads at the frequencies in ``Slots``.
+2. The remaining keys lose their rotation; the gain from ``pair_gains`` is the best constant in its place.
+3. These keys, in units of scores, and the values, in units of the layer's output, share one latent: the
    principal components of both together.
-4. From there ``als`` alternates between readings and cached rows: a head may then read any rotary key, not only that
-   of its pair, and make up for a lost rotation with one of another frequency.
+4. From there ``als`` alternates between readings and cached rows: a head may then read every rotary key, not only that
+   at its pair's frequency, and compensate for a lost rotation with one at another frequency.
 
-Norms on queries and keys stay, for a layout that has a place for them (`linear_heads` replaces them for others). A norm
-divides a key by a number ``d_g(x)`` that depends on token and head; the rest of it is linear. So the latent is fitted
-to keys divided by one number per head instead, and that number is multiplied back into the weights that read the
-latent. Scores are then divided by the exact ``d_g`` of the source, whatever the size of the latent (`KeptNorms`).
-Queries keep their projection and their norm.
+Norms on queries and keys are kept if the layout supports them (otherwise `linear_heads` replaces them). A norm divides
+a key by a number ``d_g(x)`` that depends on the token and the head; otherwise it is linear. So the latent is fitted to
+keys divided by one number per head instead, and the weights that read the latent are multiplied by that number. Scores
+are then divided by the source's exact ``d_g``, whatever the size of the latent (`KeptNorms`). Queries keep their
+projection and their norm.
 """
 
 from dataclasses import dataclass, replace
@@ -39,9 +39,9 @@ from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics,
 
 @dataclass(frozen=True)
 class FittedLayer:
-    """A layer and its latent in ``units``: ``weights``, the same as linear maps, their ``fit``.
+    """A layer and its fitted latent in ``units``: the ``weights``, the same layer as linear maps, and the ``fit``.
 
-    ``mean [E+1]`` of the inputs ``[x; 1]``. ``centered``: the mean is taken out of the latent and given to the biases.
+    ``mean [E+1]`` of the inputs ``[x; 1]``. ``centered``: the mean is removed from the latent and moved to the biases.
     """
 
     weights: AttentionWeights
@@ -64,18 +64,18 @@ def to_latent(
     centered: bool = True,
     rounds: int | None = None,
 ) -> LatentWeights:
-    """The layer as latent attention with ``rank`` channels, in at least float32.
+    """Convert the layer to latent attention with ``rank`` channels, in float32 or wider.
 
-    ``context``: positions the result has to serve; 0 means the length of the calibration text. ``centered`` takes the
-    mean out of the latent and gives it to the biases; without it the result has no bias that the source has not.
-    ``scale`` multiplies scores, by default ``head_dim ** -0.5``. ``rounds`` of alternating least squares
-    (``als.ROUNDS``); 0 leaves the principal components. A layer that does not rotate gets zero rotary keys. Norms on
-    queries and keys stay, in a centered latent.
+    ``context``: the number of positions to support; 0 means the length of the calibration text. ``centered`` moves the
+    mean from the latent to the biases; otherwise the result has only biases that the source has. ``scale`` multiplies
+    scores, by default ``head_dim ** -0.5``. ``rounds`` of alternating least squares (default ``als.ROUNDS``); 0 keeps
+    the principal components. A layer without rotation gets zero rotary keys. Norms on queries and keys are kept, which
+    requires ``centered``.
     """
     source, divisors, statistics = weights, None, statistics.to(weights.q.device)
     if has_norms(source):
         weights, divisors = divided_heads(source, statistics, key_constant=True)
-    # Fits square sizes, which fails in float64 for layers far from size one.
+    # Fits square their inputs, which overflows or underflows in float64 for layers far from size one.
     weights, statistics, units = in_units(weights, statistics)
     scale = weights.head_dim**-0.5 if scale is None else scale
     start = _start(weights, statistics, rotary, slots, context, scale * units.scores, centered)
@@ -83,7 +83,7 @@ def to_latent(
     down, readout = principal_basis(start.rows, start.root, rank)
     fit = _first_fit(split, apply_gains(split.rest, start.gains, rotary), layer.values, down, readout)
     rounds = als.ROUNDS if rounds is None else rounds
-    # Where nothing is left for the latent, the first fit is exact.
+    # If nothing is left for the latent, the first fit is exact.
     if rounds and down.any():
         distances = mixed_distances(statistics.profile, context, als.UNIFORM, als.TAIL)
         moments = start.queries, start.moment
@@ -103,17 +103,17 @@ def svd_latent(
 ) -> LatentWeights:
     """The baseline without calibration: a truncated SVD of the stacked key and value projections.
 
-    ``slots`` from ``stride_slots``, as in MHA2MLA (arXiv:2502.14837): one shared key per slot, the principal component
-    over the heads' weights. The rest of the keys loses its rotation. ``gain [E]``, the weight of the norm before the
-    attention, only sets the scale of the latent, and of norms on queries and keys, which stay. ``scale`` as in
-    `to_latent`.
+    ``slots`` are from ``stride_slots``, as in MHA2MLA (arXiv:2502.14837): one shared key per slot, the principal
+    component over the heads' weights. The remaining keys lose their rotation. ``gain [E]``, the weight of the norm in
+    front of the attention, only affects the scale of the latent and of the norms on queries and keys, which are kept.
+    ``scale`` as in `to_latent`.
     """
     source, divisors = weights, None
     blank = blank_statistics(weights.model_dim, weights.heads, weights.q.device, scales=gain)
     if has_norms(source):
         weights, divisors = divided_heads(source, blank)
     layer = linear_layer(weights, rotary, weights.head_dim**-0.5 if scale is None else scale)
-    # Nothing is known of the inputs.
+    # Without calibration, assume white inputs.
     moment = torch.eye(weights.model_dim + 1, dtype=torch.float64, device=weights.q.device)
     split = split_rotary(layer, rotary, slots, head_moments(layer.queries, moment), moment)
     rows = torch.cat([split.rest, layer.values])[..., :-1].flatten(0, 1)
@@ -134,9 +134,9 @@ def latent_spectrum(
     context: int = 0,
     centered: bool = True,
 ) -> Tensor:
-    """``[E]``, descending, float64: the shares of energy of the principal components that `to_latent` starts from.
+    """The energy shares of the principal components from which `to_latent` starts: ``[E]``, descending, float64.
 
-    A latent of rank ``R`` keeps the first ``R`` of all that the rotary keys leave.
+    A latent of rank ``R`` keeps the first ``R`` of these components, which exclude the rotary keys.
     """
     weights, statistics, _ = in_units(weights, statistics.to(weights.q.device))
     rows = _start(weights, statistics, rotary, slots, context, 1.0, centered).rows
@@ -146,7 +146,7 @@ def latent_spectrum(
 
 @dataclass(frozen=True)
 class _Start:
-    """Common to both fits; ``rows [n, E]``: keys without rotation and values on inputs whitened by ``root``."""
+    """Shared by all fits; ``rows [n, E]``: keys without rotation and values, for inputs whitened by ``root``."""
 
     layer: LinearLayer
     moment: Tensor
@@ -181,7 +181,7 @@ def _start(
 
 
 def joint_rows(blocks: tuple[Tensor, Tensor], root: Tensor) -> Tensor:
-    """Keys and values ``[G, D, E+1]`` as rows ``[n, E]`` on inputs whitened by ``root``, each block at unit energy."""
+    """Keys and values ``[G, D, E+1]`` as rows ``[n, E]`` on inputs whitened by ``root``, each with unit energy."""
     rows = [block[..., :-1].flatten(0, 1) @ root for block in blocks]
     return torch.cat([each / each.norm().clamp_min(torch.finfo(each.dtype).tiny) for each in rows])
 
@@ -193,13 +193,13 @@ def moment_root(moment: Tensor, centered: bool) -> Tensor:
 
 
 def principal_basis(rows: Tensor, root: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """A latent ``c = down x`` of unit energy, ``down [rank, E]``, and its ``readout [E, rank]`` of functions of ``x``.
+    """``down [rank, E]`` for a latent ``c = down x`` with unit energy, and ``readout [E, rank]`` back to ``x``.
 
-    ``down`` holds the right singular vectors of ``rows [n, E]``, which act on whitened inputs ``root^{-1} x``, times
-    the singular values. ``W readout`` is the map from ``c`` that comes closest to ``W x`` over the calibration text.
+    ``down`` consists of the right singular vectors of ``rows [n, E]``, which act on whitened inputs ``root^{-1} x``,
+    times the singular values. ``W readout`` is the map from ``c`` that is closest to ``W x`` over the calibration text.
     """
     _, sigma, vectors = torch.linalg.svd(rows, full_matrices=False)
-    # Directions at the level of rounding would get a readout of 1e12: these channels stay zero.
+    # Directions at the level of rounding errors would get a readout of 1e12: leave these channels zero.
     used = min(rank, int((sigma > sigma.max() * 1e-12).sum()))
     sigma, vectors = sigma[:used], vectors[:used]
     sigma = sigma / sigma.norm().clamp_min(torch.finfo(sigma.dtype).tiny)
@@ -210,14 +210,14 @@ def principal_basis(rows: Tensor, root: Tensor, rank: int) -> tuple[Tensor, Tens
 
 
 def _first_fit(split: RotarySplit, keys: Tensor, values: Tensor, down: Tensor, readout: Tensor) -> LatentFit:
-    """Slots and basis as a fit. ``keys [H, D, E+1]`` without rotation, ``values [G, D, E+1]``."""
+    """The fit from slots and basis, for ``keys [H, D, E+1]`` without rotation and ``values [G, D, E+1]``."""
     rows = torch.cat([split.rows, torch.nn.functional.pad(down, (0, 1))])
     reading = torch.cat([split.reading, keys[..., :-1] @ readout], -1)
     return LatentFit(rows, reading, values[..., :-1] @ readout)
 
 
 def assemble(fitted: FittedLayer, slots: Slots) -> LatentWeights:
-    """The fit written as weights, in the layer's units before the fit; constant values go into the output bias."""
+    """Convert the fit to weights in the layer's original units; constant values become part of the output bias."""
     weights, layer, mean, fit = fitted.weights, fitted.layer, fitted.mean[:-1], fitted.fit
     keep = torch.promote_types(weights.q.dtype, torch.float32)
     rope, group = slots.rope_dim, layer.group
@@ -226,7 +226,7 @@ def assemble(fitted: FittedLayer, slots: Slots) -> LatentWeights:
     constant = layer.values[..., -1] + (layer.values[..., :-1] @ mean if fitted.centered else 0)
     o_bias = weights.o_bias
     if fitted.centered or weights.v_bias is not None:
-        # Attention rows sum to one, so constant values reach the output whole.
+        # Attention rows sum to one, so constant values reach the output unchanged.
         moved = torch.einsum("ehd,hd->e", weights.o.double(), constant.repeat_interleave(group, 0))
         o_bias = moved if o_bias is None else moved + o_bias.double()
     latent = LatentWeights(
@@ -257,12 +257,12 @@ def _keep_norms(
     rotary: Rotary,
     context: int = 0,
 ) -> LatentWeights:
-    """``latent``, of keys over ``divisors [G]``, with the norms of ``source``, where it has any."""
+    """Add the norms of ``source``, if any, to ``latent``, which was fitted to keys divided by ``divisors [G]``."""
     if divisors is None or source.q_norm is None or source.k_norm is None:
         return latent
     layer, fit, rope = fitted.layer, fitted.fit, latent.rope_dim
-    # The constant part of the keys as queries see it over the distances, less what the rotary keys give of it: the
-    # latent has no mean.
+    # The constant part of the keys as queries see it over the distances, minus the part in the rotary keys: the latent
+    # has no mean.
     distances = mixed_distances(statistics.profile, context, als.UNIFORM, als.TAIL)
     constant = (layer.keys @ fitted.mean)[..., None]
     missing = apply_gains(constant, rotation_gains(distances, rotary.theta), rotary)[..., 0]

@@ -2,8 +2,8 @@
 
 A rotary pair is one complex number per key head, ``k_{g,l}``; the heads' keys at one frequency may be mixed by any
 complex matrix, because RoPE multiplies all of them by the same number. So at each frequency the principal complex
-components over the heads are the best shared rotary keys. A *slot* ``(l, j)`` is the ``j``-th of them and takes 2
-rotary dims.
+components over the heads are the best shared rotary keys. A *slot* ``(l, j)`` is the ``j``-th component at pair ``l``
+and takes 2 rotary dims.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from kvfold.convert.transforms.latent.weights import LinearLayer, linear_layer
 from kvfold.convert.transforms.linalg import head_moments, input_moment, symmetric_eig
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
-# Share of distances drawn from the whole context in the gains. Excess loss of the reference MHA model at 48 + 16 after
+# Share of distances drawn from the full context in the gains. Excess loss of the reference MHA model at 48 + 16 after
 # the least squares, nats per token (recipes/benchmarks/bench_constants.py): 0: 0.0934, 0.25: 0.0937, 0.5: 0.0930,
 # 0.75: 0.0927.
 UNIFORM = 0.5
@@ -25,7 +25,7 @@ UNIFORM = 0.5
 
 @dataclass(frozen=True)
 class Slots:
-    """``counts[l]`` rotary keys at pair ``l``'s frequency, the same in every layer; ``theta [P/2]`` of each."""
+    """``counts[l]`` rotary keys at the frequency of pair ``l``; ``theta [P/2]``: the frequency of each key."""
 
     counts: tuple[int, ...]
     theta: Tensor
@@ -44,7 +44,7 @@ class PairComponents:
 
     ``keys [G, L, E+1]``: complex rows on ``[x; 1]``. ``query_energy [H, L]``: ``E|q_{h,l}|^2``. ``scales [G, L]``: the
     root of the energy of all queries that read a key head. ``energy [L, G]`` and ``vectors [L, G, G]`` (columns): the
-    eigenvalues, descending, and eigenvectors of the second moment of ``scales * keys``.
+    eigenvalues, descending, and the eigenvectors of the second moment of ``scales * keys``.
     """
 
     keys: Tensor
@@ -56,7 +56,7 @@ class PairComponents:
 
 @dataclass(frozen=True)
 class RotarySplit:
-    """The slots' keys ``rows [P, E+1]``, each head's ``reading [H, D, P]`` of them, ``rest [G, D, E+1]`` of keys."""
+    """Slots' keys ``rows [P, E+1]``, each head's map ``reading [H, D, P]`` from them, the ``rest [G, D, E+1]``."""
 
     rows: Tensor
     reading: Tensor
@@ -67,8 +67,8 @@ class RotarySplit:
 class LayerSurvey:
     """``energy [L, G]``: the energies of a layer's rotary components, descending, in units of squared scores.
 
-    ``survives [L]``: the share of a pair's energy that the best constant in place of its rotation keeps, ``|m|^2`` of
-    ``pair_gains``. ``theta [L]``: the pairs' frequencies. All float64; ``L = 0`` for a layer that does not rotate.
+    ``survives [L]``: the share of a pair's energy preserved by the best constant in place of its rotation, ``|m|^2``
+    from ``pair_gains``. ``theta [L]``: the pairs' frequencies. All float64; ``L = 0`` for a layer that does not rotate.
     """
 
     energy: Tensor
@@ -77,19 +77,19 @@ class LayerSurvey:
 
     @property
     def worth(self) -> Tensor:
-        """``[L, G]``: the score energy that each slot saves, relative to the layer's total."""
+        """The score energy that each slot preserves, relative to the layer's total: ``[L, G]``."""
         lost = self.energy * (1 - self.survives)[:, None]
         return lost / self.energy.sum().clamp_min(torch.finfo(lost.dtype).tiny)
 
 
 def pair_components(layer: LinearLayer, queries: Tensor, moment: Tensor, rotary: Rotary) -> PairComponents:
-    """The components of ``layer``; ``queries [H, D, D]`` and ``moment [E+1, E+1]``: second moments."""
+    """The rotary components of ``layer``; ``queries [H, D, D]`` and ``moment [E+1, E+1]`` are second moments."""
     half = rotary.dims // 2
     energy = queries.diagonal(dim1=1, dim2=2).clamp_min(0)
     energy = energy[:, :half] + energy[:, half : 2 * half]
     keys = torch.complex(layer.keys[:, :half], layer.keys[:, half : 2 * half])
     scales = torch.unflatten(energy, 0, (len(keys), -1)).sum(1)
-    # Keys are divided by their scales again: the floor keeps heads that nobody reads finite.
+    # Keys are divided by their scales later: the floor keeps heads that no query reads finite.
     scales = scales.clamp_min(scales.max().clamp_min(torch.finfo(scales.dtype).tiny) * 1e-12).sqrt()
     scaled = (scales[..., None] * keys).transpose(0, 1)  # [L, G, E+1]
     spread = torch.complex(scaled.real @ moment, scaled.imag @ moment)
@@ -97,7 +97,7 @@ def pair_components(layer: LinearLayer, queries: Tensor, moment: Tensor, rotary:
 
 
 def split_rotary(layer: LinearLayer, rotary: Rotary, slots: Slots, queries: Tensor, moment: Tensor) -> RotarySplit:
-    """The rotary keys of the slots, the maps by which heads read them, and the rest; arguments as `pair_components`."""
+    """Split keys into the slots' shared keys, each head's map from these, and the rest; see `pair_components`."""
     half, keys = rotary.dims // 2, layer.keys
     reading = keys.new_zeros(*layer.queries.shape[:2], slots.rope_dim)
     if not half:
@@ -126,7 +126,7 @@ def split_rotary(layer: LinearLayer, rotary: Rotary, slots: Slots, queries: Tens
 
 
 def apply_gains(keys: Tensor, gains: Tensor, rotary: Rotary) -> Tensor:
-    """``[G, D, n]`` as every query head's ``[H, D, n]``, the rotating pairs times their gain ``m_{h,l}``."""
+    """Repeat ``keys [G, D, n]`` for every query head, ``[H, D, n]``, with rotary pairs times their gain ``m_{h,l}``."""
     half = rotary.dims // 2
     per_head = keys.repeat_interleave(gains.shape[0] // keys.shape[0], 0)
     real, imaginary, still = per_head[:, :half], per_head[:, half : 2 * half], per_head[:, 2 * half :]
@@ -135,16 +135,16 @@ def apply_gains(keys: Tensor, gains: Tensor, rotary: Rotary) -> Tensor:
 
 
 def pair_gains(statistics: LayerStatistics, rotary: Rotary, context: int) -> Tensor:
-    """``m_{h,l} = sum_delta p_h(delta) e^{-i theta_l delta}``, complex ``[H, L]``: the best constant for a rotation."""
+    """``m_{h,l} = sum_delta p_h(delta) e^{-i theta_l delta}``, complex ``[H, L]``: the best constants for rotations."""
     return rotation_gains(mixed_distances(statistics.profile, context, UNIFORM), rotary.theta)
 
 
 def survey_layer(
     weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, context: int = 0
 ) -> LayerSurvey:
-    """The energies of one layer for ``choose_slots``; ``context``: the number of positions the result has to serve."""
+    """Measure one layer's rotary energies for ``choose_slots``; ``context``: the number of positions to support."""
     theta = rotary.theta.double().cpu()
-    # A layer without rotation has nothing to say about slots.
+    # A layer without rotation does not affect the choice of slots.
     if not theta.numel():
         return LayerSurvey(torch.zeros(0, weights.kv_heads, dtype=torch.float64), torch.zeros_like(theta), theta)
     statistics = statistics.to(weights.q.device)
@@ -157,42 +157,42 @@ def survey_layer(
 
 
 def mean_worth(surveys: Sequence[LayerSurvey]) -> Tensor:
-    """``[L, G]``: the worth of each slot, mean over the layers that rotate, of which there is at least one."""
+    """The worth of each slot ``[L, G]``, averaged over the layers that rotate; at least one layer must rotate."""
     return torch.stack([item.worth for item in surveys if item.theta.numel()]).mean(0)
 
 
 def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
-    """The ``rope_dim / 2`` slots of greatest worth, summed over the layers; several may share a frequency.
+    """Choose the ``rope_dim / 2`` slots with the greatest worth over all layers; several may share a frequency.
 
-    All layers share their frequencies: each keeps its first ``counts[l]`` components at pair ``l``.
+    All layers use the same frequencies: each keeps its first ``counts[l]`` components at pair ``l``.
     """
     if not rope_dim:
         return NO_SLOTS
     worth, theta = mean_worth(surveys), next(item.theta for item in surveys if item.theta.numel())
-    # Eigenvalues descend, so that the picked slots of a pair are always its first ones.
+    # Eigenvalues descend, so the picked slots of a pair are always its first ones.
     picked = worth.flatten().argsort(descending=True, stable=True)[: rope_dim // 2] // worth.shape[1]
     return _slots(torch.bincount(picked, minlength=worth.shape[0]).tolist(), theta)
 
 
 def plain_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
-    """Slots for engines that only know ``theta_i = base^(-2i/P)``: every ``step``-th pair, the step of greatest worth.
+    """Slots for engines that only support ``theta_i = base^(-2i/P)``: every ``step``-th pair, for the best step.
 
-    Step 1 keeps the highest frequencies, the longest step spreads the slots over all of them.
-    Raises ValueError for more slots than frequencies.
+    Step 1 keeps the highest frequencies; the largest step spreads the slots over all frequencies. Raises ValueError for
+    more slots than frequencies.
     """
     worth, theta = mean_worth(surveys), next(item.theta for item in surveys if item.theta.numel())
     pairs, slots = len(worth), rope_dim // 2
     if slots > pairs:
-        raise ValueError(f"rope_dim: {rope_dim} must be at most {2 * pairs}, one slot per frequency")
+        raise ValueError(f"rope_dim = {rope_dim} must be at most {2 * pairs}, one slot per frequency")
     longest = max(1, (pairs - 1) // max(1, slots - 1))
     step = max(range(1, longest + 1), key=lambda step: float(worth[::step][:slots, 0].sum()))
     return _slots([int(pair % step == 0 and pair // step < slots) for pair in range(pairs)], theta)
 
 
 def stride_slots(theta: Tensor, kv_heads: int, rope_dim: int) -> Slots:
-    """Slots at a uniform stride over the pairs; beyond one slot per pair each gets one more, the rest again by stride.
+    """Slots at a uniform stride over the pairs; if there are more slots than pairs, each pair first gets equally many.
 
-    Raises ValueError for more slots than pairs and heads.
+    Raises ValueError for more slots than pairs times heads.
     """
     pairs = theta.numel()
     per_pair, rest = divmod(rope_dim // 2, pairs)
@@ -201,16 +201,16 @@ def stride_slots(theta: Tensor, kv_heads: int, rope_dim: int) -> Slots:
         counts[index * pairs // rest] += 1
     if max(counts) > kv_heads:
         raise ValueError(
-            f"rope_dim: {rope_dim} must be at most {2 * pairs * kv_heads} (2 x {pairs} pairs x {kv_heads} heads)"
+            f"rope_dim = {rope_dim} must be at most {2 * pairs * kv_heads}: 2 x {pairs} pairs x KV heads ({kv_heads})"
         )
     return _slots(counts, theta)
 
 
 def slots_by_layer(thetas: Sequence[Tensor], choose: Callable[[list[int]], Slots]) -> tuple[Slots, ...]:
-    """The slots of every layer: ``choose`` takes the layers that share their frequencies.
+    """The slots of every layer: calls ``choose`` once for each set of layers that share their frequencies.
 
-    ``thetas``: the frequencies of each layer, in most models the same. Layers that do not rotate go with the first that
-    does.
+    ``thetas``: the frequencies of each layer, usually the same in all. Layers that do not rotate join the set of the
+    first layer that does.
     """
     first = next((theta for theta in thetas if theta.numel()), torch.empty(0, dtype=torch.float64))
     keys = [tuple((theta if theta.numel() else first).tolist()) for theta in thetas]

@@ -1,15 +1,15 @@
-"""Changes of a fitted latent that keep what it computes, or nearly: a live norm, mixed channels, a latent for queries.
+"""Changes to a fitted latent that preserve its results, at least nearly: a live norm, mixed channels, a query latent.
 
-The coordinates of a latent are free: the weights that read it undo any invertible matrix that multiplies it.
+The coordinates of a latent are free: the weights that read it can undo any invertible matrix that multiplies it.
 
-For engines that cannot switch the norm of a latent off: a norm does no harm to vectors that all have the same length.
-`constant_length` looks for coordinates in which the length varies least.
+Some engines cannot turn off the norm of a latent (a live norm). A norm has no effect on vectors that all have the same
+length, so `constant_length` searches for coordinates in which the length varies least.
 
-For a quantized cache: the channels of a fitted latent differ in energy by orders of magnitude, so one quantization step
-for all of them, or one saturating exponent, is wrong for most. An orthogonal map that mixes every channel into every
-other gives all of them about the same energy (`rotated`).
+In a quantized cache, the channels of a fitted latent differ in energy by orders of magnitude, so a single quantization
+step for all of them, or one saturating exponent, suits only a few. An orthogonal map that mixes every channel into
+every other results in about the same energy for all (`rotated`).
 
-A query latent (``q_lora_rank`` of DeepSeek) saves weights, not cache.
+A query latent (DeepSeek's ``q_lora_rank``) saves weights but no cache.
 """
 
 import math
@@ -24,25 +24,25 @@ from kvfold.convert.transforms.linalg import input_moment, symmetric_eig
 from kvfold.convert.transforms.weights import LayerStatistics
 
 # Excess loss of the reference MHA model in layout engine at 48 + 16, nats per token, by
-# recipes/benchmarks/bench_constants.py. Steps of conjugate gradients, at most; held-out tokens choose among them.
+# recipes/benchmarks/bench_constants.py. The maximum number of conjugate-gradient steps; held-out tokens choose one.
 STEPS = 40  # 0: 0.287, 10: 0.124, 40: 0.131
-# The least stretch of a direction relative to the largest, squared: directions stretched less are lost to rounding.
+# The minimum squared stretch of a direction relative to the largest: below it, directions are lost to rounding.
 FLATTEST = 1e-3  # 1e-6: 0.130, 1e-3: 0.131, 0.1: 0.172
 
 TOKENS = 32768  # a limit on time; a walk on a CPU provides fewer
 
-# Inputs whose rms differs from one by less than this come from an RMSNorm: rounding in bfloat16 moves it by 2^-9.
+# Inputs whose RMS differs from one by less than this come from an RMSNorm: rounding to bfloat16 changes it by 2^-9.
 _EXACT = 1e-2
 
 
 def live_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
-    """``latent`` in coordinates in which an RMSNorm of weight one changes it least, over ``inputs [..., E]``.
+    """``latent`` in the coordinates in which an RMSNorm of weight one changes it least, over ``inputs [..., E]``.
 
-    The rms is one on average, so that the norm's eps does not matter. Raises ``ValueError`` for a latent with a bias:
-    the norm would act on it too, so the latent must not be centered.
+    The RMS is one on average, so the norm's eps does not matter. Raises ``ValueError`` for a latent with a bias,
+    because the norm would apply to it too: the latent must not be centered.
     """
     if latent.down_bias is not None:
-        raise ValueError("latent: a live norm needs a latent without down_bias; use to_latent(..., centered=False)")
+        raise ValueError("latent: a live norm requires a latent without down_bias; use to_latent(..., centered=False)")
     down, back = coordinates(latent.down, inputs)
     changed, query = [down, latent.uk.double() @ back, latent.uv.double() @ back], latent.query
     if query is not None:
@@ -54,14 +54,14 @@ def live_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
 
 
 def coordinates(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows ``[R, E]`` whose rms over ``inputs [..., E]`` is one, and ``back [R, R]``: ``down x = back (rows x)``.
+    """Rows ``[R, E]`` whose RMS over ``inputs [..., E]`` is one, and ``back [R, R]``: ``down x = back (rows x)``.
 
-    Exact where the latent is as wide as its inputs; float64. It is then the inputs themselves, without the weight of
-    the RMSNorm in front of the layer: the scales of the channels solve ``sum_e d_e x_e^2 = 1`` for all tokens.
+    Float64. Exact if the latent is as wide as its inputs: it then consists of the inputs themselves, without the weight
+    of the RMSNorm in front of the layer, and the channel scales solve ``sum_e d_e x_e^2 = 1`` for all tokens.
     """
     rank, width = down.shape
     squares = inputs.reshape(-1, width)[:TOKENS].to(down.device).double().square()
-    # Fewer tokens would not tell whether the inputs come from an RMSNorm.
+    # With fewer tokens, any inputs could pass as the output of an RMSNorm.
     if rank >= width and len(squares) >= 2 * width:
         gram = squares.mT @ squares
         energy = gram.diagonal().mean()
@@ -76,14 +76,14 @@ def coordinates(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def constant_length(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Coordinates ``forth [R, R]`` of ``c = down x`` with an rms of nearly one, and their inverse ``back``; float64.
+    """Coordinates ``forth [R, R]`` of ``c = down x`` with an RMS close to one, and their inverse ``back``; float64.
 
-    ``forth`` is a root of ``A``, the quadratic form with the least error of ``c^T A c = R`` over the tokens: conjugate
-    gradients from the whitened latent, stopped by held-out tokens, then projected on positive definite forms.
+    ``forth`` is a root of ``A``, the quadratic form with the least error in ``c^T A c = R`` over the tokens, found by
+    conjugate gradients from the whitened latent, stopped by held-out tokens, then projected to positive definite forms.
     """
     rows = inputs.reshape(-1, inputs.shape[-1])[:TOKENS].to(down.device)
     latent = (rows @ down.to(rows.dtype).mT).double()
-    # Symmetric whitening; channels that never move keep their scale.
+    # Symmetric whitening; channels that are always zero keep their scale.
     energy, axes = symmetric_eig(latent.mT @ latent / len(latent))
     root = energy.clamp_min(energy[0] * 1e-10).sqrt()
     root = torch.where(root > 0, root, 1.0)
@@ -92,14 +92,14 @@ def constant_length(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
     root = stretch.clamp_min(stretch[0] * FLATTEST).sqrt()
     forth, back = (root[:, None] * axes.mT) @ white, undo @ (axes / root)
     rms = (latent @ forth.mT).square().mean(-1).sqrt().mean()
-    # A latent that is always zero stays so.
+    # A latent that is always zero stays zero.
     rms = torch.where(rms > 0, rms, 1.0)
     return forth / rms, back * rms
 
 
 def _constant_form(latent: Tensor) -> Tensor:
     """Symmetric ``A [R, R]`` with ``c^T A c`` close to ``R`` for whitened ``c [n, R]``, by conjugate gradients."""
-    # Every eighth token is held out; the step with the smallest error on these is taken.
+    # Hold out every eighth token, and choose the step with the smallest error on the held-out tokens.
     judging = torch.arange(len(latent), device=latent.device) % 8 == 7
     fitted, judges = latent[~judging], latent[judging] if judging.any() else latent
     rank = latent.shape[1]
@@ -125,7 +125,7 @@ def _constant_form(latent: Tensor) -> Tensor:
 
 
 def rotated(latent: LatentWeights) -> LatentWeights:
-    """``latent`` with all its channels mixed: ``c' = Q c``, read by ``uk Q^T`` and ``uv Q^T``. A query latent stays."""
+    """``latent`` with all channels mixed: ``c' = Q c``, read by ``uk Q^T``, ``uv Q^T``. A query latent is unchanged."""
     mix = hartley(latent.rank).to(latent.down.device)
     bias = latent.down_bias
     return replace(
@@ -140,22 +140,22 @@ def rotated(latent: LatentWeights) -> LatentWeights:
 def hartley(size: int) -> Tensor:
     """The discrete Hartley matrix ``[size, size]``: orthogonal, symmetric, its own inverse; float64.
 
-    It exists for every size, unlike a Hadamard matrix (next to a constant channel a latent has an odd number of
-    others), and no element is larger than ``sqrt(2 / size)``. KL of the reference MHA model at 48 + 16, nats per token,
-    in a cache of FP8, INT8 and INT4: 0.0008, 0.0000 and 0.011; as fitted 0.0012, 3.98 and 3.98
+    It exists for every size, unlike a Hadamard matrix (with one constant channel, a latent has an odd number of
+    others), and no element is larger than ``sqrt(2 / size)``. KL of the reference MHA model at 48 + 16, in nats per
+    token, with an FP8, INT8 and INT4 cache: 0.0008, 0.0000 and 0.011; without mixing 0.0012, 3.98 and 3.98
     (recipes/benchmarks/bench_latent_cache.py).
     """
     index = torch.arange(size, dtype=torch.float64)
-    # Whole turns off first: exact for any size.
+    # Reduce by whole turns first: exact for any size.
     angle = 2 * math.pi / size * (index[:, None] * index % size)
     return (angle.cos() + angle.sin()) / math.sqrt(size)
 
 
 def query_latent(latent: LatentWeights, statistics: LayerStatistics, rank: int) -> LatentWeights:
-    """Queries through ``rank`` channels: the principal components of all heads' queries in units of scores.
+    """Compute queries through ``rank`` channels: the principal components of all heads' queries in units of scores.
 
-    A query's unit is the energy of the key it meets, which makes unrotated and rotary dims comparable. The biases stay
-    as they are. Exact from ``rank = min(E, H (N + P))`` on.
+    The unit of a query is the energy of its keys, which makes unrotated and rotary dims comparable. The biases do not
+    change. Exact for ``rank >= min(E, H (N + P))``.
     """
     moment = input_moment(statistics.to(latent.down.device))
     root = moment_root(moment, centered=False)

@@ -1,14 +1,14 @@
-"""One layer before and after conversion to multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), and its units.
+"""Data types for a layer before and after conversion to multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-`LinearLayer` is what a fit starts from, `LatentWeights` the result before any file layout.
+A fit starts from `LinearLayer` and results in `LatentWeights`, which do not depend on a file layout.
 
 Notation (attention/README.md): ``H`` query heads, ``E`` model dim, ``R`` channels of the latent, ``P`` rotary dims,
-``N`` unrotated dims of a query head, ``D`` dims of a value head. Per token only ``c = down x + down_bias`` and one
-rotary key ``RoPE(rope_key x + rope_key_bias)``, shared by all heads, need to be cached.
+``N`` unrotated dims of a query head, ``D`` dims of a value head. Only ``c = down x + down_bias`` and one rotary key
+``RoPE(rope_key x + rope_key_bias)``, shared by all heads, need to be cached per token.
 
 Fits square their inputs and compare them with constants (the 1 that multiplies a bias). In float64 that works for
-ordinary layers and fails for finite ones whose weights are 1e15 times larger or smaller. So they see a layer in `Units`
-in which everything is near one. Powers of two round nothing.
+ordinary layers but fails for finite ones whose weights are 1e15 times larger or smaller. So fits use a layer in `Units`
+that bring everything near one. The units are powers of two, so scaling by them is exact.
 """
 
 import math
@@ -21,16 +21,16 @@ from torch import Tensor
 from kvfold.convert.transforms.linalg import output_metric, with_bias
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, Rotary, Tensors
 
-# Errors of scores and of values are added up as squares, with 53 bits between them.
+# The squared errors of scores and of values are added in float64, with 53 bits of precision.
 _LARGEST_SCORES = 2.0**16
 
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """Linear maps on ``[x; 1]`` of one layer: ``queries [H, D, E+1]``, ``keys [G, D, E+1]``, ``values [G, D, E+1]``.
+    """One layer as linear maps on ``[x; 1]``: ``queries [H, D, E+1]``, ``keys [G, D, E+1]``, ``values [G, D, E+1]``.
 
-    The rotary amplitude is in queries and keys. ``metric [G, D, D]``: the squared length of the output per value
-    (`linalg.output_metric`). ``scale`` multiplies scores. ``group``: query heads per key/value head.
+    Queries and keys include the rotary amplitude. ``metric [G, D, D]``: the squared length of the output per value
+    (`linalg.output_metric`). ``scale`` multiplies scores. ``group``: the number of query heads per key/value head.
     """
 
     queries: Tensor
@@ -42,7 +42,7 @@ class LinearLayer:
 
 
 def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float) -> LinearLayer:
-    """The layer of ``weights``, which must have no norms on queries and keys (`head_norms.linear_heads`)."""
+    """The linear maps of ``weights``, which must have no norms on queries and keys (see `head_norms.linear_heads`)."""
     return LinearLayer(
         queries=rotary.amplify(with_bias(weights.q, weights.q_bias)),
         keys=rotary.amplify(with_bias(weights.k, weights.k_bias)),
@@ -55,16 +55,16 @@ def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float) -> Lin
 
 @dataclass(frozen=True)
 class KeptNorms(Tensors):
-    """Norms on queries and keys around a latent that holds the keys before normalization.
+    """Norms on queries and keys around a latent that contains the keys before normalization.
 
-    With ``n_h = q_norm(q_h x + q_bias_h)`` and ``d_g`` what ``k_norm`` divides the source's key ``k_g x + k_bias_g`` by
+    Let ``n_h = q_norm(q_h x + q_bias_h)``, and ``d_g`` the divisor of ``k_norm`` for ``k_g x + k_bias_g``. Then
 
         score_h = scale / d_g (n_h . (uk_h c + constant_h) + RoPE(rope_h n_h) . RoPE(k_rope))
 
-    ``q [H, D, E]``, ``k [G, D, E]``, biases ``[H, D]`` and ``[G, D]``: the source's; ``rope [H, P, D]``, ``constant [H,
-    D]``. The gain of ``k_norm`` is part of ``uk``, ``constant`` and ``rope``. A constant key is no constant score here,
-    because divisors differ from key to key. Cached next to ``c`` and ``k_rope`` is ``1 / d_g``: ``G`` elements, or one
-    for a norm over all heads at once.
+    ``q [H, D, E]``, ``k [G, D, E]`` and the biases ``[H, D]`` and ``[G, D]`` are the source's; ``rope [H, P, D]``,
+    ``constant [H, D]``. The gain of ``k_norm`` is part of ``uk``, ``constant`` and ``rope``. A constant key does not
+    result in a constant score here, because divisors differ from key to key. The cache contains ``1 / d_g`` next to
+    ``c`` and ``k_rope``: ``G`` numbers, or one for a norm over all heads.
     """
 
     q: Tensor
@@ -79,7 +79,7 @@ class KeptNorms(Tensors):
 
 @dataclass(frozen=True)
 class QueryLatent(Tensors):
-    """Queries through their own latent, ``c_q = down x``. Their biases stay where they were, in ``LatentWeights``.
+    """Queries computed from their own latent, ``c_q = down x``. Their biases remain in ``LatentWeights``.
 
     ``down [Rq, E]``, ``q_nope [H, N, Rq]``, ``q_rope [H, P, Rq]``.
     """
@@ -91,7 +91,7 @@ class QueryLatent(Tensors):
 
 @dataclass(frozen=True)
 class LatentWeights(Tensors):
-    """The weights of one latent layer, which computes
+    """The weights of one latent attention layer, which computes
 
         score_h = scale (q_nope,h . (uk_h c) + RoPE(q_rope,h) . RoPE(k_rope))
         y = sum_h o_h uv_h (attention_h c) + o_bias
@@ -99,11 +99,11 @@ class LatentWeights(Tensors):
     ``down [R, E]``, ``rope_key [P, E]``, ``q_nope [H, N, E]``, ``q_rope [H, P, E]``, ``uk [H, N, R]``, ``uv [H, D,
     R]``, ``o [E, H, D]``; biases ``down_bias [R]``, ``rope_key_bias [P]``, ``q_nope_bias [H, N]``, ``q_rope_bias [H,
     P]``, ``o_bias [E]``. Rotary dims are half-split: dim ``j`` pairs with ``j + P/2`` and turns by ``theta [P/2]``
-    radians per position, which stays float64. ``scale`` multiplies every score. ``query``, where present, replaces
-    ``q_nope`` and ``q_rope``; so do ``norms``, with another formula for the scores (`KeptNorms`).
+    radians per position, which stays float64. ``scale`` multiplies every score. If present, ``query`` replaces
+    ``q_nope`` and ``q_rope``; so does ``norms``, with a different formula for the scores (`KeptNorms`).
 
-    Keys and values need no bias: a constant key moves every score of a query by the same amount, which the softmax does
-    not see, and a constant value reaches the output whole, because attention rows sum to one: it is part of ``o_bias``.
+    Keys and values need no bias. A constant key shifts every score of a query by the same amount, which the softmax
+    ignores. A constant value reaches the output unchanged, because attention rows sum to one: it is part of ``o_bias``.
     """
 
     unmapped: ClassVar[tuple[str, ...]] = ("theta",)
@@ -148,9 +148,9 @@ class LatentWeights(Tensors):
 
 @dataclass(frozen=True)
 class Units:
-    """The sizes of inputs, queries, keys, values and outputs, as powers of two; 1 for what is zero.
+    """The sizes of inputs, queries, keys, values and outputs, as powers of two; 1 if all elements are zero.
 
-    ``scores``: the size of scores, bounded, because far from one a softmax is saturated, or even, whatever their error.
+    ``scores``: the size of scores, bounded, because far from one a softmax is saturated or uniform for any error.
     """
 
     inputs: float = 1.0
@@ -162,9 +162,9 @@ class Units:
 
 
 def in_units(weights: AttentionWeights, statistics: LayerStatistics) -> tuple[AttentionWeights, LayerStatistics, Units]:
-    """The layer and the moments of its inputs in the layer's units, and these; scores are then in units too.
+    """Return the layer and the moments of its inputs in the layer's units, and the units; scores are scaled too.
 
-    Units are root mean squares, without biases.
+    Units are root mean squares, rounded to powers of two and computed without biases.
     """
     gram, mean = statistics.gram.double(), statistics.mean.double()
     parts = [part.double().flatten(0, 1).norm(dim=-1).mean() for part in (weights.q, weights.k, weights.v)]
@@ -190,8 +190,8 @@ def in_units(weights: AttentionWeights, statistics: LayerStatistics) -> tuple[At
 
 
 def from_units(latent: LatentWeights, units: Units) -> LatentWeights:
-    """A latent fitted to a layer `in_units`, as weights on the original inputs; the latent keeps its size."""
-    # Shared rotary keys have no unit: it is in the queries that read them.
+    """Convert a latent fitted to a layer `in_units` to weights on the original inputs; the latent keeps its size."""
+    # Shared rotary keys have no unit of their own: the queries that read them include it.
     rotary = units.queries * units.keys
     return replace(
         latent,

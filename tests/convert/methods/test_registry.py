@@ -80,8 +80,8 @@ def test_an_objective_of_a_module(tiny_reader, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "no_such_file:toy"}, "--method no_such_file:toy: cannot import no_such_file"),
-        ({"method": "toy_method:loudly"}, r"does not go with --to mqa; use one of .*did you mean loudest"),
+        ({"method": "no_such_file:toy"}, "--method no_such_file:toy: cannot import module 'no_such_file'"),
+        ({"method": "toy_method:loudly"}, r"is not available with --to mqa; use one of .*did you mean loudest"),
         ({"objective": "score"}, r"--objective must be one of scores, or MODULE:NAME .did you mean scores"),
         ({"objective": "scores", "method": "mean"}, "--objective has no effect with --method mean"),
         ({"objective": "scores", "to": "mla", "budget": 48}, "--objective needs --to gqa or --to mqa"),

@@ -43,7 +43,7 @@ def test_contiguous_keeps_the_order_and_refuses_uneven_groups():
     assert grouping.contiguous(8, 4) == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert grouping.contiguous(6, 1) == (tuple(range(6)),)
     for groups in (0, 3, 16, -1):
-        with pytest.raises(ValueError, match=f"groups: {groups} must divide 8 KV heads"):
+        with pytest.raises(ValueError, match=f"groups = {groups} must divide 8 KV heads"):
             grouping.contiguous(8, groups)
 
 

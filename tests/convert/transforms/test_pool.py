@@ -79,5 +79,5 @@ def test_random_is_fresh_deterministic_and_of_the_requested_spread():
 @pytest.mark.parametrize("groups", [0, 4, 12, -1])
 def test_groups_must_divide_the_heads(groups):
     for pooled in (pool.mean, pool.first, lambda *layer: pool.random(*layer, std=0.02, seed=0, layer=0)):
-        with pytest.raises(ValueError, match=f"kv_heads: {groups} must divide the 6 key/value heads"):
+        with pytest.raises(ValueError, match=f"kv_heads = {groups} must divide the 6 key/value heads"):
             pooled(weights(), groups)

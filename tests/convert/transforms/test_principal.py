@@ -245,5 +245,5 @@ def test_rotary_amplitude_counts_like_longer_queries_and_keys():
 
 @pytest.mark.parametrize("groups", [[[0, 1], [2]], [[0, 1], [1, 2]], [[0, 1, 2, 3, 4]], [[0], [1, 2, 3]], []])
 def test_groups_that_are_no_partition_are_refused(groups: list[list[int]]):
-    with pytest.raises(ValueError, match="must hold each of 4 KV heads once, in groups of one size"):
+    with pytest.raises(ValueError, match="must contain each of the 4 KV heads once, in groups of equal size"):
         fold(make(4, 4), groups)

@@ -58,5 +58,5 @@ def test_overflow_without_a_damaged_tensor_says_so():
     checkpoint = open_checkpoint(demo_folder())
     stream = CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), dtype=torch.float16)
     check_finite([torch.zeros(3)], stream, 1)
-    with pytest.raises(InputError, match=r"in layer 1, although its weights are finite: .* float16; use --device cpu"):
+    with pytest.raises(InputError, match=r"in layer 1, although the weights are finite: .* float16; use --device cpu"):
         check_finite([torch.zeros(3), torch.tensor([1.0, math.inf])], stream, 1)

@@ -53,7 +53,7 @@ def test_places_that_nothing_refers_to_are_used_again(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_and_a_missing_folder_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=f"--spill {tmp_path}/none must be a folder to write to, but No such"):
+    with pytest.raises(InputError, match=f"--spill {tmp_path}/none must be a writable folder .No such"):
         Spill(tmp_path / "none")
 
     def full(*_: object) -> None:
@@ -62,6 +62,6 @@ def test_a_full_disk_and_a_missing_folder_have_names(tmp_path: Path, monkeypatch
     monkeypatch.setattr(hidden, "write_all", full)
     with (
         Spill(tmp_path) as keep,
-        pytest.raises(KvfoldError, match=f"--spill {tmp_path}: .* No space left on device; free"),
+        pytest.raises(KvfoldError, match=f"--spill {tmp_path}: .* .No space left on device.; free"),
     ):
         keep(chunks())

@@ -55,7 +55,7 @@ def test_profiles_and_received_attention_average_over_sequences(window: int | No
 def test_misuse_of_the_accumulator_has_names() -> None:
     with pytest.raises(ValueError, match="a distance profile needs the layer's queries and keys"):
         StatisticsAccumulator().add(output(torch.randn(1, 4, 3)))
-    with pytest.raises(ValueError, match="no batch was added; add at least one"):
+    with pytest.raises(ValueError, match="no batch was added; call add at least once"):
         StatisticsAccumulator().result()
 
 
