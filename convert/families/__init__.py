@@ -1,1 +1,1 @@
-"""Attention families of published models, as data (one JSON file each), and their files' canonical form."""
+"""Model families as data (one JSON file each), and conversion between their stored tensors and canonical weights."""

@@ -1,4 +1,4 @@
-"""The supported families, one JSON file each in this folder, and the family of a config.json."""
+"""The supported families (one JSON file each in this folder), and the lookup of the family for a config.json."""
 
 import re
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from kvfold.convert.families.values import TYPES
 from kvfold.convert.families.wrappers import INNER, WRAPPERS, text_type
 
 _FOLDER = Path(__file__).parent
-_ONLY = "kvfold converts causal language models, for only these have a KV cache"
-_LISTED = "docs/families.md lists them, CONTRIBUTING.md says how to add one"
+_ONLY = "kvfold converts only causal language models"
+_LISTED = "docs/families.md lists the supported models, CONTRIBUTING.md explains how to add one"
 _CAUSAL = re.compile("CausalLM$|LMHead")
 # The keys of nested configs in wrappers, by which a wrapper that is not supported is told from a plain model.
 _TOWERS = re.compile(r"(text|vision|audio|speech|image|video|decoder|encoder|thinker|talker|llm)_config$")
@@ -21,24 +21,24 @@ _TOWERS = re.compile(r"(text|vision|audio|speech|image|video|decoder|encoder|thi
 
 @lru_cache
 def supported() -> tuple[str, ...]:
-    """The model types of plain models that have a family file, sorted."""
+    """The model types with a family file, sorted, without those that occur only inside wrappers."""
     return tuple(sorted({path.stem for path in _FOLDER.glob("*.json")} - {*INNER}))
 
 
 @lru_cache
 def load_family(name: str) -> Family:
-    """The family called ``name``, one of ``supported()`` or ``INNER``.
+    """Load the family ``name``, one of ``supported()`` or ``INNER``.
 
-    Raises ``ValueError`` naming file, place and key when its file does not fit the schema.
+    Raises ``ValueError`` with file, place and key if the file does not match the schema.
     """
     path = _FOLDER / f"{name}.json"
     return parse_family(read_table(path), path.name)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a decoded config.json, by its ``model_type``; of a wrapper that of its language model.
+    """The family for the ``model_type`` of a decoded config.json; for a wrapper, the family of its language model.
 
-    Raises ``InputError`` when it is not supported.
+    Raises ``InputError`` if the model is not supported.
     """
     model_type, inner, stated = config.get("model_type"), text_type(config), config.get("architectures")
     if inner is None and model_type not in supported():
@@ -46,7 +46,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if inner is not None and inner not in (*supported(), *INNER):
         raise InputError(
             f"config.json: model_type {model_type!r} wraps a language model of model_type {inner!r}, which is not "
-            f"among the supported causal language models ({_LISTED})"
+            f"supported; {_LISTED}"
         )
     family = load_family(inner or str(model_type))
     if stated is not None and not TYPES["texts"][1](stated):
@@ -55,30 +55,31 @@ def family_of(config: Mapping[str, Any]) -> Family:
     # Published files spell the names of classes with other capitals at times.
     if stated and not {name.casefold() for name in known} & {name.casefold() for name in stated}:
         raise InputError(
-            f"config.json: architectures is {stated!r}; model_type {model_type!r} is supported as {known[0]}, "
-            "without other heads"
+            f"config.json: architectures is {stated!r}, but model_type {model_type!r} is supported only as {known[0]}; "
+            "use a checkpoint with a language-modeling head"
         )
     text = config if inner is None else config.get("text_config") or config
     for key, needed in family.requires.items():
         if text.get(key) not in (None, needed):
             raise InputError(
-                f"config.json: {key} is {text[key]!r}; model_type {family.model_type!r} is supported with {needed!r}"
+                f"config.json: {key} is {text[key]!r}, but model_type {family.model_type!r} is supported only with "
+                f"{needed!r}"
             )
     return family
 
 
 def _unsupported(config: Mapping[str, Any]) -> str:
-    """The reason why the model type of ``config`` has no family, and the way out."""
+    """The reason why the model type of ``config`` is not supported, and the way out."""
     heads = config.get("architectures")
     if str(config.get("model_type")).startswith("kvfold_"):
-        return "what kvfold wrote in layout kvfold, which is not read again; convert its source"
+        return "output of kvfold in layout kvfold, which cannot be converted again; convert its source instead"
     if config.get("is_encoder_decoder") is True:
-        return f"no causal language model (is_encoder_decoder is true); {_ONLY}"
+        return f"not a causal language model (is_encoder_decoder is true); {_ONLY}"
     if towers := sorted(key for key in config if _TOWERS.search(key) and config[key] is not None):
         return (
-            f"not among the supported wrappers of a language model ({', '.join(towers)}); supported are "
-            f"{', '.join(WRAPPERS)} ({_LISTED})"
+            f"not a supported multimodal wrapper (the config has {', '.join(towers)}); supported wrappers are "
+            f"{', '.join(WRAPPERS)}; {_LISTED}"
         )
     if TYPES["texts"][1](heads) and heads and not any(_CAUSAL.search(head) for head in heads):
-        return f"no causal language model (architectures is {heads}); {_ONLY}"
-    return f"not among the supported causal language models ({_LISTED})"
+        return f"not a causal language model (architectures is {heads}); {_ONLY}"
+    return f"not supported; {_LISTED}"

@@ -1,4 +1,4 @@
-"""The sizes of a model, the attention of each layer, and the block around the attention, from a config's values."""
+"""The sizes of a model, the attention of each layer, and the block around it, computed from the values of a config."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from kvfold.convert.families.values import Values, evaluate, is_number
 
 @dataclass(frozen=True)
 class Geometry:
-    """``H, G, D, E`` of every layer, the number of layers, and how many dims of a head rotate."""
+    """The sizes of a model: layers, query heads H, key/value heads G, head dim D, width E, and rotary dims per head."""
 
     layers: int
     heads: int
@@ -20,7 +20,7 @@ class Geometry:
     model_dim: int
     rotary_dims: int
     vocabulary: int
-    positions: int  # longest context the model is made for
+    positions: int  # longest context that the model supports
     initializer_range: float
 
 
@@ -28,9 +28,10 @@ class Geometry:
 class AttentionLayer:
     """The attention of one layer.
 
-    ``scale`` multiplies q . k; ``window`` is the number of keys that a query sees, itself included, None: all.
-    ``softcap`` c turns scores s into ``c tanh(s / c)``; ``clip`` bounds q, k and v elements after projection (olmo).
-    ``growth`` g multiplies the queries at position t by ``1 + g log(1 + floor(t / original context))`` (Llama 4).
+    ``scale`` multiplies q . k. ``window`` is the number of keys that a query can attend to, including its own; None
+    means all. ``softcap`` c turns scores s into ``c tanh(s / c)``. ``clip`` bounds the elements of q, k and v after
+    projection (olmo). ``growth`` g multiplies queries at position t by ``1 + g log(1 + floor(t / original context))``
+    (Llama 4).
     """
 
     index: int
@@ -47,9 +48,9 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class Routing:
-    """Tokens go to the ``per_token`` experts with the largest softmax of the router's logits.
+    """Routing of each token to the ``per_token`` experts with the largest softmax probabilities of the router.
 
-    It weighs the experts' outputs, divided by its sum over the chosen ones if ``renormalized``.
+    The probabilities weight the outputs of these experts; if ``renormalized``, they are first divided by their sum.
     """
 
     per_token: int
@@ -61,9 +62,10 @@ class Block:
     """The parts of a decoder layer and of the model around the attention.
 
     ``order``: ``pre`` x + f(norm(x)); ``post`` x + norm(f(x)); ``outer`` norm(x + f(x)); ``sandwich`` pre and post;
-    ``parallel`` x + attention(n) + mlp(n) with one n = norm(x), or a norm for each. ``mlp``: ``gated``, ``gated_fused``
-    (gate and up in one tensor) or ``plain``. The gain of a norm is weight + ``norm_offset``. ``residual_scale``
-    multiplies what each sublayer adds. ``routing`` is None where experts are chosen or weighed in another way.
+    ``parallel`` x + attention(n) + mlp(n), with one n = norm(x) or a separate norm for each. ``mlp``: ``gated``,
+    ``gated_fused`` (gate and up in one tensor) or ``plain``. The gain of a norm is weight + ``norm_offset``.
+    ``residual_scale`` multiplies the output of each sublayer before it is added. ``routing`` is None without experts or
+    if `Routing` does not describe their choice and weights.
     """
 
     norm: Literal["rms", "layer"]
@@ -84,7 +86,7 @@ class Block:
 
 
 def geometry_of(values: Values) -> Geometry:
-    """Raises ``InputError`` when the heads do not divide as attention needs."""
+    """The sizes of the model. Raises ``InputError`` unless the key/value heads divide the query heads."""
     sizes = values.family.sizes
     heads = kv_heads = evaluate(sizes.heads, values)
     if sizes.kv_heads is not None:
@@ -93,7 +95,7 @@ def geometry_of(values: Values) -> Geometry:
         kv_heads = int(evaluate(sizes.own_kv_heads, values))
     if heads % kv_heads:
         name = sizes.kv_heads or "key/value heads"
-        raise InputError(f"config.json: {name} is {kv_heads} and must divide the {heads} query heads")
+        raise InputError(f"config.json: {name} is {kv_heads}, but it must divide the {heads} query heads")
     return Geometry(
         layers=evaluate(sizes.layers, values),
         heads=heads,
@@ -108,23 +110,23 @@ def geometry_of(values: Values) -> Geometry:
 
 
 def layer_values(values: Values, index: int) -> Values:
-    """``values`` with the names ``layer``, ``layer_type`` and ``sparse`` (experts instead of one MLP) of a layer."""
+    """``values`` plus ``layer``, ``layer_type`` and ``sparse`` (experts instead of one MLP) for layer ``index``."""
     family = values.family
     try:
         layer_type = evaluate(family.attention.layer_type, replace(values, names={"layer": index}))
     except TypeError as error:  # a pattern in words, which the class itself cannot read without layer_types
-        raise InputError(f"config.json: layer_types is missing, and the pattern that stands for it: {error}") from None
+        raise InputError(f"config.json: layer_types is missing and cannot be derived ({error}); add it") from None
     if layer_type not in (None, "full_attention", "sliding_attention"):
         raise InputError(
-            f"config.json: layer {index} is {layer_type!r}; model_type {family.model_type!r} is supported with "
-            "'full_attention' and 'sliding_attention'"
+            f"config.json: layer {index} has type {layer_type!r}, but model_type {family.model_type!r} is supported "
+            "only with 'full_attention' and 'sliding_attention'"
         )
     scope = replace(values, names={"layer": index, "layer_type": layer_type})
     return replace(values, names={**scope.names, "sparse": bool(evaluate(family.block.sparse, scope))})
 
 
 def layer_of(values: Values, index: int) -> AttentionLayer:
-    """The attention of a layer. Raises ``InputError`` when its scale is not above 0."""
+    """The attention of layer ``index``. Raises ``InputError`` if its scale is not above 0."""
     values = layer_values(values, index)
     family, attention = values.family, values.family.attention
     # query_pre_attn_scalar 0 divides by zero, a negative one gives a complex number: both are told as a bad scale.
@@ -133,7 +135,7 @@ def layer_of(values: Values, index: int) -> AttentionLayer:
     except ZeroDivisionError:
         scale = math.inf
     if not is_number(scale) or scale <= 0:
-        raise InputError(f"config.json: the scale of scores, {attention.scale}, must be above 0, not {scale!r}")
+        raise InputError(f"config.json: the attention scale ({attention.scale}) must be above 0, not {scale!r}")
     growth = family.rotary.query_growth
     table = {} if growth is None else rope_table(values, values["layer_type"])
     return AttentionLayer(
@@ -151,7 +153,7 @@ def layer_of(values: Values, index: int) -> AttentionLayer:
 
 
 def block_of(values: Values, *, sparse: bool) -> Block:
-    """The block around the attention, for a target that must express it in another class."""
+    """The block around the attention, for targets that must express it in another class."""
     block, routing = values.family.block, None
     if (spec := block.routing) is not None:
         routing = Routing(int(evaluate(spec.per_token, values)), bool(evaluate(spec.renormalized, values)))

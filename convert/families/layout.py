@@ -1,7 +1,7 @@
-"""A layer's attention between its stored tensors and the canonical form of transforms (``transforms/weights.py``).
+"""Conversion of a layer's attention between stored tensors and canonical weights (``transforms/weights.py``).
 
-Canonical weights are half-split (interleaved rotary storage is permuted on reading and back on writing) and keep the
-stored dtype; reading and writing only move elements, so ``write_layer(read_layer(...))`` gives the same bits.
+Canonical weights are half-split (interleaved rotary dims are permuted on reading and back on writing) and keep the
+stored dtype. Reading and writing only move elements, so ``write_layer(read_layer(...))`` reproduces the same bits.
 """
 
 from collections.abc import Callable, Collection
@@ -21,13 +21,13 @@ Read = Callable[[str], Tensor]
 
 
 def layer_rotary(model: Model, layer: int, context: Context | None = None) -> Rotary:
-    """The rotary embedding of ``layer``; empty where the layer does not rotate. As ``Model.frequencies``."""
+    """The rotary embedding of ``layer``, empty if it does not rotate. ``context`` is as in ``Model.frequencies``."""
     theta, amplitude = model.frequencies(layer, context)
     return Rotary(torch.tensor(theta, dtype=torch.float64), amplitude)
 
 
 def read_layer(model: Model, layer: int, read: Read) -> AttentionWeights:
-    """The attention of ``layer``; ``read`` gives a tensor of the checkpoint by name. Nothing is cast."""
+    """The attention weights of ``layer`` in their stored dtype. ``read`` returns a tensor of the checkpoint by name."""
     geometry, attention, norm = model.geometry, model.family.attention, model.qk_norm
     module = attention.place(layer)
     q, k, v = _read_qkv(model, module, "weight", read)
@@ -51,11 +51,11 @@ def read_layer(model: Model, layer: int, read: Read) -> AttentionWeights:
 def write_layer(
     model: Model, layer: int, weights: AttentionWeights, roles: Collection[Role] = ROLES
 ) -> dict[str, Tensor]:
-    """The tensors of the file that hold ``roles`` of ``layer``, by name, each contiguous, in the dtype they come in.
+    """The stored tensors for ``roles`` of ``layer``, by name; each is contiguous and keeps its dtype in ``weights``.
 
-    The number of heads is the weights'; the rest of ``model`` may be the source's. A fused tensor is written whole
-    when any of its roles is among them. Raises ``ValueError`` when the family has no place for a bias or norm, or needs
-    one.
+    The numbers of heads come from ``weights``, so ``model`` may be the source. A fused tensor is written whole if any
+    of its roles is in ``roles``. Raises ``ValueError`` if ``weights`` has a bias or norm that the family cannot store,
+    or lacks one that the family needs.
     """
     _check_places(model, weights)
     attention, norm = model.family.attention, model.qk_norm
@@ -78,12 +78,12 @@ def write_layer(
 
 
 def _read_qkv(model: Model, module: str, kind: str, read: Read) -> tuple[Tensor, Tensor, Tensor]:
-    """The three projections (``kind`` weight or bias) as [heads, D, E] or [heads, D]."""
+    """The query, key and value weights ``[heads, D, E]`` (``kind`` weight) or biases ``[heads, D]`` (``kind`` bias)."""
     attention, geometry = model.family.attention, model.geometry
     heads, kv_heads = geometry.heads, geometry.kv_heads
 
     def rows(name: str | None, count: int) -> Tensor:
-        """A stored ``[count D, E]`` or ``[count D]`` by head."""
+        """Read the tensor ``name``, ``[count D, E]`` or ``[count D]``, and split its rows by head."""
         tensor = _turned(model, read(f"{module}.{name}.{kind}"))
         return tensor.reshape(count, geometry.head_dim, *tensor.shape[1:])
 
@@ -100,7 +100,7 @@ def _read_qkv(model: Model, module: str, kind: str, read: Read) -> tuple[Tensor,
 def _join_qkv(
     model: Model, module: str, kind: str, parts: tuple[Tensor, Tensor, Tensor], roles: Collection[Role]
 ) -> dict[str, Tensor]:
-    """The tensors that hold the three projections ``parts``, as ``_read_qkv`` gives them, by name."""
+    """The stored tensors for the query, key and value ``parts``, by name; the inverse of `_read_qkv`."""
     attention = model.family.attention
     if attention.layout == "separate":
         named = zip(("q", "k", "v"), (attention.q, attention.k, attention.v), parts, strict=True)
@@ -152,21 +152,21 @@ def _write_norm(norm: Norm, module: str, role: Role, head_norm: HeadNorm) -> dic
 
 
 def _check_places(model: Model, weights: AttentionWeights) -> None:
-    """Raises ``ValueError`` unless ``weights`` have exactly the biases, norms and sinks that the family stores."""
+    """Raise ``ValueError`` unless ``weights`` has exactly the biases, norms and sinks that the family stores."""
     # A tensor too many would be dropped by whoever loads the result, one too few would be initialized at random there.
     places = {f"{role}_bias": role in model.biased for role in ROLES}
     places |= dict.fromkeys(("q_norm", "k_norm"), model.qk_norm is not None)
     places["sinks"] = model.family.attention.sinks is not None
     for name, place in places.items():
         if (getattr(weights, name) is not None) != place:
-            rule = "needs" if place else "has no place for"
+            rule = "needs" if place else "cannot store"
             raise ValueError(f"model_type {model.family.model_type!r} with this config {rule} {name}")
 
 
 def _rotary_order(model: Model, weights: AttentionWeights, pairs: tuple[int, int]) -> AttentionWeights:
-    """Rows of q and k in another order of rotary dims; as they are where the family stores them half-split.
+    """Switch the rotary dims of q and k to the other order; a no-op if the family stores them half-split.
 
-    ``pairs`` is the shape of the present dims: interleaved ones are a list of pairs, half-split ones a pair of lists.
+    ``pairs`` is the shape of the current dims: ``(-1, 2)`` if they are interleaved, ``(2, -1)`` if they are half-split.
     """
     if model.family.rotary.style == "half":
         return weights

@@ -1,6 +1,6 @@
-"""A model as data: a family and a config bound together, and the tensors that its checkpoints hold.
+"""A model as data: a family combined with a config, and the list of tensors in its checkpoints.
 
-Nothing here imports torch or transformers: ``kvfold inspect`` answers from headers and a config in under a second.
+Does not import torch or transformers, so ``kvfold inspect`` needs less than a second to read headers and a config.
 """
 
 import re
@@ -23,10 +23,11 @@ _MOST_UNCHECKED = 4096
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the files. ``layer`` is None for those of the whole model.
+    """A tensor in the files of a checkpoint. ``layer`` is None for a tensor outside the layers.
 
-    In the attention ``roles`` says which of q, k, v and o the tensor is a weight, bias or norm of: a fused projection
-    has three, sinks belong to the queries. Outside it has the one role of the family file.
+    In the attention, ``roles`` lists the projections (q, k, v, o) whose weight, bias or norm the tensor contains: a
+    fused projection has three roles, and sinks belong to the queries. Any other tensor has the one role in the family
+    file.
     """
 
     name: str
@@ -36,14 +37,14 @@ class StoredTensor:
 
 
 class Model:
-    """A decoded config.json read by the rules of its family.
+    """A decoded config.json, interpreted by the rules of its family.
 
-    Of a multimodal wrapper it is the language model: ``config`` is the inner one, and the names of all tensors of the
-    language model but its head begin with ``tower``, which is None for plain models. ``values`` are the config's by the
-    names of the family file; ``biased`` lists the projections that have a bias; ``qk_norm`` is the norm on queries and
-    keys, None without one.
+    For a multimodal wrapper, this is its language model: ``config`` is the inner config, and all tensor names of the
+    language model except its head begin with ``tower``, which is None for plain models. ``values`` contains the values
+    of the config by their names in the family file; ``biased`` lists the projections that have a bias; ``qk_norm`` is
+    the norm on queries and keys, or None.
 
-    Making one, and every property, may raise ``InputError`` naming the config key that is missing or wrong.
+    The constructor and all properties may raise ``InputError`` with the config key that is missing or wrong.
     """
 
     def __init__(self, family: Family, config: Mapping[str, Any], tower: str | None = None) -> None:
@@ -68,7 +69,7 @@ class Model:
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """Every tensor that a checkpoint of this config holds, by its name in the files."""
+        """All tensors in a checkpoint with this config, by their names in the files."""
         listed: list[StoredTensor] = []
         for role, spec, scope, experts in self._rows():
             shape = tuple(int(evaluate(size, scope)) for size in spec.shape)
@@ -82,10 +83,10 @@ class Model:
 
     @cached_property
     def names(self) -> dict[tuple[Role | BlockRole, int | None], tuple[str, ...]]:
-        """The names of the tensors by (role, layer); layer is None for those of the whole model.
+        """The tensor names by (role, layer); the layer is None for tensors outside the layers.
 
-        A role outside the attention has one name per expert; one that this config does not have is absent. The roles q,
-        k, v and o have the names of weight, bias and norm.
+        Outside the attention, a role has one name, or one name per expert; a role that this config does not use is
+        absent. The roles q, k, v and o have the names of weights, biases and norms.
         """
         names: dict[tuple[Role | BlockRole, int | None], list[str]] = {}
         for tensor in self.tensors.values():
@@ -94,23 +95,23 @@ class Model:
         return {key: tuple(same) for key, same in names.items()}
 
     def attention_names(self, layer: int, roles: Collection[Role] = ROLES) -> tuple[str, ...]:
-        """The tensors of the files that hold ``roles`` of ``layer``, each once."""
+        """The names of the stored tensors for ``roles`` of ``layer``, without duplicates."""
         # a fused projection comes up once for each of its roles
         return tuple(dict.fromkeys(name for role in ROLES if role in roles for name in self.names[role, layer]))
 
     def frequencies(self, layer: int, context: Context | None = None) -> Frequencies:
-        """The rotary frequencies of ``layer``, none where it does not rotate; errors are those of the function."""
+        """The rotary frequencies of ``layer``, empty if it does not rotate. Raises as ``rotary.frequencies`` does."""
         how = self.layers[layer]
         return frequencies(self.values, how.type, context) if how.rotates else ([], 1.0)
 
     def kv_config(self, kv_heads: int) -> dict[str, int]:
-        """The config keys that change for ``kv_heads`` key/value heads, in the spelling that the config uses."""
+        """The config change that sets ``kv_heads`` key/value heads, under the key that this config uses."""
         key = self.family.sizes.kv_heads
         assert key is not None  # layout kvfold holds the families whose class does not share heads
         return {self.values.stated(key)[0]: kv_heads}
 
     def as_stored(self, names: Collection[str]) -> "Model":
-        """The model as the files with tensors ``names`` spell it: some leave the family's prefix out."""
+        """The model with tensor names spelled as in ``names``; some files omit the family's prefix."""
         prefix = self.family.prefix
         if not prefix or not names or any(name.startswith(prefix) for name in names):
             return self
@@ -118,7 +119,7 @@ class Model:
         return Model(family, self.config, self.tower)
 
     def check_values(self) -> None:
-        """Raises ``InputError`` for a present value of the wrong type, whether or not this config uses it."""
+        """Raise ``InputError`` if any value in the config has the wrong type, even if this model does not use it."""
         for name in self.family.config:
             if self.values.stated(name)[1] not in (None, ABSENT):
                 self.values[name]
@@ -127,15 +128,15 @@ class Model:
         _ = self.layers
 
     def tensor_problems(self, stored: Mapping[str, Any]) -> list[str]:
-        """Missing, mis-shaped and unknown tensors of a checkpoint (anything with a shape, by name), a line each."""
+        """The missing, misshaped and unknown tensors in ``stored`` (objects with a shape, by name), one line each."""
         count, most = len(stored), max(len(stored), _MOST_UNCHECKED)
         if (layers := self.geometry.layers) > most:
-            return [f"missing: config.json says {layers} layers, the files hold {count} tensors in all"]
+            return [f"missing: config.json says {layers} layers, but the files have only {count} tensors in all"]
         if (widest := max(experts for *_, experts in self._rows())) > most:
-            return [f"missing: config.json says {widest} experts, the files hold {count} tensors in all"]
+            return [f"missing: config.json says {widest} experts, but the files have only {count} tensors in all"]
         missing = [f"missing: {t.name} {list(t.shape)}" for t in self.tensors.values() if t.name not in stored]
         misshaped = [
-            f"wrong shape: {name} is {list(stored[name].shape)}, config.json gives {list(tensor.shape)}"
+            f"wrong shape: {name} is {list(stored[name].shape)}, but config.json says {list(tensor.shape)}"
             for name, tensor in self.tensors.items()
             if name in stored and tuple(stored[name].shape) != tensor.shape
         ]
@@ -156,9 +157,9 @@ class Model:
         return missing + misshaped + extra
 
     def _rows(self) -> Iterator[tuple[BlockRole, TensorSpec, Values, int]]:
-        """The rows of the section ``tensors`` that this config has, once per layer for a row with ``{layer}``.
+        """Yield the rows in section ``tensors`` that apply to this config, once per layer if the name has ``{layer}``.
 
-        With the values of the layer, and the number of tensors that the row stands for there.
+        Each item is the role, the row, the values for the layer, and the number of tensors that the row describes.
         """
         layers = [layer_values(self.values, index) for index in range(self.geometry.layers)]
         for role, spec in self.family.tensors.items():
@@ -167,7 +168,7 @@ class Model:
                     yield role, spec, scope, 1 if spec.each is None else int(evaluate(spec.each, scope))
 
     def _attention_tensors(self, layer: int) -> Iterator[StoredTensor]:
-        """Weights and biases of the projections of ``layer``, its sinks, and the norms of queries and keys."""
+        """Yield the attention tensors of ``layer``: weights and biases of projections, sinks, query and key norms."""
         attention, norm, size = self.family.attention, self.qk_norm, self.geometry
         module = attention.place(layer)
         queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
@@ -199,9 +200,9 @@ class Model:
 
 
 def model_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Model:
-    """The model of a decoded config.json, whose files hold tensors ``names``; of a wrapper its language model.
+    """The model for a decoded config.json; for a wrapper, its language model. ``names`` are the tensors in the files.
 
-    The names matter for wrappers, and for families whose files leave a prefix out. Raises ``InputError`` when the
+    ``names`` is needed for wrappers, and for families whose files may omit a prefix. Raises ``InputError`` if the
     family is not supported.
     """
     family = family_of(config)

@@ -1,12 +1,14 @@
-"""The rotary embedding that a config describes: its parameters in either spelling, and the frequencies they give.
+"""The rotary embedding in a config: its parameters in either spelling, and the resulting frequencies.
 
-transformers 5 writes ``rope_parameters`` (one table, or one per layer type); before it were ``rope_theta``,
-``rope_scaling`` and ``partial_rotary_factor``. The rules of precedence are those of transformers' configs.
+transformers 5 writes ``rope_parameters`` (one table, or one per layer type); earlier versions write ``rope_theta``,
+``rope_scaling`` and ``partial_rotary_factor``. If a config has several of these keys, the precedence is that of the
+transformers configs.
 
-Frequencies are computed for rope types that do not depend on the length of the text. Formulas: RoPE (Su et al. 2021),
-linear interpolation (Chen et al. 2023), YaRN (Peng et al. 2023), LongRoPE (Ding et al. 2024) and Llama 3.1's by
-wavelength, with the rules of transformers where a paper leaves a choice. A plan has them without torch, and in float64
-(transformers works in float32), because configs of layouts MLA and kvfold store them as decimal numbers.
+Frequencies are computed for rope types that do not depend on the length of the text. The formulas are RoPE (Su et al.
+2021), linear interpolation (Chen et al. 2023), YaRN (Peng et al. 2023), LongRoPE (Ding et al. 2024) and the
+wavelength-based scaling of Llama 3.1; if a paper leaves a choice, the code follows transformers. It does not import
+torch, because planning uses this module, and computes in float64 (transformers uses float32), because configs in
+layouts MLA and kvfold store the frequencies as decimal numbers.
 """
 
 import math
@@ -22,9 +24,10 @@ Frequencies = tuple[list[float], float]  # of each pair in radians per position,
 
 
 def rope_table(values: Values, layer_type: str | None = None) -> dict[str, Any]:
-    """The rope parameters of a layer type as transformers 5 spells them: always ``rope_type`` and ``rope_theta``.
+    """The rope parameters for a layer type in the spelling of transformers 5, with ``rope_type`` and ``rope_theta``.
 
-    Types that a family's class reads as another are renamed. Raises ``InputError`` for a table of the wrong kind.
+    If the family's class treats a rope type as another, the other one is returned. Raises ``InputError`` for a table or
+    a value of the wrong type.
     """
     rotary, config, original = values.family.rotary, values.config, "original_max_position_embeddings"
     table = _stated_table(values, layer_type)
@@ -41,7 +44,7 @@ def rope_table(values: Values, layer_type: str | None = None) -> dict[str, Any]:
 
 
 def _stated_table(values: Values, layer_type: str | None) -> dict[str, Any]:
-    """The parameters as the config has them, ``rope_scaling`` before ``rope_parameters``, with the class's base."""
+    """The rope parameters in the config, ``rope_scaling`` before ``rope_parameters``; ``rope_theta`` has a default."""
     rotary, config = values.family.rotary, values.config
     theta, part = (rotary.keys.get(key, key) for key in ("rope_theta", "partial_rotary_factor"))
     # transformers reads rope_scaling first: a file of before transformers 5 that was edited by hand may have both.
@@ -68,9 +71,9 @@ def _mapping(config: Table, key: str) -> Table:
 
 
 def older_rope_keys(config: Table) -> dict[str, Any]:
-    """The keys that readers from before transformers 5 miss in ``config``, which has one table in ``rope_parameters``.
+    """The keys to add to ``config`` for readers that do not support the ``rope_parameters`` of transformers 5.
 
-    Empty where it has the older spelling, or a table for each layer type. Nothing changes for transformers 5.
+    Empty if the config has the older spelling, or a table for each layer type. The keys do not affect transformers 5.
     """
     table = config.get("rope_parameters")
     older = config.get("rope_theta") is not None or config.get("rope_scaling")
@@ -85,7 +88,7 @@ def older_rope_keys(config: Table) -> dict[str, Any]:
 
 
 def checked_number(table: Table, key: str) -> float:
-    """``table[key]`` of a rotary embedding. Raises ``InputError`` unless it is a number above 0."""
+    """``table[key]`` as a float. Raises ``InputError`` unless it is a number above 0."""
     value = table.get(key)
     if not is_number(value) or table[key] <= 0:
         raise InputError(f"config.json: {key} of the rotary embedding must be a number above 0, not {value!r}")
@@ -93,7 +96,7 @@ def checked_number(table: Table, key: str) -> float:
 
 
 def rotary_dims(values: Values) -> int:
-    """``D_rot``, the same in every layer that rotates; 0 without a rotary embedding."""
+    """The number of rotary dims per head, the same in every layer that rotates; 0 without rotary embedding."""
     rotary = values.family.rotary
     # Where some layers rotate and some do not (smollm3), the dims are those of the layers that do.
     if not names_in(rotary.rotates) & {"layer", "layer_type"} and not evaluate(rotary.rotates, values):
@@ -102,14 +105,14 @@ def rotary_dims(values: Values) -> int:
     dims = _table_dims(values, rope_table(values), head_dim)
     if dims % 2 or not dims:
         raise InputError(
-            f"config.json: {dims} of {head_dim} dims of a head rotate, which must be an even number above 0; "
+            f"config.json: a head has {dims} rotary dims (of {head_dim}), but the number must be even and above 0; "
             "check head_dim and partial_rotary_factor"
         )
     return dims
 
 
 def _table_dims(values: Values, table: Table, head_dim: int) -> int:
-    """The dims of a head that rotate by the rope parameters ``table``."""
+    """The number of rotary dims per head with the rope parameters ``table``."""
     rotary = values.family.rotary
     if rotary.dims is not None:
         return int(evaluate(rotary.dims, values))
@@ -117,16 +120,15 @@ def _table_dims(values: Values, table: Table, head_dim: int) -> int:
         return head_dim
     fraction = table.get("partial_rotary_factor", rotary.fraction)
     if not is_number(fraction) or not 0 < fraction <= 1:
-        raise InputError(f"config.json: partial_rotary_factor must be a number above 0 and up to 1, not {fraction!r}")
+        raise InputError(f"config.json: partial_rotary_factor must be a number above 0 and at most 1, not {fraction!r}")
     return int(head_dim * fraction)
 
 
 def frequencies(values: Values, layer_type: str | None, context: Context | None = None) -> Frequencies:
-    """The angle of each rotary pair of layers of a type per position, and the factor of queries and keys.
+    """The rotary frequencies of a layer type, in radians per position, and the factor that scales queries and keys.
 
-    longrope has one set of frequencies for short texts and another for long ones; unless they are equal, ``context``
-    must choose one. Raises ``InputError`` for types without fixed frequencies (dynamic), unknown ones, and numbers that
-    give none.
+    longrope has different frequencies for short and for long texts; unless both sets are equal, ``context`` must select
+    one. Raises ``InputError`` for unknown rope types, types without fixed frequencies (dynamic) and invalid parameters.
     """
     sizes, table = values.family.sizes, rope_table(values, layer_type)
     dims, positions = _table_dims(values, table, evaluate(sizes.head_dim, values)), evaluate(sizes.positions, values)
@@ -146,14 +148,12 @@ def frequencies(values: Values, layer_type: str | None, context: Context | None 
             case "longrope":
                 return _longrope(table, theta, positions, context)
     except (ArithmeticError, ValueError) as error:  # a quotient by 0, a number beyond float64, the logarithm of none
-        raise InputError(f"config.json: the numbers of rope_type {kind!r} give no frequencies: {error}") from None
-    raise InputError(
-        f"config.json: rope_type {kind!r} has no fixed frequencies; use one of default, linear, llama3, yarn, longrope"
-    )
+        raise InputError(f"config.json: the parameters of rope_type {kind!r} are invalid: {error}") from None
+    raise InputError(f"config.json: rope_type {kind!r} is not supported; use default, linear, llama3, yarn or longrope")
 
 
 def _llama3(table: Table, theta: list[float]) -> list[float]:
-    """High frequencies stay, low ones are divided by ``factor``, those between blend by how often they turn."""
+    """Keep high frequencies, divide low ones by ``factor``, and blend those in between by their number of turns."""
     factor, low, high = (checked_number(table, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     original = checked_number(table, "original_max_position_embeddings")
     scaled = []
@@ -165,7 +165,7 @@ def _llama3(table: Table, theta: list[float]) -> list[float]:
 
 
 def _yarn(table: Table, theta: list[float], positions: int) -> Frequencies:
-    """Pairs that turn often stay, those that turn little are divided by ``factor``, a ramp of pairs lies between."""
+    """Keep pairs that turn often, divide those that turn rarely by ``factor``, and blend linearly in between."""
     pairs, base, (factor, original) = len(theta), checked_number(table, "rope_theta"), _growth(table, positions)
     # beta_fast turns within the original context are enough for a pair to stay, beta_slow too few.
     low, high = (
@@ -189,20 +189,20 @@ def _yarn(table: Table, theta: list[float], positions: int) -> Frequencies:
 
 
 def _longrope(table: Table, theta: list[float], positions: int, context: Context | None) -> Frequencies:
-    """Each angle is divided by a factor from the config, which differ for short and long texts."""
+    """Divide each frequency by its factor in the config; short and long texts may have different factors."""
     divisors = {}
     for name in ("short", "long"):
         found = table.get(f"{name}_factor")
         if not isinstance(found, list) or len(found) != len(theta) or not all(map(is_number, found)):
-            shown = len(found) if isinstance(found, list) else found
+            shown = f"a list of {len(found)} entries" if isinstance(found, list) else repr(found)
             raise InputError(
-                f"config.json: {name}_factor must be a list of {len(theta)} numbers, one per rotary pair, not {shown!r}"
+                f"config.json: {name}_factor must be a list of {len(theta)} numbers, one per rotary pair, not {shown}"
             )
         divisors[name] = [float(each) for each in found]
     if context is None and divisors["short"] != divisors["long"]:
         raise InputError(
-            "config.json: rope_type 'longrope' has different frequencies for texts up to "
-            f"{table['original_max_position_embeddings']} tokens and for longer ones, a fixed set is needed; make "
+            "config.json: rope_type 'longrope' has different frequencies for texts longer than "
+            f"{table['original_max_position_embeddings']} tokens, but this conversion supports only one set; make "
             "short_factor and long_factor equal"
         )
     factor, original = _growth(table, positions)

@@ -1,12 +1,12 @@
 """The schema of a family file: one JSON object per model type, read strictly (an unknown or missing key is an error).
 
-A file that ``extends`` another holds only what differs. Each of its sections (``config``, ``attention``, ``tensors``,
-...) is merged with the base's entry by entry: an entry replaces the base's as a whole, and null removes it. Anything
-that is no section, such as the list ``tolerated``, replaces the base's.
+A file that ``extends`` another contains only the differences. Each section (``config``, ``attention``, ``tensors``,
+...) is merged with the base's section: an entry replaces the base's entry as a whole, and null removes it. A value that
+is not a section, such as the list ``tolerated``, replaces the base's value.
 
-A value marked *expression* is a string such as ``num_key_value_heads * head_dim`` (the language is in ``values.py``)
-over the config keys that the file lists under ``config``, and over ``layer``, ``layer_type`` and ``sparse`` where it is
-evaluated per layer; or a JSON literal.
+A field of type ``Expression`` is a JSON literal or a string such as ``num_key_value_heads * head_dim`` (``values.py``
+defines the language). The string can use the config keys listed under ``config``, and also ``layer``, ``layer_type``
+and ``sparse`` if it is evaluated per layer.
 """
 
 import json
@@ -42,7 +42,7 @@ BlockRole = Literal[_Outer, _OuterNorm, _Norm, _PostNorm, _OwnNorm, _Mlp, _Activ
 
 @dataclass(frozen=True)
 class Key:
-    """A key of config.json. ``type`` is checked; a key with neither ``default`` nor ``otherwise`` is required."""
+    """A key in config.json with a value of ``type``; it is required unless it has ``default`` or ``otherwise``."""
 
     type: str
     aliases: tuple[str, ...] = ()  # older or other spellings, tried in order
@@ -54,10 +54,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Expressions for the numbers of ``Geometry``.
+    """Expressions for the fields of ``Geometry``.
 
-    ``kv_heads`` names the config key that a conversion rewrites. None: the stock class has a key and a value for every
-    query head, or shares them as ``own_kv_heads`` says, and a conversion cannot change that.
+    ``kv_heads`` is the config key that a conversion changes. It is None if the stock class has a fixed number of
+    key/value heads, which a conversion cannot change: ``own_kv_heads``, or by default one per query head.
     """
 
     layers: Expression
@@ -73,10 +73,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Norm:
-    """The norms on queries and keys. ``extent`` says what one stored tensor covers:
+    """The norms on queries and keys. ``extent`` is the part of the heads that one stored tensor covers:
 
     ``shared`` [D], one row for all heads; ``head`` [heads, D]; ``flat`` [heads * D], normalized over all heads at once;
-    ``per_head`` one [D] tensor per head, whose name holds ``{head}``. ``after_rotary``: behind the rotary embedding.
+    ``per_head`` one [D] tensor per head, with ``{head}`` in its name. ``after_rotary``: the norm follows the rotary
+    embedding.
     """
 
     q: str
@@ -90,21 +91,21 @@ class Norm:
     after_rotary: bool = False
 
     def modules(self, role: Role, heads: int) -> list[str]:
-        """The modules of the norm of queries (``role`` q) or keys (k), relative to the attention's."""
+        """The module names of the query norm (``role`` q) or the key norm (k), relative to the attention module."""
         name = self.q if role == "q" else self.k
         return [name.replace("{head}", str(head)) for head in range(heads)] if self.extent == "per_head" else [name]
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention of a layer. Names are relative to ``module``, which holds ``{layer}``.
+    """The attention of a layer. Names are relative to ``module``, which contains ``{layer}``.
 
-    ``layout``: queries, keys and values in three tensors, concatenated in one, or in one by groups (the queries that
-    share a key, that key, its value). ``transposed``: weights are ``[inputs, outputs]``, the Conv1D of GPT-2.
-    ``sinks``: the tensor with each query head's score for one more key, whose value is zero (gpt-oss). ``alibi``: the
-    model hands linear biases by distance to its attention (ALiBi). ``shown``: the stock class calls transformers'
-    attention functions, by which queries and keys are recorded. ``dropout`` is of attention weights in training,
-    ``output_dropout`` of the output projection's result.
+    ``layout``: queries, keys and values are stored in three tensors, concatenated in one, or interleaved in one by
+    group (the queries that share a key, the key, its value). ``transposed``: weights are ``[inputs, outputs]``, as in
+    the Conv1D of GPT-2. ``sinks``: the tensor with one score per query head for an extra key whose value is zero
+    (gpt-oss). ``alibi``: the model adds linear distance biases to the scores (ALiBi). ``shown``: the stock class calls
+    transformers' attention functions, which lets kvfold record queries and keys. ``dropout`` applies to attention
+    weights in training, ``output_dropout`` to the result of the output projection.
     """
 
     module: str
@@ -130,13 +131,13 @@ class Attention:
     output_dropout: Expression = 0.0
 
     def place(self, layer: int) -> str:
-        """The module of ``layer``."""
+        """The name of the attention module in ``layer``."""
         return self.module.replace("{layer}", str(layer))
 
 
 @dataclass(frozen=True)
 class RopeOfType:
-    """The rotary embedding of one layer type: base frequency, the older config key for it, whether scaling applies."""
+    """The rotary embedding of a layer type: base, the base's older config key, and if ``rope_scaling`` applies."""
 
     theta: float
     key: str | None
@@ -145,14 +146,14 @@ class RopeOfType:
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary embedding. ``theta`` and ``fraction`` are the class's defaults; ``fraction`` null: whole heads rotate.
+    """The rotary embedding. ``theta`` and ``fraction`` are class defaults; if ``fraction`` is null, whole heads rotate.
 
-    ``dims``: how many dims of a head rotate, where the config has their number. ``rotates`` is evaluated per layer;
-    false: the model has no rotary embedding. ``keys``: the config's names of ``rope_theta`` and
-    ``partial_rotary_factor``, where they differ. ``by_type``: layer types with another rotary embedding. ``renamed``:
-    rope types that the class reads as another. ``original_positions``: the class's default of the config key
-    ``original_max_position_embeddings``. ``table``: the class's default of ``rope_parameters``, where it is more than
-    ``theta``. ``query_growth``: the key of the rope parameters by which queries grow with their position.
+    ``dims``: the number of rotary dims per head, if the config contains it. ``rotates`` is evaluated per layer; a
+    constant false means that the model has no rotary embedding. ``keys``: the config's names for ``rope_theta`` and
+    ``partial_rotary_factor``, if they differ. ``by_type``: layer types with a different rotary embedding. ``renamed``:
+    rope types that the class treats as another type. ``original_positions``: the class's default for the config key
+    ``original_max_position_embeddings``. ``table``: the class's default for ``rope_parameters``, if it contains more
+    than ``theta``. ``query_growth``: the rope parameter that sets the growth of queries with their position.
     """
 
     style: Literal["half", "interleaved"]
@@ -170,7 +171,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class RoutingSpec:
-    """Expressions for ``Routing``, the choice and the weights of experts."""
+    """Expressions for the fields of ``Routing``."""
 
     per_token: Expression
     renormalized: Expression
@@ -199,7 +200,7 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor outside the attention. ``name`` may hold ``{layer}`` and ``{expert}`` (counted by ``each``)."""
+    """A tensor outside the attention. ``name`` may contain ``{layer}`` and ``{expert}``; ``each`` counts experts."""
 
     name: str
     shape: tuple[Expression, ...]
@@ -209,7 +210,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Tolerated:
-    """A tensor that some files hold and the class ignores."""
+    """A tensor that some published files contain but the class ignores."""
 
     name: str
     when: Expression = True
@@ -217,12 +218,12 @@ class Tolerated:
 
 @dataclass(frozen=True)
 class Family:
-    """One model type, as its file says.
+    """One model type, as described by its family file.
 
-    ``also``: other names of ``architecture`` in published files. ``stem``: the beginning of the names of the stock
-    config and headless model, where it is not that of ``architecture`` (``Gemma3Text``). ``prefix``: the beginning of
-    the names of all tensors but the head's, which some published files leave out. ``requires``: config keys that must
-    be missing, null or have this value.
+    ``also``: other spellings of ``architecture`` in published files. ``stem``: the first part of the class names of the
+    stock config and base model, if it differs from ``architecture`` (``Gemma3Text``). ``prefix``: the first part of all
+    tensor names except the head's, which some published files omit. ``requires``: config keys that must be missing,
+    null or equal to the given value.
     """
 
     model_type: str
@@ -241,7 +242,7 @@ class Family:
 
     @property
     def stock_classes(self) -> tuple[str, dict[str, str]]:
-        """The stock class of attention modules, and the stock config and models by the Auto class that loads each."""
+        """The name of the stock attention class, and the stock config and model names by their Auto classes."""
         # transformers derives the names of all classes of a model type from one stem: GPT2LMHeadModel, GPT2Attention.
         architecture = self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
         stem = self.stem or architecture
@@ -252,7 +253,7 @@ class Family:
         }
 
     def renamed(self, rename: Callable[[str], str]) -> "Family":
-        """The same family for files whose tensors have other names."""
+        """The same family with all tensor names changed by ``rename``."""
         return replace(
             self,
             attention=replace(self.attention, module=rename(self.attention.module)),
@@ -262,13 +263,13 @@ class Family:
 
 
 def read_table(path: Path, extending: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The family file at ``path``, decoded and merged with the files that it extends, which lie in the same folder.
+    """Decode the family file at ``path`` and merge it with the files that it extends, which are in the same folder.
 
-    ``extending`` are the files that lead here. Raises ``ValueError`` for a circle and for a null without an entry to
-    remove.
+    ``extending`` lists the files on the way to this one. Raises ``ValueError`` for a cycle, and for a null that has no
+    entry to remove.
     """
     if path.name in extending:
-        raise ValueError(f"{path.name}: extends itself, by {' -> '.join([*extending, path.name])}")
+        raise ValueError(f"{path.name}: extends itself: {' -> '.join([*extending, path.name])}")
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if "extends" not in table:
         return table
@@ -281,39 +282,39 @@ def read_table(path: Path, extending: tuple[str, ...] = ()) -> dict[str, Any]:
             continue
         if absent := [name for name, entry in value.items() if entry is None and name not in base]:
             raise ValueError(
-                f"{path.name}: {key}: the extended family has no {', '.join(absent)} that null could remove"
+                f"{path.name}: {key}: the extended family has no {', '.join(map(repr, absent))} to remove with null"
             )
         merged[key] = {name: entry for name, entry in {**base, **value}.items() if entry is not None}
     return merged
 
 
 def parse_family(table: Any, where: str) -> Family:
-    """A merged family file; ``where`` begins the message of the ``ValueError`` raised for what does not fit."""
+    """Build a family from a merged family file. Raises ``ValueError`` starting with ``where`` if it is invalid."""
     family: Family = _build(Family, table, where, "")
     # A typing error in a role would otherwise be a tensor that no target looks up, and so be lost in silence.
     roles = get_args(BlockRole)
     if unknown := sorted(set(family.tensors) - set(roles)):
-        raise ValueError(f"{where}: tensors: unknown role {', '.join(unknown)}; known: {', '.join(roles)}")
+        raise ValueError(f"{where}: tensors: unknown role {', '.join(map(repr, unknown))}; known: {', '.join(roles)}")
     return family
 
 
 def _build(cls: Any, table: Any, file: str, place: str) -> Any:
-    """``table`` as ``cls``. Raises ``ValueError`` naming the unknown or missing keys and the place, as ``.sizes``."""
+    """Build a ``cls`` from ``table``. Raises ``ValueError`` with the wrong keys and ``place``, such as ``.sizes``."""
     where = f"{file}: {place[1:]}" if place else file
     if not isinstance(table, Mapping):
-        raise ValueError(f"{where}: must be an object, not {table!r}")
+        raise ValueError(f"{where}: must be a JSON object, not {table!r}")
     # The dataclass is the schema: its fields are the known keys, those without a default are required.
     known = {item.name: item for item in fields(cls)}
     if unknown := sorted(set(table) - set(known)):
-        raise ValueError(f"{where}: unknown key {', '.join(unknown)}; known: {', '.join(known)}")
+        raise ValueError(f"{where}: unknown key {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
     required = [name for name, item in known.items() if item.default is MISSING and item.default_factory is MISSING]
     if absent := [name for name in required if name not in table]:
-        raise ValueError(f"{where}: missing key {', '.join(absent)}")
+        raise ValueError(f"{where}: missing key {', '.join(map(repr, absent))}")
     return cls(**{name: _value(known[name].type, value, file, f"{place}.{name}") for name, value in table.items()})
 
 
 def _value(hint: Any, value: Any, file: str, place: str) -> Any:
-    """``value`` of a field of type ``hint``, in which sections (``Norm | None``, ``Mapping[str, Key]``) are built."""
+    """Convert ``value`` to the field type ``hint``; builds sections (``Norm | None``, ``Mapping[str, Key]``)."""
     section = next((part for part in (hint, *get_args(hint)) if is_dataclass(part)), None)
     if section is None or value is None:
         return tuple(value) if isinstance(value, list) else value

@@ -1,6 +1,6 @@
-"""The values of a config.json under the names of a family file, and the expressions over them.
+"""The values of a config.json by their names in a family file, and the expressions over them.
 
-An expression is a string of a family file such as ``num_key_value_heads * head_dim``: a subset of Python's (names,
+An expression is a string in a family file, such as ``num_key_value_heads * head_dim``, in a subset of Python (names,
 literals, arithmetic, comparisons, ``and``/``or``/``not``, ``a if c else b``, indexing). Any other JSON value stands for
 itself.
 """
@@ -25,9 +25,9 @@ _ALLOWED = (
 
 
 def evaluate(expression: Any, scope: "Values | Mapping[str, Any]") -> Any:
-    """The value of ``expression`` with the names of ``scope``; anything but a string is returned as it is.
+    """Evaluate ``expression`` with the names in ``scope``; anything but a string is returned unchanged.
 
-    Raises ``ValueError`` for what is not allowed in family-file expressions and ``NameError`` for an unknown name.
+    Raises ``ValueError`` for syntax not allowed in family files, and ``NameError`` for an unknown name.
     """
     if not isinstance(expression, str):
         return expression
@@ -36,7 +36,7 @@ def evaluate(expression: Any, scope: "Values | Mapping[str, Any]") -> Any:
 
 
 def names_in(expression: Any) -> frozenset[str]:
-    """The names that ``expression`` refers to. Raises ``ValueError`` for what family files may not use."""
+    """The names used in ``expression``. Raises ``ValueError`` for syntax not allowed in family files."""
     return frozenset(_compiled(expression).co_names) if isinstance(expression, str) else frozenset()
 
 
@@ -53,7 +53,7 @@ def _compiled(text: str) -> CodeType:
 
 
 def is_number(value: Any) -> bool:
-    """True if ``value`` is a finite number."""
+    """True if ``value`` is a finite number and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -76,9 +76,9 @@ TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of keys: in words, an
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """A config's values by the names of its family file, defaults filled in, and further ``names``, such as ``layer``.
+    """A config's values by their names in the family file, with defaults filled in, plus ``names`` such as ``layer``.
 
-    They are read lazily, so that a question fails only for the keys that it needs, and each is checked once.
+    A value is read and checked on first use, so an invalid key is an error only for callers that need it.
     """
 
     family: Family
@@ -88,7 +88,7 @@ class Values:
     _read: dict[str, Any] = field(default_factory=dict)
 
     def stated(self, name: str) -> tuple[str, Any]:
-        """The key under which the config holds ``name`` (itself or an alias) and its value; ABSENT where none does."""
+        """The config's key for ``name`` (itself or an alias) and the value, or ABSENT if the config has no such key."""
         for key in (name, *self.family.config[name].aliases):
             outer, _, inner = key.partition(".")  # of a key in a table of the config
             value = self.config.get(outer, ABSENT)
@@ -106,7 +106,7 @@ class Values:
         return self._read[name]
 
     def _checked(self, name: str) -> Any:
-        """The value of a config key. Raises ``InputError`` where it is missing or of the wrong type."""
+        """The value for a config key. Raises ``InputError`` if it is missing or has the wrong type."""
         key, (spelling, value) = self.family.config[name], self.stated(name)
         wanted, fits = TYPES[key.type]
         # A default is for missing keys alone: null is what a config says, and not every class reads it as its default.
@@ -122,7 +122,5 @@ class Values:
         if not fits(value):
             raise InputError(f"config.json: {spelling} must be {wanted}, not {value!r}")
         if key.per_layer and len(value) != (layers := evaluate(self.family.sizes.layers, self)):
-            raise InputError(
-                f"config.json: {spelling} must have one entry for each of {layers} layers, not {len(value)}"
-            )
+            raise InputError(f"config.json: {spelling} must have {layers} entries, one per layer, not {len(value)}")
         return value

@@ -1,4 +1,4 @@
-"""Multimodal wrappers: the place of their language model in the config and in the files. All else is copied."""
+"""Multimodal wrappers: the language model's place in their config and files. Everything else is copied."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A model type that wraps a language model: its class, and the language model's type where the config is silent.
+    """A model type that wraps a language model: its class, and the default type of the language model.
 
-    ``any_text``: its class builds whatever language model ``text_config`` names (``AutoModel``), so also a latent one.
+    ``any_text``: the class can build any language model named in ``text_config`` (``AutoModel``), including MLA models.
     """
 
     architecture: str
@@ -19,13 +19,13 @@ class Wrapper:
 
 @dataclass(frozen=True)
 class WrappedNames:
-    """The beginnings of names in a wrapper's files, in place of ``model.`` and ``lm_head.`` of a plain model."""
+    """The prefixes in a wrapper's files that replace ``model.`` and ``lm_head.`` of a plain language model."""
 
     tower: str
     head: str
 
     def wrapped(self, name: str) -> str:
-        """The name in the wrapper's files of the tensor that plain language models call ``name``."""
+        """Convert a tensor name of a plain language model to the name in the wrapper's files."""
         for old, new in (("model.", self.tower), ("lm_head.", self.head)):
             if name.startswith(old):
                 return new + name.removeprefix(old)
@@ -70,7 +70,7 @@ DEFAULT_SIZES = {
 
 
 def text_type(config: Mapping[str, Any]) -> str | None:
-    """The model type of the language model that ``config`` wraps, None for a plain model."""
+    """The model type of the language model inside a wrapper, or None if ``config`` is a plain model."""
     wrapper = WRAPPERS.get(str(config.get("model_type")))
     if wrapper is None:
         return None
@@ -78,7 +78,7 @@ def text_type(config: Mapping[str, Any]) -> str | None:
 
 
 def text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The config of the language model of a wrapper whose files hold tensors ``names``, its class's sizes filled in."""
+    """The language model's config in a wrapper with tensors ``names``; missing sizes are the defaults of its class."""
     inner = config.get("text_config") or config  # before transformers 5 some wrappers held it flat
     model_type = text_type(config)
     sizes = dict(zip(_SIZES, DEFAULT_SIZES.get(model_type or "", ()), strict=False))
@@ -88,5 +88,5 @@ def text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[str, 
 
 
 def names_in_files(names: Collection[str]) -> WrappedNames:
-    """The spelling in files that hold tensors ``names``; that of transformers 5 where none shows it."""
+    """The prefixes in files with tensors ``names``; by default those that transformers 5 writes."""
     return next((each for each in _SPELLINGS if f"{each.tower}embed_tokens.weight" in names), _SPELLINGS[1])

@@ -1,8 +1,8 @@
-"""The engines that serve a converted model, and at which cache size; without torch.
+"""The engines that can serve a converted model, and its cache size in them. Does not import torch.
 
-This file holds all facts about engines. A `Result` has the properties of a model that engines look at. A row of
-``ENGINES``, at the end, says where the facts of an engine were read and what was run, and names the function that
-answers for a result. ``tests/engines`` runs the engines.
+This file contains all facts about engines. A `Result` has the properties of a model that matter to engines. Each row of
+``ENGINES``, at the end, lists the source files that were read and the kinds of results that were run, and names the
+function that judges a result. ``tests/engines`` runs the engines.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,21 +21,21 @@ from kvfold.convert.targets.mla.config import (
 )
 from kvfold.convert.targets.mla.problems import latent_problems
 
-PROPOSED = ((512, 64), (448, 64), (256, 64))  # splits that MLA kernels take
+PROPOSED = ((512, 64), (448, 64), (256, 64))  # splits that MLA kernels support
 RANKS = (1, 2, 4, 8)  # of tensor parallelism
 _NOT_IN_SGLANG = ("nemotron", "smollm3")  # families whose class no EntryClass of srt/models names
 
 
 @dataclass(frozen=True)
 class Result:
-    """The properties of a converted model that engines look at.
+    """The properties of a converted model that matter to engines.
 
-    ``kind``: ``fold`` is GQA or MQA in the source's class; ``free`` and ``engine`` are the MLA layouts; ``own`` brings
-    its modeling code along. A fold has ``kv_heads`` of ``head_dim`` dims; MLA has a ``split`` R, P, ``divisors`` cached
-    with them, and stored ``heads`` of (unrotated, rotary, value) dims. ``family``: the ``model_type`` of a fold, or of
-    the wrapper around a latent model. ``older_rope``: the config has ``rope_theta`` outside ``rope_parameters`` too, as
-    before transformers 5, or does not need it. ``yarn``: plain RoPE is written as YaRN of factor 1. ``experts``: a
-    latent model with experts, a Mistral4. ``kept``: weights outside the attention are FP8 or MXFP4.
+    ``kind``: ``fold`` is GQA or MQA in the source's class, ``free`` and ``engine`` are the MLA layouts, and ``own``
+    includes its modeling code. A fold has ``kv_heads`` of ``head_dim`` dims. MLA has a ``split`` (R, P), ``divisors``
+    that are cached too, and stored ``heads`` with (unrotated, rotary, value) dims. ``family`` is the ``model_type`` of
+    a fold, or of the wrapper around a latent model. ``older_rope``: engines that do not read ``rope_parameters`` still
+    use the right ``rope_theta``. ``yarn``: plain RoPE is written as YaRN with factor 1. ``experts``: the result is a
+    latent model with experts (Mistral4). ``kept``: weights outside the attention are FP8 or MXFP4.
     """
 
     kind: Literal["fold", "free", "engine", "own"]
@@ -57,12 +57,12 @@ class Result:
     def elements(self, ranks: int = 1) -> int:
         """KV-cache elements per token per layer on each of ``ranks`` tensor-parallel ranks.
 
-        Key/value heads are shared out, one at least to each rank; a latent is whole on every rank.
+        Key/value heads are divided among the ranks, with at least one per rank; every rank caches the whole latent.
         """
         return sum(self.split) + self.divisors or 2 * -(-self.kv_heads // ranks) * self.head_dim
 
     def per_rank(self) -> dict[str, int]:
-        """``elements`` for every number of ranks in ``RANKS`` to which the heads can be shared out."""
+        """``elements`` by number of ranks, for each number in ``RANKS`` that the heads can be divided among."""
         sizes = {}
         for ranks in RANKS:
             # Fewer key/value heads than ranks are repeated, as long as each rank gets a whole number.
@@ -73,7 +73,7 @@ class Result:
 
 
 def folded_result(model: Model, kv_heads: int | None = None) -> Result:
-    """The result of folding ``model`` to ``kv_heads`` key/value heads; by default of ``model`` itself."""
+    """The result of folding ``model`` to ``kv_heads`` key/value heads; by default ``model`` itself."""
     size, family = model.geometry, model.family.model_type
     present = size.kv_heads if kv_heads is None else kv_heads
     if model.family.sizes.kv_heads is None:
@@ -84,7 +84,7 @@ def folded_result(model: Model, kv_heads: int | None = None) -> Result:
 
 
 def _older_rope(family: str, config: Mapping[str, Any]) -> bool:
-    """True if readers that look for ``rope_theta`` outside ``rope_parameters`` rotate as transformers does."""
+    """True if engines that ignore ``rope_parameters`` still rotate as transformers does."""
     table = config.get("rope_parameters")
     assumed = family in ("llama", "mistral", "deepseek_v3") and table == {"rope_type": "default", "rope_theta": 10000.0}
     return not table or "rope_theta" in config or assumed
@@ -108,7 +108,7 @@ def latent_result_of(model: Model, target: LatentTarget) -> Result:
 
 
 def latent_result(config: Mapping[str, Any]) -> Result:
-    """The result that the ``config.json`` of a latent model, or of a wrapper around one, describes."""
+    """The result described by the ``config.json`` of a latent model or of a wrapper around a latent model."""
     if (wrapper := config["model_type"]) in WRAPPERS:
         return replace(latent_result(config["text_config"]), family=wrapper)
     nope, rope, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
@@ -131,7 +131,10 @@ def latent_result(config: Mapping[str, Any]) -> Result:
 
 @dataclass(frozen=True)
 class Way:
-    """One engine's way to serve a result, or the reason why it cannot; ``read``: from its sources, without a run."""
+    """An engine's answer for a result: notes on serving it, or the reason why the engine cannot.
+
+    ``read``: the answer was read in the engine's sources and not confirmed by a run.
+    """
 
     serves: bool
     how: str = ""
@@ -140,11 +143,12 @@ class Way:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine: the version that the facts come from, and the kinds of results that were run there.
+    """An engine with its version, the function that judges results, and the kinds of results that were run.
 
-    ``ask`` answers for a result. A run compared greedy tokens with those of transformers in float32. Folds were run for
-    a llama (those of other families count as read); ``ran_experts``: the kinds run for a model with experts. All others
-    were read only. ``kept`` is the answer in place of a yes where weights outside the attention are quantized.
+    ``ask`` returns the answer for a result. A run compared greedy tokens with those from transformers in float32.
+    ``ran`` lists the kinds that were run (folds only with llama, so for other families they count as not run),
+    ``ran_experts`` those run for a model with experts. ``kept`` replaces a positive answer if weights outside the
+    attention are quantized.
     """
 
     name: str
@@ -155,22 +159,23 @@ class Engine:
     kept: Way | None = None
 
     def way(self, result: Result) -> Way:
-        """The answer for ``result``; no engine but transformers was tested with everything that kvfold writes."""
+        """The answer for ``result``. Only transformers was tested with everything that kvfold writes."""
         if self.ask is not _transformers:
             if result.kind == "own":
-                return Way(False, "whether it runs the modeling code that the result brings was neither run nor read")
+                return Way(False, "not tested with modeling code from a checkpoint")
             if result.family in WRAPPERS:
-                return Way(False, "how it serves multimodal wrappers was neither run nor read")
+                return Way(False, "not tested with multimodal wrappers")
         answer = self.ask(result)
         return self.kept if self.kept and result.kept and answer.serves else answer
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """An engine's answer for a result.
+    """An engine's answer for a result, as reported to users.
 
-    ``cache``: elements per token per layer on one device. ``how``: the way it serves the result, or the reason why not;
-    ``instead``: options of ``kvfold convert`` whose result it serves. ``ran``: seen in a run of that version.
+    ``cache``: elements per token per layer on one device. ``how``: notes on serving the result, or the reason why the
+    engine cannot; ``instead``: options of ``kvfold convert`` for a result that it can serve. ``ran``: confirmed by a
+    run with this version.
     """
 
     engine: str
@@ -182,15 +187,15 @@ class Verdict:
     ran: bool
 
     def to_text(self) -> str:
-        """One line for the summary and the card."""
+        """The verdict in one line, for the summary and the model card."""
         if not self.serves:
             return f"{self.engine}: no, {self.how}" + (f"; instead: {self.instead}" if self.instead else "")
-        notes = [*([] if self.ran else ["by its sources, not run"]), *([self.how] if self.how else [])]
+        notes = [*([] if self.ran else ["according to its source code, not tested"]), *([self.how] if self.how else [])]
         return ", ".join([f"{self.engine}: yes", *notes])
 
 
 def verdicts(result: Result, alternatives: Mapping[str, Result] | None = None) -> list[Verdict]:
-    """Every engine's answer. ``alternatives``: other results of the same source by their options, the best first."""
+    """Every engine's answer for ``result``; ``alternatives`` are other results by their options, the best first."""
     made = []
     for engine in ENGINES:
         way, runs = engine.way(result), engine.ran_experts if result.experts else engine.ran
@@ -202,7 +207,7 @@ def verdicts(result: Result, alternatives: Mapping[str, Result] | None = None) -
 
 
 def alternatives(model: Model, target: LatentTarget | None = None) -> dict[str, Result]:
-    """Other results of ``model`` by their options: ``target`` in layout ``engine``, `proposals`, a fold."""
+    """Other results for ``model``, by their options: ``target`` in layout ``engine``, `proposals`, and MQA."""
     same = [] if target is None else [replace(target, layout="engine")]
     possible = [each for each in same if not latent_problems(model, each, allow_growth=True)]
     results = {latent_options(each): latent_result_of(model, each) for each in [*possible, *proposals(model)]}
@@ -211,13 +216,13 @@ def alternatives(model: Model, target: LatentTarget | None = None) -> dict[str, 
 
 
 def proposals(model: Model) -> list[LatentTarget]:
-    """The targets of ``model`` that MLA kernels support, layout ``engine`` before ``free``."""
+    """The targets for ``model`` that MLA kernels support, layout ``engine`` before ``free``."""
     targets = [LatentTarget(*split, layout=layout) for layout in ("engine", "free") for split in PROPOSED]
     return [target for target in targets if not latent_problems(model, target)]
 
 
 def latent_options(target: LatentTarget) -> str:
-    """The options of ``kvfold convert`` that make ``target``."""
+    """The options of ``kvfold convert`` that produce ``target``."""
     options = f"--to mla --kv-rank {target.kv_rank} --rope-dim {target.rope_dim} --layout {target.layout}"
     return options if target.q_rank is None else f"{options} --q-rank {target.q_rank}"
 
@@ -227,8 +232,8 @@ def _transformers(result: Result) -> Way:
         return Way(True, "with trust_remote_code=True, or without it after kvfold.attention.register_models()")
     absorb = "kvfold.attention.absorb(model) decodes over the latent cache"
     if result.experts:
-        return Way(True, f"from 5.4 on, loaded by Mistral4ForCausalLM; {absorb}")
-    return Way(True, {"fold": "", "free": f"from 5.1 on; {absorb}"}.get(result.kind, absorb))
+        return Way(True, f"version 5.4 or later, as Mistral4ForCausalLM; {absorb}")
+    return Way(True, {"fold": "", "free": f"version 5.1 or later; {absorb}"}.get(result.kind, absorb))
 
 
 def _vllm(result: Result) -> Way:
@@ -236,20 +241,22 @@ def _vllm(result: Result) -> Way:
         return Way(True)
     sizes = f"{', '.join(map(str, KERNEL_CACHES[:-1]))} or {KERNEL_CACHES[-1]}"
     if result.elements() not in KERNEL_CACHES:
-        return Way(False, f"its MLA kernels take {sizes} cached elements, found {result.elements()}")
+        return Way(False, f"its MLA kernels support {sizes} cached elements, but this model has {result.elements()}")
     if result.kind == "engine" and not result.yarn:
-        return Way(False, "on CPUs it rotates the queries of DeepSeek models with plain RoPE wrongly: convert again")
+        return Way(
+            False, "on CPUs it rotates queries wrongly in DeepSeek models with plain RoPE; convert the source again"
+        )
     if result.experts and result.kind == "free":
-        return Way(False, "it divides by the width of the shared expert, which is 0 (SIGFPE on a CPU)")
+        return Way(False, "it divides by the width of the shared expert, which is 0 here (SIGFPE on CPUs)")
     # Its own classes read DeepSeek models only; others run through transformers' code, with MLA kernels.
-    backend = "by its Transformers backend, " if result.experts or result.kind == "free" else ""
+    backend = "through its Transformers backend, " if result.experts or result.kind == "free" else ""
     # The kernel for CPUs takes this one cache size, with heads of any size; those for GPUs are picky about heads.
     on_cpu = result.split == (512, 64)
     if result.heads in KERNEL_HEADS:
-        where = "on CPUs with AMX float32 needs --attention-backend CPU_MLA" if on_cpu else "on GPUs only"
+        where = "on CPUs with AMX, float32 needs --attention-backend CPU_MLA" if on_cpu else "on GPUs only"
         return Way(True, f"{backend}{where}", read=not on_cpu)
-    *known, found = (f"{nope}+{rope} and {value}" for nope, rope, value in (*KERNEL_HEADS, result.heads))
-    heads = f"on GPUs its MLA prefill takes heads of {', '.join(known)} dims, found {found}"
+    *known, found = (f"{nope}+{rope}/{value}" for nope, rope, value in (*KERNEL_HEADS, result.heads))
+    heads = f"on GPUs its MLA prefill supports head dims {', '.join(known)}, but this model has {found}"
     if on_cpu:
         return Way(True, f"{backend}on CPUs only: {heads}")
     return Way(False, heads)
@@ -260,39 +267,41 @@ def _sglang(result: Result) -> Way:
     if result.experts or result.kind == "free":
         missing = "Mistral4" if result.experts else "Youtu"
     if missing:
-        return Way(False, f"it has no {missing} model; whether it runs transformers' code of one is not known")
+        return Way(False, f"it has no {missing} model class, and its fallback to transformers code was not tested")
     if result.family in ("phi", "olmo") and result.kv_heads != result.query_heads:
-        return Way(False, f"it gives {result.family} models as many key/value heads as query heads")
-    return Way(True, "" if result.kind == "fold" else "its kernels' sizes are not known")
+        return Way(False, f"it assumes that {result.family} models have as many key/value heads as query heads")
+    return Way(True, "" if result.kind == "fold" else "the sizes that its kernels support are not known")
 
 
 def _llama_cpp(result: Result) -> Way:
     if result.kind == "fold" and result.family == "phi" and result.kv_heads != result.query_heads:
-        return Way(False, "its converter gives Phi models as many key/value heads as query heads")
+        return Way(False, "its converter assumes that Phi models have as many key/value heads as query heads")
     if result.kind == "fold":
-        return Way(True, "where its converter knows the tokenizer")
+        return Way(True, "if its converter supports the tokenizer")
     if result.kind == "free":
-        converter = "its converter knows no Mistral4ForCausalLM, and ggml asserts on a shared expert of width 0"
-        return Way(False, converter if result.experts else "it refuses attention biases (wrong number of tensors)")
+        converter = "its converter lacks Mistral4ForCausalLM, and ggml fails on a shared expert of width 0"
+        return Way(False, converter if result.experts else "it rejects attention biases (wrong number of tensors)")
     # It takes models of these sizes for a DeepSeek-V2-Lite, whose queries have no latent.
     lite = result.layers in (26, 27) or (result.layers, result.vocabulary) == (48, 128256)
     if lite and result.q_rank is not None:
-        return Way(False, f"in models of {result.layers} layers it takes queries for ones without a latent")
+        return Way(False, f"it assumes that models with {result.layers} layers have no query latent")
     # Its converter looks these keys up without a default, or knows the class by another name.
     edits = [] if result.q_rank is not None or lite else ['"q_lora_rank": 0']
     edits += ['"architectures": ["Mistral3ForConditionalGeneration"]'] if result.experts else []
-    edit = f"with {' and '.join(edits)} in the copy of config.json that is converted" if edits else ""
+    edit = f"with {' and '.join(edits)} in the config.json that its converter reads" if edits else ""
     return Way(True, ", ".join(filter(None, [edit, "BPE tokenizers only"])))
 
 
 def _mlx_lm(result: Result) -> Way:
     if result.kind == "free":
-        refusal = "it needs a shared expert of some width" if result.experts else "Model type youtu not supported"
+        refusal = (
+            "it needs a shared expert with a width above 0" if result.experts else "Model type youtu not supported"
+        )
         return Way(False, refusal)
     if result.family == "olmo":
-        return Way(False, "it reads the older checkpoints of OLMo only, those of hf_olmo")
+        return Way(False, "it supports only the older OLMo checkpoints (hf_olmo)")
     if not result.older_rope:
-        return Way(False, 'it ignores "rope_parameters" in config.json, and "rope_theta" is nowhere else')
+        return Way(False, 'it ignores "rope_parameters", the only place of "rope_theta" in config.json')
     return Way(True)
 
 
@@ -310,7 +319,7 @@ ENGINES = (
         "SGLang",
         "0.5.23",
         _sglang,
-        kept=Way(False, "whether it serves FP8 weights beside dense attention was neither run nor read"),
+        kept=Way(False, "not tested with FP8 weights and dense attention"),
     ),
     # conversion/deepseek.py, conversion/phi.py (key/value heads), src/models/deepseek2.cpp (query rank),
     # src/llama-model.cpp (number of tensors), conversion/mistral3.py and src/models/mistral4.cpp (experts)
@@ -323,6 +332,8 @@ ENGINES = (
         _mlx_lm,
         ("fold", "free", "engine"),
         ("free", "engine"),
-        Way(False, "it refuses the scales of FP8 weights in a fold, and reads blocks of 128 alone in a DeepSeek model"),
+        Way(
+            False, "it rejects FP8 scales in GQA and MQA models, and supports only FP8 blocks of 128 in DeepSeek models"
+        ),
     ),
 )

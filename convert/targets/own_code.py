@@ -1,10 +1,10 @@
-"""Layout ``kvfold``: the source's model with other attention modules, whose code the checkpoint brings along.
+"""Layout ``kvfold``: the source's model with other attention modules, whose code is included in the checkpoint.
 
-For models that no stock class can hold. ``config.json`` is the source's with model type ``kvfold_...`` and a block
-``kvfold`` that describes the attention (`own_config` decides all of it); the code is
-``attention/checkpoints/modeling_kvfold.py``. Its attention has one linear layer each for queries, keys, values and
-output, whatever the source has, and rotates half-split heads by listed frequencies. The variants are grouped attention
-and latent attention, the latter with norms on queries and keys where the source has them.
+It is for models that no stock class can express. ``config.json`` is the source's, with model type ``kvfold_...`` and a
+block ``kvfold`` that describes the attention (`own_config` builds all of it); the code is
+``attention/checkpoints/modeling_kvfold.py``. Its attention has separate linear layers for queries, keys, values and
+output, even if the source fuses them, and rotates half-split heads by frequencies listed in the config. The variants
+are grouped attention and latent attention, which has norms on queries and keys if the source has them.
 """
 
 import re
@@ -37,21 +37,21 @@ LATENT, NORMED = "latent", "normed_latent"  # variants
 
 
 def needs_own_code(model: Model) -> bool:
-    """True if no stock class can hold ``model`` with fewer key/value heads."""
+    """True if no stock class can express ``model`` with fewer key/value heads."""
     return model.family.sizes.kv_heads is None
 
 
 def source_type(config: Mapping[str, Any]) -> str | None:
-    """The source's model type from a ``config.json`` of this layout, None for any other config."""
+    """The source's model type if ``config`` is in layout ``kvfold``, else None."""
     kind = str(config.get("model_type"))
     return kind.removeprefix(_PREFIX) if kind.startswith(_PREFIX) else None
 
 
 def own_folded_layout(source: Model, checkpoint: Checkpoint, kv_heads: int, dtype: str | None) -> TargetLayout:
-    """The checkpoint with ``kv_heads`` key/value heads in its own attention modules.
+    """The layout of ``source`` with ``kv_heads`` key/value heads in kvfold's attention modules.
 
-    ``dtype`` is the stored dtype in torch's spelling, or None to keep each tensor's own. Raises InputError for
-    frequencies that depend on the length of the text.
+    ``dtype`` is the stored dtype in torch's spelling; None keeps the dtype of each tensor. Raises InputError if the
+    rotary frequencies depend on the length of the text.
     """
     # Families of this layout rotate all their layers alike, so the first layer's frequencies describe the model.
     frequencies, amplitude = source.frequencies(0)
@@ -81,9 +81,10 @@ def own_folded_layout(source: Model, checkpoint: Checkpoint, kv_heads: int, dtyp
 def own_latent_layout(
     source: Model, checkpoint: Checkpoint, target: LatentTarget, theta: Sequence[Sequence[float]], dtype: str | None
 ) -> TargetLayout:
-    """The checkpoint that caches ``target.kv_rank + target.rope_dim`` elements, rotating by ``theta [layers][P/2]``.
+    """The layout of ``source`` with latent attention in kvfold's modules; ``theta [layers][P/2]`` are its frequencies.
 
-    Norms on queries and keys take ``cached_divisors`` elements more. ``dtype`` as in ``own_folded_layout``.
+    It caches ``target.kv_rank + target.rope_dim`` elements, plus ``cached_divisors`` if queries and keys have norms.
+    ``dtype`` works as in ``own_folded_layout``.
     """
     norm, divisors = source.qk_norm, cached_divisors(source, target)
     facts: dict[str, Any] = {
@@ -124,14 +125,14 @@ def own_config(
     dtype: str | None,
     theta: Sequence[Sequence[float]] = (),
 ) -> dict[str, Any]:
-    """``config.json`` of this layout: the source's with other model type and classes, and the block on its attention.
+    """``config.json`` in this layout: the source's, with another model type, other classes and a block ``kvfold``.
 
-    ``facts`` is the block without what every variant has; ``theta [layers][P/2]`` are the frequencies of each layer,
-    where they may differ. Raises ValueError for a family without this layout.
+    ``facts`` are the entries of the block that depend on the variant; ``theta [layers][P/2]`` are the frequencies of
+    each layer, if they may differ. Raises ValueError if the family does not support this layout.
     """
     family, size, file = source.family, source.geometry, CODE.rpartition(".")[2]
     if family.model_type not in SOURCES:
-        raise ValueError(f"{family.model_type}: the family has no layout kvfold")
+        raise ValueError(f"layout kvfold does not support model_type {family.model_type!r}")
     attention_class, classes = family.stock_classes
     layers: list[dict[str, Any]] = []
     for layer in source.layers:
@@ -165,7 +166,7 @@ def own_config(
 
 
 def grouped_shapes(source: Model, layer: int, kv_heads: int) -> dict[str, Shape]:
-    """The tensors of the attention of ``layer``, by name."""
+    """The shapes of the attention tensors in ``layer``, by name."""
     size, module = source.geometry, source.family.attention.place(layer)
     queries, keys, width = size.heads * size.head_dim, kv_heads * size.head_dim, size.model_dim
     rows = {"q": queries, "k": keys, "v": keys, "o": width}
@@ -178,7 +179,7 @@ def grouped_shapes(source: Model, layer: int, kv_heads: int) -> dict[str, Shape]
 
 
 def _grouped_tensors(source: Model, layer: int, weights: "AttentionWeights") -> dict[str, "Tensor"]:
-    """The tensors of `grouped_shapes` from the weights of ``layer``."""
+    """The tensors described by `grouped_shapes`, computed from the ``weights`` of ``layer``."""
     module, tensors = source.family.attention.place(layer), {}
     for role in ROLES:
         weight, bias = getattr(weights, role), getattr(weights, f"{role}_bias")
@@ -190,7 +191,7 @@ def _grouped_tensors(source: Model, layer: int, weights: "AttentionWeights") -> 
 
 
 def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, Shape]:
-    """The tensors of the attention of ``layer`` with ``rank`` latent channels and ``rope`` rotary dims, by name."""
+    """The shapes of the attention tensors in ``layer`` for ``rank`` latent channels and ``rope`` dims, by name."""
     size, module = source.geometry, source.family.attention.place(layer)
     width, heads, dim = size.model_dim, size.heads, size.head_dim
     # Kept norms act on whole queries, so their rotary part is a map of the normalized query.
@@ -217,7 +218,7 @@ def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, 
 
 
 def _latent_tensors(source: Model, layer: int, latent: "LatentWeights") -> dict[str, "Tensor"]:
-    """The tensors of `latent_shapes` from the weights of ``layer``."""
+    """The tensors described by `latent_shapes`, computed from the weights ``latent`` of ``layer``."""
     import torch
 
     down_bias = latent.down.new_zeros(latent.rank) if latent.down_bias is None else latent.down_bias
@@ -252,9 +253,9 @@ def _latent_tensors(source: Model, layer: int, latent: "LatentWeights") -> dict[
 def _output_tensors(
     source: Model, checkpoint: Checkpoint, shapes: Sequence[Mapping[str, Shape]], dtype: str | None
 ) -> tuple[OutputTensor, ...]:
-    """The source's tensors in their order, with each layer's new attention in the place of the old.
+    """The output tensors in the source's order, with the new attention of each layer in place of the old.
 
-    Buffers of the old attention (causal masks, frequencies) are left out.
+    Buffers of the old attention (causal masks, frequencies) are dropped.
     """
     computed = stored_dtype(checkpoint.tensors[source.attention_names(0)[0]].dtype, dtype)
     # Modules are replaced whole: what the source keeps in them besides weights has no place in the new ones.

@@ -1,4 +1,4 @@
-"""GQA and MQA: the source's own family and class, with fewer key/value heads."""
+"""GQA and MQA: checkpoints in the source's own family and class, with fewer key/value heads."""
 
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def folded_layout(
     source: Model, checkpoint: Checkpoint, kv_heads: int, *, roles: Collection[Role], dtype: str | None
 ) -> TargetLayout:
-    """The checkpoint with ``kv_heads`` key/value heads; ``roles`` are the projections that the transform changes.
+    """The layout of ``source`` with ``kv_heads`` key/value heads; ``roles`` are the projections that change.
 
-    ``dtype`` is the stored dtype in torch's spelling, or None to keep each tensor's own.
+    ``dtype`` is the stored dtype in torch's spelling; None keeps the dtype of each tensor.
     """
     changes: dict[str, Any] = source.kv_config(kv_heads)
     target = Model(source.family, {**source.config, **changes}, source.tower)
@@ -54,12 +54,12 @@ def folded_layout(
 
 
 def cache_elements(geometry: Geometry) -> int:
-    """KV-cache elements per token per layer: a key and a value for every key/value head."""
+    """KV-cache elements per token per layer: the dims of one key and one value for every key/value head."""
     return 2 * geometry.kv_heads * geometry.head_dim
 
 
 def attention_label(heads: int, kv_heads: int) -> str:
-    """The kind of attention, GQA with its number of key/value heads: ``MHA``, ``GQA-8`` or ``MQA``."""
+    """The name of the attention: ``MHA``, ``MQA``, or ``GQA-8`` for 8 key/value heads."""
     if kv_heads == heads:
         return "MHA"
     return "MQA" if kv_heads == 1 else f"GQA-{kv_heads}"

@@ -1,8 +1,8 @@
-"""The layout of an output checkpoint, known before any weight is read: config, tensors, how a layer is stored.
+"""The layout of an output checkpoint, known before any weight is read: config, tensors, and encoding of layers.
 
-With ``--keep-quantized`` copied weights stay as the source has them (FP8, MXFP4). Stock classes read them together with
-dense attention: ``modules_to_not_convert`` of the config names the dense modules. All other weights, and those that the
-output class stores in another form, are dequantized.
+With ``--keep-quantized``, copied weights remain as in the source (FP8, MXFP4). Stock classes can load them together
+with dense attention, because ``modules_to_not_convert`` in the config names the dense modules. All other weights, and
+copied weights that the output class stores in another form, are dequantized.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -26,13 +26,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TargetLayout:
-    """The checkpoint that a conversion writes.
+    """The layout of the checkpoint that a conversion writes.
 
-    ``kind`` is its attention, such as ``GQA-8`` or ``MLA 512+64``. ``tensors`` are all tensors in the order of the
-    files; ``computed[layer]`` names those that the transform makes, every other one is copied from the source.
-    ``cache_elements`` counts per token per layer. ``encode(layer, weights)`` turns a transformed layer into the
-    computed tensors by their names in the files (any float dtype; the writer casts to the planned one). ``code`` is the
-    module whose file the checkpoint brings along, None where transformers' own classes load it.
+    ``kind`` is its attention, such as ``GQA-8`` or ``MLA 512+64``. ``tensors`` are all tensors in file order;
+    ``computed[layer]`` names those that the transform computes, and all others are copied from the source.
+    ``cache_elements`` counts KV-cache elements per token per layer. ``encode(layer, weights)`` converts a transformed
+    layer to the computed tensors by name (in any float dtype; the writer casts them to the planned dtype). ``code`` is
+    the module whose file is included in the checkpoint, or None if transformers' own classes can load it.
     """
 
     kind: str
@@ -45,14 +45,14 @@ class TargetLayout:
 
 
 def stored_dtype(present: str, dtype: str | None) -> str:
-    """The safetensors dtype of an output tensor: ``dtype`` (torch's spelling) for floats, else the present one."""
+    """The safetensors dtype of an output tensor: ``dtype`` (torch's spelling) for floats, otherwise ``present``."""
     return present if dtype is None or present not in FLOAT_DTYPES else _STORED[dtype]
 
 
 def keepable(
     tensors: Iterable[OutputTensor], checkpoint: Checkpoint, attention: Collection[str]
 ) -> dict[str, StoredWeight]:
-    """The weights among ``tensors`` that can stay as the source's files hold them, by name."""
+    """The weights among ``tensors`` that can remain quantized as in the source's files, by name."""
     reader, kept = checkpoint.reader, {}
     if not isinstance(reader, DequantizingReader):
         return {}
@@ -67,7 +67,7 @@ def keepable(
 def kept_tensors(
     tensors: Sequence[OutputTensor], checkpoint: Checkpoint, attention: Collection[str]
 ) -> tuple[OutputTensor, ...]:
-    """``tensors`` with every weight that can stay quantized replaced by its parts in the source's files."""
+    """``tensors`` with each weight that can remain quantized replaced by its parts in the source's files."""
     parts: list[OutputTensor] = []
     kept = keepable(tensors, checkpoint, attention)
     for tensor in tensors:
@@ -81,7 +81,7 @@ def kept_tensors(
 
 
 def kept_config(config: Mapping[str, Any], tensors: Iterable[OutputTensor], checkpoint: Checkpoint) -> dict[str, Any]:
-    """``config`` with the quantization of the source, for a result with the tensors of `kept_tensors`."""
+    """``config`` with the source's quantization settings, for a checkpoint with the tensors from `kept_tensors`."""
     assert isinstance(checkpoint.reader, DequantizingReader)
     matrices = [tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.name.endswith(".weight")]
     dense = {tensor.name.removesuffix(".weight") for tensor in matrices if tensor.kept is None}

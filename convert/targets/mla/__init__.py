@@ -1,1 +1,1 @@
-"""The stock classes with latent attention as targets."""
+"""Targets with latent attention (MLA) in stock classes."""

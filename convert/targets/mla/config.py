@@ -1,18 +1,18 @@
-"""Sizes of latent attention, and config of the stock class that holds a converted model; without torch.
+"""The sizes of latent attention, and the config of the stock class for a converted model. Does not import torch.
 
-Layout ``free`` uses attention biases (one latent channel is the constant that makes the latent's RMSNorm a known
-factor) and any frequencies. The DeepSeek loaders of inference engines drop both without a word, so it is no DeepSeek
-model by name but a ``YoutuForCausalLM`` (transformers 5.1 on): the same attention, dense layers, tensors of the same
-names.
+Layout ``free`` supports any frequencies and attention biases (one latent channel is a constant that makes the latent's
+RMSNorm a known factor). The DeepSeek loaders of inference engines silently drop both, so the output is not a DeepSeek
+model but a ``YoutuForCausalLM`` (transformers 5.1 or later), which has the same attention and tensor names, and dense
+layers.
 
-Layout ``engine`` is the ``DeepseekV3ForCausalLM`` that those loaders read right: no bias, plain RoPE, an untied head,
-every layer dense (``first_k_dense_replace`` is the number of layers).
+Layout ``engine`` is a ``DeepseekV3ForCausalLM`` that those loaders read correctly: no biases, plain RoPE, an untied
+head, and only dense layers (``first_k_dense_replace`` is the number of layers).
 
-A model with experts is a ``Mistral4ForCausalLM`` in both layouts. Its router takes the softmax of all logits, the
-largest few of it, and divides them by their sum or not, as mixtral, qwen3_moe and the like do (DeepSeek-V3 weights by a
-sigmoid, DeepSeek-V2 never divides).
+A model with experts becomes a ``Mistral4ForCausalLM`` in both layouts. Its router computes the softmax of all logits,
+selects the largest probabilities, and optionally divides them by their sum, like mixtral and qwen3_moe (DeepSeek-V3
+uses a sigmoid, and DeepSeek-V2 never divides).
 
-`mla_config` decides all of ``config.json`` for these three classes.
+`mla_config` builds the whole ``config.json`` for these three classes.
 """
 
 import math
@@ -44,10 +44,10 @@ def is_latent(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class LatentTarget:
-    """Sizes of latent attention. ``kv_rank`` R + ``rope_dim`` P are the KV-cache elements per token per layer.
+    """The sizes of latent attention. ``kv_rank`` R + ``rope_dim`` P are the cached elements per token per layer.
 
-    R includes the constant channel. ``rotated`` mixes the others, for a quantized cache.
-    Without ``q_rank`` queries have no latent, unless biases need one (``query_rank``).
+    R includes the constant channel. ``rotated`` mixes the other channels, for a quantized cache. If ``q_rank`` is None,
+    queries have no latent, unless biases require it (see `query_rank`).
     """
 
     kv_rank: int
@@ -58,12 +58,12 @@ class LatentTarget:
 
     @property
     def constant(self) -> bool:
-        """True if one latent channel is constant."""
+        """True if one latent channel is constant, as in layout ``free``."""
         return self.layout == "free"
 
     @property
     def channels(self) -> int:
-        """Latent channels without the constant one."""
+        """The number of latent channels without the constant channel."""
         return self.kv_rank - self.constant
 
     @property
@@ -72,10 +72,11 @@ class LatentTarget:
         return self.rope_dim in {rope for _, rope, _ in KERNEL_HEADS} and self.kv_rank + self.rope_dim in KERNEL_CACHES
 
     def head_dims(self, dim: int) -> tuple[int, int]:
-        """Unrotated dims and value dims of a stored head of ``dim`` dims: the smallest sizes that fit.
+        """The unrotated dims and the value dims of a stored head, at least ``dim`` each.
 
-        Only layout ``engine`` pads heads with zeros to sizes that MLA kernels support. Zeros change nothing: the scale
-        of the scores is in the queries, and the cache holds no heads.
+        Both are ``dim``, except that layout ``engine`` pads heads with zeros to the smallest sizes that MLA kernels
+        support. The zeros do not change the result: the scale of the scores is part of the queries, and the cache
+        contains no heads.
         """
         if self.layout != "engine" or not self.has_kernels:
             return dim, dim
@@ -83,14 +84,14 @@ class LatentTarget:
         return min(sizes, key=sum, default=(dim, dim))
 
     def rope_kept(self, rotary_dims: int) -> int:
-        """Stored rotary dims that hold keys; the others are zero if only ``P / k`` dims of a head rotate."""
+        """The number of stored rotary dims that contain keys; layout ``engine`` may pad them with zeros to P."""
         if self.layout != "engine" or not self.has_kernels or rotary_dims == 0:
             return self.rope_dim
         return self.rope_dim if self.rope_dim % rotary_dims else rotary_dims
 
 
 def cached_divisors(model: Model, target: LatentTarget) -> int:
-    """KV-cache elements per token per layer for the divisors of kept key norms, in addition to R + P."""
+    """KV-cache elements per token per layer, in addition to R + P, for the divisors of key norms that are kept."""
     if model.qk_norm is None or target.layout != "kvfold":
         return 0  # stock classes have linear maps in place of the norms
     # One per key/value head, or one for a norm over all heads.
@@ -98,13 +99,13 @@ def cached_divisors(model: Model, target: LatentTarget) -> int:
 
 
 def full_query_rank(model: Model, target: LatentTarget) -> int:
-    """The smallest ``q_rank`` with which the query latent is exact."""
+    """The smallest ``q_rank`` at which the query latent loses nothing."""
     size = model.geometry
     return min(size.model_dim, size.heads * (size.head_dim + target.rope_dim)) + target.constant
 
 
 def query_rank(model: Model, target: LatentTarget) -> int | None:
-    """``q_lora_rank`` of the output, None for queries without a latent."""
+    """``q_lora_rank`` of the output, or None if queries have no latent."""
     if target.layout == "kvfold" or target.q_rank is not None or "q" not in model.biased:
         return target.q_rank
     # Stock classes can store a query bias only in a query latent, so a bias forces one of full rank.
@@ -112,7 +113,7 @@ def query_rank(model: Model, target: LatentTarget) -> int | None:
 
 
 def context(model: Model) -> int:
-    """Positions of the output: those of the source, for longrope with two sets only the range of its short factors."""
+    """The output's context length: the source's, or the range of the short factors if longrope has two sets."""
     positions, table = model.geometry.positions, rope_table(model.values)
     if table["rope_type"] == "longrope" and table.get("short_factor") != table.get("long_factor"):
         return min(positions, int(table["original_max_position_embeddings"]))
@@ -120,10 +121,10 @@ def context(model: Model) -> int:
 
 
 def mla_config(model: Model, target: LatentTarget, theta: Sequence[float], *, dtype: str) -> dict[str, Any]:
-    """``config.json`` of the output. ``theta [P/2]``: radians per position of each rotary pair.
+    """``config.json`` of the output. ``theta [P/2]`` are the rotary frequencies in radians per position.
 
-    ``dtype`` as transformers spells it. The dtype is spelled twice, for readers before and after transformers 5, and in
-    layout ``engine`` the frequencies.
+    ``dtype`` is in the spelling of transformers. The dtype has two keys, for readers before and after transformers 5;
+    in layout ``engine`` so do the frequencies.
     """
     size, block, config = model.geometry, model.block, model.config
     nope, value = target.head_dims(size.head_dim)
@@ -165,7 +166,7 @@ def mla_config(model: Model, target: LatentTarget, theta: Sequence[float], *, dt
 
 
 def _rope(model: Model, target: LatentTarget, theta: Sequence[float]) -> dict[str, Any]:
-    """The keys about rotary embedding and ``head_dim``."""
+    """The config keys for the rotary embedding, and ``head_dim`` if readers need it."""
     cached, positions = target.kv_rank + target.rope_dim, context(model)
     head_dim = cached if target.has_kernels else target.head_dims(model.geometry.head_dim)[0] + target.rope_dim
     # vLLM's Transformers backend takes head_dim for the size of the latent cache. Youtu and Mistral4 rotate a part of
@@ -188,7 +189,7 @@ def _rope(model: Model, target: LatentTarget, theta: Sequence[float]) -> dict[st
 
 
 def _expert_config(model: Model, target: LatentTarget, width: int) -> dict[str, Any]:
-    """The keys about experts, ``width`` being that of the MLPs; layout ``free`` has none without experts."""
+    """The config keys for experts; empty in layout ``free`` if there are none. ``width`` is the width of the MLPs."""
     if model.block.sparse:
         routing, first = model.block.routing, next(layer.index for layer in model.layers if layer.sparse)
         assert routing is not None  # model_problems refuses models without
@@ -227,10 +228,10 @@ def _expert_config(model: Model, target: LatentTarget, width: int) -> dict[str, 
 def stored_rope(
     theta: Sequence[float], positions: int, plain: Literal["default", "yarn", "longrope"] = "default"
 ) -> dict[str, Any]:
-    """``rope_parameters`` for these frequencies, in the spelling ``plain`` where they are those of plain RoPE.
+    """``rope_parameters`` for the frequencies ``theta``; for plain RoPE, ``plain`` is the rope type to use.
 
-    All others are ``longrope``: its factors divide the standard frequencies one by one, here by the same for every
-    length of text.
+    All other frequencies are stored as ``longrope``, whose factors divide the standard frequencies one by one; the
+    factors are the same for short and long texts.
     """
     base = None if plain == "longrope" else plain_base(theta)
     if base is None:
@@ -259,7 +260,7 @@ def stored_rope(
 
 
 def plain_base(theta: Sequence[float]) -> float | None:
-    """``base`` where ``theta_i = base^(-2i/P)`` for all ``P/2`` of them (to float32's precision), else None."""
+    """The ``base`` with ``theta_i = base^(-2i/P)`` for all ``P/2`` frequencies (within float32 precision), or None."""
     # Plain RoPE starts at one radian per position, whatever its base.
     if not math.isclose(theta[0], 1.0, rel_tol=1e-7):
         return None

@@ -1,9 +1,9 @@
-"""MLA: the stock class that holds a converted model, as a plan's layout with names and shapes; without torch.
+"""MLA: the layout of a converted model in a stock class, with names and shapes. Does not import torch.
 
-Experts are copied and never decoded: the experts of a layer are two tensors, ``[n, 2 I, E]`` with the rows of each gate
-before those of its up projection, and ``[n, E, I]``, in both of which the bytes of the source's tensors follow one
-another. The class adds a shared expert to the routed ones, and the source has none: layout ``free`` has one of width 0,
-layout ``engine`` one of zeros, because the loaders of engines expect its tensors.
+Experts are copied without decoding them. The experts of a layer are stored in two tensors: ``[n, 2 I, E]``, with the
+gate rows of each expert before its up rows, and ``[n, E, I]``. Both are concatenations of the bytes of source tensors.
+The class adds a shared expert to the routed experts, but the source has no shared expert: layout ``free`` stores a
+shared expert of width 0, and layout ``engine`` stores zeros, because the loaders of engines expect its tensors.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,10 +38,10 @@ Shapes = dict[str, tuple[Shape, Source]]
 def latent_layout(
     model: Model, checkpoint: Checkpoint, target: LatentTarget, theta: Sequence[float], dtype: str | None
 ) -> TargetLayout:
-    """The checkpoint that caches ``target.kv_rank + target.rope_dim`` elements, rotating by ``theta [P/2]``.
+    """The layout of ``model`` as MLA in a stock class; ``theta [P/2]`` are the frequencies in radians per position.
 
-    ``dtype`` is the stored dtype in torch's spelling, or None to keep each tensor's own; computed tensors then have
-    that of the first query projection.
+    ``dtype`` is the stored dtype in torch's spelling; None keeps the dtype of each tensor, and computed tensors then
+    have the dtype of the first query projection.
     """
     computed_dtype = checkpoint.tensors[model.attention_names(0)[0]].dtype
     # A wrapper's files have a prefix before the language model's names, which the stock shapes lack.
@@ -76,7 +76,7 @@ def latent_layout(
 
 
 def mla_shapes(model: Model, target: LatentTarget) -> Shapes:
-    """The shape of every output tensor, and the source tensors whose bytes it repeats (see ``OutputTensor.source``)."""
+    """The shape of each output tensor and the source tensors that it copies (see ``OutputTensor.source``), by name."""
     (embedding,), (norm,) = model.names["embedding", None], model.names["final_norm", None]
     (head,) = model.names.get(("head", None), (embedding,))
     shapes: Shapes = {
@@ -92,7 +92,7 @@ def mla_shapes(model: Model, target: LatentTarget) -> Shapes:
 
 
 def layer_shapes(model: Model, target: LatentTarget, layer: int) -> Shapes:
-    """The part of `mla_shapes` that belongs to ``layer``."""
+    """The entries of `mla_shapes` that belong to ``layer``."""
     shapes: Shapes = {name: (shape, None) for name, shape in _attention_shapes(model, target, layer).items()}
     for fused in model.names.get(("gate_up", layer), ()):  # two tensors in the stock class
         rows, width = model.tensors[fused].shape
@@ -106,7 +106,7 @@ def layer_shapes(model: Model, target: LatentTarget, layer: int) -> Shapes:
 
 
 def mlp_tensors(model: Model, layer: int, read: Callable[[str], "Tensor"]) -> dict[str, "Tensor"]:
-    """The computed tensors of ``layer`` outside its attention: gate and up of a source that holds them as one."""
+    """The computed tensors of ``layer`` outside its attention: gate and up, if the source fuses them in one tensor."""
     made = {}
     for fused in model.names.get(("gate_up", layer), ()):
         for role, half in zip(_GATE_UP, read(fused).chunk(2), strict=True):
@@ -115,7 +115,7 @@ def mlp_tensors(model: Model, layer: int, read: Callable[[str], "Tensor"]) -> di
 
 
 def _attention_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, Shape]:
-    """The attention tensors of ``layer``, all of them computed."""
+    """The shapes of the attention tensors in ``layer``, by name; all of these tensors are computed."""
     size = model.geometry
     heads, width, rank = size.heads, size.model_dim, target.kv_rank
     nope, value = target.head_dims(size.head_dim)
@@ -140,7 +140,7 @@ def _attention_shapes(model: Model, target: LatentTarget, layer: int) -> dict[st
 
 
 def _expert_shapes(model: Model, target: LatentTarget, layer: int) -> Shapes:
-    """The router and the experts of ``layer``."""
+    """The shapes and source tensors of the router and the experts in ``layer``, by name."""
     mlp, names = f"model.layers.{layer}.mlp", model.names
     (router,), downs = names["router", layer], names["expert_down", layer]
     width, inner = model.tensors[downs[0]].shape
@@ -157,7 +157,7 @@ def _expert_shapes(model: Model, target: LatentTarget, layer: int) -> Shapes:
 
 
 def padding(model: Model, target: LatentTarget) -> int:
-    """Parameters that are zero because heads are padded."""
+    """The number of parameters that are zero because heads are padded."""
     size = model.geometry
     nope, value = (padded - size.head_dim for padded in target.head_dims(size.head_dim))
     rope, inputs = target.rope_dim - target.rope_kept(size.rotary_dims), query_rank(model, target) or size.model_dim

@@ -1,6 +1,6 @@
-"""Reasons why a model cannot become an MLA checkpoint, from its config alone; without torch.
+"""Checks that find out why a model cannot become an MLA checkpoint, from its config alone. Does not import torch.
 
-Each is one line: the property of the model that the layout cannot express, and an option that works.
+Each problem is one line: a property of the model that the layout cannot express, and an option to use instead.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _MLP_BIASES = frozenset({"gate_bias", "up_bias", "gate_up_bias", "down_bias"})
 
 
 def latent_problems(model: Model, target: LatentTarget, *, allow_growth: bool = False) -> list[str]:
-    """All problems of this conversion, those of any target first. Empty when it is possible."""
+    """All reasons why ``model`` cannot be converted to ``target``, one line each; empty if it can."""
     if target.layout == "kvfold":
         own = _own_problems(model, target)
         problems = [f"{opt('layout', 'kvfold')}: {model.family.model_type} {problem}" for problem in own]
@@ -35,10 +35,10 @@ def latent_problems(model: Model, target: LatentTarget, *, allow_growth: bool = 
 
 
 def model_problems(model: Model) -> list[str]:
-    """Properties of the model that no latent target of any size or layout can express."""
-    kind, gqa = model.family.model_type, f"{opt('to', 'gqa')} works"
+    """All properties of the model that the stock MLA classes cannot express at any size, one line each."""
+    kind, gqa = model.family.model_type, f"use {opt('to', 'gqa')} instead"
     if model.tower is not None and not WRAPPERS[kind].any_text:
-        return [f"{opt('to', 'mla')}: {kind} wraps a language model, always one of a class that is not latent; {gqa}"]
+        return [f"{opt('to', 'mla')}: {kind} has a fixed language model class without an MLA version; {gqa}"]
     problems = [
         *_block_problems(model),
         *(_expert_problems(model) if model.block.sparse else ()),
@@ -46,17 +46,17 @@ def model_problems(model: Model) -> list[str]:
         *_stock_attention_problems(model),
     ]
     own = kind in SOURCES and not any(_own_attention_problems(model))
-    instead = f"{opt('layout', 'kvfold')} works" if own else gqa
+    instead = f"use {opt('layout', 'kvfold')} instead" if own else gqa
     return [f"{opt('to', 'mla')}: {kind} {problem}; {instead}" for problem in problems]
 
 
 def _own_problems(model: Model, target: LatentTarget) -> Iterator[str]:
-    """Properties of the model that latent attention of layout ``kvfold`` cannot express."""
-    attention = [f"{problem}; {opt('to', 'gqa')} works" for problem in _own_attention_problems(model)]
+    """Yield reasons why the model cannot be converted to ``target`` in layout ``kvfold``."""
+    attention = [f"{problem}; use {opt('to', 'gqa')} instead" for problem in _own_attention_problems(model)]
     if not attention and (model.family.model_type not in SOURCES or model.tower is not None):
-        yield f"has no such layout yet; its stock class or {opt('to', 'gqa')} work"
+        yield f"does not support this layout yet; use {opt('layout', 'free')} or {opt('to', 'gqa')} instead"
     if target.q_rank is not None:
-        yield f"would have queries without a latent in it; leave {opt('q_rank')} out"
+        yield f"has no query latent in this layout; remove {opt('q_rank')}"
     yield from attention
 
 
@@ -66,100 +66,100 @@ def _own_attention_problems(model: Model) -> Iterator[str]:
         table = rope_table(model.values, kind)
         if table["rope_type"] == "longrope" and table.get("short_factor") != table.get("long_factor"):
             # A stock class is cut to the shorter context instead; this layout keeps the source's.
-            yield f"has other frequencies for texts longer than {context(model)} tokens, MLA layouts have one set"
+            yield f"has other frequencies for texts above {context(model)} tokens, but MLA layouts have only one set"
             break
 
 
 def _block_problems(model: Model) -> Iterator[str]:
     block = model.block
     if block.norm != "rms" or block.norm_bias or not block.norm_weight or block.norm_offset:
-        described = "LayerNorm" if block.norm == "layer" else "another kind of RMSNorm"
-        yield f"layers use {described}, the stock MLA class has RMSNorm only"
+        described = "LayerNorm" if block.norm == "layer" else "an RMSNorm variant"
+        yield f"uses {described}, but the stock MLA class supports only standard RMSNorm"
     if block.mlp == "plain":
-        yield "MLPs have no gate, the stock MLA class has gated ones"
+        yield "has MLPs without a gate, but the stock MLA class has gated MLPs"
     if block.order != "pre":
-        yield f"norms are placed as {block.order!r}, the stock MLA class has them before attention and MLP"
+        yield f"has {block.order!r} norm placement, but the stock MLA class normalizes before attention and MLP"
     scales = {"residual": block.residual_scale, "embedding": block.embedding_scale, "logit": block.logit_scale}
     for name, value in scales.items():
         if value != 1.0:
-            yield f"has a {name} scale of {value:g}, the stock MLA class has none"
+            yield f"has a {name} scale of {value:g}, but the stock MLA class has no such scale"
     if block.logit_softcap is not None:
-        yield f"caps its logits softly at {block.logit_softcap:g}, the stock MLA class does not"
+        yield f"has a logit softcap of {block.logit_softcap:g}, but the stock MLA class has no softcap"
     # Whatever the block says: a tensor that the class has no place for would be lost.
     roles = {role for role, _ in model.names if not role.startswith(_SHARED)} - {*ROLES}
     if biases := sorted(roles & _MLP_BIASES):
-        yield f"has biases in its MLPs ({', '.join(biases)}), the stock MLA class has none"
+        yield f"has biases in its MLPs ({', '.join(biases)}), but the stock MLA class has no MLP biases"
     if other := sorted(roles - _ROLES - _MLP_BIASES):
         yield f"has tensors that the stock MLA class lacks ({', '.join(other)})"
 
 
 def _expert_problems(model: Model) -> Iterator[str]:
-    """Properties of the experts that the stock class cannot express."""
+    """Yield properties of the experts that the stock class cannot express."""
     roles = {role for role, _ in model.names}
     if model.block.routing is None:
-        yield "does not route tokens to experts by softmax, as the stock MLA class with experts does"
+        yield "does not route tokens by the softmax of all router logits, but the stock MLA class with experts does"
     if any(role.startswith(_SHARED) for role in roles):
         how = "weights its shared expert by a gate" if f"{_SHARED}router" in roles else "has shared experts"
-        yield f"{how}, the stock MLA class with experts adds them as they are"
+        yield f"{how}, but the stock MLA class adds shared experts unweighted"
     if _EXPERTS - roles:
-        yield "does not store its experts as one gate, up and down projection each"
+        yield "does not store separate gate, up and down projections for each expert"
         return
     first = next(layer.index for layer in model.layers if layer.sparse)
     if mixed := [layer.index for layer in model.layers[first:] if not layer.sparse]:
         yield (
-            f"has no experts in layer {mixed[0]}, after layers with experts; the stock MLA class has dense layers "
-            "before all others only"
+            f"has experts in layer {first} but not in layer {mixed[0]}; in the stock MLA class, dense layers come "
+            "before all layers with experts"
         )
     if any(len(names) < _LEAST_EXPERTS for (role, _), names in model.names.items() if role == "expert_down"):
-        yield f"has layers with one expert, the stock MLA class routes to {_LEAST_EXPERTS} at least"
+        yield f"has layers with only one expert, but the stock MLA class needs at least {_LEAST_EXPERTS}"
 
 
 def _attention_problems(model: Model) -> Iterator[str]:
-    """Properties of the attention that no layout of latent attention computes."""
+    """Yield properties of the attention that no MLA layout can express."""
     layers = model.layers
     if model.family.attention.sinks is not None:
-        yield "has attention sinks that are weights, MLA layouts have none"
+        yield "has learned attention sinks, but MLA layouts do not support sinks"
     if model.qk_norm is not None and model.qk_norm.bias:
         yield "has norms with biases on queries and keys, which no projection can replace"
     if model.qk_norm is not None and model.qk_norm.after_rotary:
         yield "normalizes queries and keys after their rotary embedding, which no linear map can replace"
     if any(layer.clip is not None for layer in layers):
-        yield "clips queries, keys and values, MLA layouts do not"
+        yield "clips queries, keys and values, but MLA layouts do not support clipping"
     if any(layer.growth for layer in layers):
-        yield "multiplies queries by a factor that grows with their position, MLA layouts do not"
+        yield "multiplies queries by a factor that grows with their position, but MLA layouts cannot"
     types = sorted({layer.type for layer in layers}, key=str)
     for kind in dict.fromkeys(rope_table(model.values, layer_type)["rope_type"] for layer_type in types):
         if kind not in _FIXED_ROPE:
-            yield f"has rope_type {kind!r}, MLA layouts need fixed frequencies ({', '.join(_FIXED_ROPE)})"
+            yield f"has rope_type {kind!r}, but MLA layouts support only {', '.join(_FIXED_ROPE)}"
 
 
 def _stock_attention_problems(model: Model) -> Iterator[str]:
-    """Properties of the attention that layout ``kvfold`` computes and the stock classes do not."""
+    """Yield properties of the attention that layout ``kvfold`` can express but the stock classes cannot."""
     layers, longest = model.layers, context(model)
     if narrow := [layer.window for layer in layers if layer.window is not None and layer.window < longest]:
         yield (
-            f"has {len(narrow)} of {len(layers)} layers that see {narrow[0]} positions back, fewer than the context of "
-            f"{longest} (max_position_embeddings); MLA has no windows"
+            f"has {len(narrow)} of {len(layers)} layers with a sliding window of {narrow[0]} tokens, fewer than the "
+            f"context of {longest} (max_position_embeddings), but the stock MLA class has no sliding windows"
         )
     if any(layer.softcap is not None for layer in layers):
-        yield "caps its scores softly, the stock MLA class does not"
+        yield "has a softcap on attention scores, but the stock MLA class has no softcap"
     first, *others = (rope_table(model.values, kind) for kind in {layer.type for layer in layers})
     if any(table != first for table in others):
-        yield "rotates at frequencies that differ between layer types, the stock MLA class has one set"
+        yield "has different rotary frequencies per layer type, but the stock MLA class has only one set"
 
 
 def _engine_problems(model: Model) -> Iterator[str]:
-    """Properties that loaders of engines drop or misread silently."""
+    """Yield properties that the loaders of engines silently drop or misread."""
     if model.tower is not None:
-        yield f"{model.family.model_type} wraps a language model, and no engine is known to read a latent one there"
+        yield f"{model.family.model_type} wraps a language model, and no engine is known to load MLA inside a wrapper"
     if "q" in model.biased:
-        yield f"{model.family.model_type} has biases on queries, keys and values, which engines do not read"
+        yield f"{model.family.model_type} has biases on queries, keys and values, which engines do not load"
     if "o" in model.biased:
-        yield f"{model.family.model_type} has a bias on the attention output, which engines do not read"
+        yield f"{model.family.model_type} has a bias on the attention output, which engines do not load"
     if (kind := rope_table(model.values)["rope_type"]) != "default":
-        yield f"rope_type is {kind!r}, engines take 'default' only"
+        yield f"rope_type is {kind!r}, but engines support only 'default'"
     if (activation := model.block.activation) not in ("silu", "swish"):
-        yield f"the activation is {activation!r}, engines take 'silu' only"
+        yield f"the activation is {activation!r}, but engines support only 'silu'"
 
 
 def _size_problems(model: Model, target: LatentTarget, allow_growth: bool) -> Iterator[str]:
@@ -169,14 +169,14 @@ def _size_problems(model: Model, target: LatentTarget, allow_growth: bool) -> It
         yield f"{opt('kv_rank', rank)} must be at least {least}{', because one channel is constant' * target.constant}"
     present = cache_elements(size)
     if rank + rope + divisors >= present and not allow_growth:
-        kept = f" ({divisors} of them divisors of norms)" if divisors else ""
+        kept = f" ({divisors} of them for key norms)" if divisors else ""
         yield (
-            f"{opt('kv_rank', rank)} {opt('rope_dim', rope)} caches {rank + rope + divisors} elements per token and "
-            f"layer{kept}, as many as the source's {present} or more; use less, or {opt('allow_growth', True)}"
+            f"{opt('kv_rank', rank)} {opt('rope_dim', rope)} caches {rank + rope + divisors} elements per token per "
+            f"layer{kept}, no fewer than the source's {present}; lower either value, or add {opt('allow_growth', True)}"
         )
     full = full_query_rank(model, target)
     if target.q_rank is not None and not least <= target.q_rank <= full:
-        yield f"{opt('q_rank', target.q_rank)} must be from {least} to {full}; {full} is exact"
+        yield f"{opt('q_rank', target.q_rank)} must be from {least} to {full}; {full} is lossless"
 
 
 def _rope_size_problems(model: Model, target: LatentTarget) -> Iterator[str]:
@@ -188,7 +188,7 @@ def _rope_size_problems(model: Model, target: LatentTarget) -> Iterator[str]:
     elif rope < 2:
         yield f"{opt('rope_dim', rope)} must be an even number from 2 to {most}"
     elif target.rope_kept(size.rotary_dims) > most:
-        heads = "one pair per frequency" if engine else f"{size.kv_heads} key/value heads"
-        yield f"{opt('rope_dim', rope)} must be at most {most}: {size.rotary_dims} dims of a head rotate, {heads}"
+        rule = "" if engine else f" times {size.kv_heads} key/value heads"
+        yield f"{opt('rope_dim', rope)} must be at most {most} ({size.rotary_dims} rotary dims per head{rule})"
     elif rope % 2:
         yield f"{opt('rope_dim', rope)} must be even, such as {rope + 1}, because rotary dims come in pairs"

@@ -1,21 +1,21 @@
-"""A layer of latent attention in the tensors of the stock class, and the constant channel of layout ``free``.
+"""The tensors of a latent-attention layer in the stock class, and the constant channel in layout ``free``.
 
-DeepSeek normalizes its latents; a converted model must not. In layout ``engine`` the norm stays live, with weights of
-one: the latent must come in a scale in which its rms usually is one (``transforms/latent/norm.py``). Its heads may be
-padded with zeros to the sizes that kernels take (`padded`).
+DeepSeek normalizes its latents, but a converted model must not. In layout ``engine`` the norm stays active, with
+weights of one, so the latent must be scaled to an rms that is usually one (``transforms/latent/norm.py``). Its heads
+may be padded with zeros to sizes that kernels support (`padded`).
 
-In layout ``free`` the last channel of each latent is a constant ``B``, set by a bias, so large that the norm divides by
-``B / sqrt(R)`` whatever the token: for a latent ``c`` of unit energy the error is about ``|c|^2 / 2 B^2``. ``B`` and
-the norm's weight are powers of two, which bfloat16 and float16 hold exactly; what is left of the factor goes into the
-weights that read the latent.
+In layout ``free`` the last channel of each latent is a constant ``B``, set by a bias. It is so large that the norm
+divides by about ``B / sqrt(R)`` for every token: for a latent ``c`` of unit energy, the error is about ``|c|^2 / 2
+B^2``. ``B`` and the norm's weight are powers of two, which are exact in bfloat16 and float16; the rest of the factor
+goes into the weights that read the latent.
 
-Training must keep all of it. The bias, the channel's row of zeros and the norm's weights are frozen; gradients would
-trade them for a little less error. The columns that read the channel have an input ``B`` times larger than the others
-and must move by as much less.
+Training must preserve this. The bias, the channel's row of zeros and the norm's weights are frozen, because gradient
+steps would change them for a slightly lower error. The columns that read the channel have an input ``B`` times larger
+than the others, so their learning rate is ``B`` times lower.
 
-A rotated latent (``transforms/latent/variants.py``) is meant for a quantized cache, which has no place for the constant
-either: it is a thousand times larger than the other channels. A weight of zero in the norm takes it out of the cache.
-Nothing is lost, since the bias of the output projection holds constant values, and constant keys move no attention.
+A rotated latent (``transforms/latent/variants.py``) is meant for a quantized cache. The constant must not be in that
+cache either, because it is a thousand times larger than the other channels. A norm weight of zero removes it. Nothing
+is lost, because the bias of the output projection contains constant values, and constant keys do not change attention.
 """
 
 import math
@@ -38,14 +38,14 @@ _READERS = ("q_b_proj", "kv_b_proj")
 
 
 def norm_weight(rank: int) -> float:
-    """The power of two nearest to ``B / sqrt(R)``, on a logarithmic scale."""
+    """The power of two nearest to ``B / sqrt(R)`` on a logarithmic scale, where R is ``rank``."""
     return float(2.0 ** round(math.log2(CONSTANT / math.sqrt(rank))))
 
 
 def mla_tensors(latent: LatentWeights, layer: int, target: LatentTarget) -> dict[str, Tensor]:
-    """The attention tensors of ``layer`` by name, as ``layout.layer_shapes`` lists them.
+    """The attention tensors of ``layer`` by name, with the names and shapes in ``layout.layer_shapes``.
 
-    Raises ``ValueError`` when ``latent`` does not fit ``target`` or has a bias for which the layout has no place.
+    Raises ``ValueError`` if ``latent`` does not match ``target`` or has a bias that the layout cannot store.
     """
     _check(latent, target)
     latent = padded(rotated(latent) if target.rotated else latent, target)
@@ -57,7 +57,7 @@ def mla_tensors(latent: LatentWeights, layer: int, target: LatentTarget) -> dict
 
 
 def interleave(rows: Tensor, dim: int) -> Tensor:
-    """Rotary dims of ``rows`` along ``dim``, from half-split to interleaved pairs.
+    """Reorder the rotary dims of ``rows`` along ``dim`` from half-split to interleaved pairs.
 
     ``(x_0 .. x_{n-1}, y_0 .. y_{n-1})`` becomes ``(x_0, y_0, x_1, y_1 .. x_{n-1}, y_{n-1})``.
     """
@@ -69,18 +69,18 @@ def _check(latent: LatentWeights, target: LatentTarget) -> None:
     rope = target.rope_kept(latent.rope_dim)
     if (latent.rank, latent.rope_dim) != (target.channels, rope):
         raise ValueError(
-            f"latent: {latent.rank} channels and {latent.rope_dim} rotary dims must be {target.channels} and {rope}"
+            f"latent has {latent.rank} channels and {latent.rope_dim} rotary dims, not {target.channels} and {rope}"
         )
     biases = ("down_bias", "rope_key_bias", "q_nope_bias", "q_rope_bias", "o_bias")
     placeless = [name for name in biases if getattr(latent, name) is not None]
     if not target.constant and placeless:
-        raise ValueError(f"latent: layout engine has no place for {', '.join(placeless)}")
+        raise ValueError(f"latent: layout engine cannot store {', '.join(placeless)}")
     if latent.q_nope_bias is not None and latent.query is None:
         raise ValueError("latent: a bias on queries needs a query latent (transforms/latent/variants.py)")
 
 
 def _queries(latent: LatentWeights, target: LatentTarget) -> dict[str, Tensor]:
-    """DeepSeek multiplies scores by ``(N + P)^-1/2``: the difference to the source's scale is in the queries."""
+    """The query tensors, multiplied by the source's scale divided by DeepSeek's scale ``(N + P)^-1/2``."""
     factor = latent.scale * math.sqrt(latent.nope_dim + latent.rope_dim)
     if latent.query is None:
         return {"q_proj.weight": _heads(latent.q_nope, latent.q_rope).flatten(0, 1) * factor}
@@ -126,7 +126,7 @@ def _keys_and_values(latent: LatentWeights, target: LatentTarget) -> dict[str, T
 
 
 def _heads(nope: Tensor, rope: Tensor) -> Tensor:
-    """``[H, N, ...]`` and ``[H, P, ...]`` as ``[H, N + P, ...]``, rotary dims interleaved."""
+    """Join ``[H, N, ...]`` and ``[H, P, ...]`` to ``[H, N + P, ...]``, with the rotary dims interleaved."""
     return torch.cat([nope, interleave(rope, 1)], 1)
 
 
@@ -135,7 +135,7 @@ def _or_zeros(bias: Tensor | None, like: Tensor) -> Tensor:
 
 
 def padded(latent: LatentWeights, target: LatentTarget) -> LatentWeights:
-    """``latent`` with heads and rotary keys of the sizes in the files; itself where they have them."""
+    """Pad heads and rotary keys with zeros to their stored sizes. Returns ``latent`` itself if the sizes match."""
     nope, value = target.head_dims(latent.value_dim)
     rope = target.rope_dim
     if (latent.nope_dim, latent.value_dim, latent.rope_dim) == (nope, value, rope):
@@ -156,9 +156,10 @@ def padded(latent: LatentWeights, target: LatentTarget) -> LatentWeights:
 
 
 def spread(rows: Tensor, dim: int, size: int) -> Tensor:
-    """Half-split rotary dims of ``rows`` along ``dim``, as every ``k``-th pair of ``size`` dims; the others are zero.
+    """Spread half-split rotary dims of ``rows`` along ``dim`` to every ``k``-th pair of ``size`` dims; the rest are 0.
 
-    Plain RoPE of ``size`` dims turns its pair ``k i`` as plain RoPE of ``size / k`` dims turns pair ``i``.
+    Plain RoPE with ``size`` dims turns pair ``k i`` at the same frequency as plain RoPE with ``size / k`` dims turns
+    pair ``i``.
     """
     step = size // rows.shape[dim]
     halves = torch.unflatten(rows.movedim(dim, -1), -1, (2, -1, 1))
@@ -166,7 +167,7 @@ def spread(rows: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _grown(rows: Tensor, size: int) -> Tensor:
-    """``rows [H, n, ...]`` with zeros behind them: ``[H, size, ...]``."""
+    """Append zeros to ``rows [H, n, ...]``. Returns ``[H, size, ...]``."""
     return pad(rows, (0, 0, 0, size - rows.shape[1]))
 
 
@@ -183,9 +184,9 @@ class HeldSlice:
 
 
 def held_slices(tensors: Mapping[str, Tensor]) -> dict[str, HeldSlice]:
-    """The held slice of each of ``tensors`` that has one, by name; only shapes are read.
+    """The `HeldSlice` of each tensor that has the constant channel, by name; only shapes are read.
 
-    The bias and the row of zeros behind it are frozen, the columns that read the channel move slowly.
+    The bias and the channel's row of zeros are frozen; the columns that read the channel have a lower learning rate.
     """
     held: dict[str, HeldSlice] = {}
     for name in tensors:
@@ -200,5 +201,5 @@ def held_slices(tensors: Mapping[str, Tensor]) -> dict[str, HeldSlice]:
 
 
 def latent_norms(names: Iterable[str]) -> list[str]:
-    """The weights of the latents' norms among ``names``, which are frozen."""
+    """The names of the latents' norm weights among ``names``; training freezes them."""
     return [name for name in names if name.split(".")[-2:-1] and name.split(".")[-2] in _NORM_OF.values()]

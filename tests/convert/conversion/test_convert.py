@@ -227,7 +227,7 @@ def test_damaged_tensors_are_all_listed(tmp_path, model):
     text = refused(model, tmp_path / "out")
     assert "missing: model.layers.0.self_attn.k_proj.weight [64, 64]" in text
     assert "unknown: model.layers.7.mlp.up_proj.weight [2]" in text
-    assert "wrong shape: model.norm.weight is [63], config.json gives [64]" in text
+    assert "wrong shape: model.norm.weight is [63], but config.json says [64]" in text
 
 
 def test_too_small_a_disk(source, tmp_path, monkeypatch):

@@ -107,7 +107,7 @@ def test_requests_that_cannot_be(tmp_path, options, message):
     ("family", "options", "message"),
     [
         ("llama", {"to": "mqa"}, "calibration needs the model's tokenizer"),
-        ("qwen3", {**LATENT, "kv_rank": 8, "rope_dim": 8}, r"fewer than the context .* --layout kvfold works"),
+        ("qwen3", {**LATENT, "kv_rank": 8, "rope_dim": 8}, r"fewer than the context .* use --layout kvfold instead"),
         ("stablelm", {**LATENT, "kv_rank": 8, "rope_dim": 8}, "LayerNorm"),
     ],
 )

@@ -127,7 +127,7 @@ def test_tensor_problems_are_all_listed_in_the_terms_of_the_files():
     assert model.tensor_problems(tensors) == [
         "missing: lm_head.weight [32000, 4096]",
         "missing: model.layers.1.block_sparse_moe.experts.1.w1.weight [11008, 4096]",
-        "wrong shape: model.layers.0.self_attn.k_proj.weight is [512, 4096], config.json gives [1024, 4096]",
+        "wrong shape: model.layers.0.self_attn.k_proj.weight is [512, 4096], but config.json says [1024, 4096]",
         "unknown: model.layers.0.block_sparse_moe.experts.2.w1.weight [3, 4]",
     ]
 

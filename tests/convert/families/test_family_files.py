@@ -50,10 +50,10 @@ def test_sections_merge_entry_by_entry_or_say_what_is_wrong(tmp_path):
     assert schema.read_table(tmp_path / "second.json") == merged
     assert schema.read_table(tmp_path / "third.json") == {**merged, "kind": "c", "rest": {"q": 1}}
     write(second={"extends": "first", "block": {"gone": None}})
-    with pytest.raises(ValueError, match=r"^second.json: block: .* has no gone that null could remove$"):
+    with pytest.raises(ValueError, match=r"^second.json: block: .* has no 'gone' to remove with null$"):
         schema.read_table(tmp_path / "second.json")
     write(first={"extends": "second"})
-    with pytest.raises(ValueError, match=r"extends itself, by first.json -> second.json -> first.json$"):
+    with pytest.raises(ValueError, match=r"extends itself: first.json -> second.json -> first.json$"):
         schema.read_table(tmp_path / "first.json")
 
 
@@ -74,7 +74,7 @@ def test_an_unknown_key_is_an_error_that_names_its_place(place, told):
     for step in place:
         inner = inner[step]
     inner["colour"] = "blue"
-    with pytest.raises(ValueError, match="unknown key colour; known: ") as caught:
+    with pytest.raises(ValueError, match="unknown key 'colour'; known: ") as caught:
         schema.parse_family(data, "x.json")
     told(str(caught.value).partition("; known")[0])
 
@@ -82,10 +82,10 @@ def test_an_unknown_key_is_an_error_that_names_its_place(place, told):
 def test_a_missing_key_and_an_unknown_role_are_errors_that_name_their_place():
     data = table("llama")
     data["tensors"]["colour"] = data["tensors"]["gate"]
-    with pytest.raises(ValueError, match=r"^x.json: tensors: unknown role colour; known: embedding, positions, "):
+    with pytest.raises(ValueError, match=r"^x.json: tensors: unknown role 'colour'; known: embedding, positions, "):
         schema.parse_family(data, "x.json")
     del data["attention"]["scale"], data["attention"]["o"], data["tensors"]["colour"]
-    with pytest.raises(ValueError, match=r"^x.json: attention: missing key o, scale$"):
+    with pytest.raises(ValueError, match=r"^x.json: attention: missing key 'o', 'scale'$"):
         schema.parse_family(data, "x.json")
 
 

@@ -52,7 +52,7 @@ def test_a_shared_norm_must_stay_the_same_for_all_heads():
 def test_biases_and_norms_without_a_place_are_refused():
     model = bound("llama")
     weights = read_layer(model, 0, stored(model).__getitem__)
-    with pytest.raises(ValueError, match="'llama' with this config has no place for q_bias"):
+    with pytest.raises(ValueError, match="'llama' with this config cannot store q_bias"):
         write_layer(bound("llama", attention_bias=False), 0, weights)
     with pytest.raises(ValueError, match="'llama' with this config needs v_bias"):
         write_layer(model, 0, replace(weights, v_bias=None))

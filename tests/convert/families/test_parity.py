@@ -146,7 +146,7 @@ def test_low_precision_changes_a_latent_no_more_than_the_source(dtype, tiny_fami
 
 def test_the_latent_class_expresses_no_other_family():
     """Whatever their options: tiny models of them have a problem that no option removes."""
-    lasting = ("LayerNorm", "another kind of RMSNorm", "no gate", "placed as", "experts", "after their rotary")
+    lasting = ("LayerNorm", "RMSNorm variant", "without a gate", "norm placement", "experts", "after their rotary")
     for name in set(supported()) - {*LATENT, *EXPERTS, *APPROXIMATED}:
         config = json.loads(tiny_config(name, {}).to_json_string(use_diff=False))
         found = " ".join(latent_problems(model_of(config), LatentTarget(8, 4)))

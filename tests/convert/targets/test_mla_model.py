@@ -220,12 +220,12 @@ def test_low_precision_holds_the_constant_and_its_norm_exactly(rank, dtype):
 @pytest.mark.parametrize(
     ("made_for", "changes", "target", "text"),
     [
-        (LatentTarget(6, 4), {}, LatentTarget(7, 4), "latent: 5 channels and 4 rotary dims must be 6 and 4"),
+        (LatentTarget(6, 4), {}, LatentTarget(7, 4), "latent has 5 channels and 4 rotary dims, not 6 and 4"),
         (
             LatentTarget(5, 4, layout="engine"),
             {"down_bias": torch.zeros(5)},
             LatentTarget(5, 4, layout="engine"),
-            "latent: layout engine has no place for down_bias",
+            "latent: layout engine cannot store down_bias",
         ),
         (
             LatentTarget(6, 4),

@@ -272,7 +272,7 @@ def test_conversions_are_calibrated_checked_and_described(name, options, attenti
     facts = inspect_checkpoint(str(out))
     assert (facts.family, facts.attention) == (f"kvfold_{name}", attention[:3])
     assert facts.cache.numbers_per_token_and_layer == elements
-    with pytest.raises(InputError, match="is what kvfold wrote in layout kvfold, which is not read again"):
+    with pytest.raises(InputError, match="is output of kvfold in layout kvfold, which cannot be converted again"):
         convert(out, tmp_path / "again", kv_heads=1)
 
 
