@@ -1,7 +1,7 @@
-"""The model card of a converted checkpoint. It holds no dates, timings or paths: equal requests give equal bytes.
+"""The model card of a converted checkpoint. It has no dates, timings or paths, so equal requests give equal bytes.
 
-Its commands load, serve, measure, train further and repeat what it describes. They run in the card's folder, so that
-there is nothing to fill in.
+Its commands load, serve, measure, further train and reproduce the checkpoint. They run in the card's folder and have no
+placeholders to fill in.
 """
 
 import re
@@ -37,7 +37,7 @@ Converted from `{name}` by kvfold {version}: {before} attention became {kind}.
 {usage}
 ## Engines
 
-Cache in KV-cache elements per token per layer, on one device.
+The cache size is in KV-cache elements per token per layer, on one device.
 
 | engine | serves it | cache | how, or why not |
 |---|---|---|---|
@@ -46,8 +46,8 @@ Cache in KV-cache elements per token per layer, on one device.
 ## How it was made
 
 {method}.{refined}{polished}{made_of}
-{untouched} `kvfold.json` holds the request, the versions, a hash of the source and where
-each tensor came from. The command that makes it again:
+{untouched} `kvfold.json` contains the request, the versions, a hash of the source and
+the origin of each tensor. This command reproduces the checkpoint:
 
 ```sh
 {command}
@@ -55,19 +55,21 @@ each tensor came from. The command that makes it again:
 """
 
 _RANKS = """
-| tensor-parallel ranks | source, elements on each | this checkpoint |
+| tensor-parallel ranks | source, elements per rank | this checkpoint |
 |---|---|---|
 {rows}
 """
 
-_UNTOUCHED = "Everything else is the source's, {rest}."
-_TRAINED_ALL = "Everything else was the source's before the uptraining, which changed it."
-_TRAINED_ATTENTION = "Everything else was the source's before the uptraining, which trained the attention alone."
+_UNTOUCHED = "Everything else comes from the source, {rest}."
+_TRAINED_ALL = "Everything else came from the source, but the uptraining changed it."
+_TRAINED_ATTENTION = "Everything else came from the source; the uptraining trained only the attention."
 
 _REFINED = """
-Then each layer's attention was refined to reproduce the source's residual stream on the calibration text, no labels."""
+Then each layer's attention was refined to reproduce the source's residual stream on the calibration text,
+without labels."""
 _POLISHED = """
-Then all of it was trained together for {steps} steps to give the source's next-token distributions there, no labels."""
+Then all converted attention was trained together for {steps} steps to reproduce the source's next-token distributions
+on this text, without labels."""
 
 _LOAD = """Run in this folder:
 
@@ -80,7 +82,7 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 """
 
 _ABSORB = """
-Stock transformers expands every cached token at every step. To decode over the latent cache itself:
+Stock transformers expands every cached token at every step. To decode directly from the latent cache:
 
 ```python
 from kvfold.attention import absorb
@@ -90,8 +92,8 @@ absorb(model)
 """
 
 _UNKNOWN = """
-`AutoModelForCausalLM` of transformers 5.23 does not know this stock class yet. One line tells it, for programs that
-load by it:
+`AutoModelForCausalLM` in transformers 5.23 does not support this stock class yet. Programs that load models with it
+must register the class first:
 
 ```python
 from transformers import AutoModelForCausalLM, Mistral4Config
@@ -101,9 +103,9 @@ AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM)
 """
 
 _OWN_CODE = """
-No stock class holds this model: `{file}.py` builds the source's class and changes its attention. Read it
-before you trust it. Without `trust_remote_code` kvfold's own copy loads the model, where it is installed and this runs
-first:
+No stock class supports this model: `{file}.py` builds the source's class and replaces its attention. Read
+this file before you trust it. If kvfold is installed, its own copy can load the model without `trust_remote_code`; run
+this first:
 
 ```python
 from kvfold.attention import register_models
@@ -121,7 +123,7 @@ To serve it from this folder:
 """
 
 _TRAIN = """
-To train it a little further against its source{beside}, on a dataset of the hub (`pip install 'kvfold[train,data]'`):
+To train it a little further against its source{beside}, on a dataset from the hub (`pip install 'kvfold[train,data]'`):
 
 ```sh
 kvfold uptrain . ../trained --teacher {source} --text HuggingFaceFW/fineweb-edu:sample-10BT --steps 1000
@@ -130,14 +132,14 @@ kvfold uptrain . ../trained --teacher {source} --text HuggingFaceFW/fineweb-edu:
 
 
 def model_card(plan: Plan, record: Mapping[str, Any]) -> str:
-    """README.md of the converted checkpoint; ``record`` is the content of its ``kvfold.json``."""
+    """Return the text of README.md for the converted checkpoint; ``record`` is the content of its ``kvfold.json``."""
     request = plan.request
     # Tensors that no transform touches.
     rest = f"stored as {plan.layout.config['dtype']}" if plan.checkpoint.made_of else "byte for byte"
     if request.dtype != "auto":
         rest = f"stored as {request.dtype}"
     elif request.keep_quantized:
-        rest = f"{plan.keepable} weights quantized as it has them, byte for byte, and the rest in bfloat16"
+        rest = f"{plan.keepable} weights still quantized, byte for byte, and the rest in bfloat16"
     engines = []
     for verdict in plan.engines:
         engine = f"{verdict.engine} {verdict.version} ({'run' if verdict.ran else 'read in its sources, not run'})"
@@ -167,7 +169,7 @@ def model_card(plan: Plan, record: Mapping[str, Any]) -> str:
 
 
 def front_matter(source: Checkpoint) -> str:
-    """The card's metadata as YAML: the source's license and languages, and the model on the hub that it comes from."""
+    """Return the card's metadata as YAML: the source's license and languages, and its base model on the hub."""
     from huggingface_hub import ModelCardData, metadata_load
 
     try:
@@ -176,7 +178,7 @@ def front_matter(source: Checkpoint) -> str:
         known = {}
 
     def texts(name: str, sound: Callable[[str], object] = bool) -> str | list[str] | None:
-        """A string or a list of strings as it is, None for anything else, or if one of them is not ``sound``."""
+        """Return the string or strings under ``name``; None for any other value, or if a string is not ``sound``."""
         value = known.get(name)
         found = [value] if isinstance(value, str) else value if isinstance(value, list) else []
         strings = [each for each in found if isinstance(each, str)]
@@ -190,7 +192,7 @@ def front_matter(source: Checkpoint) -> str:
         base_model=base,
         # The other relations of the hub are adapter, merge and quantized.
         base_model_relation="finetune" if base else None,
-        # The hub takes codes of two or three letters, or one of its two words.
+        # The hub accepts codes of two or three letters, and two words.
         language=texts("language", re.compile("([a-z]{2,3}|code|multilingual)$").match),
         library_name="transformers",
         pipeline_tag="image-text-to-text" if source.config.get("model_type") in WRAPPERS else "text-generation",
@@ -201,7 +203,7 @@ def front_matter(source: Checkpoint) -> str:
 
 
 def _measured(record: Mapping[str, Any], source: str) -> str:
-    """Rows of the card's table, and the text that they were measured on."""
+    """Return the measured rows of the card's table and a paragraph on the text used."""
     drift = record["drift"]
     both, size, excess = drift["perplexity"], drift["cache_bytes_per_token"], drift["excess"]
     loss = ""
@@ -214,14 +216,14 @@ def _measured(record: Mapping[str, Any], source: str) -> str:
 | top-1 agreement | | {100 * drift["agreement"]["value"]:.1f} % |
 
 Measured on {drift["sequences"]} x {drift["length"]} held-out tokens of {text_name(record)}.
-These were kept aside from what was fitted, but they also chose among groups, splits and steps: the figures flatter a
-little. `kvfold drift {source} .` measures on text that chose nothing.
+These tokens were not used for fitting, but groups, splits and steps were chosen by them, so the figures are slightly
+optimistic. `kvfold drift {source} .` measures on text that played no part in any choice.
 {engine_cost(record)}
 """
 
 
 def _usage(plan: Plan) -> str:
-    """The ways to load the result, decode quickly, serve it and train it further."""
+    """Return the card's section on loading, fast decoding, serving and further training."""
     experts, code, latent = plan.result.experts, plan.layout.code, plan.request.to == "mla"
     loader = "Mistral4ForCausalLM" if experts else "AutoModelForCausalLM"
     parts = [_LOAD.format(loader=loader, options="" if code is None else ", trust_remote_code=True")]
@@ -249,19 +251,19 @@ def _usage(plan: Plan) -> str:
         parts.append(_SERVE.format(commands="\n".join(commands)))
     # `kvfold uptrain` trains a plain model that writes text, of dense weights.
     if plan.checkpoint.config.get("model_type") not in WRAPPERS and not plan.request.keep_quantized:
-        beside = "" if plan.checkpoint.hub_id else ", whose folder lies beside this one"
+        beside = "" if plan.checkpoint.hub_id else ", whose folder must be next to this one"
         parts.append(_TRAIN.format(source=source_name(plan), beside=beside))
     return "".join(parts)
 
 
 def source_name(plan: Plan) -> str:
-    """The source as a word of a command in this folder: its hub id and commit, or its folder beside this one."""
+    """The source as a shell word for commands in the card's folder: a hub id with commit, or the folder next to it."""
     name = plan.checkpoint.origin
     return shlex.quote(name if plan.checkpoint.hub_id else f"../{name}")
 
 
 def _repeating(plan: Plan) -> str:
-    """The command that makes the same checkpoint again: every option that decides it and is not at its default."""
+    """The command that reproduces the checkpoint, with every option that affects it and differs from its default."""
     given = {name: value for name, value in plan.request.given().items() if name not in run_only(ConvertRequest)}
     if plan.request.texts:
         # Files by their names alone: no path of this machine is in the card.
@@ -272,7 +274,7 @@ def _repeating(plan: Plan) -> str:
 
 
 def trained_card(card: str, name: str, section: str, *, attention_only: bool) -> str:
-    """The ``card`` of a converted checkpoint after uptraining: ``section`` on it first, then what it was made from."""
+    """Return the ``card`` of a checkpoint after uptraining: ``section`` first, then the card's earlier content."""
     front, title, rest = re.findall(r"\A(---\n.*?\n---\n)?\s*(#[^\n]*\n)?(.*)", card, re.DOTALL)[0]
     title = f"{title.rstrip()}, trained further" if title else f"# {name}"
     bytes_of_source = re.escape(_UNTOUCHED).replace(r"\{rest\}", "[^.]*")

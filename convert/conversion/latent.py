@@ -1,7 +1,7 @@
-"""Latent attention (MLA) in a conversion: the survey of all layers, the split of a budget, the fit of each layer.
+"""Convert to latent attention (MLA): survey all layers, choose the split for a budget, fit each layer.
 
-`choose_split` is the one chooser: of ``kvfold convert --budget N`` and of ``kvfold sweep --targets mla:N``. It converts
-a few layers to each candidate and measures the drift of the model.
+`choose_split` serves both ``kvfold convert --budget N`` and ``kvfold sweep --targets mla:N``. It converts a few layers
+to each candidate and measures the model's drift.
 """
 
 import math
@@ -48,7 +48,7 @@ _SHOWN_CHANNELS = 3
 
 @dataclass(frozen=True)
 class Survey:
-    """A surveyed model: the tables of its layers, and the folder that holds what does not fit into memory."""
+    """The survey of a model: a small table for each layer in memory, and the folder with the full statistics."""
 
     source: CheckpointStream
     tokens: CalibrationTokens
@@ -56,16 +56,16 @@ class Survey:
     folder: Path
 
     def notes(self, layer: int) -> tuple[LayerStatistics, Tensor]:
-        """The statistics of ``layer``, and its attention's inputs for some tokens ``[n, E]``."""
+        """The statistics of ``layer`` and its attention inputs ``[n, E]`` for some of the tokens."""
         saved = torch.load(self.folder / f"{layer}.pt", weights_only=True, mmap=True)
         return LayerStatistics(**saved["statistics"]), saved["inputs"]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to store the model: its plan, the rotary slots of each layer, and after trials its drift, KL in nats.
+    """A way to store the model: its plan, the rotary slots of each layer and, after trials, its drift (KL in nats).
 
-    ``kl`` is that as fitted, ``refined_kl`` that after a few steps of refinement.
+    ``kl`` is the drift as fitted, ``refined_kl`` the drift after a few refinement steps.
     """
 
     plan: Plan
@@ -76,19 +76,19 @@ class Candidate:
 
     @property
     def judged(self) -> tuple[bool, float]:
-        """Lower is better: any refined KL before one as fitted."""
+        """A sort key; lower is better. Any refined KL precedes every KL as fitted."""
         return self.refined_kl is None, self.kl if self.refined_kl is None else self.refined_kl
 
     @property
     def served_by(self) -> list[str]:
-        """The engines that serve its output."""
+        """The engines that can serve this candidate."""
         return [verdict.engine for verdict in self.plan.engines if verdict.serves]
 
 
 def survey_layers(
     plan: Plan, source: CheckpointStream, tokens: CalibrationTokens, folder: Path, stages: Stages, keep: Keep = list
 ) -> Survey:
-    """Walk ``source`` alone over the calibration sequences; the layers' statistics go into ``folder``."""
+    """Walk ``source`` alone over the calibration sequences and save each layer's statistics in ``folder``."""
 
     def note(index: int, statistics: LayerStatistics, inputs: Tensor) -> LayerSurvey:
         weights = linear_heads(source_layer(plan, index), statistics)
@@ -102,7 +102,7 @@ def survey_layers(
 
 
 def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -> Candidate:
-    """``target`` with the rotary slots that suit the surveyed ``layers`` best; for engines the best of plain RoPE."""
+    """Combine ``target`` with the best slots for the surveyed ``layers``; layout engine allows only plain RoPE."""
     if plan.request.chosen_method.reads_text:
         thetas = [layer.theta for layer in layers]
         choose = rope_slots.plain_slots if target.layout == "engine" else rope_slots.choose_slots
@@ -125,7 +125,7 @@ def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -
 
 
 def fitted_latent(chosen: Candidate, index: int, step: Step | None = None, surveyed: Survey | None = None) -> Fitted:
-    """The layer ``index`` as latent attention. ``step`` and ``surveyed`` are None without text."""
+    """Fit layer ``index`` as latent attention. ``step`` and ``surveyed`` are None without text."""
     plan, target = chosen.plan, chosen.target
     method, rank = plan.request.chosen_method, query_rank(plan.model, chosen.target)
     weights, norms = source_layer(plan, index), plan.model.names.get(("attention_norm", index))
@@ -154,7 +154,7 @@ def fitted_latent(chosen: Candidate, index: int, step: Step | None = None, surve
 
 
 def spectrum_note(chosen: Candidate, layer: int, surveyed: Survey) -> Notes:
-    """The energy of the latent's principal components, and the share that is ``lost`` beyond the channels."""
+    """A note with the energy of the latent's principal components and the share ``lost`` beyond its channels."""
     plan, target = chosen.plan, chosen.target
     if not plan.request.chosen_method.reads_text:
         return {}
@@ -167,14 +167,14 @@ def spectrum_note(chosen: Candidate, layer: int, surveyed: Survey) -> Notes:
 
 
 def choose_split(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, list[Candidate]]:
-    """The split and frequencies to convert to, and all that were tried: a budget leaves several."""
+    """Choose the split and frequencies. Returns the candidate and all tried ones (empty without a budget)."""
     candidates = [candidate(plan, target, surveyed.layers) for target in latent_targets(plan.request, plan.model)]
     tried = [] if plan.request.budget is None else compare_splits(candidates, surveyed, stages)
     return preferred(tried or candidates), tried
 
 
 def compare_splits(candidates: Sequence[Candidate], surveyed: Survey, stages: Stages) -> list[Candidate]:
-    """``candidates`` after trials: all of them as fitted; then, where layers are refined, some of them once more."""
+    """Try all ``candidates`` as fitted, then the best with refinement if the request refines; returns them with KLs."""
     request = candidates[0].plan.request
     _print_trials(candidates[0].plan, f"comparing {len(candidates)} splits")
     fitted = stages.over("splits", candidates, len(candidates), "split")
@@ -192,16 +192,16 @@ def compare_splits(candidates: Sequence[Candidate], surveyed: Survey, stages: St
 
 
 def preferred(candidates: Sequence[Candidate]) -> Candidate:
-    """The split that drifts least, or one that more engines serve where its KL is at most 5 % higher."""
-    # Where some were refined it is one of these.
+    """The candidate that drifts least, or one that more engines serve if its KL is at most 5 % higher."""
+    # If some candidates were refined, the choice is among them.
     unrefined, least = min(each.judged for each in candidates)
     near = [each for each in candidates if each.judged[0] == unrefined and each.judged[1] <= _SERVED * least]
-    # Where nothing was tried all KL are NaN: the first, as the engines decide.
+    # Without trials all KLs are NaN: choose the first.
     return min(near or candidates[:1], key=lambda each: (-len(each.served_by), each.judged))
 
 
 def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, dict[str, Any]]:
-    """The split and frequencies to convert to, and the entries of ``kvfold.json`` on the choice."""
+    """Choose the split and frequencies. Returns the candidate and the entries of ``kvfold.json`` on the choice."""
     best, tried = choose_split(plan, surveyed, stages)
     record: dict[str, Any] = {}
     if tried:
@@ -229,13 +229,13 @@ def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, di
 
 
 def split_record(tried: Candidate) -> dict[str, Any]:
-    """A split's entry of ``kvfold.json``."""
+    """The entry of ``kvfold.json`` for a tried split."""
     record = {"kv_rank": tried.target.kv_rank, "rope_dim": tried.target.rope_dim, "kl": tried.kl}
     return record if tried.refined_kl is None else {**record, "refined_kl": tried.refined_kl}
 
 
 def trial(option: Candidate, surveyed: Survey, *, refine: bool = False) -> Candidate:
-    """``option`` with the drift of the model when a few layers are converted to it, and with ``refine`` refined."""
+    """Measure the drift with a few layers converted to ``option``, refined if ``refine``. Returns it with its KL."""
     probed, tokens = probed_layers(option.plan.geometry.layers), surveyed.tokens
     length = tokens.calibration.shape[1]
     tokens = replace(
@@ -255,17 +255,17 @@ def trial(option: Candidate, surveyed: Survey, *, refine: bool = False) -> Candi
 
 
 def probed_layers(layers: int) -> set[int]:
-    """The layers that trials convert: all of a model with few of them, else some that are evenly spaced."""
+    """The layers that trials convert: all layers of a small model, otherwise a few evenly spaced ones."""
     count = min(layers, _PROBED)
     return {(2 * place + 1) * layers // (2 * count) for place in range(count)}
 
 
 def _against_free(engine: Candidate, surveyed: Survey, stages: Stages) -> dict[str, Any]:
-    """The drift of layout engine and of layout free with the same split, in equal trials."""
+    """Compare layouts engine and free at the same split in equal trials; returns the entry of ``kvfold.json``."""
     refine, layers = bool(engine.plan.request.refine), engine.plan.geometry.layers
     free = candidate(engine.plan, replace(engine.target, layout="free"), surveyed.layers)
     _print_trials(engine.plan, "comparing layouts")
-    # A budget has tried the engine's already, unless its layers were to be refined and its trial was not.
+    # With a budget, layout engine was tried already, unless layers are refined but its trial was not.
     tried = engine.refined_kl is not None or (not refine and not math.isnan(engine.kl))
     pending = [free] if tried else [free, engine]
     made = [trial(each, surveyed, refine=refine) for each in stages.over("layouts", pending, len(pending), "layout")]
@@ -274,8 +274,8 @@ def _against_free(engine: Candidate, surveyed: Survey, stages: Stages) -> dict[s
 
 
 def _print_trials(plan: Plan, what: str) -> None:
-    """Print what is compared, and on how many layers, to stderr."""
+    """Print to stderr the comparison ``what`` and the number of layers that it converts."""
     layers = plan.geometry.layers
-    steps = f", the best with at most {_TRIAL_STEPS} steps of refinement each" if plan.request.refine else ""
+    steps = f"; the best are refined, at most {_TRIAL_STEPS} steps each" if plan.request.refine else ""
     if not plan.request.quiet:
-        print(f"{what}: each converts {len(probed_layers(layers))} of {layers} layers{steps}", file=sys.stderr)
+        print(f"{what}: each trial converts {len(probed_layers(layers))} of {layers} layers{steps}", file=sys.stderr)

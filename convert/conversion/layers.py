@@ -1,7 +1,7 @@
-"""The layers of a conversion, one after the other: from weights alone, folded over text, or as latents of a survey.
+"""Convert the layers one after another: from weights alone, folded with text, or as latents after a survey.
 
-A method sees one layer at a time (`methods/registry.py`). `Layers` reads the source for it, and with text walks the
-student past each layer.
+A method sees one layer at a time (`methods/registry.py`). `Layers` reads that layer of the source and, with text, walks
+the student past it.
 """
 
 import shutil
@@ -33,9 +33,10 @@ from kvfold.convert.walk.walk import Step
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of ``plan``, which has everything resolved that the request left open.
+    """The layers of ``plan``, in which every choice that the request left open is resolved.
 
-    ``fit(layer, step)`` transforms one; without text no ``walk`` and no step. ``choices`` go to ``kvfold.json``.
+    ``fit(layer, step)`` transforms a layer; without text, ``walk`` and ``step`` are None. ``choices`` go to
+    ``kvfold.json``.
     """
 
     plan: Plan
@@ -44,9 +45,9 @@ class Layers:
     choices: Notes = field(default_factory=dict)
 
     def converted(self, journal: Journal) -> Iterator[Made]:
-        """The layers in order, without those that ``journal`` has finished. InputError for non-finite weights."""
+        """Yield the layers that ``journal`` does not list as finished. Raises InputError for non-finite weights."""
         if self.walk is None:
-            # Each process makes the layers that it writes.
+            # Each process converts the layers that it writes.
             for index in journal.pending:
                 weights = self.fit(index, None).weights
                 yield self.plan.layout.encode(index, weights), {}
@@ -60,9 +61,9 @@ class Layers:
 
 @contextmanager
 def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
-    """The layers of ``plan``. Temporary files go into ``scratch``, the output's folder, and are gone after the block.
+    """Open the layers of ``plan``. Temporary files in ``scratch``, the output's folder, are deleted after the block.
 
-    Raises InputError when the model cannot be calibrated.
+    Raises InputError if the model cannot be calibrated.
     """
     if not plan.request.calibrated and plan.latent is None:
         yield Layers(plan, partial(fitted_fold, plan))
@@ -96,9 +97,9 @@ def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
 
 
 def fitted_fold(plan: Plan, index: int, step: Step | None = None, shared: dict[bool, Pairs] | None = None) -> Fitted:
-    """The layer ``index`` with its key/value heads folded, and notes on the heads that share; ``step`` as in `Layers`.
+    """Fold the key/value heads of layer ``index``. Returns the weights and notes on the heads that share.
 
-    ``shared`` keeps what folds of the same layer to other numbers of heads need too.
+    ``step`` is None without text. ``shared`` caches results for folds of the same layer to other numbers of heads.
     """
     request, geometry = plan.request, plan.geometry
     method, kv_heads = request.chosen_method, request.kv_heads or 1

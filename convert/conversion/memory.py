@@ -1,4 +1,4 @@
-"""Memory and scratch space of a conversion, from shapes alone, and the checks that both are free. No torch here."""
+"""Estimate the memory and disk space that a conversion needs, and check that they are free. Does not import torch."""
 
 import os
 import shutil
@@ -37,8 +37,8 @@ _SLACK = 1 << 20
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes: ``memory`` and ``spilled`` hidden states at the peak of one process, ``scratch`` on OUT's disk during the
-    run, and ``disk`` for the output, headers and side files included.
+    """The bytes that a conversion needs. ``memory`` and ``spilled`` (hidden states on disk) are the peaks of one
+    process, ``scratch`` is on OUT's disk during the run, and ``disk`` is for the output with headers and side files.
     """
 
     memory: int
@@ -48,11 +48,11 @@ class Needs:
 
 
 def needs_of(plan: Plan, processes: int = 1) -> Needs:
-    """The needs of ``plan`` when ``processes`` share it: an upper bound, up to 2 x the measured peak for small models.
+    """Estimate the needs of ``plan`` with ``processes``: an upper bound, up to 2 x the measured peak for small models.
 
-    A run without text holds one attention layer. A calibrated run holds a whole layer and its converted twin, the fit's
-    matrices, and unless they are spilled the hidden states of all its tokens; polishing and ``--calibration self`` hold
-    the whole model.
+    A run without text keeps one attention layer in memory. A calibrated run keeps a whole layer and its converted twin,
+    the fit's matrices and, unless they are spilled, the hidden states of all its tokens. Polishing and
+    ``--calibration self`` keep the whole model.
     """
     request, shape = plan.request, plan.geometry
     headers = 3 * sum(len(tensor.name) + 120 for tensor in plan.tensors)
@@ -93,7 +93,7 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
 
 
 def _whole_model(plan: Plan) -> tuple[int, int]:
-    """Bytes of what holds the whole model, polishing and ``--calibration self``; and the elements that are trained."""
+    """The bytes for polishing or ``--calibration self``, which keep the whole model, and the trained elements."""
     request, shape = plan.request, plan.geometry
     held = trained = 0
     if request.calibration == SELF:
@@ -113,28 +113,28 @@ def _whole_model(plan: Plan) -> tuple[int, int]:
 
 
 def check_memory(plan: Plan) -> None:
-    """Raise InputError when a request needs the whole model in memory and it does not fit."""
+    """Raise InputError if the request needs the whole model in memory but the model does not fit."""
     if plan.request.calibration == SELF:
-        option, otherwise = opt("calibration", SELF), f"give {opt('calibration', 'FILE')}"
+        option, otherwise = opt("calibration", SELF), f"use {opt('calibration', 'FILE')}"
     elif plan.request.polish:
-        option, otherwise = opt("polish"), f"leave {opt('polish')} out: {opt('refine')} holds one layer at a time"
+        option, otherwise = opt("polish"), f"use only {opt('refine')}, which loads one layer at a time"
     else:
         return
     needed, free = needs_of(plan, processes.count()).memory, free_bytes(plan)
     if free is not None and needed > free:
         raise InputError(
-            f"{option} needs the whole model in memory: about {bytes_text(needed)}, and {bytes_text(free)} are free; "
-            f"use a machine with more, or {otherwise}"
+            f"{option} needs the whole model in memory: about {bytes_text(needed)}, but only {bytes_text(free)} are "
+            f"free; use a machine with more memory, or {otherwise}"
         )
 
 
 def check_spill(plan: Plan) -> None:
-    """Raise InputError when the folder of ``--spill`` does not exist, or has no room for hidden states."""
+    """Raise InputError if the ``--spill`` folder does not exist or is too small for the hidden states."""
     folder = plan.request.spill
     if folder is None:
         return
     if not os.path.isdir(folder):
-        raise InputError(f"{opt('spill', folder)}: no such folder to keep hidden states in; make it first")
+        raise InputError(f"{opt('spill', folder)}: the folder for hidden states does not exist; create it first")
     needs = needs_of(plan, processes.count())
     needed, free = processes.count(on_this_machine=True) * needs.spilled, shutil.disk_usage(folder).free
     # On OUT's disk both have to fit.
@@ -142,24 +142,24 @@ def check_spill(plan: Plan) -> None:
         needed += needs.disk + needs.scratch
     if needed > free:
         raise InputError(
-            f"{opt('spill', folder)}: too little disk space: hidden states need {bytes_text(needed)}, and "
-            f"{bytes_text(free)} are free; free some, choose a folder on another disk, or fewer {opt('samples')}"
+            f"{opt('spill', folder)}: too little disk space: hidden states need {bytes_text(needed)}, but only "
+            f"{bytes_text(free)} are free; free some space, use a folder on another disk, or lower {opt('samples')}"
         )
 
 
 def free_disk(plan: Plan) -> int:
-    """Free bytes on the disk of OUT."""
+    """The free bytes on OUT's disk."""
     return shutil.disk_usage(_existing(plan.request.out)).free
 
 
 def _existing(out: str) -> Path:
-    """OUT or the nearest of its parents that exists."""
+    """``out``, or its nearest parent folder that exists."""
     folder = Path(out).absolute()
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def free_bytes(plan: Plan) -> int | None:
-    """Free bytes of memory where ``plan`` computes, None where the system does not say."""
+    """The free bytes of memory on the device that ``plan`` uses; None if the system does not report them."""
     device = plan.request.device
     if device == "cpu" or (device == "auto" and not may_have_gpu()):
         return host_memory()

@@ -1,4 +1,4 @@
-"""The plan of a conversion, from headers alone: an impossible request fails here, before any weight is read."""
+"""Plan a conversion from tensor headers alone, so that an impossible request fails before any weight is read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,11 +38,12 @@ from kvfold.convert.targets.target import TargetLayout, keepable, kept_config, k
 class Plan:
     """All decisions made before weights are read.
 
-    ``latent`` is the split of an MLA target. ``reads[layer]`` names the source tensors that the transform of a layer
-    reads. ``tensors`` and ``config`` are the output's as the files hold them: those of ``layout``, except for weights
-    that stay quantized. ``keepable`` counts the quantized weights that ``--keep-quantized`` leaves as they are, given
-    or not. ``source_kind`` and ``cache_elements`` (per token per layer) are the source's. ``padding`` counts the zeros
-    that pad heads to the sizes of engines' kernels. Of ``shards`` this process writes ``own_shards``.
+    ``latent`` is the split for an MLA target, otherwise None. ``reads[layer]`` names the source tensors that the
+    layer's transform reads. ``tensors`` and ``config`` describe the output files; they are ``layout.tensors`` and
+    ``layout.config`` unless weights stay quantized. ``keepable`` is the number of quantized weights that
+    ``--keep-quantized`` can keep, whether or not it is set. ``source_kind`` and ``cache_elements`` (per token per
+    layer) describe the source. ``padding`` is the number of zeros that pad heads to sizes supported by the engines'
+    kernels. ``own_shards`` are the ``shards`` that this process writes.
     """
 
     request: ConvertRequest
@@ -66,24 +67,24 @@ class Plan:
 
 
 def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
-    """Raises InputError when the checkpoint is not one of its family, or cannot be converted to the target."""
+    """Plan ``request``. Raises InputError if the tensors do not match config.json or the target is not possible."""
     model = model_of(checkpoint.config, checkpoint.tensors)
     problems = model.tensor_problems(checkpoint.tensors)
     if not problems:  # buffers beside weights and biases may hold whole numbers
         stored = {name: checkpoint.tensors[name].dtype for name in model.tensors}
         allowed = ", ".join(sorted(FLOAT_DTYPES))
         wrong = {name: dtype for name, dtype in stored.items() if dtype not in FLOAT_DTYPES}
-        problems = [f"wrong dtype: {name} is {dtype}, must be one of {allowed}" for name, dtype in wrong.items()]
+        problems = [f"wrong dtype: {name} is {dtype}; it must be one of {allowed}" for name, dtype in wrong.items()]
     if problems:
         raise InputError(
-            f"{checkpoint.origin}: its tensors are not those of a {model.family.model_type} model with this "
-            "config.json; check that files and config belong together",
+            f"{checkpoint.origin}: the tensors do not match config.json (model_type {model.family.model_type!r}); "
+            "check that the weights and config.json are from the same model",
             problems,
         )
     model.check_values()
     if request.to != "mla":
         return _fold_plan(request, checkpoint, model)
-    # Of a budget the largest split stands for all: calibration resolves it later, and the frequencies too.
+    # With a budget, the largest split stands in for all: calibration chooses the split and the frequencies later.
     target = latent_targets(request, model)[-1]
     plan = latent_plan(request, checkpoint, model, target, [[1.0] * (target.rope_dim // 2)] * model.geometry.layers)
     if request.budget is None:
@@ -98,7 +99,7 @@ def latent_plan(
     target: LatentTarget,
     theta: Sequence[Sequence[float]],
 ) -> Plan:
-    """The plan of an MLA target with its split and the rotary frequencies ``theta [layers][P/2]``."""
+    """Plan an MLA conversion with the split ``target`` and the rotary frequencies ``theta [layers][P/2]``."""
     dtype = None if request.dtype == "auto" else request.dtype
     layers = range(model.geometry.layers)
     if target.layout == "kvfold":
@@ -107,7 +108,7 @@ def latent_plan(
     else:
         # A stock class has one set of frequencies for all layers.
         layout = latent_layout(model, checkpoint, target, theta[0], dtype)
-        # Gate and up are apart in it, so one tensor for both is split.
+        # It stores gate and up separately, so a tensor that combines both is split.
         reads = tuple(model.attention_names(layer) + model.names.get(("gate_up", layer), ()) for layer in layers)
     return _complete(request, checkpoint, model, layout, reads, target)
 
@@ -124,8 +125,8 @@ def _fold_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
     dtype, own_code = None if request.dtype == "auto" else request.dtype, needs_own_code(model)
     if request.layout is not None and not own_code:
         raise InputError(
-            f"{opt('layout', request.layout)}: the stock class of {model.family.model_type} holds "
-            f"{opt('to', request.to)}; leave {opt('layout')} out"
+            f"{opt('layout', request.layout)} is not needed, because the stock class of {model.family.model_type} "
+            f"supports {opt('to', request.to)}; remove {opt('layout')}"
         )
     # Pooling leaves queries and the output alone in a stock class.
     roles: tuple[Role, ...] = ("k", "v") if method.pools and not request.calibrated and not own_code else ROLES
@@ -145,22 +146,22 @@ def _complete(
     reads: tuple[tuple[str, ...], ...],
     latent: LatentTarget | None,
 ) -> Plan:
-    """The plan of a ``layout``. Raises InputError when nothing can stay quantized as the request says."""
+    """Complete the plan for ``layout``. Raises InputError if ``--keep-quantized`` is set but no weight can be kept."""
     # The attention is dense in any case, converted or not: engines join its projections.
     attention = frozenset(name for layer in range(len(reads)) for name in model.attention_names(layer))
     tensors, config, made_of = layout.tensors, layout.config, checkpoint.made_of
     kept = len(keepable(tensors, checkpoint, attention))
     if request.keep_quantized and not kept:
         raise InputError(
-            f"{opt('keep_quantized', True)} needs weights outside the attention in FP8 with a scale per whole block, "
-            "or MXFP4 experts, which the class of the result stores alike, not "
-            f"{'; '.join(made_of) or 'a source without quantized weights'}; leave it out"
+            f"{opt('keep_quantized', True)} needs FP8 weights outside the attention with a scale for each whole "
+            "block, or MXFP4 experts, stored the same way in the output's model class; the source has "
+            f"{'; '.join(made_of) or 'no quantized weights'}; remove {opt('keep_quantized', True)}"
         )
     if request.keep_quantized:
         tensors = kept_tensors(tensors, checkpoint, attention)
         config = kept_config(config, tensors, checkpoint)
         made_of = (*made_of, f"{kept} of these weights kept as they are stored")
-    # What engines look at: the written config where it is a stock class, else the sizes.
+    # Engines read the written config of a stock class; for other classes only the sizes count.
     if latent is None:
         result = folded_result(model, request.kv_heads or 1)
     else:
@@ -190,12 +191,12 @@ def _complete(
 
 
 def dense_dtype(request: ConvertRequest) -> str:
-    """The safetensors dtype that quantized weights of the source are dequantized to: the one they are stored in."""
+    """The safetensors dtype to which quantized source weights are dequantized; the output stores them in it."""
     return stored_dtype("BF16", None if request.dtype == "auto" else request.dtype)
 
 
 def described(request: ConvertRequest) -> Checkpoint | None:
-    """The model that config.json describes, in a folder without weights, for a dry run; None for any other source."""
+    """For a dry run on a folder without weights: a checkpoint built from its config.json. None for other sources."""
     folder = Path(request.model).resolve()
     if not (folder / CONFIG).is_file() or any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir()):
         return None
@@ -212,22 +213,22 @@ def described(request: ConvertRequest) -> Checkpoint | None:
 
 
 def check_processes(plan: Plan) -> None:
-    """Raise InputError when several processes run and the request is one for a single process."""
+    """Raise InputError if several processes run but the request does not support that many."""
     count, request = processes.count(), plan.request
     if count > 1 and request.polish:
         raise InputError(
-            f"{opt('polish')} trains the whole model in one process, and {count} run; run it without torchrun, or "
-            f"leave {opt('polish')} out: {opt('refine')} is shared out"
+            f"{opt('polish')} trains the whole model in one process, but {count} are running; run without torchrun, "
+            f"or use {opt('refine')} instead, which shares the work among all processes"
         )
     if request.calibrated and request.samples < count:
         raise InputError(
-            f"{opt('samples', request.samples)} must be at least {count}, a sequence for each process; raise it, or "
+            f"{opt('samples', request.samples)} must be at least {count}, one sequence per process; raise it or "
             "lower --nproc-per-node"
         )
 
 
 def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
-    """The splits that an MLA request allows, most rotary dims last. Raises InputError when none is possible."""
+    """The splits that an MLA request allows, in ascending rotary dims. Raises InputError if no split is possible."""
     layout = "kvfold" if request.layout is None and needs_own_code(model) else request.resolved_layout
     options = request.q_rank, layout, request.rotate_latent
     if request.budget is None:
@@ -236,7 +237,7 @@ def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
         # P is a multiple of the largest power of two up to N/8: among these are the splits that kernels support.
         step = max(2, 1 << (request.budget // 8).bit_length() >> 1)
         ropes = range(step, request.budget, step) if model.geometry.rotary_dims else (0,)
-        # Norms that are kept take a part of the budget.
+        # Norms that are kept use part of the budget.
         latent = request.budget - cached_divisors(model, LatentTarget(request.budget, 0, *options))
         splits = [(latent - rope, rope) for rope in ropes]
     targets = [LatentTarget(rank, rope, *options) for rank, rope in splits]
@@ -255,22 +256,23 @@ def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
 
 
 def possible_kv_heads(geometry: Geometry) -> list[int]:
-    """Numbers of key/value heads that a fold can reach: the proper divisors of the present number, largest first."""
+    """The numbers of key/value heads that a fold can produce: proper divisors of the current number, largest first."""
     return [g for g in range(geometry.kv_heads - 1, 0, -1) if geometry.kv_heads % g == 0]
 
 
 def check_kv_heads(kv_heads: int, geometry: Geometry, allow_growth: bool) -> None:
-    """Raises InputError unless ``kv_heads`` groups can be made of the present heads."""
+    """Raise InputError unless the model can be folded to ``kv_heads`` key/value heads."""
     present, possible = geometry.kv_heads, possible_kv_heads(geometry)
     if present == 1 and not allow_growth:
         raise InputError(
-            "the model is MQA already, with one key/value head, so nothing would shrink; `kvfold inspect` lists what "
-            f"it can become ({opt('allow_growth', True)} converts all the same)"
+            "the model is already MQA, with one key/value head, so its cache cannot shrink this way; `kvfold inspect` "
+            f"lists the possible targets ({opt('allow_growth', True)} converts the model anyway)"
         )
     allowed = [present, *possible] if allow_growth else possible
     if kv_heads not in allowed:
         growth = f", or add {opt('allow_growth', True)}" if kv_heads == present else ""
         raise InputError(
-            f"{opt('kv_heads', kv_heads)} must divide the {present} key/value heads and be fewer; use "
+            f"{opt('kv_heads', kv_heads)} must divide the source's {present} key/value heads"
+            f"{'' if allow_growth else ' and be smaller'}; use "
             f"{', '.join(map(str, allowed))}{growth}"
         )

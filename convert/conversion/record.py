@@ -1,6 +1,6 @@
-"""The record of a conversion: ``kvfold.json``, and the summary on the terminal.
+"""The record of a conversion: ``kvfold.json`` and the terminal summary.
 
-``kvfold.json`` holds no dates, timings or paths, so that equal requests give equal bytes.
+``kvfold.json`` contains no dates, timings or paths, so equal requests produce equal bytes.
 """
 
 import math
@@ -24,13 +24,13 @@ _PACKAGES = ("kvfold", "torch", "transformers", "safetensors", "numpy")
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions of the packages that decide a result, None for one that is not installed."""
+    """The installed versions of the packages that affect a result; None means not installed."""
     found = {package: next(iter(distributions(name=package)), None) for package in _PACKAGES}
     return {package: None if each is None else each.version for package, each in found.items()}
 
 
 def record(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of ``kvfold.json``; ``measured`` are the entries of a calibrated run (empty without one)."""
+    """The content of ``kvfold.json``. ``measured`` contains the entries from a calibrated run, or is empty."""
     origins = _origins(plan)
     return {
         "format": 3,
@@ -52,7 +52,7 @@ def record(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _origins(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Origin of every output tensor (``copied``, ``cast``, ... or the method), and the source tensors it is from."""
+    """Map each output tensor to its origin (``copied``, ``cast``, ... or the method) and its source tensors."""
     origins: dict[str, dict[str, Any]] = {}
     for tensor in plan.tensors:
         if not tensor.computed:
@@ -67,7 +67,7 @@ def _origins(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def headline(plan: Plan) -> str:
-    """The conversion in a line: source, target, method, and the cache of both."""
+    """One line with the source, the target, the method and the cache size before and after."""
     saved = 1 - plan.layout.cache_elements / plan.cache_elements
     return (
         f"{plan.checkpoint.origin}: {plan.source_kind} -> {plan.layout.kind}, method {plan.request.resolved_method}: "
@@ -77,7 +77,7 @@ def headline(plan: Plan) -> str:
 
 
 def summary_text(plan: Plan, record: Mapping[str, Any], written: Path, seconds: float) -> str:
-    """The conversion in a line, its cost and what was chosen, what was written, and what to do next."""
+    """The terminal summary: headline, cost, choices, output, engines and the next command."""
     request, size = plan.request, sum(tensor.nbytes for tensor in plan.tensors)
     compare = shlex.join(["kvfold", "drift", str(request.model), str(request.out)])
     lines = [
@@ -91,18 +91,18 @@ def summary_text(plan: Plan, record: Mapping[str, Any], written: Path, seconds: 
         f"wrote {written}: {bytes_text(size)} in {seconds:.1f} s",
         _SERVED,
         *(f"  {verdict.to_text()}" for verdict in plan.engines),
-        f"next: {compare} --text FILE measures it on text of yours",
+        f"next: {compare} --text FILE measures the drift on your own text",
     ]
     return "\n".join(filter(None, lines))
 
 
 def cost_text(record: Mapping[str, Any]) -> str:
-    """The cost of the conversion on held-out text, in a line; empty where nothing was measured."""
+    """One line with the drift on held-out text; empty if nothing was measured."""
     if (drift := record.get("drift")) is None:
         return ""
     excess, both = drift["excess"], drift["perplexity"]
     if None in (excess["value"], excess["margin"], both["source"], both["student"]):
-        return "on held-out text the converted model gives numbers that are not finite, or there is one sequence only"
+        return "no cost on held-out text: the model's results are not finite, or there is only one held-out sequence"
     values = (excess["value"] + side * excess["margin"] for side in (0, -1, 1))
     lost, low, high = (f"{100 * math.expm1(value):+.1f}" for value in values)
     change = f"{both['source']:.2f} -> {both['student']:.2f} ({lost} %, 95 % interval {low} to {high})"
@@ -113,28 +113,28 @@ def cost_text(record: Mapping[str, Any]) -> str:
 
 
 def text_name(record: Mapping[str, Any]) -> str:
-    """The name of the calibration text for users."""
+    """The name of the calibration text as shown to users."""
     source: str = record["calibration"]["source"]
     return "text that the source wrote itself" if source == SELF else source
 
 
 def chosen_text(plan: Plan, record: Mapping[str, Any]) -> str:
-    """The split that a budget got, among how many, and why it is not the best; empty where the request named it."""
+    """One line with the split chosen for ``--budget`` and the reason; empty if the request named the split."""
     if plan.request.budget is None or plan.latent is None or "splits" not in record:
         return ""
     split = f"{plan.latent.kv_rank}+{plan.latent.rope_dim}"
-    took = f"--budget {plan.request.budget}: took {split} of {len(record['splits'])} splits tried"
+    took = f"--budget {plan.request.budget}: chose {split} from {len(record['splits'])} splits tried"
     if (taken := record.get("preferred_for_engines")) is None:
-        return f"{took}, which drifts least"
+        return f"{took}, because it drifts least"
     best, engines = taken["instead_of"], " and ".join(taken["engines"])
     return (
-        f"{took}, because {engines} would not serve the best: a KL of {taken['kl']:.4f} nats on held-out text; the "
-        f"best, {best['kv_rank']}+{best['rope_dim']}, has {best['kl']:.4f}"
+        f"{took}, with a KL of {taken['kl']:.4f} nats on held-out text; {best['kv_rank']}+{best['rope_dim']} has a "
+        f"lower KL of {best['kl']:.4f}, but {engines} would not serve it"
     )
 
 
 def groups_text(plan: Plan, record: Mapping[str, Any]) -> str:
-    """The heads that share, and why, in a line; empty where there was nothing to choose: for MQA all of them do."""
+    """One line on which heads share and why; empty if there is no choice, as for MQA, where all heads share."""
     if not (layers := record.get("groups")) or len(layers[0]) == 1:
         return ""
     request = plan.request
@@ -145,51 +145,51 @@ def groups_text(plan: Plan, record: Mapping[str, Any]) -> str:
     if moved:
         example = " | ".join(" ".join(map(str, group)) for group in layers[moved[0]])
         return (
-            f"heads that share: others than neighbors in {len(moved)} of {len(layers)} layers, such as {example} in "
-            f"layer {moved[0]}; each layer took the grouping tried whose attention errs least on held-out text (all: "
-            "kvfold.json)"
+            f"heads that share: not only neighbors in {len(moved)} of {len(layers)} layers, for example {example} in "
+            f"layer {moved[0]}; each layer uses the grouping with the smallest attention error on held-out text "
+            "(kvfold.json lists all groups)"
         )
-    why = "where no other grouping tried errs less on held-out text"
+    why = "because no other grouping tried has a smaller error on held-out text"
     if request.group == "contiguous":
-        why = "as --group contiguous asks"
+        why = "as requested by --group contiguous"
     elif not request.chosen_method.reads_text:
-        why = f"as --method {request.resolved_method} joins them"
+        why = f"because --method {request.resolved_method} joins neighbors"
     elif request.group is None and plan.geometry.kv_heads < plan.geometry.heads:
-        why = "for heads that share already were trained to (--group similar compares others)"
+        why = "because the model was trained with neighbors sharing (--group similar compares other groupings)"
     return f"heads that share: neighbors in every layer, {why}"
 
 
 def rank_sizes(record: Mapping[str, Any]) -> list[tuple[str, int, int]]:
-    """Numbers of tensor-parallel ranks that both models divide among, and the cached elements of both on each."""
+    """``(ranks, before, after)``: cached elements per rank, for each tensor-parallel size that both models support."""
     before, after = (record.get("cache_elements_per_rank", {}).get(name, {}) for name in ("from", "to"))
     return [(ranks, before[ranks], after[ranks]) for ranks in before if ranks in after and ranks != "1"]
 
 
 def ranks_text(record: Mapping[str, Any]) -> str:
-    """The cache on each tensor-parallel rank, in a line."""
+    """One line with the cache size on each tensor-parallel rank."""
     if not (sizes := rank_sizes(record)):
-        return "tensor parallelism: the heads divide among no number of ranks but 1"
+        return "tensor parallelism: no number of ranks above 1 divides the heads of both models"
     parts = ", ".join(f"{before} -> {after} on each of {ranks}" for ranks, before, after in sizes)
     return f"tensor parallelism, elements per token per layer: {parts} ranks"
 
 
 def padding_text(plan: Plan) -> str:
-    """A sentence on padded heads; empty where there are none."""
+    """One line on padded heads; empty if no heads are padded."""
     if not plan.padding:
         return ""
     config = plan.layout.config
     nope, rope, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
     stored = sum(math.prod(tensor.shape) for tensor in plan.layout.tensors)
     return (
-        f"heads are padded to {nope} + {rope} and {value} dims, which engines have kernels for: {plan.padding:,} zeros "
-        f"among {stored:,} parameters; cache and results stay the same"
+        f"heads are padded to {nope} + {rope} and {value} dims, sizes that engines' kernels support: {plan.padding:,} "
+        f"of {stored:,} parameters are zeros; the cache and the results do not change"
     )
 
 
 def plan_text(plan: Plan) -> str:
-    """The output of ``--dry-run``: tensors to compute, files, memory and disk space."""
+    """The output of ``--dry-run``: the tensors to compute, the files, and the memory and disk space needed."""
     request, before, needs = plan.request, plan.checkpoint.tensors, needs_of(plan, processes.count())
-    # No shape of a split that is yet to be chosen.
+    # The split, and so the shapes, are not chosen yet.
     open_split = request.budget is not None
     lines = [headline(plan), *(f"source: {line}" for line in plan.made_of)]
     if plan.keepable and not request.keep_quantized:
@@ -203,7 +203,7 @@ def plan_text(plan: Plan) -> str:
             present = "x".join(map(str, before[tensor.name].shape)) if tensor.name in before else "new"
             shape = "" if open_split else f" -> {'x'.join(map(str, tensor.shape))}"
             lines.append(f"  {tensor.name}  {tensor.dtype} {present}{shape}")
-    lines.append(f"files: {len(plan.shards)}" + (" (sizes depend a little on the split)" if open_split else ""))
+    lines.append(f"files: {len(plan.shards)}" + (" (sizes depend slightly on the split)" if open_split else ""))
     shown = {shard.file: sum(tensor.nbytes for tensor in shard.tensors) for shard in plan.shards[:_SHOWN_FILES]}
     lines += [f"  {file}  {bytes_text(size)}" for file, size in shown.items()]
     if len(plan.shards) > _SHOWN_FILES:
@@ -222,7 +222,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def engine_cost(record: Mapping[str, Any]) -> str:
-    """A sentence on the drift of layout engine and of layout free; empty for other conversions."""
+    """One line comparing the drift of layouts engine and free; empty if they were not compared."""
     if "free_layout" not in record or "drift" not in record:
         return ""
     other = record["free_layout"]
@@ -231,6 +231,6 @@ def engine_cost(record: Mapping[str, Any]) -> str:
     tried = len(other.get("layers", []))
     where = f" and with {tried} layers converted" if tried < len(record["drift"]["layers"]) and tried else ""
     return (
-        f"layout engine drifts by a KL of {engine:.4f} nats, layout free would by {other['kl']:.4f} "
+        f"layout engine drifts by a KL of {engine:.4f} nats, layout free by {other['kl']:.4f} "
         f"(same split, same text{after}{where})"
     )

@@ -1,4 +1,4 @@
-"""Carry out a conversion: plan, convert layer by layer, write, record."""
+"""Run a conversion: plan it, convert layer by layer, write the files and the record."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a run. ``seconds`` and ``written`` are None for a dry run, ``drift`` for a run without text.
+    """The result of a run. A dry run has no ``seconds`` and ``written``; a run without text has no ``drift``.
 
     ``record`` is the content of ``kvfold.json``.
     """
@@ -53,7 +53,7 @@ class Conversion:
         return f"Conversion({headline(self.plan)}; {where})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values: the record without its lists of tensors and files, or the plan of a dry run."""
+        """JSON values: the plan for a dry run, otherwise the record without its lists of tensors and files."""
         plan = self.plan
         if self.written is None:
             needs = needs_of(plan, processes.count())
@@ -75,7 +75,7 @@ class Conversion:
         return {name: value for name, value in facts.items() if name != "tensors"}
 
     def summary(self) -> str:
-        """The plan of a dry run; otherwise the conversion in a line, the cost of its layout, and what was written."""
+        """The terminal text: the plan for a dry run, otherwise the conversion, its cost and its output."""
         if self.written is None or self.seconds is None:
             return plan_text(self.plan)
         return summary_text(self.plan, self.record, self.written, self.seconds)
@@ -85,11 +85,11 @@ class Conversion:
 def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None) -> Conversion:
     """Convert ``request.model`` into the folder ``request.out``.
 
-    OUT appears whole or not at all. ``progress(stage, done, total)`` is called at every step of a stage, perhaps from
-    another thread: ``survey`` (layers), ``splits``, ``convert`` (layers), beside it ``write`` (bytes), and ``polish``
-    (steps). Without it there are bars on stderr. Where torch.distributed is initialized, its processes share the work
-    and every one must call this; the record is the first one's, empty on the others. Raises InputError when the request
-    or the checkpoint is wrong (nothing is written).
+    OUT appears complete or not at all. ``progress(stage, done, total)`` is called at every step of a stage, possibly
+    from another thread: ``survey`` (layers), ``splits``, ``convert`` (layers), at the same time ``write`` (bytes), and
+    ``polish`` (steps). Without ``progress``, bars appear on stderr. If torch.distributed is initialized, its processes
+    share the work and each must call this function; only the first returns the record, the others an empty one. Raises
+    InputError if the request or the checkpoint is invalid; nothing is written then.
 
     >>> request = ConvertRequest(model=demo_folder(), out=folder / "mqa", to="mqa", method="mean", quiet=True)
     >>> convert_checkpoint(request).record["attention"]
@@ -103,7 +103,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     stages, dtype = Stages(progress, request.quiet or request.dry_run), dense_dtype(request)
     with stages("reading"):
         if request.dry_run:
-            # Of a model on the hub headers are enough, and of a folder without weights its config.json.
+            # Headers are enough for a model on the hub, and config.json for a folder without weights.
             checkpoint = described(request) or open_headers(request.model, dtype)
         else:
             if processes.count() > 1:  # the first downloads it for all
@@ -130,13 +130,13 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
 
 @contextmanager
 def _output_folder(plan: Plan) -> Iterator[Path]:
-    """The temporary folder that becomes OUT when the block ends, with room for the output; the first process's."""
+    """Create the temporary folder that becomes OUT after the block; all processes share the first one's folder."""
     request = plan.request
     if request.resume and not request.calibrated and not request.quiet:
         # Never an error: methods that read no text, and runs with nothing to resume, start over.
         print(
-            f"{opt('resume', True)}: {opt('method', request.resolved_method)} reads no text and keeps no finished "
-            "layers to resume from; starting over",
+            f"{opt('resume', True)}: {opt('method', request.resolved_method)} reads no text, so no finished layers "
+            "were saved; starting over",
             file=sys.stderr,
         )
     resume = resumable(plan) if request.resume and request.calibrated else None
@@ -152,14 +152,14 @@ def _output_folder(plan: Plan) -> Iterator[Path]:
         folder = processes.from_first(make)
         if not folder.is_dir():
             raise InputError(
-                f"{folder}: every process must see the folder beside OUT, and this machine does not; choose an OUT on "
-                "a file system that all machines share"
+                f"{folder}: this machine cannot see the temporary folder that the first process created; choose an OUT "
+                "on a file system that all machines share"
             )
         yield folder
 
 
 def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Calibrated | None", dict[str, str]]:
-    """All shards; returns the plan with its choices made, the measurements, and the hashes of all shards."""
+    """Write all shards. Returns the plan with its choices resolved, the measurements and the hash of each shard."""
     # Only here: it imports torch and transformers, which takes seconds.
     from kvfold.convert.conversion.layers import open_layers
 
@@ -182,7 +182,7 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Cal
                     layers.walk.walk_again(journal, stages)
                 for tensors, notes in stages.over("convert", layers.converted(journal), count, "layer", done):
                     wrote(writer.write_own(tensors))
-                    # The others start over when they are killed: they take as long as a copy of the model.
+                    # A run without text starts over when it is killed: it takes only as long as copying the model.
                     if plan.request.calibrated:
                         writer.sync()
                         processes.gathered(None)
@@ -199,7 +199,7 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Cal
 def _complete(
     plan: Plan, measured: "Calibrated | None", hashes: Mapping[str, str], folder: Path, stages: Stages
 ) -> "tuple[dict[str, Any], DriftReport | None]":
-    """Everything but the weights, once these are in ``folder`` with ``hashes``; returns the record and the drift."""
+    """Add everything but the weights to ``folder``; ``hashes`` are the shards'. Returns the record and the drift."""
     write_index(folder, plan.shards)
     write_file(folder / "config.json", dump(plan.config))
     if plan.request.polish:
@@ -227,11 +227,11 @@ def _complete(
 
 
 def _log(done: Conversion) -> None:
-    """Append the date, the duration and the paths to ``OUT.log``: in OUT, equal requests give equal bytes."""
+    """Append date, duration and paths to ``OUT.log``. OUT contains none, so equal requests produce equal bytes."""
     request = {name: value for name, value in vars(done.plan.request).items() if value is not None}
     line = {"finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "seconds": round(done.seconds or 0, 3)}
     path = Path(f"{Path(done.plan.request.out)}.log")
     try:
         append_line(path, json.dumps({**line, "request": request}, default=str))
     except OSError as error:
-        print(f"warning: {path}: the log was not written ({error.strerror})", file=sys.stderr)
+        print(f"warning: {path}: cannot write the log ({error.strerror})", file=sys.stderr)

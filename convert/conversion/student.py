@@ -1,14 +1,14 @@
-"""The student of a conversion: its walk beside the source, refinement, polishing, and what was measured of it.
+"""The student of a conversion: its walk beside the source, refinement, polishing and measurements.
 
-The student is always run from what the output's files will hold: transformed weights are encoded to the files' tensors
-and rounded to their dtypes before a layer of the student is built from them. So a candidate is judged, a layer refined
-and the drift measured on exactly what a reader of the checkpoint will load.
+The student always runs from what the output's files will contain: transformed weights are encoded as the files' tensors
+and rounded to their dtypes before a student layer is built from them. Candidates are judged, layers refined and the
+drift measured on exactly what users of the checkpoint will load.
 """
 
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +30,7 @@ from kvfold.convert.conversion.source import hidden_states, own_sequences, sourc
 from kvfold.convert.device import training_autocast
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.methods.registry import Notes
-from kvfold.convert.progress import Stages
+from kvfold.convert.progress import Advance, Stages
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.training.budget import steps_of
@@ -52,7 +52,7 @@ _AGREE = 1e-3
 
 @dataclass(frozen=True)
 class Calibrated:
-    """The measurements of a calibrated run. ``stream`` is the source's, ``spill`` the folder for hidden states."""
+    """The results of a calibrated run. ``stream`` reads the source; ``spill`` is the folder for hidden states."""
 
     tokens: CalibrationTokens
     drift: DriftReport
@@ -62,20 +62,20 @@ class Calibrated:
 
     @torch.no_grad()
     def record(self, folder: Path) -> dict[str, Any]:
-        """For ``kvfold.json``: nothing that differs between equal runs.
+        """The entries for ``kvfold.json``, identical for equal runs.
 
-        Raises KvfoldError when the loss of the checkpoint in ``folder`` is not the one that was measured in memory.
+        Raises KvfoldError if the loss of the checkpoint in ``folder`` differs from the loss measured in memory.
         """
         tokens, expected = self.tokens, self.drift.measured.student_loss
         with written_stream(folder, self.stream) as stream, hidden_states(self.spill) as keep:
             parts = torch.split(tokens.held_out, chunk_size(stream.device, tokens.held_out.shape[1]))
             states = last_states(stream, tokens.held_out, keep)
-            # Of a stream with itself only the loss is of interest, in nats per token.
+            # The stream is compared with itself to obtain its loss, in nats per token.
             written = compare_predictions(stream, stream, states, states, parts).teacher_loss
         if not math.isclose(written, expected, rel_tol=_AGREE, abs_tol=_AGREE):
             raise KvfoldError(
-                f"the written checkpoint has a loss of {written:.6f} nats, the converted model in memory had "
-                f"{expected:.6f} on the same text: nothing was kept; please report it"
+                f"the written checkpoint has a loss of {written:.6f} nats, but the converted model in memory had "
+                f"{expected:.6f} on the same text; the output was discarded, please report this"
             )
         losses = {"loss_in_memory": expected, "loss_of_written_checkpoint": written}
         return {
@@ -93,17 +93,17 @@ class Calibrated:
 
 @contextmanager
 def written_stream(folder: Path, like: CheckpointStream) -> Iterator[CheckpointStream]:
-    """The checkpoint in ``folder`` as a stream like the source's."""
+    """Open the checkpoint in ``folder`` as a stream with the device and dtype of ``like``."""
     with closing(open_checkpoint(folder)) as checkpoint:
         yield CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), like.device, like.dtype)
 
 
 class StudentWalk(Walk):
-    """The walk of a conversion: the source and, beside it, the student that a finished checkpoint would be.
+    """Walk the source and, beside it, the student that the finished checkpoint would be.
 
-    ``statistics`` are gathered of the calibration sequences, with distance profiles. ``trial_steps`` replaces the
-    request's steps of refinement, for a short trial. ``teacher`` is one that several students share: each goes on by
-    `step` then. ``keep`` says where hidden states are. ``steps`` are the layers that are left, each for `convert`.
+    With ``statistics``, statistics and distance profiles of the calibration sequences are collected. ``trial_steps``
+    replaces the request's refinement steps in a short trial. Several students can share one ``teacher``; advance each
+    with `step` then. ``keep`` stores hidden states. ``steps`` iterates over the remaining layers, each for `convert`.
     """
 
     def __init__(
@@ -141,24 +141,24 @@ class StudentWalk(Walk):
         if refine == "auto" and not self._quiet:
             print(
                 f"refining: each layer until its error falls by less than {100 * MIN_GAIN:g} % in {ROUND} steps, "
-                f"{AUTO_STEPS} at most",
+                f"at most {AUTO_STEPS} steps",
                 file=sys.stderr,
             )
 
     def walk_again(self, journal: Journal, stages: Stages) -> None:
-        """Go past the layers that ``journal`` has finished, with the tensors that were written."""
+        """Walk past the layers that ``journal`` lists as finished, using the tensors already written."""
         done = len(journal.notes)
         for step in stages.over("again", itertools.islice(self.steps, done), done, "layer") if done else ():
             step.convert(journal.finished(step.index))
 
     def convert(self, step: Step, weights: Any) -> Made:
-        """`made`, and the walk goes past the layer."""
+        """Return `made` for ``step`` and walk past its layer."""
         tensors, notes = self.made(step, weights)
         step.convert(tensors)
         return tensors, notes
 
     def made(self, step: Step, weights: Any) -> Made:
-        """The layer's tensors, named and shaped as in the output's files, and notes for ``kvfold.json``."""
+        """Fit and refine a layer. Returns its tensors as the output's files name and shape them, and its notes."""
         encode, notes = partial(self._plan.layout.encode, step.index), dict[str, Any]()
         if self._refits:
             # The output projection is fitted to the student's stream, which has the errors of the layers before.
@@ -167,15 +167,8 @@ class StudentWalk(Walk):
         tensors, steps = encode(weights), self._refinement.steps
         if not steps:
             return tensors, notes
-        done = 0
         with Stages(quiet=self._quiet)("refining", AUTO_STEPS if steps == "auto" else int(steps), "step") as advance:
-
-            def progress(steps: int, error: float) -> None:
-                nonlocal done
-                advance(steps - done)
-                done = steps
-
-            refined = refine_layer(step, tensors, self._refinement, progress)
+            refined = refine_layer(step, tensors, self._refinement, _reporting(advance))
         if not self._quiet:
             outcome = f"unchanged after {refined.steps} steps"
             if refined.kept:
@@ -186,7 +179,7 @@ class StudentWalk(Walk):
         return refined.tensors, {**notes, "refinement": record}
 
     def measured(self, notes: Sequence[Notes], choices: Notes) -> Calibrated:
-        """The drift after the last layer. ``notes`` of all layers and ``choices`` are entries of ``kvfold.json``."""
+        """Measure the drift after the last layer. ``notes`` (one per layer) and ``choices`` go to ``kvfold.json``."""
         # By name; a layer without a note of a name is left out of its list.
         names = dict.fromkeys(name for each in notes for name in each)
         made: dict[str, Any] = {name: [each[name] for each in notes if name in each] for name in names}
@@ -200,7 +193,7 @@ class StudentWalk(Walk):
 
 
 def refinement(plan: Plan, steps: int | str) -> Refinement:
-    """The task for ``plan``: the norms and scales around its attention, and the constants that must not move."""
+    """The refinement task for ``plan``: the norms and scales around its attention, and any constant to keep fixed."""
     norms = plan.model.names.get(("attention_post_norm", 0))
     norm = None if norms is None else norms[0].split(".0.", 1)[1].removesuffix(".weight")
     update = AttentionUpdate(plan.model.block.residual_scale, norm)
@@ -211,7 +204,7 @@ def refinement(plan: Plan, steps: int | str) -> Refinement:
 
 
 def polish(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages) -> Calibrated:
-    """Train all converted attention of the checkpoint in ``folder`` together; returns ``calibrated`` with its drift."""
+    """Train all converted attention of the checkpoint in ``folder`` together. Returns ``calibrated`` with new drift."""
     source, tokens = calibrated.stream, calibrated.tokens
     with closing(open_checkpoint(folder)) as written:
         polished = _train(plan, written, calibrated, folder / POLISH_STATE, stages)
@@ -237,10 +230,25 @@ def polish(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages) -> 
 
 @torch.no_grad()
 def source_text(source: CheckpointStream, tokens: Tensor, autocast: torch.dtype | None) -> Text:
-    """``tokens`` with the source's residual streams after its last layer, in the precision of training."""
+    """Return ``tokens`` with the source's residual streams after its last layer, in the training precision."""
     with torch.autocast(source.device.type, autocast, enabled=autocast is not None):
         states = last_states(source, tokens)
     return Text(tokens, torch.cat([hidden.to(autocast or hidden.dtype) for hidden in states]))
+
+
+def _reporting(
+    advance: Advance, say: Callable[[int, float], None] = lambda step, error: None
+) -> Callable[[int, float], None]:
+    """Return ``progress(step, error)`` for training: it advances the stage to ``step``, then calls ``say``."""
+    done = 0
+
+    def progress(step: int, error: float) -> None:
+        nonlocal done
+        advance(step - done)
+        done = step
+        say(step, error)
+
+    return progress
 
 
 def _train(plan: Plan, written: Checkpoint, calibrated: Calibrated, saved: Path, stages: Stages) -> FitResult:
@@ -254,16 +262,12 @@ def _train(plan: Plan, written: Checkpoint, calibrated: Calibrated, saved: Path,
     trained = {name: dtypes[name] for names in plan.layout.computed for name in names}
     constant = has_constant(written)
     trainee = ModelTrainee(written.config, written.read, dtypes, trained, source.device, autocast, constant=constant)
-    steps, done = steps_of(request.polish), 0
+    steps = steps_of(request.polish)
+
+    def say(step: int, error: float) -> None:
+        if not request.quiet:
+            tqdm.write(f"polished {step}/{steps} steps: KL {error:.5f} nats on held-out tokens", file=sys.stderr)
+
     with stages("polish", steps, "step") as advance:
-
-        def progress(step: int, error: float) -> None:
-            nonlocal done
-            advance(step - done)
-            done = step
-            if not request.quiet:
-                line = f"polished {step}/{steps} steps: KL {error:.5f} nats on held-out tokens"
-                tqdm.write(line, file=sys.stderr)
-
-        saved_at = saved if request.resume else None
+        saved_at, progress = saved if request.resume else None, _reporting(advance, say)
         return train(trainee, training, held_out, steps, seed=request.seed, saved=saved_at, progress=progress)

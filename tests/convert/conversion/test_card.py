@@ -109,10 +109,12 @@ def test_the_commands_of_a_card_run(tiny_reader, tmp_path, monkeypatch):
 
 
 def test_a_trained_card_begins_with_the_training():
-    card = "---\nlicense: mit\n---\n\n# Tiny, MQA\n\nText. Everything else is the source's, byte for byte. More.\n"
+    card = (
+        "---\nlicense: mit\n---\n\n# Tiny, MQA\n\nText. Everything else comes from the source, byte for byte. More.\n"
+    )
     found = trained_card(card, "out", "Trained for 2 steps.", attention_only=True)
     assert found.startswith("---\nlicense: mit\n---\n\n# Tiny, MQA, trained further\n\nTrained for 2 steps.\n")
-    assert found.endswith("before the uptraining, which trained the attention alone. More.\n")
+    assert found.endswith("from the source; the uptraining trained only the attention. More.\n")
     assert "byte for byte" not in found
     assert trained_card("", "out", "Trained.", attention_only=False) == "# out\n\nTrained.\n"
     assert trained_card("Own words.", "out", "Trained.", attention_only=False).endswith("uptraining\n\nOwn words.\n")
@@ -154,11 +156,11 @@ def test_the_cost_is_told_with_its_interval():
 def test_the_split_of_a_budget_is_told():
     plan = Mock(**{"request.budget": 32, "latent.kv_rank": 24, "latent.rope_dim": 8})
     splits = {"splits": [{}, {}, {}]}
-    assert chosen_text(plan, splits) == "--budget 32: took 24+8 of 3 splits tried, which drifts least"
+    assert chosen_text(plan, splits) == "--budget 32: chose 24+8 from 3 splits tried, because it drifts least"
     other = {"engines": ["vLLM"], "kl": 0.5, "instead_of": {"kv_rank": 16, "rope_dim": 16, "kl": 0.48}}
     found = chosen_text(plan, {**splits, "preferred_for_engines": other})
-    assert "because vLLM would not serve the best: a KL of 0.5000" in found
-    assert found.endswith("the best, 16+16, has 0.4800")
+    assert "with a KL of 0.5000 nats" in found
+    assert found.endswith("16+16 has a lower KL of 0.4800, but vLLM would not serve it")
     assert chosen_text(Mock(**{"request.budget": None}), splits) == ""
 
 
@@ -171,13 +173,15 @@ def test_the_groups_of_heads_are_told_and_why():
 
     neighbors = [[0, 1], [2, 3]]
     assert told([neighbors, [[0, 2], [1, 3]]]).startswith(
-        "heads that share: others than neighbors in 1 of 2 layers, such as 0 2 | 1 3 in layer 1; each layer took"
+        "heads that share: not only neighbors in 1 of 2 layers, for example 0 2 | 1 3 in layer 1; each layer uses"
     )
-    assert told([neighbors]).endswith("trained to (--group similar compares others)")
-    assert told([neighbors], group="similar").endswith("where no other grouping tried errs less on held-out text")
-    assert told([neighbors], group="contiguous").endswith("in every layer, as --group contiguous asks")
+    assert told([neighbors]).endswith("neighbors sharing (--group similar compares other groupings)")
+    assert told([neighbors], group="similar").endswith(
+        "because no other grouping tried has a smaller error on held-out text"
+    )
+    assert told([neighbors], group="contiguous").endswith("in every layer, as requested by --group contiguous")
     pooled = {"resolved_method": "mean", "chosen_method.reads_text": False}
-    assert told([neighbors], **pooled).endswith("as --method mean joins them")
+    assert told([neighbors], **pooled).endswith("because --method mean joins neighbors")
     assert told([[[0, 1, 2, 3]]]) == groups_text(Mock(), {}) == ""
 
 

@@ -85,7 +85,7 @@ def test_side_files(source, pooled):
     assert (pooled / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
     card = (pooled / "README.md").read_text()
     assert "license: mit" in card
-    assert "Everything else is the source's, byte for byte." in card
+    assert "Everything else comes from the source, byte for byte." in card
     record = json.loads((pooled / "kvfold.json").read_text())
     assert record["cache_elements_per_token_per_layer"] == {"from": 128, "to": 32}
     assert record["tensors"]["model.norm.weight"] == {"origin": "copied", "from": ["model.norm.weight"]}
@@ -106,7 +106,7 @@ def test_stored_dtype(source, tmp_path):
     assert {value.dtype for value in tensors(tmp_path / "out").values()} == {torch.float16}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["torch_dtype"], "dtype" in config) == ("float16", False)
-    assert "Everything else is the source's, stored as float16." in (tmp_path / "out" / "README.md").read_text()
+    assert "Everything else comes from the source, stored as float16." in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_equal_requests_give_equal_bytes(source, pooled, tmp_path):
@@ -191,11 +191,13 @@ def test_numbers_of_heads(source, tmp_path):
     out = tmp_path / "out"
     for heads in (3, 16):
         found = refused(source, out, kv_heads=heads)
-        assert found == f"--kv-heads {heads} must divide the 8 key/value heads and be fewer; use 4, 2, 1"
+        assert found == f"--kv-heads {heads} must divide the source's 8 key/value heads and be smaller; use 4, 2, 1"
     assert refused(source, out, kv_heads=8).endswith("use 4, 2, 1, or add --allow-growth")
     convert(source, tmp_path / "one", to="mqa")
     for options in ({"to": "mqa"}, {"kv_heads": 2}):
-        message = "the model is MQA already, with one key/value head, so nothing would shrink; `kvfold inspect` lists"
+        message = (
+            "the model is already MQA, with one key/value head, so its cache cannot shrink this way; `kvfold inspect`"
+        )
         assert message in refused(tmp_path / "one", out, **options)
 
 

@@ -40,14 +40,14 @@ def test_weights_of_whole_numbers_are_refused():
     checkpoint.tensors[name] = replace(checkpoint.tensors[name], dtype="I16")
     with pytest.raises(InputError) as raised:
         make_plan(ConvertRequest("m", "o", "gqa", kv_heads=2), checkpoint)
-    assert raised.value.details == (f"wrong dtype: {name} is I16, must be one of BF16, F16, F32, F64",)
+    assert raised.value.details == (f"wrong dtype: {name} is I16; it must be one of BF16, F16, F32, F64",)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"polish": 10}, "--polish trains the whole model in one process, and 4 run; run it without torchrun"),
-        ({"samples": 3}, "--samples 3 must be at least 4, a sequence for each process"),
+        ({"samples": 3}, "--samples 3 must be at least 4, one sequence per process"),
     ],
 )
 def test_what_several_processes_cannot_share_is_refused(options, message, monkeypatch):

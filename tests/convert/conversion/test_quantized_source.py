@@ -42,7 +42,7 @@ def test_fp8_gives_what_its_twin_gives(tiny_reader: Path, tmp_path: Path, option
     assert record["tensors"]["model.layers.0.mlp.up_proj.weight"]["origin"] == "dequantized"
     assert record["tensors"]["model.norm.weight"]["origin"] == "copied"
     assert f"The source: {line}." in card
-    assert "Everything else is the source's, stored as bfloat16." in card
+    assert "Everything else comes from the source, stored as bfloat16." in card
     other = json.loads((expected / "kvfold.json").read_text())
     assert "made_of" not in other["source"]
     assert record.get("drift") == other.get("drift")
@@ -135,7 +135,7 @@ def test_the_result_verifies_and_its_engines_are_those_that_inspect_finds(made: 
 def test_parts_of_blocks_and_dense_sources_are_refused(sources: dict[str, Path], tiny_family, tmp_path: Path) -> None:
     for source in (sources["cut"], tiny_family("llama")):
         request = ConvertRequest(str(source), str(tmp_path / "out"), to="mqa", method="mean", keep_quantized=True)
-        with pytest.raises(InputError, match="--keep-quantized needs weights outside the attention in FP8"):
+        with pytest.raises(InputError, match="--keep-quantized needs FP8 weights outside the attention"):
             convert_checkpoint(request)
     with pytest.raises(InputError, match="--keep-quantized needs --dtype bfloat16"):
         ConvertRequest("MODEL", "OUT", to="mqa", dtype="float32", keep_quantized=True)

@@ -132,7 +132,9 @@ def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_pat
 def test_a_model_that_does_not_fit_into_memory_is_refused_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda plan: 50 << 20)
     options = {"model": str(demo_folder()), "out": str(tmp_path / "out"), **MQA, "polish": "auto"}
-    with pytest.raises(InputError, match=r"--polish needs the whole model in memory: about .*, and 52.4 MB are free"):
+    with pytest.raises(
+        InputError, match=r"--polish needs the whole model in memory: about .*, but only 52.4 MB are free"
+    ):
         convert_checkpoint(ConvertRequest(**options))
 
 

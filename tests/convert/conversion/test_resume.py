@@ -102,9 +102,9 @@ def test_text_that_the_source_cannot_write_is_said_before_anything_is_written(tm
     (model / "tokenizer_config.json").write_text(json.dumps(bare))
     refused("has neither a chat template nor a BOS token", model=model)
     monkeypatch.setattr(source, "first_tokens", lambda *_: [1, 2])
-    refused("--seq-len 2: must exceed the 2 tokens that begin every text; raise it", seq_len=2)
+    refused("--seq-len 2 must exceed 2, the length of every text's prefix; raise it", seq_len=2)
     monkeypatch.setattr(memory, "free_bytes", lambda plan: 1 << 20)
-    refused("--calibration self needs the whole model in memory: about .* give --calibration FILE")
+    refused("--calibration self needs the whole model in memory: about .* use --calibration FILE")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
@@ -127,7 +127,7 @@ def test_only_an_equal_request_with_resume_goes_on(tmp_path, request_of, monkeyp
     assert not list(tmp_path.iterdir())  # without --resume nothing is left
 
 
-@pytest.mark.parametrize(("damage", "damaged"), [(None, 0), ("bytes", 1), ("size", 2)])
+@pytest.mark.parametrize(("damage", "damaged"), [(None, 0), ("bytes", 2), ("size", 1)])
 def test_layers_that_were_damaged_since_a_failed_run_are_made_again(tmp_path, request_of, capsys, damage, damaged):
     options = request_of("mqa", resume=True) | {"refine": 0}
     with pytest.MonkeyPatch.context() as patch:
@@ -146,7 +146,7 @@ def test_layers_that_were_damaged_since_a_failed_run_are_made_again(tmp_path, re
     capsys.readouterr()
     convert_checkpoint(ConvertRequest(**options))
     said = capsys.readouterr().err
-    assert said.startswith(f"--resume: {damaged} layers are damaged; they are made again") or (not damage and not said)
+    assert said.startswith(f"--resume: layer {damaged} of the interrupted run is damaged;") or (not damage and not said)
     convert_checkpoint(ConvertRequest(**{**options, "out": str(tmp_path / "unbroken"), "resume": False}))
     assert forked.snapshot(tmp_path / "out") == forked.snapshot(tmp_path / "unbroken")
 
