@@ -46,7 +46,7 @@ def test_weights_of_whole_numbers_are_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"polish": 10}, "--polish trains the whole model in one process, and 4 run; run it without torchrun"),
+        ({"polish": 10}, "--polish trains the whole model in one process, but 4 are running; run without torchrun"),
         ({"samples": 3}, "--samples 3 must be at least 4, one sequence per process"),
     ],
 )
