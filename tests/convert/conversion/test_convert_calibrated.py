@@ -232,7 +232,7 @@ def test_layouts_are_compared_after_equally_many_steps(engine):
     found = record["free_layout"]
     assert (found["steps"], found["layers"]) == (2, [1])
     assert found["engine_kl"] != record["drift"]["kl"]["value"]  # which is that after four steps, of all layers
-    shown = f"{found['engine_kl']:.4f} nats, layout free would by {found['kl']:.4f} (same split, same text after 2"
+    shown = f"{found['engine_kl']:.4f} nats, layout free by {found['kl']:.4f} (same split, same text after 2"
     assert shown in (out / "README.md").read_text()
 
 

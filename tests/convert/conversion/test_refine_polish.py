@@ -56,7 +56,7 @@ def test_polishing_brings_the_model_closer_and_changes_attention_alone(tiny_read
         assert not found[f"{module}.kv_a_proj_with_mqa.weight"][23].any()
         assert found[f"{module}.kv_a_layernorm.weight"].tolist() == [norm_weight(24)] * 24
     card = (tmp_path / "polished" / "README.md").read_text()
-    assert "trained together for 4 steps to give the source's next-token distributions" in card
+    assert "trained together for 4 steps to reproduce the source's next-token distributions" in card
 
 
 @pytest.mark.slow
