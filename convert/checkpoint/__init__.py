@@ -1,1 +1,1 @@
-"""Reading and writing checkpoints: lazily, in bounded memory, atomically."""
+"""Read and write checkpoints on demand, in bounded memory, and so that an output is either complete or absent."""

@@ -1,7 +1,7 @@
-"""An output folder that appears complete or not at all, even when the process that makes it is killed.
+"""An output folder that appears either complete or not at all, even if the process that writes it is killed.
 
-The work happens in ``.OUT.kvfold-<token>`` in OUT's parent, under a lock on ``.OUT.kvfold.lock``. Only a killed process
-leaves either behind; the next run that gets the lock knows that they are stale.
+The work happens in ``.OUT.kvfold-<token>``, in OUT's parent folder, under a lock on ``.OUT.kvfold.lock``. Only a killed
+process leaves them behind; the next run that acquires the lock treats them as stale.
 """
 
 import ctypes
@@ -53,11 +53,11 @@ _TOKENIZER = re.compile(
 def check_output(
     out: str | os.PathLike[str], *, overwrite: bool = False, model: str | os.PathLike[str] | None = None
 ) -> Path:
-    """The real path of OUT, if it may be written; touches nothing. ``model`` may be a hub id, which is no folder.
+    """Check that OUT may be written, and return its real path. Changes nothing on disk. ``model`` may be a hub id.
 
-    InputError if OUT exists without ``overwrite`` and is no empty folder; if it is no folder, a mount point, or holds
-    files that belong to no checkpoint; if OUT and MODEL are inside each other; if the nearest parent that exists is no
-    folder or not writable (missing ones are made later).
+    Raises InputError if OUT exists without ``overwrite`` and is not an empty folder; if OUT is a file or a mount point,
+    or contains files that do not belong to a checkpoint; if OUT and MODEL overlap; or if the nearest existing parent is
+    not a writable folder (missing parents are created later).
     """
     try:
         target = Path(out).resolve()
@@ -66,38 +66,37 @@ def check_output(
         pass
     except (OSError, RuntimeError, ValueError) as error:  # too long a name, links in a circle, a NUL character
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise InputError(f"{out} is no path to write to ({reason}); choose another OUT") from None
+        raise InputError(f"{out} cannot be an output folder ({reason}); choose another OUT") from None
     # an OUT inside MODEL would become part of what is read; replacing an OUT around MODEL would remove MODEL
     if model is not None and os.path.isdir(model):
         source = Path(model).resolve()
         if target.is_relative_to(source) or source.is_relative_to(target):
             relation = "is" if target == source else "is inside" if target.is_relative_to(source) else "contains"
-            raise InputError(f"{target} {relation} MODEL {source}; choose an OUT apart from it")
+            raise InputError(f"{target} {relation} MODEL {source}; choose an OUT that does not overlap MODEL")
     if os.path.lexists(target):
         _check_replaceable(target, overwrite)
     parent = next(path for path in target.parents if os.path.lexists(path))
     if not parent.is_dir():
-        raise InputError(f"{target} cannot be made: {parent} is no folder; choose another OUT")
+        raise InputError(f"{target} cannot be created: {parent} is not a folder; choose another OUT")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise InputError(f"{target} cannot be made: {parent} is not writable; choose another OUT")
+        raise InputError(f"{target} cannot be created: {parent} is not writable; choose another OUT")
     return target
 
 
 def _check_replaceable(target: Path, overwrite: bool) -> None:
-    """InputError unless ``target`` is an empty folder or, with ``overwrite``, a checkpoint.
+    """Raise InputError unless ``target`` is an empty folder or, with ``overwrite``, a checkpoint.
 
-    A checkpoint has weights or a ``kvfold.json``, and no file but those that belong to a checkpoint or that kvfold
-    writes. Such files are known by name, or config.json lists their classes in ``auto_map``, or ``kvfold.json`` lists
-    them.
+    A checkpoint contains weights or a ``kvfold.json``, and otherwise only files that have one of the usual names, are
+    listed in ``kvfold.json``, or define the classes in config.json's ``auto_map``.
     """
     try:
         names = sorted(os.listdir(target))
     except OSError:  # a file, or a folder that nothing may list
         names = None
     if names != [] and not overwrite:
-        raise InputError(f"{target} exists already; choose another OUT or {opt('overwrite', True)}")
+        raise InputError(f"{target} already exists; choose another OUT or use {opt('overwrite', True)}")
     if names is None:
-        raise InputError(f"{target} is no folder that can be overwritten; choose another OUT")
+        raise InputError(f"{target} is not a readable folder and cannot be overwritten; choose another OUT")
     if os.path.ismount(target):
         raise InputError(f"{target} is a mount point, which cannot be replaced; choose a folder inside it")
     weights = {name for name in names if Path(name).suffix in WEIGHT_SUFFIXES}
@@ -109,16 +108,16 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
     if doubtful := {name for name in names if name in extra or name.endswith(".py")} - known:
         known |= doubtful & _listed_files(target)
     foreign = [name for name in names if name not in known or (target / name).is_dir()]
-    way_out = "remove it yourself if it can go, or choose another OUT"
+    way_out = "delete that folder yourself if you do not need it, or choose another OUT"
     if foreign:
         shown = f"{', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}"
-        raise InputError(f"{target} holds {shown}, which no checkpoint does; {way_out}")
+        raise InputError(f"{target} contains {shown}, which kvfold does not recognize as checkpoint files; {way_out}")
     if names and not weights and RECORD not in names:
-        raise InputError(f"{target} is no checkpoint: it holds no weights but {', '.join(names[:3])}; {way_out}")
+        raise InputError(f"{target} is not a checkpoint: it has {', '.join(names[:3])}, but no weights; {way_out}")
 
 
 def _listed_files(folder: Path) -> set[str]:
-    """The files that ``kvfold.json`` lists, and the modules of the classes in config.json's ``auto_map``."""
+    """The files listed in ``kvfold.json``, and the Python files with the classes in config.json's ``auto_map``."""
     auto_map, files = json_beside(folder, CONFIG).get("auto_map"), json_beside(folder, RECORD).get("files")
     values = auto_map.values() if isinstance(auto_map, dict) else ()
     classes = [name for value in values for name in (value if isinstance(value, list) else [value])]
@@ -128,7 +127,7 @@ def _listed_files(folder: Path) -> set[str]:
 
 @contextmanager
 def _parents(target: Path) -> Iterator[None]:
-    """Make the missing folders above ``target``; if the block raises, the empty ones are removed again."""
+    """Create the missing folders above ``target``; if the block raises, remove those that are still empty."""
     missing = [path for path in target.parents if not path.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -154,12 +153,12 @@ def output_folder(
     model: str | os.PathLike[str] | None = None,
     resume: Callable[[Path], bool] | None = None,
 ) -> Iterator[Path]:
-    """A temporary folder that becomes OUT when the block ends, and is removed when it raises.
+    """Yield a temporary folder that becomes OUT when the block ends, and is removed if the block raises.
 
-    On success it is synced and renamed; with ``overwrite`` an existing OUT stays intact until then and is exchanged.
-    Folders that killed runs left for this OUT are removed, but for the newest one that ``resume(folder)`` accepts: it
-    is yielded in place of a new one. If the block raises, the folder stays for a later run if ``resume`` accepts it.
-    InputError as in ``check_output``, and if another process is writing the same OUT.
+    On success, the folder is synced and renamed to OUT; with ``overwrite``, an existing OUT stays intact until the two
+    are exchanged. Folders that killed runs left behind for this OUT are removed, except the newest one that
+    ``resume(folder)`` accepts: it is yielded instead of a new one. If the block raises, the folder is kept for a later
+    run if ``resume`` accepts it. Raises InputError as ``check_output`` does, and if another process is writing OUT.
     """
     target = check_output(out, overwrite=overwrite, model=model)
     with DeferredSignals() as signals, _parents(target), output_lock(target) as locked:
@@ -192,10 +191,10 @@ def output_folder(
 
 
 def free_space_check(path: str | os.PathLike[str], needed_bytes: int, purpose: str = "") -> None:
-    """InputError with both figures if the disk of ``path`` (or of its first existing parent) has less room.
+    """Raise InputError if fewer than ``needed_bytes`` are free on the disk of ``path`` (or of its nearest parent).
 
-    ``purpose``, such as "for tokens", is added to the message. The bytes in a resumed ``path`` count as free. Call it
-    inside ``output_folder``, which removes stale folders.
+    ``purpose``, such as "for tokens", is added to the message. Space used by a resumed ``path`` counts as free. Call
+    this inside ``output_folder``, which removes stale folders.
     """
     target = Path(path).resolve()
     existing = next(parent for parent in (target, *target.parents) if parent.is_dir())
@@ -205,13 +204,13 @@ def free_space_check(path: str | os.PathLike[str], needed_bytes: int, purpose: s
         free += sum(os.stat(Path(root, file)).st_blocks * 512 for root, _, files in os.walk(target) for file in files)
     if needed_bytes > free:
         required, available = (f"{bytes_text(count)} ({count} bytes)" for count in (needed_bytes, free))
-        figures = f"{available} free, {required} needed{purpose and ' ' + purpose}"
-        raise InputError(f"{existing}: too little disk space: {figures}; free some, or choose an OUT on another disk")
+        figures = f"{available} free, but {required} needed{purpose and ' ' + purpose}"
+        raise InputError(f"{existing}: too little disk space: {figures}; free some or choose an OUT on another disk")
 
 
 @contextmanager
 def output_lock(target: Path) -> Iterator[bool]:
-    """Hold the lock of ``target``; yields False if the file system has no locks. InputError if another run has it."""
+    """Lock ``target`` for the block; yields False if the file system lacks locks. InputError if another run has it."""
     # The package filelock would not do: it leaves its file behind, and without locks puts a file in their place that
     # blocks every run after a killed one.
     path = target.parent / f"{_prefix(target)}.lock"
@@ -228,7 +227,7 @@ def output_lock(target: Path) -> Iterator[bool]:
 
 
 def _locked(path: Path, target: Path) -> int | None:
-    """The open lock file, locked; None if the file system has no locks."""
+    """Open and lock the file ``path``. Returns its descriptor, or None if the file system does not support locks."""
     while True:
         try:
             # OUT may lie in a folder that others write to, such as /tmp: no link is followed there
@@ -241,7 +240,7 @@ def _locked(path: Path, target: Path) -> int | None:
             os.close(handle)
             if error.errno in _LOCKLESS:
                 return None
-            raise InputError(f"{target} is being written by another run; wait for it") from None
+            raise InputError(f"{target} is being written by another run; wait until it ends") from None
         # its last holder may have removed the file between our open and our lock
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), os.stat(path)):
@@ -250,18 +249,18 @@ def _locked(path: Path, target: Path) -> int | None:
 
 
 def _not_writable(target: Path, error: OSError) -> InputError:
-    return InputError(f"{target} cannot be made in {target.parent} ({error.strerror}); choose another OUT")
+    return InputError(f"{target} cannot be created in {target.parent} ({error.strerror}); choose another OUT")
 
 
 def _prefix(target: Path) -> str:
-    """The prefix of temporary names; for an OUT near the limit of 255 bytes a digest stands in for its name."""
+    """The prefix of temporary names. A digest replaces a long OUT name, because file names are limited to 255 bytes."""
     name = os.fsencode(target.name)
     short = target.name if len(name) <= 200 else hashlib.sha256(name).hexdigest()[:32]
     return f".{short}.kvfold"
 
 
 def _work_folder(target: Path, stale: list[Path], resume: Callable[[Path], bool] | None) -> Path:
-    """The first ``stale`` folder that ``resume`` accepts, else a new one; all other stale ones are removed."""
+    """Return the first ``stale`` folder that ``resume`` accepts, or else a new one; remove the other stale folders."""
     chosen = None
     for path in stale:
         if chosen is None and path.is_dir() and resume is not None and resume(path):
@@ -278,7 +277,7 @@ def _work_folder(target: Path, stale: list[Path], resume: Callable[[Path], bool]
 
 
 def _complete_replacement(path: Path, target: Path) -> None:
-    """End a replacement that was cut short: the old OUT goes back if nothing took its place, else it is removed."""
+    """Finish an interrupted replacement: move the old OUT at ``path`` back if ``target`` is missing, else delete it."""
     if path.name.endswith(_ASIDE):
         if os.path.lexists(path) and not os.path.lexists(target):
             os.rename(path, target)
@@ -287,10 +286,11 @@ def _complete_replacement(path: Path, target: Path) -> None:
 
 
 def _publish(folder: Path, target: Path, overwrite: bool) -> None:
-    """Put the finished ``folder`` in the place of ``target``, and make it last.
+    """Move the finished ``folder`` to ``target`` and sync the parent folder.
 
-    ``overwrite`` is one atomic exchange where the system has it: the old OUT is then called ``folder``. Elsewhere the
-    old OUT goes aside first; a run that finds it without an OUT puts it back (``_complete_replacement``).
+    With ``overwrite``, this is one atomic exchange if the system supports it: the old OUT is then at ``folder``.
+    Otherwise, the old OUT is first moved aside; a run that finds it without an OUT moves it back
+    (``_complete_replacement``).
     """
     if overwrite and os.path.lexists(target):
         if not _renameat2(folder, target, _EXCHANGE):
@@ -310,11 +310,11 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
-        raise InputError(f"{target} was made by someone else during the run; choose another OUT") from None
+        raise InputError(f"{target} was created by another program during the run; choose another OUT") from None
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> bool:
-    """Linux's renameat2; False if the C library, the kernel or the file system lacks it (or the flag)."""
+    """Call Linux's renameat2. Returns False if the C library, kernel or file system lacks it or these ``flags``."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False

@@ -1,6 +1,6 @@
-"""A quantized checkpoint seen as the dense one it stands for: plain tensors with plain names, dtypes and shapes.
+"""Present a quantized checkpoint as the equivalent dense one, with plain tensor names, dtypes and shapes.
 
-A tensor is dequantized when it is read, and never cached.
+A tensor is dequantized each time it is read, and never cached.
 """
 
 from collections import Counter
@@ -36,20 +36,20 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any]], tuple[Format, ...]]] = {
 
 
 def undeclared_problems(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> list[str]:
-    """Problems: quantized tensors of a checkpoint whose config does not say how they are quantized."""
+    """List the quantized tensors of a checkpoint whose config does not say how they are quantized, one problem each."""
     if any(config.get(key) for key in _KEYS):
         return []
     return [
-        f"{info.file}: tensor {name!r} of dtype {info.dtype} is quantized, {CONFIG} does not say how; {DEQUANTIZE}"
+        f"{info.file}: tensor {name!r} of dtype {info.dtype} is quantized, but {CONFIG} does not say how; {DEQUANTIZE}"
         for name, info in tensors.items()
         if _is_quantized(info)
     ]
 
 
 def dequantized(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    """``checkpoint`` as a dense one, its floats in the safetensors ``dtype``; one of plain weights unchanged.
+    """Return ``checkpoint`` as a dense one with floats in the safetensors ``dtype``; an unquantized one is unchanged.
 
-    Raises InputError for a quantization that is not supported, and for tensors that do not follow the config's.
+    Raises InputError if the quantization is not supported, or if the tensors contradict the config.
     """
     key = next((key for key in _KEYS if checkpoint.config.get(key)), None)
     if key is None:
@@ -58,7 +58,7 @@ def dequantized(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     method = settings.get("quant_method", "unnamed") if isinstance(settings, dict) else settings
     if not isinstance(method, str) or method not in _FORMATS:
         known = ", ".join(_FORMATS)
-        raise InputError(f"{where}: {key} {short(method)} is no quantization that can be read ({known}); {DEQUANTIZE}")
+        raise InputError(f"{where}: {key} {short(method)} is not supported (supported: {known}); {DEQUANTIZE}")
     try:
         formats = _FORMATS[method](settings)
     except ValueError as error:
@@ -72,18 +72,18 @@ def dequantized(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
         try:
             shape = weight.format.shape(weight.parts)
         except ValueError as error:
-            problems.append(f"{weight.root.file}: tensor {weight.root.name!r} is quantized: {error}")
+            problems.append(f"{weight.root.file}: quantized tensor {weight.root.name!r}: {error}; {DEQUANTIZE}")
             continue
         end = weight.root.start + tensor_bytes(dtype, shape)
         tensors[name] = TensorInfo(name, dtype, shape, weight.root.file, weight.root.start, end, "dequantized")
     # roots that lack their other tensors are among the problems of stored_weights already
     problems += [
-        f"{info.file}: tensor {name!r} of dtype {info.dtype} is quantized in another way than {key} says; {DEQUANTIZE}"
+        f"{info.file}: tensor {name!r} of dtype {info.dtype} is not quantized as {key} says; {DEQUANTIZE}"
         for name, info in plain.items()
         if _is_quantized(info) and not any(each.is_root(info) for each in formats)
     ]
     if not stored and not problems:
-        problems = [f"{where}: {key} says that the weights are quantized, but none is; remove that key"]
+        problems = [f"{where}: {key} says that the weights are quantized, but they are not; remove it from {CONFIG}"]
     raise_problems(problems)
     for name, info in plain.items():
         cast = info.dtype in FLOAT_DTYPES and info.dtype != dtype
@@ -104,7 +104,7 @@ def dequantized(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 
 def _is_quantized(tensor: TensorInfo) -> bool:
-    """True for low-precision floats, and for integers that are weights (masks and positions are integer buffers)."""
+    """True for low-precision floats and integer weights, but not for integer buffers such as masks and positions."""
     if tensor.dtype == "F4" or tensor.dtype.startswith(("F8_", "F6_")):
         return True
     packed = (".weight", ".qweight", ".qzeros", ".weight_packed", ".SCB")
@@ -112,7 +112,7 @@ def _is_quantized(tensor: TensorInfo) -> bool:
 
 
 class DequantizingReader(Reader):
-    """Reads dense tensors by their names: ``weights`` are dequantized, ``plain`` ones cast."""
+    """Reads tensors by their dense names: dequantizes those in ``weights``, and casts those in ``plain``."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class DequantizingReader(Reader):
         self.raw = stored.raw
 
     def keepable(self, name: str) -> StoredWeight | None:
-        """The weight as it is stored, if a result may hold it in that form (``--keep-quantized``)."""
+        """The weight in its stored form, or None if an output cannot contain that form (``--keep-quantized``)."""
         weight = self.weights.get(name)
         return weight if weight is not None and weight.format.keeps(weight.parts) else None
 
@@ -143,7 +143,7 @@ class DequantizingReader(Reader):
         except ImportError as error:
             raise _missing(weight.format) from error
         except ValueError as error:
-            raise InputError(f"{info.file}: tensor {weight.root.name!r} is quantized: {error}") from error
+            raise InputError(f"{info.file}: quantized tensor {weight.root.name!r}: {error}") from error
 
     def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]":
         return super().chunks(info, elements) if info.made else self.stored.chunks(info, elements)
@@ -153,12 +153,12 @@ class DequantizingReader(Reader):
 
 
 def can_keep_quantized(reader: Reader) -> bool:
-    """True if the files hold weights that ``--keep-quantized`` can leave as they are."""
+    """True if the checkpoint contains weights that ``--keep-quantized`` can leave quantized."""
     return isinstance(reader, DequantizingReader) and any(map(reader.keepable, reader.weights))
 
 
 def check_libraries(reader: Reader) -> None:
-    """Raises InputError if a library that ``reader`` needs is not installed."""
+    """Raise InputError if a library that ``reader`` needs is not installed."""
     weights = reader.weights.values() if isinstance(reader, DequantizingReader) else ()
     for form in {weight.format.label: weight.format for weight in weights}.values():
         try:
@@ -171,5 +171,5 @@ def check_libraries(reader: Reader) -> None:
 
 def _missing(form: Format) -> InputError:
     module, requirement = form.library
-    needed = f"weights stored as {form.label} need {module.partition('.')[0]} to be dequantized"
-    return InputError(f"{needed}; pip install '{requirement}'")
+    needed = f"dequantizing weights stored as {form.label} requires {module.partition('.')[0]}"
+    return InputError(f"{needed}; run pip install '{requirement}'")

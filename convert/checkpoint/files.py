@@ -1,4 +1,4 @@
-"""Bytes and JSON of files: read, copied between positions, written and synced. No torch."""
+"""Read, copy, write and sync the bytes and JSON of files. Does not import torch."""
 
 import json
 import os
@@ -23,7 +23,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def open_source(path: Path) -> FileIO:
-    """An open file of a source, unbuffered. InputError if it cannot be read any more."""
+    """Open a source file for unbuffered reading. Raises InputError if it cannot be read."""
     try:
         return path.open("rb", buffering=0)
     except OSError as error:
@@ -31,7 +31,7 @@ def open_source(path: Path) -> FileIO:
 
 
 def read_bytes(path: Path, start: int = 0, length: int = -1) -> bytes:
-    """The bytes of a file from ``start``, at most ``length``. InputError if it cannot be read."""
+    """Read up to ``length`` bytes of a file from ``start``; -1 means all. Raises InputError if it cannot be read."""
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(start)
@@ -41,11 +41,11 @@ def read_bytes(path: Path, start: int = 0, length: int = -1) -> bytes:
 
 
 def _unreadable(path: Path, error: OSError) -> InputError:
-    return InputError(f"{path} cannot be read ({error.strerror}); make it readable, or fetch it again")
+    return InputError(f"{path} cannot be read ({error.strerror}); make it readable or fetch it again")
 
 
 def read_parts(file: FileIO, start: int, end: int) -> Iterator[memoryview]:
-    """The bytes of a file from ``start`` to ``end``, each part valid until the next. InputError if it is short."""
+    """Yield the bytes ``start`` to ``end`` in parts, each valid until the next. InputError if the file is too short."""
     buffer = memoryview(bytearray(min(BUFFER, end - start)))
     while start < end:
         count = os.preadv(file.fileno(), [buffer[: end - start]], start)
@@ -58,9 +58,9 @@ def read_parts(file: FileIO, start: int, end: int) -> Iterator[memoryview]:
 def copy_range(
     source: FileIO, start: int, end: int, target: int, position: int, progress: Callable[[int], None]
 ) -> None:
-    """Copy the bytes ``start`` to ``end`` of one open file to ``position`` of another.
+    """Copy the bytes from ``start`` to ``end`` of one open file to ``position`` in another.
 
-    Calls ``progress`` with the number of bytes of every step. InputError if the source is too short.
+    Calls ``progress`` with the number of bytes copied in each step. Raises InputError if the source is too short.
     """
     done = dropped = 0
     for part in read_parts(source, start, end):
@@ -74,7 +74,7 @@ def copy_range(
 
 
 def write_all(target: int, data: memoryview, position: int) -> None:
-    """Write every byte of ``data`` at ``position`` of an open file."""
+    """Write all of ``data`` at ``position`` in an open file."""
     written = 0
     while written < len(data):
         # one call takes at most 2 GiB
@@ -82,7 +82,7 @@ def write_all(target: int, data: memoryview, position: int) -> None:
 
 
 def write_file(path: Path, content: bytes | str) -> None:
-    """Write a small file, text as UTF-8. Unlike the system's own, the OSError of a full disk names the file."""
+    """Write a small file; text is encoded as UTF-8. Unlike Python's own OSError, the one raised here names the file."""
     rest = memoryview(content.encode() if isinstance(content, str) else content)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
@@ -95,7 +95,7 @@ def write_file(path: Path, content: bytes | str) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """fsync one file or folder."""
+    """Flush one file or folder to disk with fsync."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -106,7 +106,7 @@ def sync_path(path: Path) -> None:
 
 
 def load_json(data: bytes, **options: Any) -> Any:
-    """The JSON value in a file's bytes: UTF-8 in which every string is Unicode text too.
+    """Parse a file's bytes as JSON in UTF-8; every string must be valid Unicode too.
 
     Raises ValueError or RecursionError with the reason.
     """
@@ -118,34 +118,34 @@ def load_json(data: bytes, **options: Any) -> Any:
 
 
 def check_unicode(text: str) -> None:
-    """Raises ValueError if a string holds half of a surrogate pair."""
+    """Raise ValueError if ``text`` contains half of a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         half = ord(text[error.start])
-        raise ValueError(f"half of a surrogate pair, \\u{half:04x}, which is no character") from None
+        raise ValueError(f"it contains half of a surrogate pair, \\u{half:04x}, which is not a character") from None
 
 
 def parse_json(path: Path, data: bytes) -> dict[str, Any]:
-    """The JSON object in the bytes of the file ``path``. InputError names the file."""
+    """Parse the bytes of the file ``path`` as a JSON object. Raises InputError with the file's name if they are not."""
     try:
         value = load_json(data)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON: {first_line(error)}; fix it or fetch it again") from None
     if not isinstance(value, dict):
-        raise InputError(f"{path} must hold a JSON object, not a {type(value).__name__}; fix it or fetch it again")
+        raise InputError(f"{path} must contain a JSON object, not a {type(value).__name__}; fix it or fetch it again")
     return value
 
 
 def dump(value: Mapping[str, Any]) -> str:
-    """JSON in the format of transformers' configs: two spaces, a final newline; keys keep their order."""
+    """``value`` as JSON in the style of transformers' configs: two-space indentation, unsorted, a final newline."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """``config`` with ``dtype`` under the keys that it has for that.
+    """A copy of ``config`` with ``dtype`` under each dtype key that it has, or under ``dtype`` if it has none.
 
-    Configs within the config that state a dtype are changed too. Every other key stays as it was, in its old place.
+    Nested configs that state a dtype are changed too. All other keys keep their values and their order.
     """
     changed = {
         name: with_dtype(value, dtype)
@@ -158,5 +158,5 @@ def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def portable_name(path: Path) -> str:
-    """The last part of a path for records, with a replacement character for each byte that is not UTF-8."""
+    """The last component of a path, for records. Each byte that is not UTF-8 becomes a replacement character."""
     return os.fsencode(path.name).decode("utf-8", "replace")

@@ -1,7 +1,7 @@
-"""Formats of quantized weights: FP8, MXFP4 and compressed-tensors. Imports no torch until a weight is dequantized.
+"""Quantized weight formats: FP8, MXFP4 and compressed-tensors. Imports torch only when a weight is dequantized.
 
 A format names the stored tensors that make up one weight, the shape of the dense weight, and the function that
-dequantizes it, which is the library's that wrote the format wherever there is one.
+dequantizes it: if possible, one from the library that wrote the format.
 """
 
 import re
@@ -23,11 +23,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Format:
-    """One way to store the weight ``NAME`` + ``dense``: a tensor ``NAME`` + ``root`` and others of the same ``NAME``.
+    """One way to store the weight ``NAME`` + ``dense``: a tensor ``NAME`` + ``root`` and others with the same ``NAME``.
 
-    ``needs`` and ``takes`` are the ends of the names of tensors that must or may accompany the root, ``drops`` those of
-    scales for activations or the cache, which a dense model does not have. ``shape`` raises ValueError when the stored
-    shapes do not fit together. ``targets``: modules by name, by an expression ("re:..."), or "Linear" for all.
+    ``needs`` and ``takes`` are the name endings of tensors that must or may accompany the root; ``drops`` are those of
+    activation and cache scales, which a dense model does not have. ``shape`` raises ValueError if the stored shapes do
+    not fit together. ``targets`` are modules: names, regular expressions ("re:..."), or "Linear" for all.
     """
 
     label: str
@@ -55,7 +55,7 @@ class Format:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A quantized weight in the files: its format, its root, and all its tensors by the ends of their names."""
+    """A stored quantized weight: its format, its root tensor, and all its tensors by the endings of their names."""
 
     format: Format
     root: TensorInfo
@@ -65,9 +65,9 @@ class StoredWeight:
 def stored_weights(
     formats: tuple[Format, ...], tensors: Mapping[str, TensorInfo]
 ) -> tuple[dict[str, StoredWeight], list[str]]:
-    """The quantized weights among ``tensors`` by their dense names, and the problems of incomplete ones.
+    """Find the quantized weights among ``tensors``. Returns them by dense name, and the problems of incomplete weights.
 
-    A root belongs to the first of ``formats`` whose other tensors are there.
+    A root belongs to the first of ``formats`` whose required tensors are all present.
     """
     weights: dict[str, StoredWeight] = {}
     problems = []
@@ -93,7 +93,7 @@ _FP8_ELEMENTS = 1 << 22  # dequantized at a time: about 60 MB of temporary memor
 
 
 def fp8_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
-    """The formats of ``quant_method`` fp8 and fbgemm_fp8. Raises ValueError for unknown settings."""
+    """The formats for ``quant_method`` fp8 and fbgemm_fp8. Raises ValueError if ``settings`` are not valid."""
     block = settings.get("weight_block_size")
     if block is not None and not (
         isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
@@ -127,25 +127,25 @@ def fp8_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
 
 
 def _block_size(shape: Shape, scales: Shape, block: Sequence[int] | None) -> tuple[int, int]:
-    """Rows and columns that share a scale. ValueError if the scales fit no such blocks.
+    """The number of rows and columns that share a scale. Raises ValueError if the scales do not fit such blocks.
 
-    One scale for all of the matrix counts as one for each row.
+    A single scale for the whole matrix is treated as one scale per row.
     """
     if len(shape) != 2:
-        raise ValueError(f"its shape {list(shape)} must be that of a matrix")
+        raise ValueError(f"its shape {list(shape)} must have two dimensions")
     if prod(scales) == 1:
         return 1, shape[1]
     rows, columns = (1, shape[1]) if block is None else block
     grid = (-(-shape[0] // rows), -(-shape[1] // columns))
     if [size for size in scales if size != 1] != [size for size in grid if size != 1]:
-        raise ValueError(f"a weight {list(shape)} needs scales {list(grid)}, not {list(scales)}")
+        raise ValueError(f"shape {list(shape)} needs scales of shape {list(grid)}, not {list(scales)}")
     return rows, columns
 
 
 def _dequantize_fp8(
     scale: str, block: Sequence[int] | None, parts: "Mapping[str, Tensor]", shape: Shape, dtype: "torch.dtype"
 ) -> "Tensor":
-    """The dense weight ``[out, in]`` in ``dtype``, made in strips of whole blocks to bound the memory."""
+    """Return the dense weight ``[out, in]`` in ``dtype``, computed in strips of whole blocks to limit memory use."""
     import torch
     from torch.nn.functional import pad
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -173,13 +173,14 @@ def _dequantize_fp8(
 
 
 def mxfp4_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
-    """``NAME_blocks`` and ``NAME_scales``: all experts of a layer in one tensor ``NAME``."""
+    """The format whose ``NAME_blocks`` and ``NAME_scales`` store one dense tensor ``NAME``, all experts of a layer."""
 
     def dense_shape(parts: Parts) -> Shape:
         # blocks hold two numbers a byte; the dense tensor is [experts, in, out]
         blocks, scales = parts["_blocks"].shape, parts["_scales"].shape
         if len(blocks) != 4 or scales != blocks[:-1]:
-            raise ValueError(f"blocks [experts, out, groups, bytes] need scales {list(blocks[:3])}, not {list(scales)}")
+            shapes = f"_blocks {list(blocks)} and _scales {list(scales)}"
+            raise ValueError(f"{shapes} must be [experts, out, groups, bytes] and [experts, out, groups]")
         experts, out, groups, size = blocks
         return experts, 2 * groups * size, out
 
@@ -226,10 +227,10 @@ _COMPRESSED = {
 
 
 def compressed_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
-    """One format for each of the config's groups of modules. Raises ValueError for a format that is not supported."""
+    """Return one format per group of modules in the config. Raises ValueError if a format is not supported."""
     groups = settings.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise ValueError("it needs config_groups")
+        raise ValueError("'config_groups' is missing or empty")
     formats = []
     for group in groups.values():
         kind, weights = group.get("format") or settings.get("format"), group["weights"]
@@ -254,10 +255,10 @@ def compressed_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
 
 
 def _compressed_shape(weights: Mapping[str, Any], parts: Parts) -> Shape:
-    """``[out, in]``; of a packed weight ``in`` follows from its row of scales or from the length of the packed row."""
+    """The dense shape ``[out, in]``. For a packed weight, ``in`` follows from the length of a row or of its scales."""
     if ".weight_g_idx" in parts:
         # the library drops this order when it decompresses
-        raise ValueError("columns must be in groups of neighbors, without .weight_g_idx (actorder group)")
+        raise ValueError("a column order (.weight_g_idx, from actorder 'group') is not supported")
     if ".weight" in parts:
         return parts[".weight"].shape
     rows, packed = parts[".weight_packed"].shape

@@ -1,4 +1,4 @@
-"""SHA-256 of files and of ranges of them, for ``kvfold.json``, ``kvfold verify`` and ``--resume``."""
+"""SHA-256 of files and of byte ranges in them, for ``kvfold.json``, ``kvfold verify`` and ``--resume``."""
 
 import hashlib
 import os
@@ -18,9 +18,9 @@ _POLL = 0.05  # seconds: a tensor is written in less, or takes far longer
 
 
 def file_sha256(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> str:
-    """The SHA-256 of a file, or of its bytes from start to end of each of ``ranges`` in turn.
+    """The SHA-256 of a file or, if ``ranges`` are given, of its bytes from start to end of each range in turn.
 
-    OSError when it cannot be read, InputError if it ends before a range does.
+    Raises OSError if the file cannot be read, and InputError if it ends before a range does.
     """
     with path.open("rb", buffering=0) as file:
         if ranges is None:
@@ -36,8 +36,8 @@ def file_sha256(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> 
 def hashing(folder: Path, shards: Sequence[Shard], written: Container[str]) -> Iterator[Callable[[], dict[str, str]]]:
     """Hash the files of ``shards`` while the block writes them, each tensor once its name is in ``written``.
 
-    Yields a function that waits for the hashes and returns them by file; call it when everything is written. It raises
-    OSError if a file cannot be read.
+    Yields a function that waits for the hashes and returns them by file name; call it after everything is written. It
+    raises OSError if a file cannot be read.
     """
     # what was just written is in the page cache: a finished output need not be read from the disk once more
     stopped = threading.Event()
@@ -65,7 +65,7 @@ def _hash(folder: Path, shard: Shard, written: Container[str], stopped: threadin
 
 
 def file_hashes(folder: Path, record: str = RECORD, known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The SHA-256 of every file below ``folder`` by its path there, but for ``record``, which will hold them.
+    """The SHA-256 of every file below ``folder`` by relative path, except ``record``, which will contain the hashes.
 
     Files whose hashes are ``known`` are not read.
     """
@@ -76,9 +76,9 @@ def file_hashes(folder: Path, record: str = RECORD, known: Mapping[str, str] | N
 
 
 def file_problems(folder: Path, expected: Mapping[str, str], record: str = RECORD) -> Iterator[str]:
-    """A line for every file that is missing, changed or new since ``file_hashes`` gave ``expected``."""
+    """Yield a line for every file that is missing, changed or new compared to ``expected``, made by ``file_hashes``."""
     for name in sorted(set(_names(folder, record)) - expected.keys()):
-        yield f"{name}: not a file that was written"
+        yield f"{name}: kvfold did not write this file"
     for name, digest in expected.items():
         try:
             found = file_sha256(resolve_member(folder, name))
@@ -90,6 +90,6 @@ def file_problems(folder: Path, expected: Mapping[str, str], record: str = RECOR
 
 
 def _names(folder: Path, record: str) -> list[str]:
-    """The files below ``folder``, without ``record`` and without what is hidden at its top, such as ``.git``."""
+    """The relative paths of all files below ``folder``, except ``record`` and top-level hidden ones (``.git``)."""
     files = (Path(root, name).relative_to(folder) for root, _, names in os.walk(folder) for name in names)
     return sorted(str(file) for file in files if str(file) != record and not file.parts[0].startswith("."))

@@ -1,7 +1,7 @@
-"""The header of a safetensors file, parsed and checked without torch.
+"""Parse and check the header of a safetensors file, without torch.
 
-Format: 8 bytes little-endian header length, a JSON object ``{name: {dtype, shape, data_offsets}}`` padded with spaces,
-then the tensors' bytes without gaps (https://huggingface.co/docs/safetensors).
+Format: the header length in 8 little-endian bytes, a JSON object ``{name: {dtype, shape, data_offsets}}`` padded with
+spaces, then the bytes of all tensors without gaps (https://huggingface.co/docs/safetensors).
 """
 
 import hashlib
@@ -38,10 +38,10 @@ PREFIX = 8
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One stored tensor. ``start`` and ``end`` are absolute byte positions in ``file`` (a name relative to the folder).
+    """One stored tensor. ``start`` and ``end`` are byte positions in ``file``, whose name is relative to the folder.
 
-    ``made`` is ``dequantized`` or ``cast`` if the tensor differs from the stored bytes. For such tensors, and in a
-    legacy pickle, the positions only give the order.
+    ``made`` is ``dequantized`` or ``cast`` if the tensor differs from its stored bytes. For such tensors, and for those
+    in a legacy pickle, the positions only define an order.
     """
 
     name: str
@@ -59,7 +59,7 @@ class TensorInfo:
 
 @dataclass
 class Header:
-    """The header of one file: its tensors in the order of their bytes, the problems found, a digest of the header."""
+    """The header of one file: its tensors in byte order, the problems found, and a digest of the header."""
 
     tensors: list[TensorInfo] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -67,40 +67,42 @@ class Header:
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor; sub-byte dtypes round up."""
+    """The size of a tensor in bytes; for sub-byte dtypes, it is rounded up to whole bytes."""
     return -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
 
 
 def read_header(path: Path, file: str) -> Header:
-    """The header of a local safetensors file. InputError if it cannot be read."""
+    """Read the header of a local safetensors file. Raises InputError if the file cannot be read."""
     return parse_header(file, path.stat().st_size, partial(read_bytes, path))
 
 
 def parse_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Header:
-    """Check the header of ``file`` (``size`` bytes long), fetching bytes through ``read(start, length)``."""
+    """Parse and check the header of ``file``, which has ``size`` bytes. ``read(start, length)`` returns its bytes."""
     try:
         if size < PREFIX:
-            raise ValueError(f"truncated: {size} bytes, a header takes {PREFIX} or more")
+            raise ValueError(f"truncated to {size} bytes, but a header takes at least {PREFIX}")
         (length,) = struct.unpack("<Q", read(0, PREFIX))
         if length > MAX_HEADER:
-            raise ValueError(f"its header would take {length} bytes, {MAX_HEADER} at most can be")
+            raise ValueError(f"its header would take {length} bytes, but at most {MAX_HEADER} are allowed")
         if PREFIX + length > size:
-            raise ValueError(f"truncated inside its header: {size} bytes, the header alone takes {PREFIX + length}")
+            raise ValueError(f"truncated to {size} bytes, but its header alone takes {PREFIX + length}")
         raw = read(PREFIX, length)
         entries = load_json(raw, object_pairs_hook=_unique)
         if not raw.startswith(b"{"):
             raise ValueError("its header must be a JSON object")
     except (ValueError, RecursionError) as error:
-        return Header(problems=[f"{file}: no valid safetensors file: {first_line(error)}; fetch it again"])
+        return Header(problems=[f"{file}: not a valid safetensors file: {first_line(error)}; fetch it again"])
     header = Header(digest=hashlib.sha256(raw).hexdigest())
     metadata = entries.pop("__metadata__", None)  # null is what the safetensors library takes for no metadata
     if metadata is not None and not (
         isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     ):
-        header.problems.append(f"{file}: __metadata__ must map names to strings, not be {short(metadata)}")
+        header.problems.append(
+            f"{file}: __metadata__ must map names to strings, but is {short(metadata)}; fetch it again"
+        )
     for name, entry in entries.items():
         if problem := _entry_problem(entry):
-            header.problems.append(f"{file}: tensor {short(name)}: {problem}")
+            header.problems.append(f"{file}: tensor {short(name)}: {problem}; fetch it again")
             continue
         start, end = (PREFIX + length + offset for offset in entry["data_offsets"])
         header.tensors.append(TensorInfo(name, entry["dtype"], tuple(entry["shape"]), file, start, end))
@@ -113,14 +115,14 @@ def parse_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Hea
 
 def _entry_problem(entry: Any) -> str:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        return "its header entry must hold exactly dtype, shape and data_offsets"
+        return "its header entry must contain exactly dtype, shape and data_offsets"
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         return f"dtype {short(dtype)} must be one of {', '.join(DTYPE_BITS)}"
     for key, value in (("shape", shape), ("data_offsets", offsets)):
         # not isinstance: JSON's true would pass for 1
         if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
-            return f"{key} {short(value)} must be a list of whole numbers of at least 0"
+            return f"{key} {short(value)} must be a list of non-negative integers"
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         return f"data_offsets {short(offsets)} must be [begin, end] with begin <= end"
     # multiplied one by one, up to the limit: the product of a hostile header's numbers could take minutes
@@ -129,22 +131,23 @@ def _entry_problem(entry: Any) -> str:
         return f"shape {short(shape)} and data_offsets {short(offsets)} must stay below 2**63 elements and bytes"
     needed, found = tensor_bytes(dtype, tuple(shape)), offsets[1] - offsets[0]
     if needed != found:
-        return f"dtype {dtype} and shape {short(shape)} need {needed} bytes, its data_offsets span {found}"
+        return f"dtype {dtype} and shape {short(shape)} need {needed} bytes, but data_offsets span {found}"
     return ""
 
 
 def _layout_problems(file: str, tensors: list[TensorInfo], base: int, size: int) -> list[str]:
-    """The bytes must be used from the header's end to the file's, each exactly once."""
+    """List the bytes between the header's end and the file's end that are not used by exactly one tensor."""
     problems, position = [], base
     for tensor in tensors:
         if tensor.start != position:
             fault = "overlaps the tensor before it" if tensor.start < position else "leaves a gap before it"
-            problems.append(f"{file}: tensor {short(tensor.name)} {fault}: byte {tensor.start} must be {position}")
+            place = f"it starts at byte {tensor.start}, but must start at {position}"
+            problems.append(f"{file}: tensor {short(tensor.name)} {fault}: {place}; fetch it again")
         position = max(position, tensor.end)
     if position > size:
-        problems.append(f"{file}: truncated: {size} bytes of {position}; fetch it again")
+        problems.append(f"{file}: truncated to {size} of {position} bytes; fetch it again")
     elif position < size:
-        problems.append(f"{file}: the last {size - position} of {size} bytes belong to no tensor; fetch it again")
+        problems.append(f"{file}: no tensor uses the last {size - position} of {size} bytes; fetch it again")
     return problems
 
 
@@ -153,5 +156,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         counts = Counter(name for name, _ in pairs)
         twice = next(name for name, _ in pairs if counts[name] > 1)
-        raise ValueError(f"its header has the name {short(twice)} twice")
+        raise ValueError(f"its header contains the name {short(twice)} twice")
     return result

@@ -1,4 +1,4 @@
-"""Models named by a hub id, ``owner/name`` or ``owner/name@revision``. huggingface_hub is imported when one is used."""
+"""Models named by a hub id, ``owner/name`` or ``owner/name@revision``. Imports huggingface_hub only when needed."""
 
 import re
 import sys
@@ -21,16 +21,16 @@ _FIRST_BYTES = 1 << 17  # nearly every header fits, so that one request per file
 _THREADS = 8
 _TIMEOUT = 30  # seconds without an answer
 _ADVICE = {
-    "GatedRepoError": "a model whose terms must be accepted first: do so on its page, then `hf auth login`",
-    "RepositoryNotFoundError": "no such folder here and no such model on the hub (a private one needs `hf auth login`)",
-    "RevisionNotFoundError": "no such revision of that model",
-    "HFValidationError": "no such folder here and no valid hub id",
+    "GatedRepoError": "access is restricted: accept the terms on the model's page, then run `hf auth login`",
+    "RepositoryNotFoundError": "no such folder, and no such model on the hub (a private model needs `hf auth login`)",
+    "RevisionNotFoundError": "the model has no such revision; choose a branch, tag or commit from its page",
+    "HFValidationError": "no such folder, and not a valid hub id (owner/name)",
 }
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """A hub id taken apart. ``revision`` is None for the default branch."""
+    """The parts of a hub id. A ``revision`` of None means the default branch."""
 
     id: str
     revision: str | None
@@ -41,7 +41,7 @@ class HubModel:
 
 @dataclass(frozen=True)
 class RemoteFiles:
-    """A model on the hub at one commit: the names of its files, and where config and index were downloaded to."""
+    """A model on the hub at one commit: its file names, and the local folder with its downloaded config and index."""
 
     model: HubModel
     commit: str
@@ -50,13 +50,13 @@ class RemoteFiles:
 
 
 def parse_hub_id(text: str) -> HubModel | None:
-    """The hub id in ``text``, or None if it does not have that form."""
+    """Parse ``text`` as a hub id. Returns None if it does not have that form."""
     match = _ID.fullmatch(text)
     return HubModel(match["id"], match["revision"]) if match else None
 
 
 def download(model: HubModel) -> Path:
-    """The folder of the snapshot in the hub's cache, downloaded as far as it is missing. InputError if that fails."""
+    """Download what is missing from the hub cache and return the snapshot's folder. Raises InputError if that fails."""
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
 
@@ -80,14 +80,14 @@ def download(model: HubModel) -> Path:
 
 
 def remote_files(model: HubModel) -> RemoteFiles:
-    """A model's files at the commit its revision stands for; downloads config and index. InputError otherwise."""
+    """List a model's files at its revision's commit, and download config and index. Raises InputError if that fails."""
     import huggingface_hub
 
     with _asking(model):
         info = huggingface_hub.HfApi().model_info(model.id, revision=model.revision)
         names = sorted(sibling.rfilename for sibling in info.siblings or [])
         if CONFIG not in names:
-            raise InputError(f"{model}: a checkpoint needs a {CONFIG}, which is not among its files; name another one")
+            raise InputError(f"{model}: a checkpoint needs a {CONFIG}, which this model lacks; choose another model")
         # by commit: config, index and headers stay of one version even if the branch moves on meanwhile
         downloaded = [name for name in (CONFIG, INDEX, LEGACY_INDEX) if name in names]
         paths = [huggingface_hub.hf_hub_download(model.id, name, revision=info.sha) for name in downloaded]
@@ -95,7 +95,7 @@ def remote_files(model: HubModel) -> RemoteFiles:
 
 
 def remote_headers(files: RemoteFiles, shards: Collection[str]) -> dict[str, Header]:
-    """The headers of safetensors files by range requests, several at a time."""
+    """Fetch the headers of safetensors files with range requests, several at a time."""
     # The hub library's parse_safetensors_file_metadata gives neither the file's size (a truncated file would pass) nor
     # the header's bytes (their digest is part of the source's hash), does not check for gaps, overlaps and repeated
     # names, and reads a whole shard from a server that ignores the range.
@@ -118,7 +118,7 @@ def _remote_header(files: RemoteFiles, name: str) -> Header:
 
 
 def _get_range(files: RemoteFiles, name: str, start: int, length: int) -> tuple[bytes, int]:
-    """Up to ``length`` bytes of a file on the hub, and the size of the whole file."""
+    """Fetch up to ``length`` bytes of a file on the hub. Returns them and the size of the whole file."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
@@ -128,13 +128,13 @@ def _get_range(files: RemoteFiles, name: str, start: int, length: int) -> tuple[
         hf_raise_for_status(response)
         total = re.fullmatch(r"bytes \d+-\d+/(\d+)", response.headers.get("content-range", ""))
         if response.status_code != 206 or total is None:  # without it the answer is the whole file: gigabytes
-            raise OSError(f"{name} was to be sent in part, the answer has status {response.status_code}")
+            raise OSError(f"the request for a part of {name} was answered with status {response.status_code}")
         return response.read(), int(total[1])
 
 
 @contextmanager
 def _asking(model: HubModel) -> Iterator[None]:
-    """Any failure to get something from the hub becomes an InputError."""
+    """Turn any failure of a request to the hub into an InputError."""
     try:
         yield
     except InputError:

@@ -1,6 +1,6 @@
-"""Open a checkpoint by its headers: names, dtypes and shapes are known at once, bytes are read on demand.
+"""Open a checkpoint by reading its headers: names, dtypes and shapes are known at once, other bytes are read on demand.
 
-Imports no torch, transformers or huggingface_hub until a tensor is read or a hub id is given.
+Does not import torch, transformers or huggingface_hub until a tensor or a legacy file is read or a hub id is used.
 """
 
 import os
@@ -38,11 +38,11 @@ __all__ = ["Checkpoint", "TensorInfo", "check_opens", "open_checkpoint", "open_h
 
 
 def open_checkpoint(model: str | os.PathLike[str], dtype: str = "BF16") -> Checkpoint:
-    """Open a folder or a hub id (``id@revision``; downloaded, or from the cache) and check every header.
+    """Open a folder or a hub id (``id@revision``, downloaded unless it is in the cache) and check every header.
 
-    Quantized weights appear as dense ones of the safetensors ``dtype``. Raises InputError with every problem of the
-    files at once: no such folder or id, no or bad config.json, truncated or inconsistent files, links that leave the
-    folder, a quantization that is not supported or whose library is not installed.
+    Quantized weights appear as dense weights in the safetensors ``dtype``. Raises one InputError with all problems: no
+    such folder or id, a missing or invalid config.json, truncated or inconsistent files, links that leave the folder, a
+    quantization that is not supported or whose library is not installed.
     """
     checkpoint = _open_local(_locate(model), dtype)
     check_libraries(checkpoint.reader)
@@ -50,16 +50,16 @@ def open_checkpoint(model: str | os.PathLike[str], dtype: str = "BF16") -> Check
 
 
 def check_opens(*models: str) -> None:
-    """Raise the errors of ``open_checkpoint`` for each of ``models``: a mistyped name ends before torch is imported."""
+    """Raise the errors of ``open_checkpoint`` for all ``models``, so that typos are found before torch is imported."""
     for model in models:
         open_checkpoint(model).close()
 
 
 def open_headers(model: str | os.PathLike[str], dtype: str = "BF16") -> Checkpoint:
-    """As ``open_checkpoint``, but of a hub id only config, index and headers are fetched; ``read`` then fails.
+    """Like ``open_checkpoint``, but for a hub id, fetch only config, index and headers; reading tensors then fails.
 
-    A legacy checkpoint on the hub has no headers to fetch and is downloaded whole. With HF_HUB_OFFLINE every hub id is
-    opened from the cache.
+    A legacy checkpoint on the hub has no separate headers, so all of it is downloaded. With HF_HUB_OFFLINE, every hub
+    id is opened from the cache.
     """
     place = _locate(model)
     if isinstance(place, hub.HubModel):
@@ -83,16 +83,16 @@ def _locate(model: str | os.PathLike[str]) -> Path | hub.HubModel:
     except (OSError, ValueError):  # also what no path can be: too long a name, a NUL character
         named = hub.parse_hub_id(str(model))
         if named is None:
-            raise InputError(f"{model}: no such folder; give a checkpoint's folder or a hub id (owner/name)") from None
+            raise InputError(f"{model}: no such folder; use a checkpoint's folder or a hub id (owner/name)") from None
         return named
     if not is_folder:
-        advice = DEQUANTIZE if folder.suffix == ".gguf" else "give the folder it lies in"
-        raise InputError(f"{folder} is a file, a checkpoint is a folder; {advice}")
+        advice = DEQUANTIZE if folder.suffix == ".gguf" else "use the folder that contains it"
+        raise InputError(f"{folder} is a file, but a checkpoint is a folder; {advice}")
     return folder.resolve()
 
 
 def _open_local(place: Path | hub.HubModel, dtype: str) -> Checkpoint:
-    """Open a folder, or the snapshot of a hub id, whose folder is named for its commit."""
+    """Open a folder, or the snapshot of a hub id. A snapshot's folder is named after its commit."""
     if isinstance(place, Path):
         folder, origin = place, portable_name(place)
     else:
@@ -148,7 +148,7 @@ def _with_tensors(
     headers_of: Callable[[Collection[str]], dict[str, Header]],
     problems: Collection[str] = (),
 ) -> Checkpoint:
-    """``opened`` with the tensors of ``entry``, an index or the weights. InputError with all problems of the files."""
+    """Add the tensors of ``entry``, an index or a weight file, to ``opened``. Raises InputError with all problems."""
     weight_map = read_index(opened.folder, entry) if entry.endswith(".json") else {}
     headers = headers_of(sorted(set(weight_map.values())) or [entry])
     found = [*problems, *(problem for header in headers.values() for problem in header.problems)]
@@ -161,7 +161,7 @@ def _with_tensors(
 
 
 class _SafetensorsReader(Reader):
-    """Reads local safetensors files by position; ``paths`` maps file names to real paths."""
+    """Reads tensors from local safetensors files; ``paths`` maps file names to real paths."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         self.raw = paths

@@ -1,4 +1,4 @@
-"""An opened checkpoint, and what reads the bytes of its tensors. Imports no torch until a tensor is read."""
+"""An opened checkpoint and the base class of its readers. Imports torch only when a tensor is read."""
 
 import hashlib
 import os
@@ -17,37 +17,38 @@ if TYPE_CHECKING:
 
 
 class Reader:
-    """Reads tensors; subclasses for safetensors files, legacy files and quantized weights.
+    """Reads tensors. Subclasses read safetensors files, legacy files and quantized weights.
 
-    ``raw`` has the files in which tensors that are not ``made`` lie at ``start`` .. ``end``. This base class serves
-    headers that were fetched from the hub without their weights: reading one is an error.
+    ``raw`` maps file names to paths; tensors whose ``made`` is empty have their bytes at ``start`` .. ``end`` of these
+    files. This base class serves headers that were fetched from the hub without weights: reading a tensor raises an
+    error.
     """
 
     raw: Mapping[str, Path] = MappingProxyType({})
 
     def read(self, info: TensorInfo) -> "torch.Tensor":
-        """The tensor on the CPU, owning its memory."""
-        raise KvfoldError(f"tensor {info.name!r} cannot be read: only headers were fetched; open the checkpoint whole")
+        """Read a tensor into CPU memory of its own."""
+        raise KvfoldError(f"tensor {info.name!r} cannot be read: only headers were fetched; use open_checkpoint")
 
     def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]":
-        """The elements in order, flat, at most ``elements`` at a time."""
+        """Yield the elements in order, as flat tensors of at most ``elements`` each."""
         import torch
 
         return iter(torch.split(self.read(info).reshape(-1), elements))
 
     def close(self) -> None:
-        """Give memory and files back; a later read opens them again."""
+        """Release memory and files; a later read opens them again."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint.
 
-    ``tensors`` are in the order of their bytes, file by file. ``origin`` names the source without a machine path:
-    ``id@commit`` for a hub model, else the folder's name. ``digests``: the sha256 of config.json and of each file's
-    header. ``aliases`` maps a tensor that shares its storage with an earlier one of the same shape to that one (legacy
-    files only; both are in ``tensors``). ``states``: every local file before it was read. ``made_of``: the stored
-    formats that dense weights were dequantized from, a line for each.
+    ``tensors`` are in byte order, file by file. ``origin`` names the source without a local path: ``id@commit`` for a
+    hub model, else the folder's name. ``digests`` has the SHA-256 of config.json and of each file's header. ``aliases``
+    maps a tensor to an earlier one of the same shape if they share storage (legacy files only; both are in
+    ``tensors``). ``states`` describes every local file before it was read. ``made_of`` has one line for each stored
+    format from which weights were dequantized.
     """
 
     folder: Path
@@ -62,7 +63,7 @@ class Checkpoint:
 
     @property
     def hub_id(self) -> str | None:
-        """The model's id on the hub, None for a folder."""
+        """The model's id on the hub, or None for a folder."""
         return self.origin.partition("@")[0] if "/" in self.origin else None
 
     def info(self, name: str) -> TensorInfo:
@@ -71,31 +72,31 @@ class Checkpoint:
         return self.tensors[name]
 
     def read(self, name: str) -> "torch.Tensor":
-        """The tensor on the CPU in its stored dtype, owning its memory. KvfoldError if opened from remote headers."""
+        """Read a tensor in its stored dtype into CPU memory of its own. KvfoldError if only headers were fetched."""
         return self.reader.read(self.info(name))
 
     def chunks(self, name: str, elements: int) -> "Iterator[torch.Tensor]":
-        """The tensor's elements in order as flat CPU tensors of at most ``elements`` each: bounded memory."""
+        """Yield a tensor's elements in order, as flat CPU tensors of at most ``elements`` each, to limit memory use."""
         return self.reader.chunks(self.info(name), elements)
 
     def raw_path(self, info: TensorInfo) -> Path | None:
-        """The file with the tensor's bytes at ``start`` .. ``end``; None for legacy, remote and made tensors."""
+        """The file with the tensor's bytes at ``start`` .. ``end``; None for legacy, remote and ``made`` tensors."""
         return None if info.made else self.reader.raw.get(info.file)
 
     def source_hash(self) -> str:
-        """sha256 over config.json and every file's header: names the checkpoint without reading its weights."""
+        """The SHA-256 of config.json and all headers, which identifies the checkpoint without reading its weights."""
         lines = [f"{file}\0{value}\n" for file, value in sorted(self.digests.items())]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def extra_files(self) -> list[Path]:
-        """Tokenizer, generation, chat template and license files, as paths in ``folder``; no Python, no weights.
+        """Paths of the tokenizer, generation, chat template and license files in ``folder``; no Python, no weights.
 
-        Copy their contents (``shutil.copyfile``): in a hub cache the paths are links.
+        To copy them, use ``shutil.copyfile``, because these paths are links in a hub cache.
         """
         return [self.folder / name for name in extra_names(os.listdir(self.folder))]
 
     def check_unchanged(self) -> None:
-        """Raises InputError if a file changed since the checkpoint was opened; call before publishing."""
+        """Raise InputError if a file has changed since the checkpoint was opened. Call this before publishing."""
         changes, after = [], file_states(self.states)
         for path, state in self.states.items():
             if path not in after:
@@ -106,8 +107,8 @@ class Checkpoint:
                 changes.append(f"{path.name}: written to")
         if changes:
             raise InputError(
-                f"{self.origin}: {len(changes)} of its files changed during the run; nothing was kept: run again once "
-                "nothing writes to them",
+                f"{self.origin}: {len(changes)} of its files changed during the run, so no output was kept; run again "
+                "when nothing writes to them",
                 changes,
             )
 

@@ -1,4 +1,4 @@
-"""The plan of a checkpoint's files: every tensor's shard and offset, fixed before the first byte is written."""
+"""Plan a checkpoint's files: the shard and offset of every tensor, fixed before the first byte is written."""
 
 import json
 import struct
@@ -19,9 +19,9 @@ _TIGHT = (",", ":")
 class OutputTensor:
     """A tensor to be written.
 
-    ``source`` names the source tensor whose bytes are copied, or cast if the dtype differs; None if the tensor is
-    computed by a transform. Several names are concatenated, such as experts that the source stores one by one; none,
-    ``()``, makes a tensor of zeros. ``kept``: the stored part of a quantized weight that is copied as it is.
+    ``source`` names the source tensor whose bytes are copied, or cast if the dtypes differ. Several names mean that
+    these tensors are concatenated, such as experts stored one by one; ``()`` means a tensor of zeros, and None a tensor
+    computed by a transform. ``kept`` is the stored part of a quantized weight that is copied unchanged.
     """
 
     name: str
@@ -32,12 +32,12 @@ class OutputTensor:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The source tensors that are copied, in the order of their bytes."""
+        """The names of the source tensors to copy, in the order in which they are concatenated."""
         return (self.source,) if isinstance(self.source, str) else self.source or ()
 
     @property
     def computed(self) -> bool:
-        """True if a transform makes it: it is not copied."""
+        """True if a transform computes the tensor, so that it is not copied."""
         return self.source is None
 
     @property
@@ -45,21 +45,21 @@ class OutputTensor:
         return tensor_bytes(self.dtype, self.shape)
 
     def entry(self, start: int) -> dict[str, dict[str, object]]:
-        """The tensor in a safetensors header, its bytes beginning at ``start``."""
+        """The tensor's entry in a safetensors header, with its bytes beginning at ``start``."""
         offsets = [start, start + self.nbytes]
         return {self.name: {"dtype": self.dtype, "shape": self.shape, "data_offsets": offsets}}
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One output file and its tensors, in the order of their bytes."""
+    """One output file and its tensors, in byte order."""
 
     file: str
     tensors: tuple[OutputTensor, ...]
 
     @cached_property
     def header(self) -> bytes:
-        """The bytes before the first tensor: length and JSON, padded with spaces so that the tensors begin at 8 n."""
+        """The bytes before the first tensor: length and JSON, padded with spaces to a multiple of 8 bytes."""
         entries: dict[str, dict[str, object]] = {"__metadata__": _METADATA}
         position = 0
         for tensor in self.tensors:
@@ -76,7 +76,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """The bytes ``start`` .. ``end`` of the file ``shard`` that a tensor takes."""
+    """The place of a tensor: bytes ``start`` .. ``end`` of the file ``shard``."""
 
     tensor: OutputTensor
     shard: str
@@ -85,9 +85,9 @@ class TensorPlace:
 
 
 def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard]:
-    """Fill shards in the given order so that no file exceeds ``max_bytes``; a larger tensor gets its own file.
+    """Fill shards in the given order, each up to ``max_bytes``; a tensor that is larger gets a file of its own.
 
-    Within a shard wider dtypes come first.
+    Within a shard, wider dtypes come first.
     """
     groups: list[list[OutputTensor]] = []
     used = 0
@@ -109,13 +109,13 @@ def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard
 
 
 def tensor_places(shards: Sequence[Shard]) -> dict[str, TensorPlace]:
-    """The place of every tensor by name. KvfoldError if the plan names one twice."""
+    """Map each tensor's name to its place. Raises KvfoldError if the plan contains a name twice."""
     places: dict[str, TensorPlace] = {}
     for shard in shards:
         position = len(shard.header)
         for tensor in shard.tensors:
             if tensor.name in places:
-                raise KvfoldError(f"tensor {tensor.name!r} is in the plan twice")
+                raise KvfoldError(f"tensor {tensor.name!r} appears in the plan twice")
             places[tensor.name] = TensorPlace(tensor, shard.file, position, position + tensor.nbytes)
             position += tensor.nbytes
     return places

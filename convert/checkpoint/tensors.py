@@ -1,6 +1,6 @@
-"""torch tensors and their bytes in files: safetensors by position, ``pytorch_model*.bin`` by torch.
+"""torch tensors and their bytes: read safetensors files by position, and ``pytorch_model*.bin`` with torch.
 
-The only module of this package that imports torch at its top.
+This is the only module in this package that imports torch at the top.
 """
 
 import hashlib
@@ -40,26 +40,26 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a safetensors dtype name."""
+    """The torch dtype for a safetensors dtype name."""
     if name not in TORCH_DTYPES:
         raise KvfoldError(f"dtype {name} must be one of {', '.join(TORCH_DTYPES)}")
     return TORCH_DTYPES[name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The safetensors name of a torch dtype."""
+    """The safetensors name for a torch dtype."""
     if dtype not in _NAMES:
         raise KvfoldError(f"dtype {dtype} must be one of {', '.join(map(str, _NAMES))}")
     return _NAMES[dtype]
 
 
 def tensor_memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, shared with it."""
+    """The bytes of a contiguous CPU tensor, as a memoryview of the same memory."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_elements(file: int, info: TensorInfo, start: int, end: int) -> torch.Tensor:
-    """The elements of ``info`` that lie in bytes ``start`` .. ``end`` of the open file, flat, owning their memory."""
+    """Read bytes ``start`` .. ``end`` of the open file, elements of ``info``, as a flat tensor with its own memory."""
     buffer = torch.empty(end - start, dtype=torch.uint8)
     view, position = tensor_memory(buffer), 0
     while position < len(view):
@@ -72,7 +72,7 @@ def read_elements(file: int, info: TensorInfo, start: int, end: int) -> torch.Te
 
 
 def count_non_finite(tensor: torch.Tensor) -> int:
-    """The number of elements that are NaN or infinite. For a sound tensor this costs one pass without a copy."""
+    """The number of NaN and infinite elements. If there are none, this takes a single pass without a copy."""
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return 0
     extremes = torch.stack(torch.aminmax(tensor))  # both are NaN when any element is
@@ -80,26 +80,27 @@ def count_non_finite(tensor: torch.Tensor) -> int:
 
 
 def refuse_non_finite(tensor: torch.Tensor, where: str, consequence: str = "") -> None:
-    """Raises InputError when a weight holds NaN or infinity; ``where`` names it, ``consequence`` is what follows."""
+    """Raise InputError if ``tensor`` contains NaN or infinity. ``where`` and ``consequence`` appear in the message."""
     if bad := count_non_finite(tensor):
-        found = f"{where}: {bad} NaN or infinite numbers{consequence}"
-        raise InputError(f"{found}; such a model is damaged: fetch it again")
+        found = f"{where}: {bad} elements are NaN or infinite{consequence}"
+        raise InputError(f"{found}; the model is damaged; fetch it again")
 
 
 def cast_chunk(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Cast between floating dtypes; InputError when a finite value becomes infinite."""
+    """Cast between floating dtypes. Raises InputError if a finite value becomes infinite."""
     cast = chunk.to(dtype)
     if count_non_finite(cast) and (torch.isinf(cast) & torch.isfinite(chunk)).any():
         largest = chunk[torch.isfinite(chunk)].abs().max().item()
-        found = f"tensor {name!r} holds {largest:g}, {dtype_name(dtype)} goes up to {torch.finfo(dtype).max:g}"
+        limit = f"{dtype_name(dtype)} supports at most {torch.finfo(dtype).max:g}"
+        found = f"tensor {name!r} has magnitudes up to {largest:g}, but {limit}"
         raise InputError(f"{found}; choose bfloat16 or float32 as the stored dtype")
     return cast
 
 
 class LegacyReader(Reader):
-    """Reads legacy files with ``weights_only=True``, one at a time and mapped into memory.
+    """Reads legacy files with ``weights_only=True``, one file at a time and memory-mapped.
 
-    A file of a torch before 1.6 cannot be mapped: it is in memory while in use.
+    A file saved by torch before 1.6 cannot be mapped; it is loaded into memory while in use.
     """
 
     def __init__(self, paths: dict[str, Path]) -> None:
@@ -123,7 +124,7 @@ class LegacyReader(Reader):
 
 
 def load_state(path: Path) -> dict[Any, Any]:
-    """The pickled mapping. Raises ValueError with one line if it is not a plain mapping of names to tensors."""
+    """Load the pickled dict of tensors. Raises ValueError with a one-line reason if the file contains anything else."""
     try:
         with path.open("rb") as file:
             zipped = file.read(4) == b"PK\x03\x04"  # an archive of torch 1.6 or newer can be mapped
@@ -141,7 +142,7 @@ def load_state(path: Path) -> dict[Any, Any]:
 
 
 def read_legacy_header(path: Path, file: str, aliases: dict[str, str]) -> Header:
-    """The tensors of a legacy file. Tensors that share storage and shape with an earlier one go to ``aliases``."""
+    """List the tensors of a legacy file. Adds those that share storage and shape with an earlier one to ``aliases``."""
     try:
         state = load_state(path)
     except ValueError as error:
@@ -154,7 +155,7 @@ def read_legacy_header(path: Path, file: str, aliases: dict[str, str]) -> Header
             continue
         if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _NAMES:
             kind = "meta" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
-            header.problems.append(f"{file}: tensor {name!r} must be dense and of a plain dtype, not {kind}")
+            header.problems.append(f"{file}: tensor {name!r} must be dense and have a plain dtype, not {kind}")
             continue
         length = tensor.numel() * tensor.element_size()
         info = TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape), file, position, position + length)

@@ -1,6 +1,6 @@
-"""Write a checkpoint's shards: the plan fixes every tensor's place before the first byte, so that any order will do.
+"""Write a checkpoint's shards. The plan fixes every tensor's place in advance, so tensors can be written in any order.
 
-Tensors that no transform touches go from file to file as bytes, never decoded, in runs as long as the plan allows.
+Tensors that no transform changes are copied as bytes, without decoding, in runs as long as the plan allows.
 """
 
 import json
@@ -29,7 +29,7 @@ _CAST_ELEMENTS = 8 << 20
 
 
 def write_index(folder: Path, shards: Sequence[Shard]) -> None:
-    """Write model.safetensors.index.json for all ``shards`` of a checkpoint; a single one needs none."""
+    """Write model.safetensors.index.json for all ``shards`` of a checkpoint; a single shard does not need an index."""
     if len(shards) < 2:
         return
     weight_map = {tensor.name: shard.file for shard in shards for tensor in shard.tensors}
@@ -39,7 +39,7 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 def is_laid_out(path: Path, shard: Shard) -> bool:
-    """True if the file at ``path`` has the size and the header of ``shard``, which a resumed run needs."""
+    """True if the file at ``path`` has the size and header of ``shard``, as a resumed run requires."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -51,11 +51,11 @@ def is_laid_out(path: Path, shard: Shard) -> bool:
 
 
 class ShardWriter:
-    """Writes the shards of one output folder. Nothing is to be closed: no file is open between two writes.
+    """Writes the shards of one output folder. Does not need closing: no file stays open between two writes.
 
-    The constructor lays out every file at its final size (sparse) with its header. Tensors may then come in any order.
-    ``shards`` are the ones that this process writes; ``resume_written`` names the tensors that a killed run has written
-    to the same folder. KvfoldError if the plan names a tensor twice, or resumed files do not follow this plan.
+    The constructor creates every file at its final size (sparse), with its header; tensors may then be written in any
+    order. ``shards`` are those that this process writes; ``resume_written`` names the tensors that a killed run already
+    wrote to the same folder. Raises KvfoldError if the plan contains a tensor twice or contradicts resumed files.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard], resume_written: Iterable[str] = ()) -> None:
@@ -64,21 +64,21 @@ class ShardWriter:
         self.written = set(resume_written)
         self._copying: Future[None] | None = None
         if unknown := sorted(self.written - set(self._places)):
-            raise KvfoldError(f"{folder}: this plan has no tensor {unknown[0]!r} to resume; start over")
+            raise KvfoldError(f"{folder}: resumed tensor {unknown[0]!r} is not in this plan; start over")
         for shard in self._shards:
             if not self.written:
                 with self._opened(shard.file, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
                     os.ftruncate(file, shard.nbytes)
                     write_all(file, memoryview(shard.header), 0)
             elif not is_laid_out(folder / shard.file, shard):
-                raise KvfoldError(f"{folder / shard.file} is not the shard of this plan; start over")
+                raise KvfoldError(f"{folder / shard.file} does not match this plan; start over")
         # a sparse file holds zeros already
         self.written.update(name for name, place in self._places.items() if place.tensor.source == ())
 
     def write_own(self, tensors: Mapping[str, "torch.Tensor"]) -> int:
-        """Write those of the computed ``tensors`` that lie in this process's shards, cast to their planned dtypes.
+        """Write the computed ``tensors`` that belong to this process's shards, cast to their planned dtypes.
 
-        Returns their bytes. InputError if one overflows, KvfoldError if the plan has another shape.
+        Returns the number of bytes written. InputError if a value overflows, KvfoldError if a shape is not as planned.
         """
         from kvfold.convert.checkpoint.tensors import cast_chunk, tensor_memory, torch_dtype
 
@@ -88,7 +88,7 @@ class ShardWriter:
         for place in own:
             name, shape, tensor = place.tensor.name, place.tensor.shape, tensors[place.tensor.name]
             if tensor.shape != shape:
-                raise KvfoldError(f"tensor {name!r} of shape {tuple(tensor.shape)} must have {shape}")
+                raise KvfoldError(f"tensor {name!r} has shape {tuple(tensor.shape)}, but the plan requires {shape}")
             stored = cast_chunk(tensor, torch_dtype(place.tensor.dtype), name).cpu().contiguous()
             with self._opened(place.shard) as file:
                 write_all(file, tensor_memory(stored), place.start)
@@ -109,10 +109,11 @@ class ShardWriter:
 
     @contextmanager
     def copying_rest(self, checkpoint: Checkpoint, progress: OnBytes = lambda count: None) -> Iterator[None]:
-        """``copy_rest`` in a thread while the block reads the checkpoint and writes what it computes.
+        """Run ``copy_rest`` in a thread while the block reads the checkpoint and writes the tensors that it computes.
 
-        The block's error stops the copy; the copy's is raised by the next ``write`` or when the block ends.
-        Sources with tensors that are made in memory (of legacy files, or dequantized) are copied after the block.
+        An error in the block stops the copy; an error in the copy is raised by the next ``write_own`` or when the block
+        ends. If the source has tensors that are created in memory (legacy or dequantized ones), the copy runs after the
+        block.
         """
         if any(checkpoint.raw_path(info) is None for info in checkpoint.tensors.values()):
             yield
@@ -123,7 +124,7 @@ class ShardWriter:
 
         def step(count: int) -> None:
             if stopped.is_set():
-                raise KvfoldError("the copy was stopped: what ran beside it failed")
+                raise KvfoldError("the copy was stopped because the computation beside it failed")
             progress(count)
 
         with ThreadPoolExecutor(1, "kvfold-copy") as pool:
@@ -136,13 +137,13 @@ class ShardWriter:
             self._copying.result()
 
     def sync(self) -> None:
-        """Make what is written so far survive a crash of the machine; call it before noting progress for a resume."""
+        """Make all writes so far survive a machine crash. Call this before recording progress for a resume."""
         for shard in self._shards:
             with self._opened(shard.file) as file:
                 os.fsync(file)
 
     def finish(self) -> None:
-        """Sync all files. KvfoldError lists the tensors that were not written, if any."""
+        """Sync all files. Raises KvfoldError with the tensors that were not written, if any."""
         if missing := [f"tensor {name!r} was not written" for name in self._places if name not in self.written]:
             raise KvfoldError(f"{self._folder}: {len(missing)} of {len(self._places)} tensors are missing", missing)
         self.sync()
@@ -150,7 +151,7 @@ class ShardWriter:
     # A file is opened for each write: a model may have more files than a process may hold open.
     @contextmanager
     def _opened(self, shard: str, flags: int = os.O_RDWR) -> Iterator[int]:
-        """The open file of a shard. KvfoldError names the file if the system fails, also within the block."""
+        """Open a shard's file. Any OSError, even in the block, becomes a KvfoldError that names the file."""
         path = self._folder / shard
         try:
             # a link in its place must not lead what is written out of the folder
@@ -165,7 +166,7 @@ class ShardWriter:
 
 @dataclass(frozen=True)
 class _Move:
-    """A source tensor and the positions ``start`` .. ``end`` that its bytes go to: a ``place``, or a part of it."""
+    """A source tensor and the target bytes ``start`` .. ``end`` to write it to: all of a ``place``, or a part of it."""
 
     place: TensorPlace
     info: TensorInfo
@@ -175,7 +176,7 @@ class _Move:
 
 
 def _moves(place: TensorPlace, checkpoint: Checkpoint) -> list[_Move]:
-    """One move for each source of a tensor: a single source fills all of it, several fill one part each in order."""
+    """List one move per source of a tensor: a single source fills all of it, several fill one part each, in order."""
     tensor = place.tensor
     moves, start = [], place.start
     for name in tensor.sources:
@@ -184,18 +185,19 @@ def _moves(place: TensorPlace, checkpoint: Checkpoint) -> list[_Move]:
         whole = info.shape == tensor.shape or len(tensor.sources) > 1
         if not whole or (cast and not {info.dtype, tensor.dtype} <= FLOAT_DTYPES):
             actual = f"{info.dtype} {info.shape} in {info.file}"
-            raise KvfoldError(f"tensor {tensor.name!r} of {tensor.dtype} {tensor.shape} cannot be copied from {actual}")
+            planned = f"tensor {tensor.name!r} as {tensor.dtype} {tensor.shape}"
+            raise KvfoldError(f"{planned} cannot be copied from {actual}")
         end = start + tensor_bytes(tensor.dtype, info.shape)
         moves.append(_Move(place, info, start, end, None if cast else checkpoint.raw_path(info)))
         start = end
     if start != place.end and moves:
         needed, found = place.end - place.start, start - place.start
-        raise KvfoldError(f"tensor {tensor.name!r} needs parts of {needed} bytes in all, its sources have {found}")
+        raise KvfoldError(f"tensor {tensor.name!r} needs {needed} bytes in all, but its sources have {found}")
     return moves
 
 
 def _runs(moves: Iterable[_Move]) -> Iterator[list[_Move]]:
-    """``moves`` in the order of the source's bytes; raw ones that are adjacent in source and target are one run."""
+    """Sort ``moves`` by the source's bytes, and yield raw moves that are adjacent in source and target as one run."""
     run: list[_Move] = []
     # in the source's order: disks read ahead, and a cold page is read once
     for move in sorted(moves, key=lambda move: (move.info.file, move.info.start)):
@@ -212,7 +214,7 @@ def _runs(moves: Iterable[_Move]) -> Iterator[list[_Move]]:
 
 
 def _copy_run(run: Sequence[_Move], checkpoint: Checkpoint, target: int, progress: OnBytes) -> None:
-    """Copy a run to the open shard ``target``: as bytes in one piece, or cast in chunks of bounded memory."""
+    """Copy a run to the open shard ``target``: as bytes in one piece, or cast in chunks to limit memory use."""
     first, end = run[0], run[-1].info.end
     if first.raw is not None:
         with open_source(first.raw) as source:

@@ -1,1 +1,1 @@
-"""A stock model run layer by layer from the tensors of a checkpoint."""
+"""Run a stock model layer by layer with the tensors of a checkpoint."""

@@ -1,4 +1,4 @@
-"""Stock models of transformers: built empty on the meta device, where they weigh nothing, or loaded whole."""
+"""Stock models from transformers: built empty on the meta device, where they use no memory, or loaded completely."""
 
 import sys
 from collections.abc import Iterator
@@ -29,15 +29,16 @@ if "mistral4" in CONFIG_MAPPING and "mistral4" not in MODEL_FOR_CAUSAL_LM_MAPPIN
 
 
 def auto_class(config: dict[str, Any]) -> Any:
-    """The Auto class of transformers that loads a model of ``config``: a language model's or a wrapper's."""
+    """The transformers Auto class that loads a model with this ``config``: a causal language model or its wrapper."""
     register_model(str(config.get("model_type")))
     return AutoModelForImageTextToText if config.get("model_type") in WRAPPERS else AutoModelForCausalLM
 
 
 def empty_model(config: dict[str, Any], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
-    """The stock causal language model of ``config``, or its wrapper; on the meta device but for what no file holds.
+    """Build the stock causal language model of ``config``, or its wrapper, on the meta device.
 
-    Raises InputError that names the key of config.json for which transformers cannot build it.
+    Only buffers that no checkpoint stores get values, on ``device``. If transformers cannot build the model, raises
+    InputError with the key of config.json that is at fault.
     """
     device = torch.device(device)
     try:
@@ -56,18 +57,18 @@ def empty_model(config: dict[str, Any], dtype: torch.dtype = torch.float32, devi
         if key is None and isinstance(error, RuntimeError):  # of torch itself, such as no memory on a device
             raise
         if key is None:
-            raise InputError(f"config.json: transformers cannot build such a model ({reason(error)})") from error
-        expected = f"a value that a {config.get('model_type')} model takes"
+            raise InputError(f"config.json: transformers cannot build this model ({reason(error)})") from error
+        expected = f"a value that a {config.get('model_type')} model supports"
         if "act" in key.split("_"):
             usual = [name for name in ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2") if name in ACT2FN]
-            expected = f"an activation that transformers knows, such as {', '.join(usual)}"
+            expected = f"an activation that transformers supports, such as {', '.join(usual)}"
         raise InputError(f"config.json: {key} must be {expected}, not {config[key]!r} ({reason(error)})") from error
 
 
 def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
     model_type, auto = config.get("model_type"), auto_class(config)
     if model_type not in CONFIG_MAPPING:
-        raise InputError(f"config.json: model_type {model_type!r} is not one that this transformers knows")
+        raise InputError(f"config.json: the installed transformers does not support model_type {model_type!r}")
     hf_config = CONFIG_MAPPING[model_type].from_dict({key: value for key, value in config.items() if key != "auto_map"})
     if getattr(hf_config, "output_router_logits", False):
         hf_config.output_router_logits = False  # a training loss, computed from what all layers return
@@ -103,15 +104,15 @@ def reason(error: Exception) -> str:
 
 @contextmanager
 def blaming(where: str) -> Iterator[None]:
-    """Errors of transformers' classes, which only their config can cause here, become an InputError about ``where``."""
+    """Turn errors in transformers' classes, which only the config can cause here, into InputErrors about ``where``."""
     try:
         yield
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise InputError(f"{where}: transformers cannot build or run such a model ({reason(error)})") from error
+        raise InputError(f"{where}: transformers cannot build or run this model ({reason(error)})") from error
 
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """A causal language model, or the wrapper of one, in ``dtype``. Raises InputError when it cannot be loaded."""
+    """Load a causal language model, or its wrapper, in ``dtype``. Raises InputError if it cannot be loaded."""
     classes = auto_class(checkpoint.config)
     with blaming(checkpoint.origin):
         # The files of quantized sources hold something else than the model's tensors: these are read and handed over.
@@ -124,13 +125,13 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bo
 
 
 def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
-    """The config of the language model. Raises InputError when transformers cannot load it."""
+    """Load the language model's config. Raises InputError if transformers cannot load it."""
     register_model(str(checkpoint.config.get("model_type")))
     with blaming(checkpoint.origin):
         return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code).get_text_config()
 
 
 def hide_bars(quiet: bool) -> None:
-    """Show the progress bars of transformers on a terminal only."""
+    """Disable the progress bars of transformers if ``quiet`` is True or stderr is not a terminal."""
     if quiet or not sys.stderr.isatty():
         disable_progress_bar()

@@ -1,14 +1,14 @@
-"""A checkpoint as a stream of layers: any decoder that transformers knows, one layer in memory at a time.
+"""Run a checkpoint layer by layer: any decoder that transformers supports, with one layer in memory at a time.
 
-The model is built from its config on the meta device, where it weighs nothing; the module itself never leaves it.
-transformers' own forward, with every decoder layer replaced by a stand-in (``attention/drift/frame.py``), gives the
+The model is built from its config on the meta device, where it uses no memory, and its modules stay there. The forward
+pass of transformers, with every decoder layer replaced by a stand-in (``attention/drift/frame.py``), computes the
 embeddings, the arguments of each layer and the logits. A layer runs with tensors that are read when it is opened and
-dropped when it is closed. With a ``read`` that gives trainable tensors for some names, gradients reach them::
+dropped when it is closed. If ``read`` returns trainable tensors for some names, gradients reach them::
 
     loss <- LayerOutput <- functional_call(stock layer) <- parameters <- WeightMap.load <- read(name) <- float32 master
 
-Every arrow is the way that loading the finished file will take: renaming, conversion, rounding to the stored dtype and
-casting to the dtype of the computation. So what is trained is exactly what will be stored (``training/refine.py``).
+The arrows follow the steps of loading the finished file: renaming, conversion, rounding to the stored dtype, and
+casting to the dtype of the computation. So refinement trains exactly what will be stored (``training/refine.py``).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -26,13 +26,14 @@ from kvfold.convert.stream.weights import Parameters, Read, WeightSource
 
 
 class CheckpointStream:
-    """The ``LayerStream`` of a checkpoint.
+    """A ``LayerStream`` over a checkpoint.
 
-    ``config`` is config.json's content, ``read(name)`` gives a stored tensor and ``names`` are those there are. A
-    converted model is the same class with its own config and a ``read`` that looks among the new tensors first.
-    ``teacher`` is a stream over the same files: tensors that its open layer has in memory are shared, but for those
-    named in ``changed``, which ``read`` gives otherwise; ``origins`` names what those are made of that ``read`` renames
-    or puts together. Raises InputError for a config that transformers cannot build a decoder of.
+    ``config`` is the content of config.json, ``read(name)`` returns a stored tensor, and ``names`` are all stored
+    tensors' names. A converted model uses the same class with its own config and a ``read`` that looks among the new
+    tensors first. ``teacher`` is a stream over the same files: tensors that its open layer has in memory are shared,
+    except those in ``changed``, for which ``read`` returns other values; ``origins`` maps each name that ``read``
+    renames or combines to the stored tensors behind it. Raises InputError if transformers cannot build a decoder from
+    the config.
     """
 
     def __init__(
@@ -71,9 +72,9 @@ class CheckpointStream:
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
-        """``tokens [B, T]`` -> the first layer's input ``[B, T, E]``.
+        """Embed ``tokens [B, T]``. Returns the first layer's input ``[B, T, E]``.
 
-        Only the rows of tokens that occur are converted; the stored table stays for the next call until ``release``.
+        Only the rows of tokens that occur are converted; the stored table stays in memory until ``release``.
         """
         # A table of 256,000 tokens in float32 can be larger than all layers that are open at a time.
         rows, local = torch.unique(tokens.to(self.device), return_inverse=True)
@@ -84,7 +85,7 @@ class CheckpointStream:
 
     @contextmanager
     def open_layer(self, index: int) -> Iterator[OpenLayer]:
-        """Read a layer's tensors; they are dropped on leaving."""
+        """Read a layer's tensors and yield the layer; the tensors are dropped when the block ends."""
 
         def arguments(hidden: Tensor) -> Arguments:
             tokens = hidden.shape[1]
@@ -107,9 +108,9 @@ class CheckpointStream:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """The residual stream after the last layer ``[B, T, E]`` -> logits ``[B, T, V]``.
+        """Turn the residual stream after the last layer, ``[B, T, E]``, into logits ``[B, T, V]``.
 
-        The output head stays loaded until ``release``.
+        The output head stays in memory until ``release``.
         """
         ends = self.parameters.named([*self._around, *self._head])
         with blaming("config.json"):
@@ -118,9 +119,9 @@ class CheckpointStream:
 
     @torch.no_grad()
     def _enter_blank(self, tokens: int, **options: Any) -> tuple[Tensor, list[Arguments]]:
-        """The residual stream of one unpadded sequence of ``tokens`` zeros, and the arguments of the layers for it.
+        """Embed one unpadded sequence of ``tokens`` zeros. Returns the residual stream and the arguments of all layers.
 
-        The parameters outside the layers, such as embeddings of positions, are zeros too: no argument depends on them.
+        Parameters outside the layers, such as position embeddings, are zeros too, because no argument depends on them.
         """
         ends = {name: self.parameters.map.expected[name] for name in self._around}
         zeros = {
@@ -133,28 +134,28 @@ class CheckpointStream:
             return self._frame.enter(zeros, inputs_embeds=blank, **options)
 
     def attention_sources(self, index: int) -> list[WeightSource]:
-        """The sources of the parameters of a layer's attention."""
+        """The sources of the parameters in a layer's attention."""
         name = attention_name(self._frame.layers[index])
         return self.parameters.map.under(f"{self._frame.path}.{index}.{name}.")
 
     def reload(self, layer: OpenLayer, sources: Iterable[WeightSource]) -> None:
-        """Make parameters of an open layer of the tensors that ``read`` gives now; gradients flow back to these."""
+        """Rebuild parameters of an open layer from what ``read`` returns now; gradients reach the tensors returned."""
         assert layer.tensors is not None  # as open_layer makes it
         for source in sources:
             for name, tensor in self.parameters.map.load(source, self.read, self.dtype, self.device).items():
                 layer.tensors[name.removeprefix(f"{self._frame.path}.{layer.index}.")] = tensor
 
     def stored_names(self, index: int | None) -> list[str]:
-        """The stored tensors of a layer, or for None of the model outside its layers."""
+        """The names of a layer's stored tensors; an ``index`` of None means all tensors outside the layers."""
         inside = f"{self._frame.path}." if index is None else f"{self._frame.path}.{index}."
         sources = self.parameters.map.sources.items()
         selected = [source for target, source in sources if target.startswith(inside) != (index is None)]
         return [name for source in selected for name in source.names]
 
     def cache_bytes_per_token(self) -> int:
-        """Bytes that transformers' own cache grows by per token, all layers, with the model in its stored dtype.
+        """The bytes per token in transformers' own cache over all layers, with the model in its stored dtype.
 
-        That is the dtype which transformers loads it in, whatever this stream computes in.
+        The stored dtype is the one in which transformers loads the model, whatever dtype this stream computes in.
         """
 
         def enter(tokens: int) -> tuple[Tensor, list[Arguments]]:
@@ -168,13 +169,13 @@ class CheckpointStream:
         return total * stored.itemsize // self.dtype.itemsize
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "CheckpointStream":
-        """The same checkpoint, computed elsewhere or in another precision (and sharing no tensors with a teacher)."""
+        """A stream over the same checkpoint with another device or dtype, and without tensors shared with a teacher."""
         device, dtype = self.device if device is None else device, self.dtype if dtype is None else dtype
         return type(self)(self._config, self.read, self._names, device, dtype)
 
 
 def _to_meta(value: Any) -> Any:
-    """``value`` with the tensors in it, also in tuples and dicts, on the meta device; a cache stays as it is."""
+    """Copy ``value`` with all tensors, also in tuples and dicts, on the meta device; a cache object stays as it is."""
     if isinstance(value, Tensor):
         return value.to("meta")
     if isinstance(value, tuple):

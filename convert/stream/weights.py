@@ -1,16 +1,16 @@
-"""The parameters of a stock model, made of the tensors that a checkpoint stores.
+"""The parameters of a stock model, created from the tensors that a checkpoint stores.
 
-Files and modules do not always agree: mixtral stores one tensor per expert where the module holds them fused.
-transformers keeps the conversions as data (``conversion_mapping``); a ``WeightMap`` applies them to a few parameters at
-a time, reading only the tensors that those need, from whatever shards hold them::
+Files and modules do not always agree: Mixtral files store one tensor per expert, but the module has all experts in one.
+transformers defines the conversions as data (``conversion_mapping``); a ``WeightMap`` applies them to a few parameters
+at a time and reads only the tensors that these need, whichever shards contain them::
 
     checkpoint's names --read--> stored tensors --converter--> parameter --dtype, device--> the module's tensor
 
-Every step is differentiable, ``read`` included if it gives tensors that require gradients. So refinement trains a
-tensor of the file: the loss of a step reaches the float32 master behind a name by the same way that loading takes.
+Every step is differentiable, including ``read`` if it returns tensors that require gradients. Refinement can therefore
+train the tensors of a file: gradients reach their float32 master copies by the path that loading takes, in reverse.
 
-``Parameters`` keeps what is loaded while a layer is open; ``WeightMap.misfits`` tries the map on the meta device, where
-nothing is read.
+``Parameters`` keeps loaded tensors while a layer is open; ``WeightMap.misfits`` checks the map on the meta device,
+without reading any data.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -33,10 +33,10 @@ Read = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class WeightSource:
-    """The stored tensors ``names``, in order, that make the parameter ``target`` (where a converter splits: the first).
+    """The stored tensors ``names``, in order, that form the parameter ``target`` (if a converter splits: the first).
 
-    ``converter`` is None when the file holds the parameter itself; ``patterns[i]`` is its name for ``names[i]``.
-    Sources that read the same tensors for the same parameter are equal, also of different models.
+    ``converter`` is None if the file contains the parameter itself; ``patterns[i]`` is its pattern for ``names[i]``.
+    Sources that form the same parameter from the same stored names are equal, even if their models differ.
     """
 
     target: str
@@ -46,7 +46,7 @@ class WeightSource:
 
 
 class WeightMap:
-    """The sources of every parameter and persistent buffer of ``model`` among the stored tensors ``names``."""
+    """Maps every parameter and persistent buffer of ``model`` to its source among the stored tensors ``names``."""
 
     def __init__(self, model: Any, names: Iterable[str]) -> None:
         self.model = model
@@ -65,14 +65,14 @@ class WeightMap:
         }
 
     def under(self, prefix: str) -> list[WeightSource]:
-        """The sources of the parameters whose names begin with ``prefix``. Raises InputError if some have none."""
+        """The sources of all parameters whose names begin with ``prefix``. Raises InputError if a source is missing."""
         missing = [target for target in self.expected if target.startswith(prefix) and target not in self._covered]
         if missing := [target for target in missing if target not in self.tied]:
             raise self._lacks(missing)
         return [source for target, source in self.sources.items() if target.startswith(prefix)]
 
     def source_of(self, target: str) -> WeightSource:
-        """The source of one parameter, or of the one that it is tied to. Raises InputError without any."""
+        """The source of a parameter, or of the one that it is tied to. Raises InputError if neither has a source."""
         source = self.sources.get(target) or self.sources.get(self.tied.get(target, ""))
         if source is None:
             raise self._lacks([target])
@@ -85,7 +85,7 @@ class WeightMap:
     def load(
         self, source: WeightSource, read: Read, dtype: torch.dtype, device: torch.device | str
     ) -> dict[str, Tensor]:
-        """The parameters that ``source`` makes: full names, checked shapes, ``dtype`` (integers keep theirs)."""
+        """Load what ``source`` forms. Returns parameters by full name, with checked shapes, floats in ``dtype``."""
         if source.converter is None:
             made: dict[str, Any] = {source.target: read(source.names[0])}
         else:
@@ -99,8 +99,8 @@ class WeightMap:
             tensor = value[0] if isinstance(value, list) else value
             if expected is not None and expected.shape != tensor.shape:
                 raise InputError(
-                    f"the model's {name} has shape {list(expected.shape)} by config.json, "
-                    f"but {', '.join(source.names[:3])} gives {list(tensor.shape)}"
+                    f"the model's {name} has shape {list(expected.shape)} according to config.json, "
+                    f"but {list(tensor.shape)} according to the stored {', '.join(source.names[:3])}"
                 )
             # As from_pretrained does with the modules that a class lists.
             keeps_float32 = not self._kept_in_float32.isdisjoint(name.split("."))
@@ -109,7 +109,7 @@ class WeightMap:
         return made
 
     def misfits(self, stored: Mapping[str, TensorInfo]) -> list[str]:
-        """A line for every parameter that ``stored`` lacks or has in another shape."""
+        """List the parameters that ``stored`` lacks or contains in another shape, one line each."""
         tensors = {
             name: torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta") for name, info in stored.items()
         }
@@ -125,12 +125,12 @@ class WeightMap:
                 problems.append(error.message)
             # of a converter that joins what does not go together
             except (RuntimeError, ValueError, IndexError) as error:
-                problems.append(f"{', '.join(source.names[:3])}: do not make {source.target}: {reason(error)}")
+                problems.append(f"{', '.join(source.names[:3])}: cannot form {source.target}: {reason(error)}")
         return problems
 
 
 def _sources(model: Any, expected: dict[str, Tensor], names: Iterable[str]) -> dict[str, WeightSource]:
-    """The sources by parameter. Raises KvfoldError where stored tensors contradict each other."""
+    """Map each parameter to its source. Raises KvfoldError if stored tensors contradict each other."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -148,7 +148,7 @@ def _sources(model: Any, expected: dict[str, Tensor], names: Iterable[str]) -> d
         stored = tuple(name for name, _ in parts)
         patterns = tuple(pattern for _, pattern in parts if pattern is not None)
         if not patterns and len(stored) > 1:
-            raise KvfoldError(f"{len(stored)} tensors of the checkpoint are all {target}: {', '.join(stored)}")
+            raise KvfoldError(f"{len(stored)} stored tensors map to one parameter, {target}: {', '.join(stored)}")
         if patterns and len(patterns) < len(stored):
             raise KvfoldError(f"{target} is stored both whole and in parts: {', '.join(stored[:4])}")
         converter = by_pattern[patterns[0]] if patterns else None
@@ -157,11 +157,11 @@ def _sources(model: Any, expected: dict[str, Tensor], names: Iterable[str]) -> d
 
 
 class Parameters:
-    """The tensors of ``model`` (on the meta device) from the checkpoint that ``read`` and ``names`` stand for.
+    """The tensors of ``model`` (on the meta device), read from a checkpoint with ``read``, whose tensors are ``names``.
 
-    Parameters stay loaded until ``release``. ``teacher`` are those of a model over the same files: what it has
-    loaded is shared, but for what is made of stored tensors named in ``changed``, which ``read`` gives otherwise.
-    ``origins``: what ``read`` puts together or renames, with the teacher's stored tensors that it is made of.
+    Parameters stay loaded until ``release``. ``teacher`` has the parameters of a model over the same files: what it has
+    loaded is shared, except parameters formed from stored tensors in ``changed``, for which ``read`` returns other
+    values. ``origins`` maps each name that ``read`` combines or renames to the teacher's stored tensors behind it.
     """
 
     def __init__(
@@ -183,35 +183,35 @@ class Parameters:
         self._tables: dict[str, Tensor] = {}
 
     def under(self, prefix: str) -> dict[str, Tensor]:
-        """The parameters whose names begin with ``prefix``, under what is left of their names."""
+        """The parameters whose names begin with ``prefix``, by the rest of their names."""
         loaded: dict[str, Tensor] = {}
         for source in self.map.under(prefix):
             loaded.update(self._load(source))
         return {name.removeprefix(prefix): tensor for name, tensor in loaded.items()}
 
     def named(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The parameters ``names``; tied ones come from each other."""
+        """The parameters ``names``, by name; a tied parameter is loaded from the one that it is tied to."""
         sources = {name: self.map.source_of(name) for name in names}
         return {name: self._load(source)[source.target] for name, source in sources.items()}
 
     def rows(self, name: str, rows: Tensor) -> Tensor:
-        """Some ``rows [n]`` of a table ``[V, E]``: of the table itself only the stored tensor stays in memory."""
+        """The given ``rows [n]`` of a table ``[V, E]``. Of the table, only the stored tensor stays in memory."""
         if name not in self._tables:
             source = self.map.source_of(name)
             if source.converter is not None:
                 parts = ", ".join(source.names[:3])
-                raise InputError(f"{name} is stored in parts ({parts}); embeddings must be one tensor")
+                raise InputError(f"{name} is stored in parts ({parts}); embeddings must be stored as one tensor")
             self._tables[name] = self.read(source.names[0])
         table = self._tables[name]
         return table[rows.to(table.device)].to(self.device, self.dtype)
 
     def release(self) -> None:
-        """Drop what has been loaded."""
+        """Drop all loaded tensors."""
         self._loaded.clear()
         self._tables.clear()
 
     def _load(self, source: WeightSource) -> dict[str, Tensor]:
-        """The parameters of ``source``, those of the teacher where both are made of the same stored tensors."""
+        """Load the parameters of ``source``, or share the teacher's if both are formed from the same stored tensors."""
         if source in self._loaded:
             return self._loaded[source]
         # By names, not by contents: a stored tensor that the student renames or joins is still the teacher's.

@@ -62,9 +62,9 @@ def test_help_plans_and_wrong_inputs_import_nothing_heavy(tmp_path):
     right += [["convert", "neox", "new", *to, "--method", "mean", "--dry-run"]]
     right += [[*dry, "--calibration", "self"], [*dry, "--polish", "50"]]
     wrong = {
-        "exists already": ["convert", demo, "out", *to],
+        "already exists": ["convert", demo, "out", *to],
         "--calibration nothing.txt: no such file": ["convert", demo, "new", *to, "--calibration", "nothing.txt"],
-        "is not UTF-8 text": ["convert", demo, "new", *to, "--calibration", "binary"],
+        "no UTF-8 text": ["convert", demo, "new", *to, "--calibration", "binary"],
         "binary is no folder": ["convert", demo, "binary/out", *to],
         "--text nothing.txt: no such file": ["drift", demo, demo, "--text", "nothing.txt"],
         "--text nothing.txt: no such file; check": ["uptrain", demo, "new", "--text", "nothing.txt"],

@@ -79,7 +79,7 @@ def test_a_gguf_model_is_dequantized_by_transformers_then_converted(
 
 @pytest.mark.parametrize(
     ("file", "way_out"),
-    [("adapter_config.json", "peft's merge_and_unload, then save_pretrain"), ("model.gguf", DEQUANTIZE)],
+    [("adapter_config.json", "peft's merge_and_unload, then call save_pretrain"), ("model.gguf", DEQUANTIZE)],
 )
 def test_sources_that_are_not_read_are_refused_with_the_way_out(tmp_path: Path, file: str, way_out: str) -> None:
     (tmp_path / file).write_text("{}")

@@ -220,7 +220,7 @@ def test_groups_of_compressed_tensors_are_told_apart_by_their_targets(tmp_path: 
     assert {name: info.shape for name, info in tensors.items()} == {"mlp.l.weight": (4, 4), "attn.l.weight": (OUT, IN)}
     stored["attn.l.weight_g_idx"] = torch.arange(IN, dtype=torch.int32) % 2  # the library drops this order
     (problem,) = problems_of(compressed_model(tmp_path / "ordered", stored, **groups))
-    assert "columns must be in groups of neighbors, without .weight_g_idx (actorder" in problem
+    assert "a column order (.weight_g_idx, from actorder 'group') is not supported" in problem
 
 
 def test_a_missing_library_says_what_to_install(

@@ -71,7 +71,7 @@ def test_tensors_that_are_not_the_configs_or_not_finite(out):
     done = verify_checkpoint(str(out))
     assert len(done.problems) == 3
     assert done.problems[0] == "missing: model.norm.weight"
-    assert "o_proj.weight has shape [256, 256] by config.json" in done.problems[1]
+    assert "o_proj.weight has shape [256, 256] according to config.json" in done.problems[1]
     where = "tensor 'model.layers.0.self_attn.kv_a_layernorm.weight' in model.safetensors"
     assert done.problems[2] == f"{where}: 1 numbers are NaN or infinite"
     with pytest.raises(InputError, match=r"is not what kvfold.json and config.json say: 3 differences; make it again"):

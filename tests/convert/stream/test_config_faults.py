@@ -79,5 +79,7 @@ def test_a_method_that_reads_no_text_checks_types_too(tmp_path):
 
 def test_drift_says_whose_config_it_is(tmp_path):
     bad = with_config(demo_folder(), tmp_path / "bad", hidden_act="nope")
-    with pytest.raises(InputError, match=r"bad: config.json: hidden_act must be an activation that transformers knows"):
+    with pytest.raises(
+        InputError, match=r"bad: config.json: hidden_act must be an activation that transformers supports"
+    ):
         drift_checkpoints(str(demo_folder()), str(bad), samples=1, seq_len=16)

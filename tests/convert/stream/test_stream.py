@@ -212,5 +212,5 @@ def test_missing_tensors_and_unknown_models_are_named() -> None:
     assert caught.value.message == "the checkpoint lacks tensors for 2 parameters of MixtralForCausalLM"
     lost = ("mlp.experts.down_proj", "self_attn.q_proj.weight")
     assert set(caught.value.details) == {f"model.layers.2.{name}" for name in lost}
-    with pytest.raises(InputError, match="model_type 'nonesuch' is not one that this transformers knows"):
+    with pytest.raises(InputError, match="transformers does not support model_type 'nonesuch'"):
         CheckpointStream({"model_type": "nonesuch"}, stored.__getitem__, [])

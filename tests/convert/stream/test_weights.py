@@ -85,7 +85,11 @@ def test_a_base_models_file_lacks_the_prefix(model: Any, tensors: dict[str, Tens
 @pytest.mark.parametrize(
     ("conversion", "name", "problem"),
     [
-        (WeightRenaming(".feed_forward.", ".mlp."), "feed_forward.up_proj", "2 tensors of the checkpoint are all "),
+        (
+            WeightRenaming(".feed_forward.", ".mlp."),
+            "feed_forward.up_proj",
+            "2 stored tensors map to one parameter, ",
+        ),
         (JOINED, "mlp.low", "is stored both whole and in parts"),
     ],
 )
@@ -100,7 +104,8 @@ def test_two_ways_to_one_parameter_are_refused(
 def test_a_split_of_the_wrong_size_is_refused(model: Any, tensors: dict[str, Tensor]) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     tensors[name] = tensors[name].T
-    with pytest.raises(InputError, match=rf"{name} has shape \[12, 8\] by config.json, but {name} gives \[8, 12\]"):
+    expected = rf"{name} has shape \[12, 8\] according to config.json, but \[8, 12\] according to the stored {name}"
+    with pytest.raises(InputError, match=expected):
         load(model, tensors, "model.layers.0.")
 
 

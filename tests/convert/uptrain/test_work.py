@@ -405,7 +405,7 @@ def test_a_folder_that_holds_no_options_of_a_run_is_left_alone(request_):
 def test_two_runs_to_one_output(tmp_path):
     (tmp_path / "text.txt").write_text("text")
     request = UptrainRequest(model=str(demo_folder()), out=str(tmp_path / "out"), text=str(tmp_path / "text.txt"))
-    expected = "out.training is being written by another run; wait for it"
+    expected = "out.training is being written by another run; wait until it ends"
     with output_lock(request.work), pytest.raises(InputError, match=expected):
         uptrain_checkpoint(request)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
