@@ -82,7 +82,7 @@ def count_non_finite(tensor: torch.Tensor) -> int:
 def refuse_non_finite(tensor: torch.Tensor, where: str, consequence: str = "") -> None:
     """Raise InputError if ``tensor`` contains NaN or infinity. ``where`` and ``consequence`` appear in the message."""
     if bad := count_non_finite(tensor):
-        found = f"{where}: {bad} elements are NaN or infinite{consequence}"
+        found = f"{where} has {bad} NaN or infinite element{'s' * (bad != 1)}{consequence}"
         raise InputError(f"{found}; the model is damaged; fetch it again")
 
 

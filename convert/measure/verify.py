@@ -77,7 +77,7 @@ def non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
 
     for name in names:
         if bad := sum(map(count_non_finite, checkpoint.chunks(name, _ELEMENTS))):
-            yield f"tensor {name!r} in {checkpoint.info(name).file}: {bad} numbers are NaN or infinite"
+            yield f"tensor {name!r} in {checkpoint.info(name).file} has {bad} NaN or infinite element{'s' * (bad != 1)}"
 
 
 def recorded_problems(folder: Path) -> tuple[int, list[str]]:

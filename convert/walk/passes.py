@@ -118,7 +118,7 @@ def check_finite(states: Iterable[Tensor], stream: CheckpointStream, layer: int 
     where = "before the first layer or after the last" if layer is None else f"in layer {layer}"
     # Read stored tensors only after a failure: checking all of them would take as long as the conversion.
     for name in stream.stored_names(layer):
-        consequence = f", which make the activations of calibration text non-finite {where}"
+        consequence = f", so activations of the calibration text {where} are not finite"
         refuse_non_finite(stream.read(name), f"tensor {name!r}", consequence)
     dtype = str(stream.dtype).removeprefix("torch.")
     way_out = "the model is damaged: use another copy of the checkpoint"

@@ -64,8 +64,8 @@ def test_help_plans_and_wrong_inputs_import_nothing_heavy(tmp_path):
     wrong = {
         "already exists": ["convert", demo, "out", *to],
         "--calibration nothing.txt: no such file": ["convert", demo, "new", *to, "--calibration", "nothing.txt"],
-        "no UTF-8 text": ["convert", demo, "new", *to, "--calibration", "binary"],
-        "binary is no folder": ["convert", demo, "binary/out", *to],
+        "is not UTF-8 text": ["convert", demo, "new", *to, "--calibration", "binary"],
+        "binary is not a folder": ["convert", demo, "binary/out", *to],
         "--text nothing.txt: no such file": ["drift", demo, demo, "--text", "nothing.txt"],
         "--text nothing.txt: no such file; check": ["uptrain", demo, "new", "--text", "nothing.txt"],
         "/nope/drift: no such folder": ["drift", "/nope/drift", "/nope"],

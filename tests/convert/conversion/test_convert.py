@@ -208,7 +208,7 @@ def test_places_and_models_that_cannot_be(tmp_path, model):
     assert "no such folder" in refused(tmp_path / "nothing", tmp_path / "out")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "model_type": "whale"}))
-    assert "model_type 'whale' is not among the supported" in refused(model, tmp_path / "out")
+    assert "model_type 'whale' is not supported" in refused(model, tmp_path / "out")
     (model / "config.json").unlink()
     assert "config.json" in refused(model, tmp_path / "out")
 
@@ -220,7 +220,7 @@ def test_damaged_tensors_are_all_listed(tmp_path, model):
     infinite = "model.layers.1.self_attn.v_proj.weight"
     values[infinite][3, 4] = float("inf")
     save_file(values, model / "model.safetensors")
-    assert f"'{infinite}' in model.safetensors: 1 NaN" in refused(model, tmp_path / "out")
+    assert f"'{infinite}' in model.safetensors has 1 NaN or infinite element;" in refused(model, tmp_path / "out")
     del values["model.layers.0.self_attn.k_proj.weight"]
     save_file(
         {**values, "model.layers.7.mlp.up_proj.weight": torch.zeros(2), "model.norm.weight": torch.zeros(63)},

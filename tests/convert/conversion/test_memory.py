@@ -64,7 +64,7 @@ def test_a_config_alone_is_enough_for_a_dry_run(config_only, target, kind, eleme
     assert found["cache_elements_per_token_per_layer"] == {"from": 8192, "to": elements}
     assert 10 << 30 < sum(found["files"].values()) < 14 << 30
     assert f"memory: about {found['memory_bytes'] / 1e9:.1f} GB needed" in done.summary()
-    with pytest.raises(InputError, match="holds no weights"):
+    with pytest.raises(InputError, match="has no weights"):
         convert_checkpoint(ConvertRequest(**request))
     assert not (tmp_path / "out").exists()
 
@@ -166,7 +166,7 @@ def test_a_folder_without_room_is_told_before_any_work(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     assert "too little disk space: hidden states need" in refused(spill=tmp_path)
-    assert "has no hidden states to keep" in refused(spill=tmp_path, method="mean")
+    assert "--spill has no effect" in refused(spill=tmp_path, method="mean")
 
 
 def test_a_run_resumes_with_another_spill(tmp_path):

@@ -18,6 +18,7 @@ from kvfold.convert.measure import bench_worker as worker
 from kvfold.convert.measure.bench import step_costs, subjects
 from kvfold.convert.request import BenchRequest
 
+RUN_IN_PROCESS = bench.run_in_process  # the fixture below replaces it for the whole module
 SHORT = {"contexts": [16], "device": "cpu", "dtype": "float32", "prefill_tokens": 0, "seconds": 1e-3, "threads": 1}
 
 
@@ -134,9 +135,10 @@ def test_sources_and_results_are_timed_whatever_their_config_calls_the_sizes(
 @pytest.mark.slow
 def test_a_model_whose_process_fails_costs_no_other_its_rows(tiny_family, tmp_path, monkeypatch):
     """The example of ``bench_checkpoints`` has a process that succeeds; here the second fails."""
-    in_process = bench.run_in_process
     monkeypatch.setattr(
-        bench, "run_in_process", lambda task: (in_process if task.subject.name.endswith("bad") else worker.run)(task)
+        bench,
+        "run_in_process",
+        lambda task: (RUN_IN_PROCESS if task.subject.name.endswith("bad") else worker.run)(task),
     )
     good, bad = tiny_family("llama"), tmp_path / "bad"
     shutil.copytree(good, bad)

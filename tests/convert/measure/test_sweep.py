@@ -99,7 +99,7 @@ def test_a_wrong_target_is_named_with_the_spellings(words):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("gqa:3", "3 heads must divide the 4 key/value heads"),
+        ("gqa:3", "3 heads must divide the source's 4 key/value heads"),
         ("gqa:4", ""),
         ("mla:9999", "9999 elements must be below the source"),
         ("mla:24+7", ""),

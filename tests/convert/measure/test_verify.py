@@ -57,7 +57,7 @@ def test_files_that_changed(out):
     gone, weights, strange, tokenizer = sorted(verify_checkpoint(str(out)).problems)
     assert gone == f"{out}: the file generation_config.json is missing; fetch it again"
     assert weights.startswith("model.safetensors: changed since it was written")
-    assert strange == "thesis.tex: not a file that was written"
+    assert strange == "thesis.tex: kvfold did not write this file"
     assert tokenizer.startswith("tokenizer.json: changed since it was written: its SHA-256 is 44136fa3")
 
 
@@ -73,7 +73,7 @@ def test_tensors_that_are_not_the_configs_or_not_finite(out):
     assert done.problems[0] == "missing: model.norm.weight"
     assert "o_proj.weight has shape [256, 256] according to config.json" in done.problems[1]
     where = "tensor 'model.layers.0.self_attn.kv_a_layernorm.weight' in model.safetensors"
-    assert done.problems[2] == f"{where}: 1 numbers are NaN or infinite"
+    assert done.problems[2] == f"{where} has 1 NaN or infinite element"
     with pytest.raises(InputError, match=r"is not what kvfold.json and config.json say: 3 differences; make it again"):
         check_verified(done)
 

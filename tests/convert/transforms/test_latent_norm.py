@@ -72,7 +72,7 @@ def test_new_coordinates_change_nothing_that_is_read():
 
 def test_centered_latents_are_refused():
     latent = replace(random_latent(), down_bias=torch.zeros(6))
-    with pytest.raises(ValueError, match="needs a latent without down_bias"):
+    with pytest.raises(ValueError, match="requires a latent without down_bias"):
         live_norm(latent, torch.randn(10, 16))
 
 

@@ -49,7 +49,7 @@ def test_a_damaged_tensor_is_named_with_its_layer(tmp_path, damaged, target, nam
     options = {"model": str(damaged(name, value)), "out": str(tmp_path / "out"), "calibration": str(text)}
     with pytest.raises(InputError) as caught:
         convert_checkpoint(ConvertRequest(**options, samples=1, seq_len=8, quiet=True, **TARGETS[target]))
-    assert str(caught.value).startswith(f"tensor '{name}': ")
+    assert str(caught.value).startswith(f"tensor '{name}' has ")
     assert WHERE[name] in str(caught.value)
     assert not (tmp_path / "out").exists()
 
