@@ -20,9 +20,9 @@ TARGETS = {
     "mla": {"to": "mla", "kv_rank": 16, "rope_dim": 16},
 }
 WHERE = {
-    "model.layers.1.mlp.up_proj.weight": "in layer 1;",
-    "model.layers.2.input_layernorm.weight": "in layer 2;",
-    "model.norm.weight": "before the first layer or after the last;",
+    "model.layers.1.mlp.up_proj.weight": "in layer 1",
+    "model.layers.2.input_layernorm.weight": "in layer 2",
+    "model.norm.weight": "before the first layer or after the last",
 }
 
 
