@@ -19,7 +19,8 @@ Steps = int | Literal["auto"]
 
 TARGETS: tuple[str, ...] = get_args(Target)
 DEFAULT_LAYOUT: Layout = "free"
-SELF = "self"  # --calibration self: the source generates the text
+SELF = "self"  # --calibration self: the source generates the text ...
+SELF_AT_ONCE = 48  # ... of so many sequences together: chosen, not tuned; memory grows with them
 
 _SOURCE_RULE = "a folder or a hub id"
 _FOLDER_RULE = "the path of an output folder"

@@ -10,9 +10,9 @@ from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.host import host_memory, may_have_gpu
-from kvfold.convert.request import SELF, held_out_count
+from kvfold.convert.request import SELF, SELF_AT_ONCE, held_out_count
 from kvfold.convert.sizes import bytes_text
-from kvfold.convert.training.budget import batch_size, sequences_of
+from kvfold.convert.training.budget import LOGITS, batch_size, sequences_of
 
 # Libraries and allocators, by tests/convert/conversion/test_memory.py: pooling a model of width 64 peaks at 430 MB
 # (torch's pages that are mapped but shared count); with transformers, a tokenizer and forward passes at 0.9 GB.
@@ -21,16 +21,15 @@ _FLOAT, _DOUBLE = 4, 8
 # E x E matrices in float64 that a fit holds, from weights alone and with statistics: Gram, its factors and inverses,
 # and the moments between all heads. Peaks at a width of 1024, by the same test: 672 MB (svd), 1.43 to 1.52 GB.
 _FIT_SQUARES, _FIT_SQUARES_OF_TEXT = 12, 36
-# Logits compared at once on a CPU; bytes each, measured with SmolLM2-135M: 12 x 4.
+# Logits compared at once on a CPU, as `attention.drift.compare` has them (importing that takes torch); bytes each,
+# measured with SmolLM2-135M: 12 x 4.
 _LOGITS, _LOGIT = 1 << 23, 16 * 4
 # Bytes per trained element: master, gradient, Adam's moments, rounded copies; and on disk for --resume without copies.
 _MASTER, _SAVED = 4 + 4 + 8 + 4 + 4, 4 + 8 + 4
 # Bytes per token, layer and model dim in float32 (Korthikanti et al., 2022: 34 in 16 bit).
 _ACTIVATIONS = 68
-# Bytes of logits, and of their gradients, in a step of polishing.
-_POLISHED_LOGITS = 8 * (24 << 20)
-# Sequences of --calibration self.
-_WRITTEN_AT_ONCE = 48
+# Bytes of logits, and of their gradients, in a step of polishing: 8 tensors.
+_POLISHED_LOGITS = 8 * _FLOAT * LOGITS
 # Config, index, card and file system blocks.
 _SLACK = 1 << 20
 
@@ -99,7 +98,7 @@ def _whole_model(plan: Plan) -> tuple[int, int]:
     if request.calibration == SELF:
         cached = plan.cache_elements * shape.layers * request.seq_len + 4 * shape.vocabulary
         model = sum(prod(tensor.shape) for tensor in plan.model.tensors.values())
-        held = _FLOAT * (model + cached * _WRITTEN_AT_ONCE)
+        held = _FLOAT * (model + cached * SELF_AT_ONCE)
     if request.polish:
         computed = {name for names in plan.layout.computed for name in names}
         sizes = {tensor.name: prod(tensor.shape) for tensor in plan.layout.tensors}

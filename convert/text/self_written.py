@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.errors import InputError, opt
+from kvfold.convert.request import SELF_AT_ONCE
 
-_AT_ONCE = 48  # sequences
 _MARK = "kvfold-mark"
 
 
@@ -51,8 +51,8 @@ def write_sequences(
     # On the CPU, so that the device does not change what is drawn.
     generator = torch.Generator().manual_seed(seed)
     written = []
-    for first in range(0, count, _AT_ONCE):
-        rows = min(_AT_ONCE, count - first)
+    for first in range(0, count, SELF_AT_ONCE):
+        rows = min(SELF_AT_ONCE, count - first)
         tokens = torch.tensor(start, dtype=torch.int64).expand(rows, -1)
         latest, cache = tokens, None
         while tokens.shape[1] < length:

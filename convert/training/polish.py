@@ -20,7 +20,7 @@ from torch.func import functional_call
 from kvfold.attention.drift.frame import Arguments, Frame, Stop
 from kvfold.convert.stream.stock import empty_model
 from kvfold.convert.stream.weights import Read, WeightMap
-from kvfold.convert.training.budget import ROUND, batch_size
+from kvfold.convert.training.budget import LOGITS, ROUND, batch_size
 from kvfold.convert.training.fit import FitResult, Trainee, divergence, fit, random_batches
 
 # Steps. KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 1 0.1027 / 0.0250, 10 0.1045 / 0.0249:
@@ -36,8 +36,6 @@ _RATE = 2.4
 # 1000 steps, the rate was halved away (the MHA model above, refined: 0.0145 -> 0.0124; after every eighth, 0.0104).
 _PARTS = 8
 _MIN_GAIN = 0.01
-# Elements. The allocator reuses float32 blocks below 32 MiB instead of mapping them anew.
-_LOGITS = 6 << 20
 
 
 @dataclass(frozen=True)
@@ -204,7 +202,7 @@ class ModelTrainee(Trainee):
     def _divergences(self, hidden: Tensor, states: Tensor) -> Iterator[Tensor]:
         """Sums of ``KL(source || student)`` over chunks of positions, short enough to limit the memory for logits."""
         count, length = hidden.shape[:2]
-        size = max(1, _LOGITS // (count * self.model.get_output_embeddings().weight.shape[0]))
+        size = max(1, LOGITS // (count * self.model.get_output_embeddings().weight.shape[0]))
         for start in range(0, length, size):
             part = hidden[:, start : start + size]
             with torch.no_grad():

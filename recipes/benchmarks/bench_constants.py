@@ -1,6 +1,6 @@
 """The loss of a converted model as each tuned constant of the transforms moves: where their comments get their figures.
 
-    python recipes/benchmarks/bench_constants.py MODEL --calibration FILE [--only als] [--json FILE]
+    python recipes/benchmarks/bench_constants.py MODEL [--calibration FILE] [--only als] [--json FILE]
     python recipes/benchmarks/bench_constants.py --distances
 
 converts MODEL with every constant at a few values, the one in the code among them, and prints the excess loss (nats per
@@ -54,9 +54,10 @@ def excess(args: argparse.Namespace, target: str) -> float:
         request = ConvertRequest(
             model=str(args.model),
             out=str(out),
-            calibration=str(args.calibration),
+            calibration=args.calibration,
             samples=args.samples,
             seq_len=args.seq_len,
+            seed=args.seed,
             quiet=True,
             **TARGETS[target],
         )
@@ -119,12 +120,13 @@ def show(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?")
-    parser.add_argument("--calibration", type=Path)
+    parser.add_argument("--calibration", help="default: the text that ships with kvfold")
     parser.add_argument("--distances", action="store_true", help="time the sum over distances; needs no model")
     parser.add_argument("--only", default="", help="constants whose name holds this")
     parser.add_argument("--target", choices=TARGETS, help="convert to this one, whatever the constant's own")
     parser.add_argument("--samples", type=int, default=32, help="calibration sequences; at least 8 more are held out")
     parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0, help="for drawing sequences")
     parser.add_argument("--text", type=Path, help="measure the loss on windows of this file instead")
     parser.add_argument("--text-len", type=int, default=512, help="their length: beyond that of the calibration")
     parser.add_argument("--work", type=Path, help="folder for converted checkpoints; default: the system's")
@@ -133,9 +135,9 @@ def main() -> None:
     if args.distances:
         time_distances()
         return
-    if args.model is None or args.calibration is None:
-        parser.error("expected MODEL and --calibration")
-    header = {"model": args.model.name, "samples": args.samples, "length": args.seq_len}
+    if args.model is None:
+        parser.error("expected MODEL")
+    header = {"model": args.model.name, "samples": args.samples, "length": args.seq_len, "seed": args.seed}
     if args.text is not None:
         header |= {"text_length": args.text_len}
     continue_rows(args.json, header, lambda done: rows(args, done), show)

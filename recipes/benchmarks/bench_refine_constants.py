@@ -5,11 +5,11 @@
     python recipes/benchmarks/bench_refine_constants.py --uptrain
     python recipes/benchmarks/bench_refine_constants.py --attention
 
-converts the model that ships, with the calibration text that ships, for every constant at a few values, the one in the
-code among them. It prints the excess loss (nats per token) on sequences that were held out from the fit, the mean
-number of steps per layer, and CPU seconds. The runs are small, so that all of them take some minutes of one core.
-`--blocks` times the distance profile with blocks of other sizes instead, `--attention` the bfloat16 attention of a
-training step; `--uptrain` moves the learning rate of uptraining, distilled from the model that ships.
+converts the model that ships, with the text that ships, or `--model MODEL --calibration FILE`, for every constant at a
+few values, the one in the code among them. It prints the excess loss (nats per token) on sequences that were held out
+from the fit, the mean number of steps per layer, and CPU seconds. The runs are small: all of them take some minutes of
+one core. `--blocks` times the distance profile with blocks of other sizes instead, `--attention` the bfloat16
+attention of a training step; `--uptrain` moves the learning rate of uptraining, distilled from the model that ships.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from kvfold.convert.data import demo_folder, read_text
 
 REFINE, FIT = "convert.training.refine", "convert.training.fit"
 WALK, TRIALS = "convert.walk.walk", "convert.conversion.latent"
+SOURCE: dict[str, Any] = {"model": str(demo_folder())}  # and what the command line adds to every run
 SMALL: dict[str, Any] = {"samples": 64, "seq_len": 64}
 RUNS: dict[str, dict[str, Any]] = {
     "MQA, 40 steps": {"to": "mqa", "refine": 40, **SMALL},
@@ -47,6 +48,7 @@ CONSTANTS: list[tuple[str, tuple[str, ...], list[Any], tuple[str, ...]]] = [  # 
     (REFINE, ("MIN_GAIN",), [0.003, 0.01, 0.03], AUTO),
     (TRIALS, ("_TRIAL_STEPS",), [5, 20], ("MLA of 16, 20 steps",)),
     (WALK, ("_JUDGED_TOKENS",), [256, 1024, 2048], ("GQA-2",)),
+    ("convert.walk.passes", ("_CPU_TOKENS",), [512, 4096, 16384], ("GQA-2",)),
 ]
 
 Measured = dict[str, Any]
@@ -56,7 +58,7 @@ def convert(run: str) -> Measured:
     """Excess loss of the converted model on the held-out sequences, mean steps per layer, the split, CPU seconds."""
     started = time.process_time()
     with tempfile.TemporaryDirectory() as place:
-        request = ConvertRequest(model=str(demo_folder()), out=str(Path(place) / "out"), quiet=True, **RUNS[run])
+        request = ConvertRequest(out=str(Path(place) / "out"), quiet=True, **{**SOURCE, **RUNS[run]})
         record = convert_checkpoint(request).record
     steps = [layer["steps"] for layer in record.get("refinement", [])]
     return {
@@ -180,7 +182,13 @@ def main() -> None:
     parser.add_argument("--attention", action="store_true", help="time the attention of a training step")
     parser.add_argument("--uptrain", action="store_true", help="move the learning rate of uptraining")
     parser.add_argument("--json", type=Path, help="results file")
+    parser.add_argument("--model", type=Path, help="convert this one instead of the model that ships")
+    parser.add_argument("--calibration", help="text for --model")
+    parser.add_argument("--seed", type=int, default=0, help="for drawing sequences")
     args = parser.parse_args()
+    SOURCE["seed"] = args.seed
+    if args.model is not None:
+        SOURCE.update(model=str(args.model), calibration=args.calibration)
     for wanted, measure in ((args.blocks, time_blocks), (args.attention, time_attention), (args.uptrain, uptrain)):
         if wanted:
             measure()

@@ -12,6 +12,7 @@ from helpers.checkpoints import add_demo_tokenizer
 from helpers.processes import run_python
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvfold.attention.drift import compare
 from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion import memory
@@ -88,6 +89,7 @@ def test_polishing_and_text_of_the_source_hold_the_whole_model(config_only):
     polished, written = needs(config_only, polish=100, resume=True), needs(config_only, calibration="self")
     assert needs(config_only).memory < 4 * 6.4e9 < min(polished.memory, written.memory)  # Llama-2-7B in float32
     assert polished.scratch > 4 * 1e9
+    assert memory._LOGITS == compare._CPU_LOGITS
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def test_text_begins_with_the_chat_template_or_the_bos_token():
 
 
 def test_equal_seeds_give_equal_text_in_steps_of_the_batch(model, monkeypatch):
-    monkeypatch.setattr(self_written, "_AT_ONCE", 2)
+    monkeypatch.setattr(self_written, "SELF_AT_ONCE", 2)
     told = []
     first, again, other = (write_sequences(model, [5, 6], 3, 12, seed, told.append) for seed in (1, 1, 2))
     assert first.shape == (3, 12)
