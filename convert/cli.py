@@ -117,8 +117,7 @@ def convert(request: ConvertRequest, json_file: str | None, report: str | None) 
         result = convert_checkpoint(request)
         if processes.is_first():
             if report is not None and not request.dry_run:
-                page = conversion_page(result.to_dict(), result.summary().splitlines())
-                write_report(page, report, request.quiet)
+                write_report(conversion_page(result, result.summary().splitlines()), report, request.quiet)
             tell(json_file, result.to_dict, result.summary() if request.dry_run or not request.quiet else "")
 
 
@@ -144,7 +143,7 @@ def drift(request: DriftRequest, json_file: str | None, report: str | None) -> N
 
     measured = drift_checkpoints(request)
     if report is not None:
-        write_report(drift_page(measured.to_dict(), heading(measured)), report)
+        write_report(drift_page(measured, heading(measured)), report)
     tell(json_file, measured.to_dict, drift_table(measured))
 
 

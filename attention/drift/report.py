@@ -58,7 +58,7 @@ class DriftReport:
 
     def __repr__(self) -> str:
         measured = self.measured
-        before, after = perplexity(measured.teacher_loss), perplexity(measured.student_loss)
+        before, after = self.perplexities
         return (
             f"DriftReport({self.sequences} x {self.length} tokens: KL {measured.kl:.4f} nats, "
             f"top-1 agreement {100 * measured.agreement:.1f} %, perplexity {before:.2f} -> {after:.2f})"
@@ -73,6 +73,11 @@ class DriftReport:
     def excess(self) -> float:
         """Student loss minus source loss, in nats per token."""
         return self.measured.excess
+
+    @property
+    def perplexities(self) -> tuple[float, float]:
+        """Perplexity of the source and of the student."""
+        return perplexity(self.measured.teacher_loss), perplexity(self.measured.student_loss)
 
     @property
     def agreement(self) -> float:
@@ -92,7 +97,7 @@ class DriftReport:
         NaN and infinity become None.
         """
         measured, floor = self.measured, None if self.floor is None else self.floor.measured
-        source, student = perplexity(measured.teacher_loss), perplexity(measured.student_loss)
+        source, student = self.perplexities
         # an excess may be negative, but rounding moves it either way
         rounding = None if floor is None else abs(floor.excess)
         layers = itertools.zip_longest(measured.layers, () if floor is None else floor.layers)

@@ -4,11 +4,12 @@ Its commands load, serve, measure, further train and reproduce the checkpoint. T
 placeholders to fill in.
 """
 
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint.files import portable_name
 from kvfold.convert.checkpoint.hub import parse_hub_id
@@ -18,6 +19,9 @@ from kvfold.convert.conversion.record import engine_cost, rank_sizes, text_name,
 from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.options import command_words, run_only
 from kvfold.convert.request import SELF, ConvertRequest
+
+if TYPE_CHECKING:
+    from kvfold.attention.drift.report import DriftReport
 
 _CARD = """---
 {front}
@@ -131,7 +135,7 @@ kvfold uptrain . ../trained --teacher {source} --text HuggingFaceFW/fineweb-edu:
 """
 
 
-def model_card(plan: Plan, record: Mapping[str, Any]) -> str:
+def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None") -> str:
     """Return the text of README.md for the converted checkpoint; ``record`` is the content of its ``kvfold.json``."""
     request = plan.request
     # Tensors that no transform touches.
@@ -155,7 +159,7 @@ def model_card(plan: Plan, record: Mapping[str, Any]) -> str:
         kind=plan.layout.kind,
         cache_before=plan.cache_elements,
         cache=plan.layout.cache_elements,
-        measured=_measured(record, source_name(plan)) if "drift" in record else "",
+        measured="" if drift is None else _measured(record, drift, source_name(plan)),
         ranks=_RANKS.format(rows="\n".join(ranks)) if ranks else "",
         usage=_usage(plan),
         engines="\n".join(engines),
@@ -202,23 +206,20 @@ def front_matter(source: Checkpoint) -> str:
     return str(metadata.to_yaml())
 
 
-def _measured(record: Mapping[str, Any], source: str) -> str:
+def _measured(record: Mapping[str, Any], drift: "DriftReport", source: str) -> str:
     """Return the measured rows of the card's table and a paragraph on the text used."""
-    drift = record["drift"]
-    both, size, excess = drift["perplexity"], drift["cache_bytes_per_token"], drift["excess"]
-    loss = ""
-    if None not in (excess["value"], excess["margin"]):
-        interval = f"{excess['value']:+.4f} ± {excess['margin']:.4f}"
-        loss = f"| excess loss, nats per token, 95 % interval | | {interval} |\n"
-    return f"""| cache, bytes per token | {size["source"]} | {size["student"]} |
-| perplexity | {both["source"]:.3f} | {both["student"]:.3f} |
-{loss}| KL of next-token distributions, nats | | {drift["kl"]["value"]:.4f} |
-| top-1 agreement | | {100 * drift["agreement"]["value"]:.1f} % |
+    (before, after), margin, loss = drift.perplexities, drift.measured.excess_margin, ""
+    if margin is not None and math.isfinite(drift.excess + margin):
+        loss = f"| excess loss, nats per token, 95 % interval | | {drift.excess:+.4f} ± {margin:.4f} |\n"
+    return f"""| cache, bytes per token | {drift.source_cache_bytes} | {drift.student_cache_bytes} |
+| perplexity | {before:.3f} | {after:.3f} |
+{loss}| KL of next-token distributions, nats | | {drift.kl:.4f} |
+| top-1 agreement | | {100 * drift.agreement:.1f} % |
 
-Measured on {drift["sequences"]} x {drift["length"]} held-out tokens of {text_name(record)}.
+Measured on {drift.sequences} x {drift.length} held-out tokens of {text_name(record)}.
 These tokens were not used for fitting, but groups, splits and steps were chosen by them, so the figures are slightly
 optimistic. `kvfold drift {source} .` measures on text that played no part in any choice.
-{engine_cost(record)}
+{engine_cost(record, drift)}
 """
 
 

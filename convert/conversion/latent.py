@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert import processes
+from kvfold.convert.conversion.fitted import RotaryWorth, Split
 from kvfold.convert.conversion.plan import Plan, latent_plan, latent_targets
 from kvfold.convert.conversion.source import held_out_error, own_sequences, source_heads, source_layer, source_rotary
 from kvfold.convert.conversion.student import SPECTRUM, StudentWalk
@@ -205,7 +206,7 @@ def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, di
     best, tried = choose_split(plan, surveyed, stages)
     record: dict[str, Any] = {}
     if tried:
-        record["splits"] = [split_record(each) for each in tried]
+        record["splits"] = [split_of(each).to_dict() for each in tried]
         least = min(tried, key=lambda each: each.judged)
         if least is not best:
             gained = [engine for engine in best.served_by if engine not in least.served_by]
@@ -223,15 +224,13 @@ def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, di
         worth, slots = rope_slots.mean_worth(surveyed.layers), sum(first.counts)
         kept = [float(row[:count].sum()) for row, count in zip(worth, first.counts, strict=True)]
         best_slots = worth.flatten().sort(descending=True).values[: _SHOWN_SLOTS * max(1, slots)].tolist()
-        worths = {"per_pair": worth.sum(1).tolist(), "kept_per_pair": kept, "slots": slots, "sorted": best_slots}
-        record["rotary_worth"] = worths
+        record["rotary_worth"] = vars(RotaryWorth(worth.sum(1).tolist(), kept, slots, best_slots))
     return best, record
 
 
-def split_record(tried: Candidate) -> dict[str, Any]:
-    """The entry of ``kvfold.json`` for a tried split."""
-    record = {"kv_rank": tried.target.kv_rank, "rope_dim": tried.target.rope_dim, "kl": tried.kl}
-    return record if tried.refined_kl is None else {**record, "refined_kl": tried.refined_kl}
+def split_of(tried: Candidate) -> Split:
+    """The sizes and the measured KL of a tried split."""
+    return Split(tried.target.kv_rank, tried.target.rope_dim, tried.kl, tried.refined_kl)
 
 
 def trial(option: Candidate, surveyed: Survey, *, refine: bool = False) -> Candidate:

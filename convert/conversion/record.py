@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.memory import free_bytes, free_disk, needs_of
@@ -17,6 +17,9 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.request import SELF
 from kvfold.convert.sizes import bytes_text
 from kvfold.convert.targets.engines import folded_result
+
+if TYPE_CHECKING:
+    from kvfold.attention.drift.report import DriftReport
 
 _SHOWN_FILES = 20
 _SERVED = "served by (versions and evidence: kvfold.json)"
@@ -76,18 +79,20 @@ def headline(plan: Plan) -> str:
     )
 
 
-def summary_text(plan: Plan, record: Mapping[str, Any], written: Path, seconds: float) -> str:
+def summary_text(
+    plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None", written: Path, seconds: float
+) -> str:
     """The terminal summary: headline, cost, choices, output, engines and the next command."""
     request, size = plan.request, sum(tensor.nbytes for tensor in plan.tensors)
     compare = shlex.join(["kvfold", "drift", str(request.model), str(request.out)])
     lines = [
         headline(plan),
-        cost_text(record),
+        "" if drift is None else cost_text(drift, text_name(record)),
         chosen_text(plan, record),
         groups_text(plan, record),
         ranks_text(record),
         padding_text(plan),
-        engine_cost(record),
+        engine_cost(record, drift),
         f"wrote {written}: {bytes_text(size)} in {seconds:.1f} s",
         _SERVED,
         *(f"  {verdict.to_text()}" for verdict in plan.engines),
@@ -96,19 +101,16 @@ def summary_text(plan: Plan, record: Mapping[str, Any], written: Path, seconds: 
     return "\n".join(filter(None, lines))
 
 
-def cost_text(record: Mapping[str, Any]) -> str:
-    """One line with the drift on held-out text; empty if nothing was measured."""
-    if (drift := record.get("drift")) is None:
-        return ""
-    excess, both = drift["excess"], drift["perplexity"]
-    if None in (excess["value"], excess["margin"], both["source"], both["student"]):
+def cost_text(drift: "DriftReport", text: str) -> str:
+    """One line with the drift on held-out text, named ``text``."""
+    excess, margin, (before, after) = drift.excess, drift.measured.excess_margin, drift.perplexities
+    if margin is None or not all(map(math.isfinite, (excess, margin, before, after))):
         return "no cost on held-out text: the model's results are not finite, or there is only one held-out sequence"
-    values = (excess["value"] + side * excess["margin"] for side in (0, -1, 1))
-    lost, low, high = (f"{100 * math.expm1(value):+.1f}" for value in values)
-    change = f"{both['source']:.2f} -> {both['student']:.2f} ({lost} %, 95 % interval {low} to {high})"
+    lost, low, high = (f"{100 * math.expm1(excess + side * margin):+.1f}" for side in (0, -1, 1))
+    change = f"{before:.2f} -> {after:.2f} ({lost} %, 95 % interval {low} to {high})"
     return (
-        f"on {drift['sequences']} x {drift['length']} held-out tokens of {text_name(record)}: perplexity {change}, KL "
-        f"{drift['kl']['value']:.4f} nats, top-1 agreement {100 * drift['agreement']['value']:.1f} %"
+        f"on {drift.sequences} x {drift.length} held-out tokens of {text}: perplexity {change}, KL "
+        f"{drift.kl:.4f} nats, top-1 agreement {100 * drift.agreement:.1f} %"
     )
 
 
@@ -221,15 +223,15 @@ def plan_text(plan: Plan) -> str:
     return "\n".join([*lines, "nothing was written (--dry-run)"])
 
 
-def engine_cost(record: Mapping[str, Any]) -> str:
+def engine_cost(record: Mapping[str, Any], drift: "DriftReport | None") -> str:
     """One line comparing the drift of layouts engine and free; empty if they were not compared."""
-    if "free_layout" not in record or "drift" not in record:
+    if "free_layout" not in record or drift is None:
         return ""
     other = record["free_layout"]
-    engine = other.get("engine_kl", record["drift"]["kl"]["value"])
+    engine = other.get("engine_kl", drift.kl)
     after = f" after {other['steps']} steps of refinement" if "steps" in other else ""
     tried = len(other.get("layers", []))
-    where = f" and with {tried} layers converted" if tried < len(record["drift"]["layers"]) and tried else ""
+    where = f" and with {tried} layers converted" if tried < len(drift.measured.layers) and tried else ""
     return (
         f"layout engine drifts by a KL of {engine:.4f} nats, layout free by {other['kl']:.4f} "
         f"(same split, same text{after}{where})"

@@ -19,6 +19,7 @@ from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers
 from kvfold.convert.checkpoint.writer import ShardWriter, write_index
 from kvfold.convert.console import append_line
 from kvfold.convert.conversion.card import model_card
+from kvfold.convert.conversion.fitted import Change, Fitted, fitted_of
 from kvfold.convert.conversion.journal import Journal, forget, resumable
 from kvfold.convert.conversion.memory import check_memory, check_spill, free_disk, needs_of
 from kvfold.convert.conversion.plan import Plan, check_processes, dense_dtype, described, make_plan
@@ -36,10 +37,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Conversion:
+class Conversion(Fitted):
     """The result of a run. A dry run has no ``seconds`` and ``written``; a run without text has no ``drift``.
 
-    ``record`` is the content of ``kvfold.json``.
+    ``record`` is the content of ``kvfold.json``; the choices and gains in it are also attributes (`Fitted`).
     """
 
     plan: Plan
@@ -51,6 +52,22 @@ class Conversion:
     def __repr__(self) -> str:
         where = "planned" if self.written is None else f"written to {str(self.written)!r}"
         return f"Conversion({headline(self.plan)}; {where})"
+
+    @property
+    def attention(self) -> Change[str]:
+        """The kinds of attention, such as MHA and GQA-4."""
+        return Change(self.plan.source_kind, self.plan.layout.kind)
+
+    @property
+    def cache_elements(self) -> Change[int]:
+        """The KV-cache elements per token per layer."""
+        return Change(self.plan.cache_elements, self.plan.layout.cache_elements)
+
+    @property
+    def split(self) -> tuple[int, int] | None:
+        """The rank and the rotary dims of an MLA result; None for GQA and MQA."""
+        latent = self.plan.latent
+        return None if latent is None else (latent.kv_rank, latent.rope_dim)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values: the plan for a dry run, otherwise the record without its lists of tensors and files."""
@@ -78,7 +95,7 @@ class Conversion:
         """The terminal text: the plan for a dry run, otherwise the conversion, its cost and its output."""
         if self.written is None or self.seconds is None:
             return plan_text(self.plan)
-        return summary_text(self.plan, self.record, self.written, self.seconds)
+        return summary_text(self.plan, self.record, self.drift, self.written, self.seconds)
 
 
 @takes(ConvertRequest)
@@ -92,8 +109,8 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     InputError if the request or the checkpoint is invalid; nothing is written then.
 
     >>> request = ConvertRequest(model=demo_folder(), out=folder / "mqa", to="mqa", method="mean", quiet=True)
-    >>> convert_checkpoint(request).record["attention"]
-    {'from': 'MHA', 'to': 'MQA'}
+    >>> convert_checkpoint(request).attention
+    Change(before='MHA', after='MQA')
     """
     started = time.monotonic()
     if not processes.is_first():
@@ -122,7 +139,8 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             checkpoint.check_unchanged()
             completed = processes.run_on_first(lambda: _complete(plan, measured, hashes, folder, stages))
     record, drift = completed or ({}, None)
-    done = Conversion(plan, Path(request.out), time.monotonic() - started, record, drift)
+    seconds, fitted = time.monotonic() - started, fitted_of(record)
+    done = Conversion(plan, Path(request.out), seconds, record, drift, **vars(fitted))
     if processes.is_first():
         _log(done)
     return done
@@ -218,12 +236,13 @@ def _complete(
     with stages("checking what was written"):
         # A calibrated conversion is read back: its record holds the loss of the files on disk too.
         record = record_of(plan, {} if measured is None else measured.record(folder))
-        write_file(folder / "README.md", model_card(plan, record))
+        drift = None if measured is None else measured.drift
+        write_file(folder / "README.md", model_card(plan, record, drift))
         record["files"] = file_hashes(folder, known=hashes)
         write_file(folder / RECORD, dump(record))
     forget(folder)
     plan.checkpoint.check_unchanged()
-    return record, None if measured is None else measured.drift
+    return record, drift
 
 
 def _log(done: Conversion) -> None:

@@ -24,6 +24,7 @@ from kvfold.attention.drift.report import DriftReport, report_of
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.checkpoint.writer import ShardWriter
+from kvfold.convert.conversion.fitted import LatentSpectrum
 from kvfold.convert.conversion.journal import POLISH_STATE, Journal
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.source import hidden_states, own_sequences, source_heads
@@ -186,8 +187,8 @@ class StudentWalk(Walk):
         if SPECTRUM in made and self._plan.latent is not None:
             # The mean spectrum, and what each layer loses.
             mean = torch.tensor([each["sorted"] for each in made[SPECTRUM]], dtype=torch.float64).mean(0)
-            channels, lost = self._plan.latent.channels, [each["lost"] for each in made[SPECTRUM]]
-            made[SPECTRUM] = {"channels": channels, "sorted": mean.tolist(), "lost": lost}
+            lost = [each["lost"] for each in made[SPECTRUM]]
+            made[SPECTRUM] = vars(LatentSpectrum(self._plan.latent.channels, mean.tolist(), lost))
         drift = report_of(self.measurement(), self._source, self._target.stream, self._tokens.held_out)
         return Calibrated(self._tokens, drift, {**choices, **made}, self._source, self._plan.request.spill)
 

@@ -95,13 +95,11 @@ def sweep(request: SweepRequest, within: float, json_file: str | None, plot: str
     from kvfold.convert.measure.sweep import sweep_checkpoint
 
     result = sweep_checkpoint(request)
-    values = result.to_dict(within)
     if plot is not None:
-        excess_by_cache(values).save(plot, result.title())
+        excess_by_cache(result, within).save(plot, result.title())
     if report is not None:
-        lines = [*result.heading(), *result.decision(within).splitlines()]
-        write_report(sweep_page(values, lines, result.cells()), report, request.quiet)
-    tell(json_file, lambda: values, f"{result.table()}\n\n{result.decision(within)}")
+        write_report(sweep_page(result, within), report, request.quiet)
+    tell(json_file, lambda: result.to_dict(within), f"{result.table()}\n\n{result.decision(within)}")
     if request.out is not None:
         click.echo(f"\n{result.convert(within, quiet=request.quiet).summary()}", err=json_file == STDOUT)
 

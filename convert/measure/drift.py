@@ -116,7 +116,7 @@ def layer_stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> Ch
 
 def drift_table(report: DriftReport) -> str:
     """The report as text: totals, then a line per layer; each value is followed by its rounding floor."""
-    lines = [*heading(report), "", *table(totals(report.to_dict()), (36, 11, 11, 11, 11))]
+    lines = [*heading(report), "", *table(totals(report), (36, 11, 11, 11, 11))]
     measured = report.measured
     if measured.excess_margin is not None:
         least, most = (percent(measured.excess + side * measured.excess_margin) for side in (-1, 1))

@@ -1,10 +1,11 @@
-"""Charts for ``--plot`` and ``--report``, drawn from the values of ``--json``; matplotlib is an optional extra."""
+"""Charts for ``--plot`` and ``--report``, drawn from results; matplotlib is an optional extra."""
 
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.sizes import bytes_text, bytes_unit
@@ -13,9 +14,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from kvfold.attention.drift.report import DriftReport
+    from kvfold.convert.conversion.fitted import Fitted, LatentSpectrum, RotaryWorth, Split
+    from kvfold.convert.measure.sweep import Sweep, SweptTarget
+
 Values = Mapping[str, Any]
 
-ELEMENTS = "cache_elements_per_token_per_layer"
 _RELATIVE_ERRORS = (
     ("attention_local", "alone"),
     ("attention_propagated", "in place"),
@@ -101,9 +105,14 @@ def _chart(title: str, caption: str = "", width: float = 5.6, height: float = 3.
 
 
 def by_place(
-    title: str, lines: Values, caption: str = "", place: str = "layer", unit: str = "relative error", cut: int = -1
+    title: str,
+    lines: Mapping[str, Sequence[float | None]],
+    caption: str = "",
+    place: str = "layer",
+    unit: str = "relative error",
+    cut: int = -1,
 ) -> Chart:
-    """Plot lines over layers, channels or slots on a logarithmic axis, with gaps for values that are None or 0.
+    """Plot lines over layers, channels or slots on a logarithmic axis, with gaps for 0, None, NaN and infinity.
 
     ``cut`` is the number of places that the budget keeps, marked by a vertical line; -1 draws no line.
     """
@@ -116,7 +125,8 @@ def by_place(
             if name == _ROUNDING:
                 style = {"ls": "--", "lw": 1, "color": _INK}
             # A logarithmic axis has no place for 0: nan leaves a gap.
-            axes.plot(range(len(values)), [value or math.nan for value in values], label=name, **style)
+            shown = [value if value and math.isfinite(value) else math.nan for value in values]
+            axes.plot(range(len(values)), shown, label=name, **style)
         axes.set(xlabel=place, ylabel=unit, yscale="log")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if cut >= 0:
@@ -127,26 +137,25 @@ def by_place(
     return chart
 
 
-def drift_by_layer(drift: Values) -> Chart:
+def drift_by_layer(drift: "DriftReport") -> Chart:
     """Plot relative errors of attention and residual stream by layer, with the rounding floor if it is close."""
-    layers = drift["layers"]
-    lines = {name: [layer[key]["value"] for layer in layers] for key, name in _RELATIVE_ERRORS}
-    floors = [layer[_RELATIVE_ERRORS[-1][0]]["floor"] for layer in layers]
+    lines = {name: [getattr(layer, key) for layer in drift.measured.layers] for key, name in _RELATIVE_ERRORS}
+    floors = [] if drift.floor is None else [layer.residual_propagated for layer in drift.floor.measured.layers]
     caption = (
         "Relative error against the source: each layer's attention with the source's inputs (alone) and with the "
         "converted model's inputs (in place), and the residual stream after the layer. Good: the residual stream's "
         "line is low and flat; a layer that stands out needs refinement."
     )
-    if highest := max(filter(None, floors), default=0.0):
+    if highest := max(filter(math.isfinite, floors), default=0.0):
         caption += f" Rounding alone causes at most {highest:.0e}."
-        if highest * _FAR > min((value for values in lines.values() for value in values if value), default=math.inf):
+        if highest * _FAR > min((value for value in chain(*lines.values()) if value > 0), default=math.inf):
             lines[_ROUNDING] = floors
     return by_place("Drift by layer", lines, caption)
 
 
-def residual_by_layer(targets: Sequence[Values]) -> Chart | None:
+def residual_by_layer(sweep: "Sweep") -> Chart | None:
     """Plot the error of each target's residual stream by layer; None if no error was measured or all are 0."""
-    lines = {row["kind"]: row["residual_by_layer"] for row in targets if any(row["residual_by_layer"])}
+    lines = {row.kind: row.distances for row in sweep.rows if any(row.distances)}
     caption = (
         "Relative error of each target's residual stream after every layer, against the source. Good: a low line that "
         "rises slowly; if all targets step up at the same layer, that layer needs refinement."
@@ -154,10 +163,10 @@ def residual_by_layer(targets: Sequence[Values]) -> Chart | None:
     return by_place("Drift by layer", lines, caption) if lines else None
 
 
-def attention_rows_by_head(drift: Values) -> Chart | None:
+def attention_rows_by_head(drift: "DriftReport") -> Chart | None:
     """Draw a heat map of the KL of each head's attention weights; None if the two models' heads do not correspond."""
-    rows = [[head["row_kl"]["value"] for head in layer["heads"]] for layer in drift["layers"]]
-    if not rows or not all(rows) or any(None in row for row in rows) or len(set(map(len, rows))) > 1:
+    rows = [[math.nan if head.row_kl is None else head.row_kl for head in each.heads] for each in drift.measured.layers]
+    if not all(rows) or len(set(map(len, rows))) != 1 or not all(map(math.isfinite, chain(*rows))):
         return None
     from matplotlib.ticker import MaxNLocator
 
@@ -197,9 +206,9 @@ def cache_by_context(bytes_per_token: Sequence[tuple[str, float]], what: str = "
     return chart
 
 
-def rotary_pairs(worth: Values) -> Chart:
+def rotary_pairs(worth: "RotaryWorth") -> Chart:
     """Plot the share of the scores' energy that rotates at each frequency, and the part that the target keeps."""
-    total, kept = worth["per_pair"], worth["kept_per_pair"]
+    total, kept = worth.per_pair, worth.kept_per_pair
     caption = (
         "The share of the scores' energy that would be lost if the keys did not rotate at a frequency, averaged over "
         f"layers. The target's rotary dims keep {100 * sum(kept) / (sum(total) or 1.0):.1f} % of it. Good: little of "
@@ -214,19 +223,19 @@ def rotary_pairs(worth: Values) -> Chart:
     return chart
 
 
-def rotary_spectrum(worth: Values) -> Chart:
+def rotary_spectrum(worth: "RotaryWorth") -> Chart:
     """Plot the energy of shared rotary keys in descending order, and mark how many the budget keeps."""
     caption = (
         "Each slot is one shared rotary key (2 dims of the cache). Slots left of the cut are kept. Good: the line has "
         "fallen far before the cut; if it is still high there, more rotary dims (--rope-dim) would help."
     )
     title, place = "Spectrum of rotary keys, and the cut", "rotary slot, most valuable first"
-    return by_place(title, {"": worth["sorted"]}, caption, place, "share of score energy", worth["slots"])
+    return by_place(title, {"": worth.sorted}, caption, place, "share of score energy", worth.slots)
 
 
-def latent_spectrum(spectrum: Values) -> Chart:
+def latent_spectrum(spectrum: "LatentSpectrum") -> Chart:
     """Plot the energy of the latent's principal components in descending order, and mark how many are kept."""
-    lost = spectrum["lost"]
+    lost = spectrum.lost
     worst = max(range(len(lost)), key=lambda layer: lost[layer])
     caption = (
         "The latent's channels store values and the part of keys that rotary keys do not cover, in order of energy. "
@@ -235,32 +244,31 @@ def latent_spectrum(spectrum: Values) -> Chart:
         "still high there, a higher rank (--kv-rank) would help."
     )
     title, place = "Spectrum of the latent, and the cut", "channel, most energy first"
-    return by_place(title, {"": spectrum["sorted"]}, caption, place, "share of energy", spectrum["channels"])
+    return by_place(title, {"": spectrum.sorted}, caption, place, "share of energy", spectrum.channels)
 
 
-def budget_splits(splits: Sequence[Values]) -> Chart:
+def budget_splits(splits: Sequence["Split"]) -> Chart:
     """Plot the KL for each tried split of a budget into rank and rotary dims; trials convert only a few layers."""
-    drawn = sorted(splits, key=lambda split: int(split["rope_dim"]))
+    drawn = sorted(splits, key=lambda split: split.rope_dim)
     ticked = drawn[:: math.ceil(len(drawn) / 8)]
     caption = (
         "The splits of the budget into rank and rotary dims that were tried. Good: the chosen split lies at the bottom "
         "of a wide valley, so that neighboring splits, which kernels may support, cost little more."
     )
-    with _chart(f"Splits of {drawn[0]['kv_rank'] + drawn[0]['rope_dim']} elements", caption) as (chart, figure):
+    with _chart(f"Splits of {drawn[0].kv_rank + drawn[0].rope_dim} elements", caption) as (chart, figure):
         axes = figure.subplots()
-        axes.plot([split["rope_dim"] for split in drawn], [split["kl"] for split in drawn], marker="o")
-        labels = [f"{split['kv_rank']}\n+{split['rope_dim']}" for split in ticked]
-        axes.set_xticks([split["rope_dim"] for split in ticked], labels)
+        axes.plot([split.rope_dim for split in drawn], [split.kl for split in drawn], marker="o")
+        labels = [f"{split.kv_rank}\n+{split.rope_dim}" for split in ticked]
+        axes.set_xticks([split.rope_dim for split in ticked], labels)
         axes.set(xlabel="rank + rotary dims", ylabel="KL, nats", yscale="log")
     return chart
 
 
-def gain_by_layer(record: Values) -> Chart | None:
+def gain_by_layer(fitted: "Fitted") -> Chart | None:
     """Plot each layer's error before and after refinement or the output fit; None if the run did neither."""
-    refined = bool(record.get("refinement"))
-    errors = record.get("refinement" if refined else "output_fit") or []
-    what = "refinement" if refined else "the fit of the output projection"
-    lines = {word: [error[word] for error in errors] for word in ("before", "after")}
+    errors = fitted.refinement or fitted.output_fit
+    what = "refinement" if fitted.refinement else "the fit of the output projection"
+    lines = {word: [getattr(error, word) for error in errors] for word in ("before", "after")}
     caption = (
         f"The error of the residual stream after each layer's attention on held-out text, before and after {what}. "
         "Good: the second line is well below the first; where they meet, there was nothing to gain."
@@ -268,12 +276,12 @@ def gain_by_layer(record: Values) -> Chart | None:
     return by_place(f"What {what} gained", lines, caption, unit="relative squared error") if errors else None
 
 
-def excess_by_cache(sweep: Values) -> Chart:
+def excess_by_cache(sweep: "Sweep", within: float) -> Chart:
     """Plot each target's excess loss against its cache, with 95 % intervals and the limit set by ``--within``."""
-    rows = [row for row in sweep["targets"] if row["excess"]["value"] is not None]
-    rows.sort(key=lambda row: (-row[ELEMENTS], row["excess"]["value"]))
-    present, within = sweep["source"]["elements"], sweep["within"]
-    ticks = sorted({present, *(row[ELEMENTS] for row in sweep["targets"])})
+    rows = [row for row in sweep.rows if math.isfinite(row.excess)]
+    rows.sort(key=lambda row: (-row.elements, row.excess))
+    present = sweep.source.elements
+    ticks = sorted({present, *(row.elements for row in sweep.rows)})
     caption = (
         "Each target's loss on held-out text minus the source's, with 95 % intervals; smaller caches are further to "
         "the right. Good: far to the right and still below the dashed limit."
@@ -281,7 +289,7 @@ def excess_by_cache(sweep: Values) -> Chart:
     with _chart("Cache against loss", caption, 7.2, 4.4) as (chart, figure):
         axes = figure.subplots()
         for color, (label, latent) in enumerate((("GQA, MQA", False), ("MLA", True))):
-            of_kind = [row for row in rows if (row["options"]["to"] == "mla") == latent]
+            of_kind = [row for row in rows if (row.request.to == "mla") == latent]
             if of_kind:
                 _targets_of_a_kind(axes, of_kind, rows, label, color)
         limit = f"{100 * within:g} % perplexity"
@@ -298,23 +306,24 @@ def excess_by_cache(sweep: Values) -> Chart:
     return chart
 
 
-def _targets_of_a_kind(axes: "Axes", rows: list[Values], every: list[Values], label: str, color: int) -> None:
+def _targets_of_a_kind(
+    axes: "Axes", rows: list["SweptTarget"], every: list["SweptTarget"], label: str, color: int
+) -> None:
     """Draw named points with intervals, and a line through the best of each size; ``rows`` has the best first."""
     best: dict[int, tuple[float, float]] = {}
-    named: dict[int, list[Values]] = {}
+    named: dict[int, list[SweptTarget]] = {}
     for row in rows:
-        of_size = [other for other in every if other[ELEMENTS] == row[ELEMENTS]]
-        place, excess = row[ELEMENTS] * 2 ** (-_APART * of_size.index(row)), row["excess"]
-        half = 0.0 if excess["high"] is None else excess["high"] - excess["value"]
+        of_size = [other for other in every if other.elements == row.elements]
+        place, half = row.elements * 2 ** (-_APART * of_size.index(row)), row.measured.excess_margin or 0.0
         first = label if row is rows[0] else None
-        axes.errorbar(place, excess["value"], half, fmt="so"[color == 0], color=f"C{color}", label=first)
-        best.setdefault(row[ELEMENTS], (place, excess["value"]))
-        named.setdefault(row[ELEMENTS], []).append(row)
+        axes.errorbar(place, row.excess, half, fmt="so"[color == 0], color=f"C{color}", label=first)
+        best.setdefault(row.elements, (place, row.excess))
+        named.setdefault(row.elements, []).append(row)
     axes.plot(*zip(*best.values(), strict=True), color=f"C{color}")
     # The names of one size stand above all its error bars, worst on top.
     for size, same in named.items():
-        top = max(row["excess"]["high"] or row["excess"]["value"] for row in same)
-        names = "\n".join(row["kind"] for row in reversed(same))
+        top = max(row.excess + (row.measured.excess_margin or 0.0) for row in same)
+        names = "\n".join(row.kind for row in reversed(same))
         _note(axes, names, (size, top), (0, 4), ha="center", color=f"C{color}")
 
 

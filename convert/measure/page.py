@@ -1,4 +1,4 @@
-"""The page for ``--report``: a single self-contained HTML file with the same values as ``--json``."""
+"""The page for ``--report``: a single self-contained HTML file with the results of a command."""
 
 import math
 import re
@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from html import escape
 from itertools import chain, repeat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.measure import figures
-from kvfold.convert.measure.figures import ELEMENTS, Chart, Values
+from kvfold.convert.measure.figures import Chart
+
+if TYPE_CHECKING:
+    from kvfold.attention.drift.report import DriftReport
+    from kvfold.convert.conversion.run import Conversion
+    from kvfold.convert.measure.sweep import Sweep
 
 FILE = "report.html"
 # Sweeps convert nothing, so the cache's dtype is not known: 16 bits are usual.
@@ -47,58 +53,52 @@ def write_report(html: str, folder: str, quiet: bool = False) -> None:
         print(f"wrote {file}: open it in a browser", file=sys.stderr)
 
 
-def drift_page(drift: Values, lines: Sequence[str]) -> str:
-    """The HTML page for ``drift``, the values of ``kvfold drift --json``; ``lines`` name the models and the text."""
+def drift_page(drift: "DriftReport", lines: Sequence[str]) -> str:
+    """The HTML page for ``drift``; ``lines`` name the models and the text."""
     return _page("kvfold drift", lines, totals(drift), _drift_charts(drift))
 
 
-def conversion_page(result: Values, lines: Sequence[str]) -> str:
-    """The HTML page for ``result``, the values of ``kvfold convert --json``; ``lines`` are the conversion's summary."""
-    drift = result.get("drift")
-    charts = [*(_drift_charts(drift) if drift else []), figures.gain_by_layer(result)]
-    if worth := result.get("rotary_worth"):
+def conversion_page(done: "Conversion", lines: Sequence[str]) -> str:
+    """The HTML page for a conversion; ``lines`` are its summary."""
+    drift, worth = done.drift, done.rotary_worth
+    charts = [*(_drift_charts(drift) if drift else []), figures.gain_by_layer(done)]
+    if worth is not None:
         charts += [figures.rotary_pairs(worth), figures.rotary_spectrum(worth)]
-    if spectrum := result.get("latent_spectrum"):
-        charts.append(figures.latent_spectrum(spectrum))
-    if splits := result.get("splits"):
-        charts.append(figures.budget_splits(splits))
+    if done.latent_spectrum is not None:
+        charts.append(figures.latent_spectrum(done.latent_spectrum))
+    if done.splits:
+        charts.append(figures.budget_splits(done.splits))
     return _page("kvfold convert", lines, totals(drift) if drift else [], charts)
 
 
-def sweep_page(sweep: Values, lines: Sequence[str], table: Sequence[Sequence[str]]) -> str:
-    """The HTML page for ``sweep``, the values of ``kvfold sweep --json``.
-
-    ``lines`` are the heading and the recommended target; ``table`` is the table from the terminal.
-    """
-    source, targets = sweep["source"], sweep["targets"]
+def sweep_page(sweep: "Sweep", within: float) -> str:
+    """The HTML page for ``sweep``, with the smallest target whose perplexity is at most ``within`` higher."""
     # The cache that is drawn belongs to the target that the decision names, else to the one with the least loss.
-    finite = [row for row in targets if row["excess"]["value"] is not None]
-    nearest = min(finite or targets, key=lambda row: row["excess"]["value"] or 0.0)
-    named = next((row for row in targets if row["target"] == sweep["smallest"]), nearest)
-    caches = [
-        (kind, elements * source["layers"] * _ELEMENT_BYTES)
-        for kind, elements in ((source["kind"], source["elements"]), (named["kind"], named[ELEMENTS]))
-    ]
+    finite = [row for row in sweep.rows if math.isfinite(row.excess)]
+    named = sweep.smallest(within) or min(finite or sweep.rows, key=lambda row: row.excess)
+    size = sweep.source.layers * _ELEMENT_BYTES
+    caches = [(each.kind, each.elements * size) for each in (sweep.source, named)]
     charts = [
-        figures.excess_by_cache(sweep),
-        figures.residual_by_layer(targets),
+        figures.excess_by_cache(sweep, within),
+        figures.residual_by_layer(sweep),
         figures.cache_by_context(caches, ", at 2 bytes per element"),
-        *(figures.budget_splits(row["splits"]) for row in targets if "splits" in row),
+        *(figures.budget_splits(row.splits) for row in sweep.rows if row.splits),
     ]
-    return _page("kvfold sweep", lines, table, charts)
+    return _page("kvfold sweep", [*sweep.heading(), *sweep.decision(within).splitlines()], sweep.cells(), charts)
 
 
-def totals(drift: Values) -> list[tuple[str, ...]]:
+def totals(drift: "DriftReport") -> list[tuple[str, ...]]:
     """Table rows with the overall results in ``drift``: source, converted model, difference and rounding floor."""
-    excess, perplexities = drift["excess"], [drift["perplexity"][name] for name in ("source", "student")]
-    present, left = (drift["cache_bytes_per_token"][name] for name in ("source", "student"))
-    losses = [number(math.log(value)) if value else "-" for value in perplexities]
-    agreement = ["-" if share is None else f"{share:.2%}" for share in map(drift["agreement"].get, ("value", "floor"))]
+    measured, floor = drift.measured, None if drift.floor is None else drift.floor.measured
+    rounding = None if floor is None else abs(floor.excess)
+    losses = (number(loss) for loss in (measured.teacher_loss, measured.student_loss))
+    agreement = ("-" if each is None else f"{each.agreement:.2%}" for each in (measured, floor))
+    present, left = drift.source_cache_bytes, drift.student_cache_bytes
     return [
         ("", "source", "converted", "drift", "floor"),
-        ("perplexity", *map(number, perplexities), *(percent(excess[name]) for name in ("value", "floor"))),
-        ("loss, nats per token", *losses, number(excess["value"], "+"), number(excess["floor"])),
-        ("KL of next-token distributions, nats", "", "", *(number(drift["kl"][name]) for name in ("value", "floor"))),
+        ("perplexity", *map(number, drift.perplexities), percent(drift.excess), percent(rounding)),
+        ("loss, nats per token", *losses, number(drift.excess, "+"), number(rounding)),
+        ("KL of next-token distributions, nats", "", "", number(drift.kl), number(None if floor is None else floor.kl)),
         ("top-1 agreement", "", "", *agreement),
         ("cache, bytes per token", f"{present}", f"{left}", f"x {left / (present or math.nan):.3g}", "exact"),
     ]
@@ -106,7 +106,7 @@ def totals(drift: Values) -> list[tuple[str, ...]]:
 
 def number(value: float | None, sign: str = "") -> str:
     """``value`` in at most 8 characters: five digits, an exponent if very small or large, or 0 if exactly zero."""
-    if value is None:
+    if value is None or math.isnan(value):
         return "-"
     plus = sign if value > 0 else ""
     if value == 0 or not math.isfinite(value):
@@ -123,14 +123,13 @@ def percent(excess: float | None) -> str:
     return "-" if excess is None else f"{number(100 * math.expm1(excess) if excess < 700 else math.inf, '+')} %"
 
 
-def _drift_charts(drift: Values) -> list[Chart | None]:
-    cache = drift["cache_bytes_per_token"]
-    by_layer = figures.drift_by_layer(drift) if drift["layers"] and not drift["identical"] else None
-    caches = [("source", cache["source"]), ("converted", cache["student"])]
+def _drift_charts(drift: "DriftReport") -> list[Chart | None]:
+    by_layer = figures.drift_by_layer(drift) if drift.measured.layers and not drift.identical else None
+    caches = [("source", drift.source_cache_bytes), ("converted", drift.student_cache_bytes)]
     return [
         by_layer,
         figures.attention_rows_by_head(drift),
-        figures.cache_by_context(caches) if cache["source"] else None,
+        figures.cache_by_context(caches) if drift.source_cache_bytes else None,
     ]
 
 

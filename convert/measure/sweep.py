@@ -27,7 +27,8 @@ from kvfold.attention.drift.report import Measurement, perplexity
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.console import duration
-from kvfold.convert.conversion.latent import Candidate, Survey, choose_split, fitted_latent, split_record, survey_layers
+from kvfold.convert.conversion.fitted import Split
+from kvfold.convert.conversion.latent import Candidate, Survey, choose_split, fitted_latent, split_of, survey_layers
 from kvfold.convert.conversion.layers import fitted_fold
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
@@ -102,7 +103,7 @@ class SweptTarget:
     elements: int
     measured: Measurement
     seconds: float
-    splits: list[dict[str, Any]] = field(default_factory=list)
+    splits: tuple[Split, ...] = ()
     distances: tuple[float, ...] = ()
 
     @property
@@ -137,7 +138,7 @@ class SweptTarget:
             "agreement": self.measured.agreement,
             "seconds": self.seconds,
             "residual_by_layer": [_finite(distance) for distance in self.distances],
-            **({"splits": self.splits} if self.splits else {}),
+            **({"splits": [split.to_dict() for split in self.splits]} if self.splits else {}),
         }
 
 
@@ -240,7 +241,7 @@ def _finite(value: float | None) -> float | None:
 
 
 @dataclass
-class _Student:
+class _Target:
     """A target's student, with its ``split`` if it is MLA, and the splits that were ``tried`` for a budget."""
 
     options: TargetOptions
@@ -342,13 +343,13 @@ def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path
         split, tried = next(splits) if plan.latent is not None else (None, [])
         resolved = plan if split is None else split.plan
         walk = StudentWalk(resolved, stream, tokens, statistics=False, teacher=teacher)
-        students.append(_Student(options, resolved, walk, split, tried))
+        students.append(_Target(options, resolved, walk, split, tried))
     _fit_layers(students, teacher, surveyed, stages)
     with stages("measuring"):
         return Sweep(source, tuple(map(_measured, students)))
 
 
-def _fit_layers(students: Sequence[_Student], teacher: Teacher, surveyed: Survey | None, stages: Stages) -> None:
+def _fit_layers(students: Sequence[_Target], teacher: Teacher, surveyed: Survey | None, stages: Stages) -> None:
     """Fit every layer for every target, and run all students through it."""
     with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
         for lesson in teacher.layers():
@@ -368,7 +369,7 @@ def _fit_layers(students: Sequence[_Student], teacher: Teacher, surveyed: Survey
                 advance(1)
 
 
-def _measured(student: _Student) -> SweptTarget:
+def _measured(student: _Target) -> SweptTarget:
     """The target with its loss on held-out text; its request contains the chosen split instead of a budget."""
     started, request, target = time.monotonic(), student.plan.request, student.plan.latent
     measured = student.walk.measurement()
@@ -381,6 +382,6 @@ def _measured(student: _Student) -> SweptTarget:
         elements=student.plan.layout.cache_elements,
         measured=measured,
         seconds=student.seconds + time.monotonic() - started,
-        splits=[split_record(each) for each in student.tried],
+        splits=tuple(map(split_of, student.tried)),
         distances=tuple(student.distances),
     )

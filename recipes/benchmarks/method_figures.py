@@ -4,12 +4,11 @@ python recipes/benchmarks/method_figures.py docs/figures
 """
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert import ConvertRequest, convert_checkpoint, drift_checkpoints
+from kvfold.convert import Conversion, ConvertRequest, convert_checkpoint, drift_checkpoints
 from kvfold.convert.data import demo_folder
 from kvfold.convert.measure.figures import Chart, by_place, gain_by_layer, latent_spectrum, rotary_pairs
 
@@ -22,19 +21,20 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 
 
-def converted(work: Path) -> dict[str, dict[str, Any]]:
-    """The records of the conversions; they lie in ``work``."""
-    for name, options in TARGETS.items():
-        convert_checkpoint(ConvertRequest(model=demo_folder(), out=work / name, quiet=True, **options))
-    return {name: json.loads((work / name / "kvfold.json").read_text()) for name in TARGETS}
+def converted(work: Path) -> dict[str, Conversion]:
+    """The conversions; their outputs are in ``work``."""
+    return {
+        name: convert_checkpoint(ConvertRequest(model=demo_folder(), out=work / name, quiet=True, **options))
+        for name, options in TARGETS.items()
+    }
 
 
 def head_figure(work: Path) -> Chart:
     """Error of each layer's attention on the source's inputs: heads shared by their mean and by `principal`."""
     lines = {}
     for name in ("mean", "principal"):
-        layers = drift_checkpoints(demo_folder(), work / name, **DRIFT).to_dict()["layers"]
-        lines[name] = [layer["attention_local"]["value"] for layer in layers]
+        layers = drift_checkpoints(demo_folder(), work / name, **DRIFT).measured.layers
+        lines[name] = [layer.attention_local for layer in layers]
     return by_place("Error of each layer's attention with 2 of 8 heads, by method", lines)
 
 
@@ -44,12 +44,15 @@ def main() -> None:
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvfold-figures-") as work:
-        records = converted(Path(work))
+        done = converted(Path(work))
+        worth, spectrum = done["latent"].rotary_worth, done["latent"].latent_spectrum
+        assert worth is not None  # the conversion read text
+        assert spectrum is not None
         figures = {
             "shared-head": head_figure(Path(work)),
-            "rotation": rotary_pairs(records["latent"]["rotary_worth"]),
-            "latent": latent_spectrum(records["latent"]["latent_spectrum"]),
-            "output-fit": gain_by_layer(records["principal"]),
+            "rotation": rotary_pairs(worth),
+            "latent": latent_spectrum(spectrum),
+            "output-fit": gain_by_layer(done["principal"]),
         }
     for name, chart in figures.items():
         assert chart is not None, name  # principal fits the output

@@ -130,27 +130,15 @@ def test_a_model_of_the_hub_is_the_base_model(tmp_path):
     )
 
 
-RECORD = {
-    "calibration": {"source": "text.txt"},
-    "drift": {
-        "sequences": 8,
-        "length": 256,
-        "perplexity": {"source": 40.0, "student": 44.2068},
-        "excess": {"value": 0.1, "margin": 0.02},
-        "kl": {"value": 0.12345},
-        "agreement": {"value": 0.765},
-    },
-}
-
-
 def test_the_cost_is_told_with_its_interval():
-    assert cost_text(RECORD) == (
+    figures = {"perplexities": (40.0, 44.2068), "excess": 0.1, "kl": 0.12345, "agreement": 0.765}
+    drift = Mock(sequences=8, length=256, **figures, **{"measured.excess_margin": 0.02})
+    assert cost_text(drift, "text.txt") == (
         "on 8 x 256 held-out tokens of text.txt: perplexity 40.00 -> 44.21 (+10.5 %, 95 % interval +8.3 to +12.7), "
         "KL 0.1235 nats, top-1 agreement 76.5 %"
     )
-    assert cost_text({}) == ""
-    broken = RECORD["drift"] | {"excess": {"value": None, "margin": None}}
-    assert "not finite" in cost_text(RECORD | {"drift": broken})
+    drift.excess = float("nan")
+    assert "not finite" in cost_text(drift, "text.txt")
 
 
 def test_the_split_of_a_budget_is_told():

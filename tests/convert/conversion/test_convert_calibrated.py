@@ -148,7 +148,7 @@ def test_a_budget_takes_the_split_that_drifts_least(split):
 def test_a_sweep_chooses_the_same_split_of_a_budget(split, tiny_reader):
     (row,) = sweep_checkpoint(tiny_reader, "mla:8", **LITTLE, quiet=True).rows
     record = split[0]
-    assert (row.splits, row.kind) == (record["splits"], record["attention"]["to"])
+    assert ([each.to_dict() for each in row.splits], row.kind) == (record["splits"], record["attention"]["to"])
     assert row.measured.kl == record["drift"]["kl"]["value"]
 
 
@@ -161,7 +161,20 @@ def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, split, tiny_rea
     finals = [each for each in refined if "refined_kl" in each]
     assert finals == [each for each in refined if each in sorted(refined, key=lambda each: each["kl"])[:2]]
     assert all(each["refined_kl"] != each["kl"] for each in finals)
-    assert done.plan.latent.rope_dim == min(finals, key=lambda each: each["refined_kl"])["rope_dim"]
+    assert done.split[1] == min(finals, key=lambda each: each["refined_kl"])["rope_dim"]
+    # The attributes are the record's values.
+    record = json.loads((tmp_path / "refined" / "kvfold.json").read_text())
+    assert [each.to_dict() for each in done.splits] == record["splits"] == refined
+    changes = {"attention": done.attention, "cache_elements_per_token_per_layer": done.cache_elements}
+    assert {name: record[name] for name in changes} == {
+        name: {"from": change.before, "to": change.after} for name, change in changes.items()
+    }
+    gains = zip(done.refinement, record["refinement"], strict=True)
+    assert [vars(gain).items() <= each.items() for gain, each in gains] == [True] * 2
+    assert vars(done.rotary_worth) == record["rotary_worth"]
+    assert vars(done.latent_spectrum) == record["latent_spectrum"]
+    drift = record["drift"]
+    assert (done.drift.kl, done.drift.excess) == tuple(drift[name]["value"] for name in ("kl", "excess"))
 
 
 def tried(rank, rope, kl, layout="free", dim=128):

@@ -3,12 +3,13 @@
 import json
 import math
 import re
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
 
-from kvfold.convert import console, inspect_checkpoint
+from kvfold.convert import console, drift_checkpoints, inspect_checkpoint
 from kvfold.convert.cli import kvfold
 from kvfold.convert.measure.figures import attention_rows_by_head, excess_by_cache
 
@@ -98,16 +99,11 @@ def test_a_plot_draws_the_same_chart_as_the_page(place, swept):
 
 def test_targets_of_one_size_stand_beside_each_other_and_a_line_joins_the_best():
     sizes = {"104+88": (192, 0.11), "128+64": (192, 0.12), "152+40": (192, 0.31), "64+32": (96, 0.8)}
-    targets = [
-        {
-            "kind": kind,
-            "options": {"to": "mla"},
-            "cache_elements_per_token_per_layer": elements,
-            "excess": {"value": excess, "low": excess - 0.1, "high": excess + 0.1},
-        }
+    rows = [
+        Mock(kind=kind, elements=elements, excess=excess, **{"measured.excess_margin": 0.1, "request.to": "mla"})
         for kind, (elements, excess) in sizes.items()
     ]
-    (axes,) = excess_by_cache({"source": {"elements": 384}, "targets": targets, "within": 0.01}).figure.axes
+    (axes,) = excess_by_cache(Mock(rows=rows, **{"source.elements": 384}), 0.01).figure.axes
     bars = [bar.lines[0].get_xydata()[0] for bar in axes.containers]
     assert [value for _, value in bars] == [excess for _, excess in sizes.values()]
     assert len({x for x, _ in bars}) == 4
@@ -118,7 +114,8 @@ def test_targets_of_one_size_stand_beside_each_other_and_a_line_joins_the_best()
 def test_the_numbers_of_a_drift_name_their_inputs_and_fill_the_map_of_heads(folder, reader):
     drift = json.loads((folder / "drift.json").read_text())
     expected = [[head["row_kl"]["value"] for head in layer["heads"]] for layer in drift["layers"]]
-    assert attention_rows_by_head(drift).figure.axes[0].images[0].get_array().tolist() == expected
+    report = drift_checkpoints(reader, folder / "out", samples=2, seq_len=16, quiet=True)
+    assert attention_rows_by_head(report).figure.axes[0].images[0].get_array().tolist() == expected
     assert [len(drift[name]["sha256"]) for name in ("source", "converted", "text")] == [64] * 3
     assert drift["text"]["seed"] == 0
     line = ["drift", reader, folder / "out", *TEXT, "--json", "-", "--seed"]

@@ -45,11 +45,11 @@ def test_a_target_is_what_its_conversion_alone_would_be(tmp_path, swept, place):
 def test_a_budget_gets_a_split_and_its_request_names_it(swept):
     row = swept.rows[3]
     assert len(row.splits) > 2
-    assert {split["kv_rank"] + split["rope_dim"] for split in row.splits} == {8}
-    best = min(row.splits, key=lambda split: split["kl"])
+    assert {split.kv_rank + split.rope_dim for split in row.splits} == {8}
+    best = min(row.splits, key=lambda split: split.kl)
     request = row.request
-    assert (request.budget, request.kv_rank, request.rope_dim) == (None, best["kv_rank"], best["rope_dim"])
-    assert f"--kv-rank {best['kv_rank']} --rope-dim {best['rope_dim']} --samples 4" in row.command("MODEL", "OUT")
+    assert (request.budget, request.kv_rank, request.rope_dim) == (None, best.kv_rank, best.rope_dim)
+    assert f"--kv-rank {best.kv_rank} --rope-dim {best.rope_dim} --samples 4" in row.command("MODEL", "OUT")
 
 
 def test_the_smallest_target_within_a_loss_is_named_with_its_command(swept):

@@ -1,0 +1,87 @@
+"""What a calibrated conversion chose and gained, as objects; `fitted_of` reads them from ``kvfold.json``."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Change(Generic[Value]):
+    """A value of the source, and of the result."""
+
+    before: Value
+    after: Value
+
+
+@dataclass(frozen=True)
+class Split:
+    """A split tried for a budget, and its KL in nats in a few layers, as fitted and after a few refinement steps."""
+
+    kv_rank: int
+    rope_dim: int
+    kl: float
+    refined_kl: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, without ``refined_kl`` if it was not measured."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Gain:
+    """An error on held-out text before and after training or a fit; ``steps`` were run, the weights are of ``kept``."""
+
+    before: float
+    after: float
+    steps: int = 0
+    kept: int = 0
+
+
+@dataclass(frozen=True)
+class RotaryWorth:
+    """The share of the scores' energy per rotary pair, the part kept, and the ``slots`` kept of those ``sorted``."""
+
+    per_pair: list[float]
+    kept_per_pair: list[float]
+    slots: int
+    sorted: list[float]
+
+
+@dataclass(frozen=True)
+class LatentSpectrum:
+    """The share of energy of the latent's channels, ``channels`` of which are kept; ``lost`` is the rest by layer."""
+
+    channels: int
+    sorted: list[float]
+    lost: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """The splits tried for a budget, and gains: ``refinement`` and ``output_fit`` by layer, ``polish`` as a whole."""
+
+    splits: tuple[Split, ...] = ()
+    refinement: tuple[Gain, ...] = ()
+    output_fit: tuple[Gain, ...] = ()
+    polish: Gain | None = None
+    rotary_worth: RotaryWorth | None = None
+    latent_spectrum: LatentSpectrum | None = None
+
+
+def fitted_of(record: Mapping[str, Any]) -> Fitted:
+    """Read the content of a ``kvfold.json``; entries that it lacks are empty or None."""
+    worth, spectrum, polish = (record.get(name) for name in ("rotary_worth", "latent_spectrum", "polish"))
+    gains = (tuple(map(_gain, record.get(name, ()))) for name in ("refinement", "output_fit"))
+    return Fitted(
+        **dict(zip(("refinement", "output_fit"), gains, strict=True)),
+        splits=tuple(Split(**split) for split in record.get("splits", ())),
+        polish=None if polish is None else _gain(polish),
+        rotary_worth=None if worth is None else RotaryWorth(**worth),
+        latent_spectrum=None if spectrum is None else LatentSpectrum(**spectrum),
+    )
+
+
+def _gain(entry: Mapping[str, Any]) -> Gain:
+    return Gain(entry["before"], entry["after"], entry.get("steps", 0), entry.get("kept", 0))
