@@ -37,7 +37,7 @@ from kvfold.convert.walk.walk import Step
 # Steps of refinement per layer, where splits or layouts are compared. 5 takes the split 12 + 4 of a budget of 16,
 # +0.4510 nats per token after refinement; 20 takes 8 + 8, +0.4172 (the model that ships, bench_refine_constants.py).
 _TRIAL_STEPS = 20
-# KL that a split that more engines serve may have, relative to the best: a choice, not a measurement.
+# KL that a split that more engines serve may have, relative to the best: chosen, not tuned.
 _SERVED = 1.05
 # The rest bounds the cost of trials and what is recorded; none was tuned for its loss. Splits that are tried with
 # refinement, the best as fitted; slots of the recorded spectrum, relative to those that are kept; layers that a trial

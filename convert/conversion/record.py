@@ -21,7 +21,7 @@ from kvfold.convert.targets.engines import folded_result
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
 
-_SHOWN_FILES = 20
+_SHOWN_FILES = 20  # chosen: a screenful
 _SERVED = "served by (versions and evidence: kvfold.json)"
 _PACKAGES = ("kvfold", "torch", "transformers", "safetensors", "numpy")
 

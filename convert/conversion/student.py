@@ -47,7 +47,7 @@ from kvfold.convert.walk.walk import Step, Student, Teacher, Walk
 
 SPECTRUM = "latent_spectrum"
 Made = tuple[Mapping[str, Tensor], Notes]
-# Relative. What is written was rounded in memory too, so only the order of sums differs.
+# Relative. What is written was rounded in memory too, so only the order of sums differs: chosen far above that.
 _AGREE = 1e-3
 
 

@@ -29,6 +29,7 @@ BUILT_IN = "the built-in standard-library text"
 _ROWS = ".jsonl"  # a file of rows; every other file is one document of plain text
 _ROW = "an object with a string `text` or a list `messages`"
 _KINDS = "a text file (UTF-8), a .jsonl file or the name of a dataset"
+# Chosen, not tuned: limits on time.
 _SNIFFED = 1 << 16  # bytes of a file that must look like text
 _CELL = 1 << 18  # bytes
 _SMALLEST_CELL = 1 << 12

@@ -11,8 +11,8 @@ from kvfold.convert.errors import InputError, one_line, opt
 from kvfold.convert.stream.stock import empty_model
 from kvfold.convert.text.corpus import Document
 
+# Chosen, not tuned: a tokenizer's records take many times the text's memory, so that batches are small.
 _BLOCK = 1 << 16  # characters
-# A tokenizer's records take many times the text's memory: small batches.
 _BATCH = 8 * _BLOCK
 
 

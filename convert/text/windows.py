@@ -14,7 +14,7 @@ from kvfold.convert.request import held_out_count
 from kvfold.convert.text.corpus import Corpus, Split, open_corpus, permutation
 from kvfold.convert.text.tokenizer import prefix_tokens, render, tokenize
 
-# Bytes of a text that are read first: several times what most tokenizers need, as windows are drawn from all of it.
+# Bytes of a text that are read first, chosen: several times what most tokenizers need, as windows are drawn from all.
 _READ_AT_LEAST = 2 << 20
 _BYTES_PER_TOKEN = 16
 

@@ -22,7 +22,8 @@ from kvfold.convert.training.steps import channel_scales, hold_constant, scale_s
 # The model that ships. Second moment 0.95, 0.98 and 0.999, refined: MQA +0.0341 three times; MLA 24+8 +0.0718, +0.0731,
 # +0.0738 nats per token (bench_refine_constants.py). Polished: 0.95 KL 0.1045, 0.99 0.1059 (bench_polish_constants.py).
 BETAS = (0.9, 0.95)
-# Gradients of a relative error over many tokens are small; Adam's default of 1e-8 would shorten their steps.
+# Chosen, not tuned: gradients of a relative error over many tokens are small; Adam's default of 1e-8 would shorten
+# their steps.
 _EPS = 1e-12
 
 # The learning rate of a step, relative to the size of each tensor, from the number of steps done and the errors of all

@@ -32,7 +32,7 @@ from kvfold.convert.walk.hidden import Hidden, sequence
 from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, token_weights
 from kvfold.convert.walk.walk import Step, Student, energy
 
-# Choices, not tuned: the steps between two evaluations on held-out sequences, and the most that ``auto`` spends on a
+# Chosen, not tuned: the steps between two evaluations on held-out sequences, and the most that ``auto`` spends on a
 # layer, ten of these rounds.
 ROUND = 50
 AUTO_STEPS = 500

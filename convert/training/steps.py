@@ -24,7 +24,7 @@ from kvfold.convert.errors import KvfoldError
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.mla.tensors import CONSTANT, HeldSlice, held_slices, latent_norms
 
-# The least size of a tensor, so that one of zeros can learn at all.
+# The least size of a tensor, so that one of zeros can learn at all. Chosen, not tuned.
 _LEAST_SIZE = 1e-6
 
 Named = Mapping[str, Tensor]

@@ -15,7 +15,7 @@ from kvfold.convert.transforms.weights import LayerStatistics
 RIDGE = 1e-9
 
 # Pull of `fit_output` toward the present projection, relative to the mean energy of the heads' dims: it preserves
-# directions that are rare in the text. Not measured: held-out sequences decide whether a fitted projection is used.
+# directions that are rare in the text. Chosen, not tuned: held-out sequences decide whether a projection is used.
 OUTPUT_RIDGE = 0.1
 
 

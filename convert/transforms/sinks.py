@@ -25,7 +25,7 @@ from kvfold.convert.transforms.weights import LayerStatistics
 SHARES = (0.0, 0.5)
 
 # Isotropic share of the inputs' energy in the denominator of `with_damper`: rare directions in the text are not
-# sinks. Not measured; held-out sequences decide whether a layer gets the channel.
+# sinks. Chosen, not tuned: held-out sequences decide whether a layer gets the channel.
 DAMPER_RIDGE = 1e-4
 
 Fitted = TypeVar("Fitted")

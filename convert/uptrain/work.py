@@ -37,7 +37,7 @@ from kvfold.convert.uptrain.request import UptrainRequest
 COMPLETE = "complete"
 _REQUEST, _TOKENS, _RECORD = "request.json", "tokens.bin", "tokens.json"
 _TOKEN_BYTES = 4  # int32
-# At most a fifth of a file is held out: a choice.
+# At most a fifth of a file is held out: chosen, not tuned.
 _LARGEST_SHARE = 5
 
 

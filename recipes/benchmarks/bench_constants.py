@@ -1,13 +1,15 @@
 """The loss of a converted model as each tuned constant of the transforms moves: where their comments get their figures.
 
     python recipes/benchmarks/bench_constants.py MODEL [--calibration FILE] [--only als] [--json FILE]
+    python recipes/benchmarks/bench_constants.py MODEL --channel
     python recipes/benchmarks/bench_constants.py --distances
 
 converts MODEL with every constant at a few values, the one in the code among them, and prints the excess loss (nats per
 token) on sequences of the calibration file that were held out from the fit. The conversions run in this process, with
 the constant replaced in its module; nothing is refined. The targets are meant for a model that caches 512 elements per
 token per layer; `--target` takes another for all constants. `--text` measures the loss elsewhere, for example on
-windows longer than the calibration's sequences. `--distances` times the sum over the distances that count instead.
+windows longer than the calibration's sequences. `--channel` converts MODEL to an MLA that can be exact, with other
+values of the constant channel, and prints how far the logits are off; `--distances` times the sum over distances.
 """
 
 import argparse
@@ -95,6 +97,29 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
             yield {"constant": label, "target": target, "value": value, "usual": value == usual, "excess": measured}
 
 
+def compare_channels(model: Path) -> None:
+    """Largest and root mean square difference of the logits, by the value of the latents' constant channel."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from kvfold.convert.targets.mla import tensors
+
+    def logits(folder: Path) -> torch.Tensor:
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        tokens = torch.randint(3, loaded.config.vocab_size, (4, 128), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            found: torch.Tensor = loaded(tokens).logits
+        return found
+
+    rank, original = json.loads((model / "config.json").read_text())["hidden_size"], logits(model)
+    exact: dict[str, Any] = {"to": "mla", "kv_rank": rank, "rope_dim": rank, "method": "svd", "allow_growth": True}
+    for tensors.CONSTANT in (64.0, 256.0, 1024.0, 4096.0, 65536.0):
+        with tempfile.TemporaryDirectory() as place:
+            convert_checkpoint(ConvertRequest(model=str(model), out=f"{place}/out", quiet=True, **exact))
+            off = logits(Path(place) / "out") - original
+        print(f"constant {tensors.CONSTANT:7g}: {off.abs().max():.1e} at most, {off.square().mean().sqrt():.1e} rms")
+
+
 def time_distances() -> None:
     """Seconds and growth of the peak memory of the sum over distances, for heads of 128 dims."""
     import resource
@@ -121,6 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--calibration", help="default: the text that ships with kvfold")
+    parser.add_argument("--channel", action="store_true", help="compare values of the constant channel")
     parser.add_argument("--distances", action="store_true", help="time the sum over distances; needs no model")
     parser.add_argument("--only", default="", help="constants whose name holds this")
     parser.add_argument("--target", choices=TARGETS, help="convert to this one, whatever the constant's own")
@@ -137,6 +163,9 @@ def main() -> None:
         return
     if args.model is None:
         parser.error("expected MODEL")
+    if args.channel:
+        compare_channels(args.model)
+        return
     header = {"model": args.model.name, "samples": args.samples, "length": args.seq_len, "seed": args.seed}
     if args.text is not None:
         header |= {"text_length": args.text_len}

@@ -30,8 +30,9 @@ from kvfold.convert.targets.mla.config import ATTENTION, LatentTarget
 from kvfold.convert.transforms.latent.variants import rotated
 from kvfold.convert.transforms.latent.weights import LatentWeights
 
-# With 256 the logits of a full-rank factoring are off by more than 1e-4; with 1024 float16 still holds c sqrt(R) / B
-# of the weakest channels worth having.
+# How far the logits of the reference MHA model are off as an exact MLA in float32 (recipes/benchmarks/
+# bench_constants.py --channel, 2026-11-24): 64: 6e-3, 256: 4e-4, from 1024 on 6e-5, which is rounding. Not more, as
+# float16 has to hold c sqrt(R) / B of the weakest channels worth having.
 CONSTANT = 1024.0
 _NORM_OF = {"q_a_proj": "q_a_layernorm", "kv_a_proj_with_mqa": "kv_a_layernorm"}
 _READERS = ("q_b_proj", "kv_b_proj")
