@@ -186,7 +186,7 @@ def check_files(json_file: str | None, plot: str | None = None, report: str | No
         if path is not None and find_spec("matplotlib") is None:
             raise InputError(f"{opt(option, path)} draws with matplotlib; install it: pip install 'kvfold[report]'")
     if plot is not None and Path(plot).suffix not in _PLOT_KINDS:
-        raise InputError(f"{opt('plot', plot)} must end in {', '.join(_PLOT_KINDS)}")
+        raise InputError(f"{opt('plot', plot)} must end in {', '.join(_PLOT_KINDS[:-1])} or {_PLOT_KINDS[-1]}")
     if report is not None and Path(report).exists() and not Path(report).is_dir():
         raise InputError(f"{opt('report', report)} is a file; name a folder")
     for option, path in (("json", json_file), ("plot", plot)):

@@ -154,7 +154,7 @@ def value_problems(found: Mapping[str, Option], values: Mapping[str, Any]) -> It
     for name, value in values.items():
         spec = found.get(name)
         if spec is not None and (rule := spec.rule_broken(value)) is not None:
-            shown = ", ".join(map(str, value)) if isinstance(value, tuple) else repr(value)
+            shown = ", ".join(map(repr, value)) if isinstance(value, tuple) else repr(value)
             named = name.upper() if spec.argument else opt(name)
             yield f"{named} must be {rule}, not {shown}"
 

@@ -7,7 +7,15 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from kvfold.convert.errors import InputError, did_you_mean, opt
-from kvfold.convert.methods.registry import DEFAULT, Method, find_method, find_objective, methods_of, objectives
+from kvfold.convert.methods.registry import (
+    DEFAULT,
+    DEFAULT_OBJECTIVE,
+    Method,
+    find_method,
+    find_objective,
+    methods_of,
+    objectives,
+)
 from kvfold.convert.options import Request, option, run_only, specs
 from kvfold.convert.sizes import parse_size, size_expected
 
@@ -32,6 +40,14 @@ def held_out_count(samples: int) -> int:
     return max(8, math.ceil(samples / 8))
 
 
+def _methods() -> str:
+    """The registered methods by target: ``gqa, mqa: principal, mean, first, random; mla: principal, svd``."""
+    targets: dict[str, list[str]] = {}
+    for to in TARGETS:
+        targets.setdefault(", ".join(methods_of(to)), []).append(to)
+    return "; ".join(f"{', '.join(kinds)}: {names}" for names, kinds in targets.items())
+
+
 def _registered(known: Callable[[], tuple[str, ...]]) -> Callable[[str], str | None]:
     # MODULE of MODULE:NAME is imported only by `problems`.
     return lambda name: (
@@ -48,7 +64,7 @@ def _texts_broken(names: str | tuple[Any, ...]) -> str | None:
         return _TEXTS_RULE
     if len(set(each)) < len(each):
         return "a list of different texts"
-    return f"either {SELF} alone or the names of texts" if SELF in each and len(each) > 1 else None
+    return f"either {SELF!r} alone or the names of texts" if SELF in each and len(each) > 1 else None
 
 
 _STEPS: dict[str, Any] = {"metavar": "STEPS|auto", "least": 0, "rule": "a number of steps or auto"}
@@ -82,12 +98,13 @@ class ConvertRequest(Request):
     q_rank: int | None = _latent("Also factor the queries through a latent of rank N (mla).", metavar="N", least=1)
     method: str | None = option(
         None,
-        "principal (calibrated; default), mean, first, random; mla: principal, svd; or MODULE:NAME.",
+        f"Default: {DEFAULT} (calibrated). {_methods()}; or MODULE:NAME.",
         metavar="NAME",
         check=_registered(methods_of),
     )
     objective: str | None = _fold(
-        "Error that a fold minimizes (gqa, mqa): scores (default), or MODULE:NAME.",
+        f"Error that a fold minimizes (gqa, mqa): {', '.join(objectives())}, or MODULE:NAME. "
+        f"Default: {DEFAULT_OBJECTIVE}.",
         metavar="NAME",
         check=_registered(objectives),
     )

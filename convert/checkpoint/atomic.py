@@ -71,8 +71,10 @@ def check_output(
     if model is not None and os.path.isdir(model):
         source = Path(model).resolve()
         if target.is_relative_to(source) or source.is_relative_to(target):
-            relation = "is" if target == source else "is inside" if target.is_relative_to(source) else "contains"
-            raise InputError(f"{target} {relation} MODEL {source}; choose an OUT that does not overlap MODEL")
+            if target == source:
+                raise InputError(f"OUT is the same folder as MODEL ({source}); choose another OUT")
+            relation = "is inside" if target.is_relative_to(source) else "contains"
+            raise InputError(f"OUT ({target}) {relation} MODEL ({source}); choose an OUT that does not overlap MODEL")
     if os.path.lexists(target):
         _check_replaceable(target, overwrite)
     parent = next(path for path in target.parents if os.path.lexists(path))

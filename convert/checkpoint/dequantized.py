@@ -40,7 +40,8 @@ def undeclared_problems(config: Mapping[str, Any], tensors: Mapping[str, TensorI
     if any(config.get(key) for key in _KEYS):
         return []
     return [
-        f"{info.file}: tensor {name!r} of dtype {info.dtype} is quantized, but {CONFIG} does not say how; {DEQUANTIZE}"
+        f"{info.file}: tensor {name!r} of dtype {info.dtype} is quantized, but {CONFIG} does not say how; use the "
+        "unquantized checkpoint"
         for name, info in tensors.items()
         if _is_quantized(info)
     ]

@@ -41,7 +41,7 @@ def read_bytes(path: Path, start: int = 0, length: int = -1) -> bytes:
 
 
 def _unreadable(path: Path, error: OSError) -> InputError:
-    return InputError(f"{path} cannot be read ({error.strerror}); make it readable or fetch it again")
+    return InputError(f"{path} cannot be read ({error.strerror}); make it readable or download it again")
 
 
 def read_parts(file: FileIO, start: int, end: int) -> Iterator[memoryview]:
@@ -131,9 +131,11 @@ def parse_json(path: Path, data: bytes) -> dict[str, Any]:
     try:
         value = load_json(data)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON: {first_line(error)}; fix it or fetch it again") from None
+        raise InputError(f"{path}: not valid JSON: {first_line(error)}; fix the file or download it again") from None
     if not isinstance(value, dict):
-        raise InputError(f"{path} must contain a JSON object, not a {type(value).__name__}; fix it or fetch it again")
+        raise InputError(
+            f"{path} must contain a JSON object, not a {type(value).__name__}; fix the file or download it again"
+        )
     return value
 
 

@@ -54,15 +54,15 @@ def raise_problems(problems: list[str]) -> None:
         raise InputError(problems[0], details=problems[1:])
 
 
-def resolve_member(folder: Path, name: str) -> Path:
-    """The real path of a checkpoint's file ``name``. ``folder`` must be a resolved path.
+def resolve_member(folder: Path, name: str, named_by: str = "the checkpoint") -> Path:
+    """The real path of a checkpoint's file ``name``. ``folder`` must be a resolved path; errors mention ``named_by``.
 
     Follows links that end inside the folder or, for a snapshot in the hub cache, inside the same model's ``blobs/``.
     Raises InputError for all other links, names that are absolute or contain ``..``, and anything but a regular file.
     """
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts:
-        raise InputError(f"{folder}: the path {name!r} must stay inside this folder; correct the file that names it")
+        raise InputError(f"{folder}: {named_by} names {short(name)}, which is outside this folder; use paths inside it")
     try:
         path = (folder / name).resolve()
         os.stat(path)
@@ -70,14 +70,18 @@ def resolve_member(folder: Path, name: str) -> Path:
         pass  # reported below, after a link that leaves the folder
     except (OSError, RuntimeError, ValueError) as error:  # too long a name, links in a circle, a NUL character
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise InputError(f"{folder}: the file {short(name)} cannot be read ({reason}); fetch it again") from None
+        raise InputError(
+            f"{folder}: {named_by} names {short(name)}, which cannot be read ({reason}); correct the path"
+        ) from None
     # A checkpoint from elsewhere must not make kvfold read, and copy into its result, other files of this machine.
     blobs = folder.parent.parent / "blobs"
     roots = [folder, *([blobs] if folder.parent.name == "snapshots" and blobs.is_dir() else [])]
     if not any(path.is_relative_to(root) for root in roots):
         raise InputError(f"{folder / name} is a link to {path}, outside the checkpoint; replace it with the file")
     if not path.exists():
-        raise InputError(f"{folder}: the file {name if name.isprintable() else short(name)} is missing; fetch it again")
+        raise InputError(
+            f"{folder}: the file {name if name.isprintable() else short(name)} is missing; download the file again"
+        )
     if not path.is_file():
         raise InputError(f"{folder / name} must be a regular file; replace it with one")
     return path
@@ -99,7 +103,9 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     # one byte more than allowed: a file beyond the limit is told without reading all of it
     data = read_bytes(resolve_member(folder, CONFIG), length=_LARGEST_CONFIG + 1)
     if len(data) > _LARGEST_CONFIG:
-        raise InputError(f"{path} exceeds {bytes_text(_LARGEST_CONFIG)}, the limit for configs; fetch it again")
+        raise InputError(
+            f"{path} exceeds {bytes_text(_LARGEST_CONFIG)}, the limit for configs; download the file again"
+        )
     return parse_json(path, data), hashlib.sha256(data).hexdigest()
 
 
@@ -115,7 +121,7 @@ def _instead_of_config(folder: Path) -> str:
     if ".gguf" in suffixes:
         return DEQUANTIZE
     if suffixes & WEIGHT_SUFFIXES:
-        return f"put the model's {CONFIG} beside its weights, or save it with save_pretrained"
+        return f"put the model's {CONFIG} beside its weights, or save the model again with save_pretrained"
     return "use the folder that contains it"
 
 
@@ -141,7 +147,7 @@ def read_index(folder: Path, name: str) -> dict[str, str]:
     weight_map = parse_json(folder / name, read_bytes(resolve_member(folder, name))).get("weight_map")
     if isinstance(weight_map, dict) and weight_map and all(isinstance(file, str) for file in weight_map.values()):
         return weight_map
-    raise InputError(f"{folder / name} needs a 'weight_map' from tensor names to file names; fetch it again")
+    raise InputError(f"{folder / name} needs a 'weight_map' from tensor names to file names; download the file again")
 
 
 def index_problems(

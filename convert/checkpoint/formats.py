@@ -82,7 +82,7 @@ def stored_weights(
         else:
             if fitting:
                 needed = " or ".join(dict.fromkeys(" and ".join(each.needs) for each in fitting))
-                problems.append(f"{info.file}: tensor {name!r} is quantized, but lacks {needed}; fetch it again")
+                problems.append(f"{info.file}: quantized tensor {name!r} lacks {needed}; download the file again")
     return weights, problems
 
 

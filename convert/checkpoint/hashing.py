@@ -81,7 +81,7 @@ def file_problems(folder: Path, expected: Mapping[str, str], record: str = RECOR
         yield f"{name}: kvfold did not write this file"
     for name, digest in expected.items():
         try:
-            found = file_sha256(resolve_member(folder, name))
+            found = file_sha256(resolve_member(folder, name, record))
         except InputError as error:
             yield error.message
         else:

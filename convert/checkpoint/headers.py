@@ -91,18 +91,18 @@ def parse_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Hea
         if not raw.startswith(b"{"):
             raise ValueError("its header must be a JSON object")
     except (ValueError, RecursionError) as error:
-        return Header(problems=[f"{file}: not a valid safetensors file: {first_line(error)}; fetch it again"])
+        return Header(problems=[f"{file}: not a valid safetensors file: {first_line(error)}; download the file again"])
     header = Header(digest=hashlib.sha256(raw).hexdigest())
     metadata = entries.pop("__metadata__", None)  # null is what the safetensors library takes for no metadata
     if metadata is not None and not (
         isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     ):
         header.problems.append(
-            f"{file}: __metadata__ must map names to strings, but is {short(metadata)}; fetch it again"
+            f"{file}: __metadata__ must map names to strings, but is {short(metadata)}; download the file again"
         )
     for name, entry in entries.items():
         if problem := _entry_problem(entry):
-            header.problems.append(f"{file}: tensor {short(name)}: {problem}; fetch it again")
+            header.problems.append(f"{file}: tensor {short(name)}: {problem}; download the file again")
             continue
         start, end = (PREFIX + length + offset for offset in entry["data_offsets"])
         header.tensors.append(TensorInfo(name, entry["dtype"], tuple(entry["shape"]), file, start, end))
@@ -142,12 +142,12 @@ def _layout_problems(file: str, tensors: list[TensorInfo], base: int, size: int)
         if tensor.start != position:
             fault = "overlaps the tensor before it" if tensor.start < position else "leaves a gap before it"
             place = f"it starts at byte {tensor.start}, but must start at {position}"
-            problems.append(f"{file}: tensor {short(tensor.name)} {fault}: {place}; fetch it again")
+            problems.append(f"{file}: tensor {short(tensor.name)} {fault}: {place}; download the file again")
         position = max(position, tensor.end)
     if position > size:
-        problems.append(f"{file}: truncated to {size} of {position} bytes; fetch it again")
+        problems.append(f"{file}: truncated to {size} of {position} bytes; download the file again")
     elif position < size:
-        problems.append(f"{file}: no tensor uses the last {size - position} of {size} bytes; fetch it again")
+        problems.append(f"{file}: no tensor uses the last {size - position} of {size} bytes; download the file again")
     return problems
 
 

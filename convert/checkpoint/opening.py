@@ -120,7 +120,7 @@ def _open_local(place: Path | hub.HubModel, dtype: str) -> Checkpoint:
         found = {}
         for file in files:
             try:
-                paths[file] = resolve_member(folder, file)
+                paths[file] = resolve_member(folder, file, entry)
                 states.update(file_states([paths[file]]))
                 if legacy:
                     found[file] = read_legacy_header(paths[file], file, aliases)

@@ -83,7 +83,7 @@ def refuse_non_finite(tensor: torch.Tensor, where: str, consequence: str = "") -
     """Raise InputError if ``tensor`` contains NaN or infinity. ``where`` and ``consequence`` appear in the message."""
     if bad := count_non_finite(tensor):
         found = f"{where} has {bad} NaN or infinite element{'s' * (bad != 1)}{consequence}"
-        raise InputError(f"{found}; the model is damaged; fetch it again")
+        raise InputError(f"{found}; the model is damaged; download it again")
 
 
 def cast_chunk(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -142,11 +142,14 @@ def load_state(path: Path) -> dict[Any, Any]:
 
 
 def read_legacy_header(path: Path, file: str, aliases: dict[str, str]) -> Header:
-    """List the tensors of a legacy file. Adds those that share storage and shape with an earlier one to ``aliases``."""
+    """List the tensors of a legacy file.
+
+    If a tensor shares its storage and shape with an earlier one, adds its name and the earlier name to ``aliases``.
+    """
     try:
         state = load_state(path)
     except ValueError as error:
-        return Header(problems=[f"{file}: {error}; fetch it again, or save the model with save_pretrained"])
+        return Header(problems=[f"{file}: {error}; download the file again, or save the model with save_pretrained"])
     header, position, storages = Header(), 0, dict[tuple[object, ...], str]()
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):

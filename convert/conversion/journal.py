@@ -73,7 +73,7 @@ class Journal:
         os.replace(new, path)
 
     def _hashes(self, layer: int) -> dict[str, str]:
-        """Map each file with tensors of ``layer`` to the SHA-256 of these tensors."""
+        """The SHA-256 of the converted tensors of ``layer`` in each shard, by file name."""
         places = sorted((self._places[name] for name in self._computed[layer]), key=lambda place: place.start)
         files = sorted({place.shard for place in places})
         ranges = {file: [(place.start, place.end) for place in places if place.shard == file] for file in files}

@@ -147,7 +147,10 @@ def filled_cache(model: Any, kind: str, context: int, batch: int) -> Any:
 
 
 def _attention_clock(model: Any, device: torch.device) -> Callable[[int], float]:
-    """Start timing all attention modules. Call the result with a number of steps for the median seconds per step."""
+    """Start timing all attention modules.
+
+    Returns a function of a number of steps: the median seconds of attention per step over the last steps that were run.
+    """
     clock = Clock(device)
     marks: list[tuple[Any, Any]] = []
     starts: list[Any] = []

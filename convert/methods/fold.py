@@ -1,4 +1,7 @@
-"""The ``principal`` method for GQA and MQA: shared heads are principal components on calibration text."""
+"""The ``principal`` method for GQA and MQA.
+
+Shared heads are principal components of the keys and values that the source's heads compute on calibration text.
+"""
 
 from dataclasses import replace
 from functools import partial

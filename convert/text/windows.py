@@ -85,7 +85,10 @@ def load_calibration(
 
 
 def _draw(corpus: Corpus, tokenizer: Any, needed: int, wanted: int, seq_len: int, seed: int) -> Tensor:
-    """Draw up to ``wanted`` sequences from one text, reading only enough of it to have at least ``needed``."""
+    """Draw up to ``wanted`` sequences at random from one text.
+
+    Reads the text only until it yields ``needed`` sequences; raises InputError if it yields fewer.
+    """
     prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int64)
     if seq_len <= len(prefix):
         raise InputError(
@@ -129,6 +132,6 @@ def check_seq_len(seq_len: int, positions: int, model: str) -> None:
     """Raise InputError if ``seq_len`` exceeds the ``positions`` supported by ``model``."""
     if seq_len > positions:
         raise InputError(
-            f"{opt('seq_len', seq_len)} exceeds the {positions} positions supported by {model}; use at most "
-            f"{opt('seq_len', positions)}"
+            f"{opt('seq_len', seq_len)} exceeds the {positions} positions supported by the model {model}; use "
+            f"at most {opt('seq_len', positions)}"
         )

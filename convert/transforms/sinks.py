@@ -46,9 +46,10 @@ def judged(
 
 
 def with_damper(latent: LatentWeights, statistics: LayerStatistics) -> LatentWeights:
-    """Add a channel to ``latent`` that nothing reads, large for attention sinks, with unit energy over all tokens.
+    """Append a latent channel that no weights read and that is large only on attention-sink tokens.
 
-    ``statistics`` must weigh all tokens equally. Raises ValueError if they lack averages by received attention.
+    Its mean square over all tokens is one. Its only effect is to raise the norm's divisor on sinks. ``statistics`` must
+    weigh all tokens equally and include the averages weighted by received attention; without these, raises ValueError.
     """
     statistics = statistics.to(latent.down.device)
     if statistics.received_gram is None:

@@ -149,7 +149,7 @@ def _stock_attention_problems(model: Model) -> Iterator[str]:
 
 
 def _engine_problems(model: Model) -> Iterator[str]:
-    """Yield properties that the loaders of engines silently drop or misread."""
+    """Yield the model's properties that inference engines ignore or misread."""
     if model.tower is not None:
         yield f"{model.family.model_type} wraps a language model, and no engine is known to load MLA inside a wrapper"
     if "q" in model.biased:

@@ -1,21 +1,23 @@
 """The tensors of a latent-attention layer in the stock class, and the constant channel in layout ``free``.
 
-DeepSeek normalizes its latents, but a converted model must not. In layout ``engine`` the norm stays active, with
-weights of one, so the latent must be scaled to an rms that is usually one (``transforms/latent/norm.py``). Its heads
-may be padded with zeros to sizes that kernels support (`padded`).
+DeepSeek's attention normalizes its latents, but the source's attention does not, so the norm must have almost no
+effect. In layout ``engine`` the norm divides by the true rms, so the latent is first scaled to an rms that is usually
+one (``transforms/latent/norm.py``). In this layout heads may be padded with zeros to sizes that kernels support
+(`padded`).
 
 In layout ``free`` the last channel of each latent is a constant ``B``, set by a bias. It is so large that the norm
-divides by about ``B / sqrt(R)`` for every token: for a latent ``c`` of unit energy, the error is about ``|c|^2 / 2
-B^2``. ``B`` and the norm's weight are powers of two, which are exact in bfloat16 and float16; the rest of the factor
-goes into the weights that read the latent.
+divides by about ``B / sqrt(R)`` for every token: for a latent ``c``, the relative error is about ``|c|^2 / (2 B^2)``.
+``B`` and the norm's weight are powers of two, which are exact in bfloat16 and float16; the rest of the factor goes into
+the weights that read the latent.
 
 Training must preserve this. The bias, the channel's row of zeros and the norm's weights are frozen, because gradient
 steps would change them for a slightly lower error. The columns that read the channel have an input ``B`` times larger
 than the others, so their learning rate is ``B`` times lower.
 
-A rotated latent (``transforms/latent/variants.py``) is meant for a quantized cache. The constant must not be in that
-cache either, because it is a thousand times larger than the other channels. A norm weight of zero removes it. Nothing
-is lost, because the bias of the output projection contains constant values, and constant keys do not change attention.
+A rotated latent (``transforms/latent/variants.py``) is meant for a quantized cache, whose scale a constant a thousand
+times larger than the other channels would ruin. So the constant's norm weight is zero, which keeps it out of the cache.
+Nothing is lost: constant parts of values move into the output projection's bias, and constant parts of keys change all
+scores of a query equally, so they do not change its attention.
 """
 
 import math

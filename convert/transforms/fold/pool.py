@@ -24,13 +24,13 @@ def mean(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
         precise = heads.to(torch.promote_types(heads.dtype, torch.float32))
         return precise.reshape(kv_heads, -1, *heads.shape[1:]).mean(1)
 
-    return _pooled(weights, kv_heads, average)
+    return pool_heads(weights, kv_heads, average)
 
 
 def first(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
     """Keep the first head of every group, bit for bit. Raises ``ValueError`` unless ``kv_heads`` divides ``G``."""
     size = weights.kv_heads // max(kv_heads, 1)
-    return _pooled(weights, kv_heads, lambda heads: heads[::size].clone())
+    return pool_heads(weights, kv_heads, lambda heads: heads[::size].clone())
 
 
 def random(weights: AttentionWeights, kv_heads: int, *, std: float, seed: int, layer: int) -> AttentionWeights:
@@ -40,7 +40,7 @@ def random(weights: AttentionWeights, kv_heads: int, *, std: float, seed: int, l
     ``layer`` and the shape. A norm shared by all heads is kept. Raises ``ValueError`` unless ``kv_heads`` divides
     ``G``.
     """
-    pooled = _pooled(weights, kv_heads, lambda heads: torch.zeros(kv_heads, *heads.shape[1:], device=heads.device))
+    pooled = pool_heads(weights, kv_heads, lambda heads: torch.zeros(kv_heads, *heads.shape[1:], device=heads.device))
     # Draw on the CPU with a seed per layer, so results do not depend on the device or the order of layers.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + layer) % 2**63)
     k, v = (torch.empty(pooled.k.shape).normal_(0.0, std, generator=generator).to(weights.k.device) for _ in range(2))
@@ -50,8 +50,11 @@ def random(weights: AttentionWeights, kv_heads: int, *, std: float, seed: int, l
     return replace(pooled, k=k, v=v, k_norm=norm)
 
 
-def _pooled(weights: AttentionWeights, kv_heads: int, pool: Callable[[Tensor], Tensor]) -> AttentionWeights:
-    """Pool keys, values, their biases and the key norm from ``[G, ...]`` to ``[kv_heads, ...]``."""
+def pool_heads(weights: AttentionWeights, kv_heads: int, pool: Callable[[Tensor], Tensor]) -> AttentionWeights:
+    """Apply ``pool`` (``[G, ...]`` to ``[kv_heads, ...]``) to keys, values, their biases and the key norm.
+
+    Raises ``ValueError`` unless ``kv_heads`` divides ``G``.
+    """
     if kv_heads < 1 or weights.kv_heads % kv_heads:
         raise ValueError(f"kv_heads = {kv_heads} must divide the {weights.kv_heads} key/value heads")
     norm = weights.k_norm

@@ -85,7 +85,7 @@ def _seen_keys(encode: Tensor, group: GroupMoments, basis: Tensor) -> tuple[Tens
 
 
 def score_losses(head: SharedHead, group: GroupMoments) -> tuple[Tensor, Tensor]:
-    """The score error of ``head`` for each query head ``[n]``, and, for scale, the error of all-zero scores ``[n]``."""
+    """The score error of ``head`` per query head ``[n]``; for comparison, the error if all scores were zero ``[n]``."""
     basis = pair_basis(group.pairs, group.keys.shape[1], group.keys.device)
     gram, cross = _seen_keys(head.encode, group, basis)
     own = group.keys.diagonal(dim1=0, dim2=2).permute(2, 0, 1).repeat_interleave(group.readers, 0)

@@ -97,7 +97,7 @@ def test_truncated(folder: Path, zipped: bool) -> None:
 def test_an_archive_that_unpacks_to_far_more(folder: Path) -> None:
     with zipfile.ZipFile(folder / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(50_000_000))
-    with pytest.raises(InputError, match=r"an archive of .* that unpacks to 50000000; fetch it again"):
+    with pytest.raises(InputError, match=r"an archive of .* that unpacks to 50000000; download the file again"):
         open_checkpoint(folder)
 
 

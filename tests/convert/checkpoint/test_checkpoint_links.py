@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -96,4 +97,4 @@ def test_index_entries_that_leave_the_folder_or_cannot_be_files(tmp_path: Path, 
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": path}}))
     with pytest.raises(InputError) as caught:
         open_checkpoint(tmp_path / "model")
-    told(str(caught.value).partition("(")[0])  # Python words the reason
+    told(re.sub(r"\(.*\)", "(REASON)", str(caught.value)))  # Python words the reason

@@ -55,7 +55,7 @@ def test_files_that_changed(out):
         file.seek(-1, 2)
         file.write(bytes([last ^ 1]))
     gone, weights, strange, tokenizer = sorted(verify_checkpoint(str(out)).problems)
-    assert gone == f"{out}: the file generation_config.json is missing; fetch it again"
+    assert gone == f"{out}: the file generation_config.json is missing; download the file again"
     assert weights.startswith("model.safetensors: changed since it was written")
     assert strange == "thesis.tex: kvfold did not write this file"
     assert tokenizer.startswith("tokenizer.json: changed since it was written: its SHA-256 is 44136fa3")

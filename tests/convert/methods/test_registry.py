@@ -52,6 +52,20 @@ def test_a_method_from_the_command_line(tmp_path) -> None:
     torch.testing.assert_close(keys[1].view(2, 32, -1), loudest)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "olmo2"])
+def test_biases_and_norms_stay_with_their_heads(tiny_family, tmp_path, family) -> None:
+    name, options = "toy_method:loudest", {"to": "mqa", "quiet": True}
+    convert_checkpoint(ConvertRequest(tiny_family(family), tmp_path / "out", method=name, **options))
+    stored, kept = (tensors(folder) for folder in (tiny_family(family), tmp_path / "out"))
+    place = "model.layers.0.self_attn.k_proj.weight"
+    dims = len(kept[place])
+    heads = stored[place].view(-1, dims, stored[place].shape[1])
+    loudest = int((heads - kept[place]).abs().amax((1, 2)).argmin())
+    beside = {"qwen2": ["k_proj.bias", "v_proj.bias"], "olmo2": ["k_norm.weight"]}[family]
+    for name in (f"model.layers.0.self_attn.{end}" for end in beside):
+        assert torch.equal(kept[name], stored[name].view(-1, dims)[loudest])
+
+
 def test_a_method_from_python_may_start_a_refinement(tiny_reader, tmp_path) -> None:
     import toy_method  # noqa: F401  # registers its name
 
