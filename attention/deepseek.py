@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.attention.latent import absorb_query, absorption_pays, expand_value, latent_decode
 
-Model = TypeVar("Model", bound=nn.Module)
+AnyModel = TypeVar("AnyModel", bound=nn.Module)
 Context = tuple[Tensor, Tensor | None]  # z [B, T, H, Dv], attention weights [B, H, T, S] (eager attention only)
 
 
@@ -97,7 +97,7 @@ FORMS = dict(_absorbed_forms())
 _STOCK: dict[type[nn.Module], type[nn.Module]] = {absorbed: stock for stock, absorbed in FORMS.items()}
 
 
-def absorb(model: Model) -> Model:
+def absorb(model: AnyModel) -> AnyModel:
     """Replace the attention of every DeepSeek-V2/V3, Youtu and Mistral4 layer in place; returns ``model``.
 
     Calling it again changes nothing. Raises ValueError if ``model`` has no such attention.
@@ -113,7 +113,7 @@ def absorb(model: Model) -> Model:
     return model
 
 
-def unabsorb(model: Model) -> Model:
+def unabsorb(model: AnyModel) -> AnyModel:
     """Restore the stock attention of every absorbed layer of ``model``, in place; returns ``model``."""
     for module in model.modules():
         if type(module) in _STOCK:

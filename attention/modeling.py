@@ -14,7 +14,7 @@ from kvfold.attention.cache import KVCache, LatentCache, SlotCache
 from kvfold.attention.checks import expect_at_least, expect_divides, expect_shape
 from kvfold.attention.grouped import grouped_attention
 from kvfold.attention.latent import absorption_pays, latent_attention
-from kvfold.attention.rotary import Layout, apply_rotary, rotary_tables
+from kvfold.attention.rotary import RotaryLayout, apply_rotary, rotary_tables
 
 
 class Rotation(nn.Module):
@@ -22,10 +22,10 @@ class Rotation(nn.Module):
 
     bits: Tensor
 
-    def __init__(self, frequencies: Tensor, layout: Layout) -> None:
+    def __init__(self, frequencies: Tensor, layout: RotaryLayout) -> None:
         super().__init__()
         expect_shape("frequencies", frequencies, "Dr/2", {})
-        self.layout: Layout = layout
+        self.layout: RotaryLayout = layout
         # module.to(dtype) casts floating-point buffers only: as int64 the bits of the frequencies survive it
         self.register_buffer("bits", frequencies.double().view(torch.int64), persistent=False)
 
@@ -58,7 +58,7 @@ class GroupedAttention(nn.Module):
         query_norm: nn.Module | None = None,
         key_norm: nn.Module | None = None,
         frequencies: Tensor | None = None,
-        layout: Layout = "half",
+        layout: RotaryLayout = "half",
         causal: bool = True,
         cross: bool = False,
         window: int | None = None,
@@ -152,7 +152,7 @@ class LatentAttention(nn.Module):
         value_dim: int,
         frequencies: Tensor,
         latent_norm: nn.Module | None = None,
-        layout: Layout = "interleaved",
+        layout: RotaryLayout = "interleaved",
         causal: bool = True,
         window: int | None = None,
         scale: float | None = None,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvfold.attention.checks import expect_alike, expect_at_least, expect_shape
 
-Layout = Literal["half", "interleaved"]
+RotaryLayout = Literal["half", "interleaved"]
 
 
 def rotary_frequencies(dims: int, base: float = 10000.0) -> Tensor:
@@ -39,7 +39,7 @@ def rotary_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype = t
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def apply_rotary(x: Tensor, tables: tuple[Tensor, Tensor], layout: Layout = "half") -> Tensor:
+def apply_rotary(x: Tensor, tables: tuple[Tensor, Tensor], layout: RotaryLayout = "half") -> Tensor:
     """Rotate the first ``Dr`` dims of ``x [B, H, T, D]`` with tables from ``rotary_tables``; keeps shape and dtype."""
     cos, sin = tables
     rotary = 2 * cos.shape[-1]

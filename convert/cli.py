@@ -11,7 +11,7 @@ from click.core import ParameterSource
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import STDOUT, PanelCommand, check_files, request_options, run_command, tell
-from kvfold.convert.measure.commands import bench, evaluate, json_file_option, sweep
+from kvfold.convert.measure.commands import bench, eval_command, json_file_option, sweep
 from kvfold.convert.measure.page import conversion_page, drift_page, write_report
 from kvfold.convert.progress import stage
 from kvfold.convert.request import ConvertRequest, DriftRequest
@@ -165,7 +165,7 @@ def verify(out: str, json_file: str | None) -> None:
     check_verified(done)
 
 
-kvfold.add_command(evaluate)
+kvfold.add_command(eval_command)
 kvfold.add_command(uptrain)
 kvfold.add_command(bench)
 

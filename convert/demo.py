@@ -14,7 +14,7 @@ _WINDOWS, _LENGTH = 32, 256
 
 
 @dataclass(frozen=True)
-class Row:
+class DemoRow:
     """A row of the table: one target. ``elements`` counts KV-cache elements per token per layer."""
 
     target: str
@@ -37,7 +37,7 @@ CONVERSIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[Row]:
+def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[DemoRow]:
     """Inspect, convert and measure. ``echo`` prints each line. Raises InputError if ``folder`` is not empty."""
     import torch
 
@@ -76,7 +76,7 @@ def _make_empty(place: Path) -> None:
         raise InputError(f"{place}: cannot be created ({error.strerror}); name another folder") from error
 
 
-def _measure_all(model: Path, elements: int, place: Path, echo: Callable[[str], None]) -> list[Row]:
+def _measure_all(model: Path, elements: int, place: Path, echo: Callable[[str], None]) -> list[DemoRow]:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -87,25 +87,25 @@ def _measure_all(model: Path, elements: int, place: Path, echo: Callable[[str], 
 
     logging.disable_progress_bar()
     tokens = token_windows(AutoTokenizer.from_pretrained(model), read_text("held_out"), _WINDOWS, _LENGTH)
-    rows = [Row("the original (MHA)", elements, checkpoint_perplexity(model, tokens))]
+    rows = [DemoRow("the original (MHA)", elements, checkpoint_perplexity(model, tokens))]
     for options in CONVERSIONS:
         name = "-".join(str(value) for option, value in options.items() if option not in _TEXT)
         echo(f"kvfold convert MODEL {name} {' '.join(command_words(options))}")
         request = ConvertRequest(model=str(model), out=str(place / name), quiet=True, **options)
         layout = convert_checkpoint(request).plan.layout
         label = f"{layout.kind}, {request.resolved_method}" + (f", layout {request.layout}" if request.layout else "")
-        rows.append(Row(label, layout.cache_elements, checkpoint_perplexity(place / name, tokens)))
+        rows.append(DemoRow(label, layout.cache_elements, checkpoint_perplexity(place / name, tokens)))
     return rows
 
 
-def rows_json(rows: Sequence[Row]) -> dict[str, Any]:
+def rows_json(rows: Sequence[DemoRow]) -> dict[str, Any]:
     """The rows as JSON values for ``--json``, the original model first."""
     keys = ("target", "cache_elements_per_token_per_layer", "perplexity")
     targets = [dict(zip(keys, astuple(row), strict=True)) for row in rows]
     return {"measured_on": f"{_WINDOWS} x {_LENGTH} held-out tokens", "targets": targets}
 
 
-def _compared(rows: Sequence[Row]) -> list[str]:
+def _compared(rows: Sequence[DemoRow]) -> list[str]:
     """The rows as lines of a table; savings and perplexities are relative to the first row, the original model."""
     first = rows[0]
     cells = [["target", "cache elements per", "cache", "held-out", "perplexity"]]

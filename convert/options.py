@@ -20,7 +20,7 @@ from kvfold.convert.errors import InputError, as_option, did_you_mean, opt
 
 Fields = ParamSpec("Fields")
 Made = TypeVar("Made", contravariant=True)
-Result = TypeVar("Result", covariant=True)
+Returned = TypeVar("Returned", covariant=True)
 
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
@@ -168,26 +168,26 @@ def command_words(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
-class Entry(Protocol[Made, Fields, Result]):
+class Entry(Protocol[Made, Fields, Returned]):
     """A public function that accepts either a request or the request's fields."""
 
     @overload
-    def __call__(self, request: Made, /, **callbacks: Any) -> Result: ...
+    def __call__(self, request: Made, /, **callbacks: Any) -> Returned: ...
     @overload
-    def __call__(self, *arguments: Fields.args, **keywords: Fields.kwargs) -> Result: ...
+    def __call__(self, *arguments: Fields.args, **keywords: Fields.kwargs) -> Returned: ...
 
 
-def takes(request: Callable[Fields, Made]) -> Callable[[Callable[..., Result]], Entry[Made, Fields, Result]]:
+def takes(request: Callable[Fields, Made]) -> Callable[[Callable[..., Returned]], Entry[Made, Fields, Returned]]:
     """Decorator for a function of a ``request``, which can then also be called with the request's fields.
 
     Keywords for the function's other parameters, such as ``progress``, are passed through.
     """
 
-    def decorate(function: Callable[..., Result]) -> Entry[Made, Fields, Result]:
+    def decorate(function: Callable[..., Returned]) -> Entry[Made, Fields, Returned]:
         further = list(inspect.signature(function).parameters)[1:]
 
         @functools.wraps(function)
-        def call(*arguments: Any, **keywords: Any) -> Result:
+        def call(*arguments: Any, **keywords: Any) -> Returned:
             if arguments and isinstance(arguments[0], Request):
                 return function(*arguments, **keywords)
             callbacks = {name: keywords.pop(name) for name in further if name in keywords}

@@ -20,7 +20,7 @@ _LONGEST_WORK = timedelta(hours=24)
 # Short, because the others must end within a minute if a process never connects.
 _CONNECTION = timedelta(seconds=50)
 
-Result = TypeVar("Result")
+Answer = TypeVar("Answer")
 
 
 def _distributed() -> Any:
@@ -111,7 +111,7 @@ def _connected() -> Iterator[None]:
         ) from error
 
 
-def run_on_first(work: Callable[[], Result]) -> Result | None:
+def run_on_first(work: Callable[[], Answer]) -> Answer | None:
     """Call ``work`` on the first process and return its result; the others wait and return None.
 
     Every process must call this. A KvfoldError from ``work`` is raised on every process.
@@ -120,13 +120,13 @@ def run_on_first(work: Callable[[], Result]) -> Result | None:
         return work()
     # This wait may last hours, while the collectives in training keep the short timeout that reveals a hung process.
     group = dist.new_group(backend="gloo", timeout=_LONGEST_WORK)
-    done: list[Result] = []
+    done: list[Answer] = []
     from_first(lambda: done.append(work()), group)
     dist.destroy_process_group(group)
     return done[0] if done else None
 
 
-def from_first(work: Callable[[], Result], group: Any = None) -> Result:
+def from_first(work: Callable[[], Answer], group: Any = None) -> Answer:
     """Call ``work`` on the first process and return its result on every process.
 
     Every process must call this, and waits in the process group ``group``. A KvfoldError from ``work`` is raised on
@@ -144,11 +144,11 @@ def from_first(work: Callable[[], Result], group: Any = None) -> Result:
         dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
         raise outcome[1]
-    result: Result = outcome[0]
+    result: Answer = outcome[0]
     return result
 
 
-def gathered(value: Result) -> list[Result]:
+def gathered(value: Answer) -> list[Answer]:
     """The ``value`` of every process, ordered by rank. Every process must call this."""
     if (dist := _distributed()) is None:
         return [value]

@@ -22,7 +22,7 @@ Advance = Callable[[int], None]
 # Seconds when stderr is not a terminal: between lines, before a stage gets its first line, between checks.
 EVERY, LASTS, TICK = 30.0, 2.0, 0.5
 # Name of each stage on stderr, written before its unit: "fitting layer 7 of 32".
-_SHOWN = {
+_STAGE_NAMES = {
     "survey": "calibrating",
     "splits": "comparing",
     "finals": "refining",
@@ -61,7 +61,7 @@ class Stages:
                     progress(name, count, total)
 
         if progress is None and not self.quiet:
-            with stage(_SHOWN.get(name, name), total, unit, done) as advance:
+            with stage(_STAGE_NAMES.get(name, name), total, unit, done) as advance:
                 yield advance
         else:
             report(0)

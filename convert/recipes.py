@@ -18,8 +18,8 @@ from kvfold.convert.options import specs, value_problems
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.sizes import table
 
-_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
-_LARGEST = 1 << 20  # bytes
+_RECIPE_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+_LARGEST_RECIPE = 1 << 20  # bytes
 
 # Recipe values that an overriding option displaces, because both specify the split of the cache.
 _DISPLACES = {"budget": ("kv_rank", "rope_dim"), "kv_rank": ("budget",), "rope_dim": ("budget",)}
@@ -36,7 +36,7 @@ class Recipe:
 
 def recipe_names() -> list[str]:
     """Sorted names of the shipped recipes."""
-    return sorted(path.stem for path in _FOLDER.glob("*.toml"))
+    return sorted(path.stem for path in _RECIPE_FOLDER.glob("*.toml"))
 
 
 def recipe_list() -> list[dict[str, Any]]:
@@ -92,7 +92,7 @@ def read_recipe(recipe: str) -> Recipe:
     known, path, origin = recipe_names(), Path(recipe), recipe
     # Names come first, so that a file with the same name in the current folder does not change their meaning.
     if recipe in known:
-        path, origin = _FOLDER / f"{recipe}.toml", f"recipe {recipe}"
+        path, origin = _RECIPE_FOLDER / f"{recipe}.toml", f"recipe {recipe}"
     elif path.suffix != ".toml" and len(path.parts) < 2 and not (recipe.strip() and os.path.exists(path)):
         hint = did_you_mean(recipe, known)
         raise InputError(
@@ -115,9 +115,9 @@ def _parsed(path: Path, origin: str) -> dict[str, Any]:
         raise InputError(f"{origin} must be a TOML file, not {kind}; use a FILE.toml or the name of a shipped recipe")
     try:
         with path.open("rb") as file:
-            data = file.read(_LARGEST + 1)
-        if len(data) > _LARGEST:
-            raise InputError(f"{origin} must be at most {_LARGEST >> 20} MiB; check that it is a recipe")
+            data = file.read(_LARGEST_RECIPE + 1)
+        if len(data) > _LARGEST_RECIPE:
+            raise InputError(f"{origin} must be at most {_LARGEST_RECIPE >> 20} MiB; check that it is a recipe")
         text = data.decode("utf-8")
         return tomllib.loads(text)
     except OSError as error:

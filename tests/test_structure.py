@@ -20,6 +20,10 @@ PACKAGES = ("attention", "convert")  # convert may import attention, never the o
 ROOT_FILES = 15  # at most, in each package
 TENSORS = {"torch", "numpy", *sys.stdlib_module_names}
 KNOW_TRANSFORMERS = ("deepseek", "drift", "checkpoints", "interface")
+SAME_NAMES = {  # files that may repeat the public names of others, and why
+    "attention/reference.py": "the oracle names a formula as the fast path does, and its helpers as it needs",
+    "convert/uptrain/__main__.py": "main, as in every program",
+}
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,23 @@ def test_attention_needs_torch_alone_but_for_rooms_that_know_transformers(import
     rooms = {*KNOW_TRANSFORMERS, "kernel"}  # the kernel needs Triton
     seen = [each for each in imports if each.file.startswith("attention/") and room(each.file)[10:] not in rooms]
     assert [str(each) for each in seen if each.target is None and each.module.split(".")[0] not in TENSORS] == []
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """The functions, classes, constants and types that a file defines at its top level, but for private ones."""
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    targets = [node.targets for node in tree.body if isinstance(node, ast.Assign)]
+    targets += [[node.target] for node in tree.body if isinstance(node, ast.AnnAssign)]
+    names |= {each.id for target in targets for node in target for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_a_public_name_is_defined_in_one_file() -> None:
+    files: dict[str, list[str]] = {}
+    for file in {*modules().values()} - SAME_NAMES.keys():
+        for name in defined(ast.parse((REPOSITORY / file).read_text())):
+            files.setdefault(name, []).append(file)
+    assert {name: sorted(where) for name, where in files.items() if len(where) > 1} == {}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

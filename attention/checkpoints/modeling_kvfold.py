@@ -113,7 +113,7 @@ class GroupedSelfAttention(SelfAttention):
             query, key = self.rotation(query, positions), self.rotation(key, positions)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        return attend(self, query, key, value, with_alibi(mask, query, options), **options)
+        return configured_attention(self, query, key, value, with_alibi(mask, query, options), **options)
 
 
 class QueryNorm(nn.Module):
@@ -197,7 +197,7 @@ class LatentSelfAttention(SelfAttention):
         )
         key = torch.cat([key, rope.expand(-1, self.heads, -1, -1)], -1)
         key = key if self.norm is None else key * scales[..., None]
-        return attend(self, torch.cat([plain, turning], -1), key, value, mask, **options)
+        return configured_attention(self, torch.cat([plain, turning], -1), key, value, mask, **options)
 
     def queries(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Queries for the latents ``[B, H, T, N]`` and unrotated queries for the rotary keys ``[B, H, T, P]``."""
@@ -234,7 +234,7 @@ class LatentSelfAttention(SelfAttention):
         up_key, up_value = (part.weight.view(self.heads, -1, self.rank) for part in (self.k_up_proj, self.v_up_proj))
         query = torch.cat([torch.einsum("bhtn,hnr->bhtr", plain, up_key), turning], -1).transpose(1, 2)
         mask = mask if mask is None else mask.transpose(1, 2)
-        context, weights = attend(self, query, torch.cat([latent, rope], -1), latent, mask, **options)
+        context, weights = configured_attention(self, query, torch.cat([latent, rope], -1), latent, mask, **options)
         weights = weights if weights is None else weights.transpose(1, 2)
         return torch.einsum("bhtr,hdr->bthd", context, up_value), weights
 
@@ -275,7 +275,7 @@ def with_alibi(mask: Tensor | None, query: Tensor, options: dict[str, Any]) -> A
     return mask + alibi.view(len(query), -1, 1, mask.shape[-1])
 
 
-def attend(
+def configured_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Apply the attention function named in the config (sdpa, flash_attention_2, eager, ...): ``[B, T, H, D]``."""

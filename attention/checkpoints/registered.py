@@ -5,7 +5,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvfold.attention.checkpoints import SOURCES, modeling_kvfold
 
-PREFIX = "kvfold_"  # prefix of our model types
+MODEL_TYPE_PREFIX = "kvfold_"  # prefix of our model types
 
 
 def register_models() -> None:
@@ -15,12 +15,12 @@ def register_models() -> None:
     saved, its modeling file is saved too.
     """
     for source in SOURCES:
-        register_model(f"{PREFIX}{source}")
+        register_model(f"{MODEL_TYPE_PREFIX}{source}")
 
 
 def register_model(model_type: str) -> None:
     """Register one ``model_type``, such as ``kvfold_gpt2``; does nothing if it is unknown or already registered."""
-    source = model_type.removeprefix(PREFIX)
+    source = model_type.removeprefix(MODEL_TYPE_PREFIX)
     if model_type == source or source not in SOURCES or model_type in CONFIG_MAPPING:
         return
     stock = CONFIG_MAPPING[source]

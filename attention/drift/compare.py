@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.profile import divergence, row_kl
+from kvfold.attention.drift.profile import divergence_terms, row_kl
 from kvfold.attention.drift.recording import LayerOutput
 from kvfold.attention.drift.streams import LayerStream, StreamLayer
 
@@ -282,7 +282,7 @@ def _distances(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
     log_p, log_q = logits.to(wide).log_softmax(-1), other.to(wide).log_softmax(-1)
     return torch.stack(
         [
-            divergence(log_p, log_q).sum(-1).sum(-1, dtype=torch.float64),
+            divergence_terms(log_p, log_q).sum(-1).sum(-1, dtype=torch.float64),
             (log_p.argmax(-1) == log_q.argmax(-1)).sum(-1, dtype=torch.float64),
             -log_p.gather(-1, labels[..., None])[..., 0].sum(-1, dtype=torch.float64),
             -log_q.gather(-1, labels[..., None])[..., 0].sum(-1, dtype=torch.float64),

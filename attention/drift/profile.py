@@ -111,11 +111,11 @@ def row_kl(
             torch.log_softmax(model.masked(block, room)[0], -1) for model, room in zip(models, rooms, strict=True)
         )
         part = total[block.batch, block.groups]
-        part += divergence(log_p, log_q).sum(-1).sum(-1, dtype=torch.float64).view(part.shape)
+        part += divergence_terms(log_p, log_q).sum(-1).sum(-1, dtype=torch.float64).view(part.shape)
     return total.mean(0) / length
 
 
-def divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+def divergence_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
     """``p log(p / q) - p + q`` elementwise, 0 where both are masked; the sum over a whole distribution is the KL.
 
     Computed as ``p (expm1(d) - d)`` with ``d = log q - log p``: terms are never negative, and nothing cancels if p is

@@ -26,7 +26,7 @@ from kvfold.convert.errors import InputError, short
 if TYPE_CHECKING:
     import torch
 
-_KEYS = ("quantization_config", "compression_config")
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _FORMATS: dict[str, Callable[[Mapping[str, Any]], tuple[Format, ...]]] = {
     "fp8": fp8_formats,
     "fbgemm_fp8": fp8_formats,
@@ -37,7 +37,7 @@ _FORMATS: dict[str, Callable[[Mapping[str, Any]], tuple[Format, ...]]] = {
 
 def undeclared_problems(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> list[str]:
     """List the quantized tensors of a checkpoint whose config does not say how they are quantized, one problem each."""
-    if any(config.get(key) for key in _KEYS):
+    if any(config.get(key) for key in _QUANTIZATION_KEYS):
         return []
     return [
         f"{info.file}: tensor {name!r} of dtype {info.dtype} is quantized, but {CONFIG} does not say how; use the "
@@ -52,7 +52,7 @@ def dequantized(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
     Raises InputError if the quantization is not supported, or if the tensors contradict the config.
     """
-    key = next((key for key in _KEYS if checkpoint.config.get(key)), None)
+    key = next((key for key in _QUANTIZATION_KEYS if checkpoint.config.get(key)), None)
     if key is None:
         return checkpoint
     where, settings = checkpoint.hub_id or checkpoint.folder, checkpoint.config[key]
@@ -91,7 +91,7 @@ def dequantized(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
         end = info.start + tensor_bytes(dtype, info.shape)
         tensors[name] = replace(info, dtype=dtype, end=end, made="cast") if cast else info
     # a config that still said quantized would make every reader look for scales
-    config = {name: value for name, value in checkpoint.config.items() if name not in _KEYS}
+    config = {name: value for name, value in checkpoint.config.items() if name not in _QUANTIZATION_KEYS}
     labels = Counter(weight.format.label for weight in stored.values())
     return replace(
         checkpoint,

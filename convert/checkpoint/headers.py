@@ -33,7 +33,7 @@ TORCH_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "f
 FLOAT_DTYPES = frozenset(TORCH_NAMES)
 MAX_HEADER = 100_000_000  # what the reference implementation accepts
 _LARGEST = 2**63 - 1  # no tensor has more elements, and no file more bytes
-PREFIX = 8
+LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ def read_header(path: Path, file: str) -> Header:
 def parse_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Header:
     """Parse and check the header of ``file``, which has ``size`` bytes. ``read(start, length)`` returns its bytes."""
     try:
-        if size < PREFIX:
-            raise ValueError(f"truncated to {size} bytes, but a header takes at least {PREFIX}")
-        (length,) = struct.unpack("<Q", read(0, PREFIX))
+        if size < LENGTH_BYTES:
+            raise ValueError(f"truncated to {size} bytes, but a header takes at least {LENGTH_BYTES}")
+        (length,) = struct.unpack("<Q", read(0, LENGTH_BYTES))
         if length > MAX_HEADER:
             raise ValueError(f"its header would take {length} bytes, but at most {MAX_HEADER} are allowed")
-        if PREFIX + length > size:
-            raise ValueError(f"truncated to {size} bytes, but its header alone takes {PREFIX + length}")
-        raw = read(PREFIX, length)
+        if LENGTH_BYTES + length > size:
+            raise ValueError(f"truncated to {size} bytes, but its header alone takes {LENGTH_BYTES + length}")
+        raw = read(LENGTH_BYTES, length)
         entries = load_json(raw, object_pairs_hook=_unique)
         if not raw.startswith(b"{"):
             raise ValueError("its header must be a JSON object")
@@ -104,12 +104,12 @@ def parse_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Hea
         if problem := _entry_problem(entry):
             header.problems.append(f"{file}: tensor {short(name)}: {problem}; download the file again")
             continue
-        start, end = (PREFIX + length + offset for offset in entry["data_offsets"])
+        start, end = (LENGTH_BYTES + length + offset for offset in entry["data_offsets"])
         header.tensors.append(TensorInfo(name, entry["dtype"], tuple(entry["shape"]), file, start, end))
     header.tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
     # an entry that was refused above would look like a gap
     if not header.problems:
-        header.problems = _layout_problems(file, header.tensors, PREFIX + length, size)
+        header.problems = _layout_problems(file, header.tensors, LENGTH_BYTES + length, size)
     return header
 
 

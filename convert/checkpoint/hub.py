@@ -18,9 +18,9 @@ _SMALL = [CONFIG, "adapter_config.json", "*.py", *EXTRA_PATTERNS]
 _SAFETENSORS = [SINGLE, INDEX, "model-*-of-*.safetensors"]
 _LEGACY = [LEGACY_SINGLE, LEGACY_INDEX, "pytorch_model-*-of-*.bin"]
 _FIRST_BYTES = 1 << 17  # nearly every header fits, so that one request per file is enough
-_THREADS = 8
+_HUB_THREADS = 8
 _TIMEOUT = 30  # seconds without an answer
-_ADVICE = {
+_HUB_ADVICE = {
     "GatedRepoError": "access is restricted: accept the terms on the model's page, then run `hf auth login`",
     "RepositoryNotFoundError": "no such folder, and no such model on the hub (a private model needs `hf auth login`)",
     "RevisionNotFoundError": "the model has no such revision; choose a branch, tag or commit from its page",
@@ -99,7 +99,7 @@ def remote_headers(files: RemoteFiles, shards: Collection[str]) -> dict[str, Hea
     # The hub library's parse_safetensors_file_metadata gives neither the file's size (a truncated file would pass) nor
     # the header's bytes (their digest is part of the source's hash), does not check for gaps, overlaps and repeated
     # names, and reads a whole shard from a server that ignores the range.
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(_HUB_THREADS) as pool:
         return dict(zip(shards, pool.map(partial(_remote_header, files), shards), strict=True))
 
 
@@ -141,6 +141,6 @@ def _asking(model: HubModel) -> Iterator[None]:
         raise
     except Exception as error:  # the hub's library passes on its transport's errors, which have no common base
         kinds = [kind.__name__ for kind in type(error).__mro__]
-        advice = next((text for name, text in _ADVICE.items() if name in kinds), None)
+        advice = next((text for name, text in _HUB_ADVICE.items() if name in kinds), None)
         reason = advice or f"no such folder here, and the hub could not provide it: {first_line(error)}"
         raise InputError(f"{model}: {reason}") from None

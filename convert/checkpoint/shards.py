@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvfold.convert.checkpoint.folder import SINGLE
-from kvfold.convert.checkpoint.headers import DTYPE_BITS, PREFIX, TensorInfo, tensor_bytes
+from kvfold.convert.checkpoint.headers import DTYPE_BITS, LENGTH_BYTES, TensorInfo, tensor_bytes
 from kvfold.convert.errors import KvfoldError
 
 _ALIGNMENT = 8
@@ -96,7 +96,7 @@ def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard
         cost = tensor.nbytes + len(json.dumps(tensor.entry(10**12), separators=_TIGHT))
         if not groups or used + cost > max_bytes:
             groups.append([])
-            used = PREFIX + len(json.dumps(_METADATA)) + 16
+            used = LENGTH_BYTES + len(json.dumps(_METADATA)) + 16
         groups[-1].append(tensor)
         used += cost
     count = len(groups)

@@ -36,7 +36,7 @@ TORCH_DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -48,9 +48,9 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The safetensors name for a torch dtype."""
-    if dtype not in _NAMES:
-        raise KvfoldError(f"dtype {dtype} must be one of {', '.join(map(str, _NAMES))}")
-    return _NAMES[dtype]
+    if dtype not in _DTYPE_NAMES:
+        raise KvfoldError(f"dtype {dtype} must be one of {', '.join(map(str, _DTYPE_NAMES))}")
+    return _DTYPE_NAMES[dtype]
 
 
 def tensor_memory(tensor: torch.Tensor) -> memoryview:
@@ -156,7 +156,7 @@ def read_legacy_header(path: Path, file: str, aliases: dict[str, str]) -> Header
             pair = f"{type(name).__name__} {name!r} to {type(tensor).__name__}"
             header.problems.append(f"{file}: it must map names to tensors, not {pair}")
             continue
-        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _NAMES:
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _DTYPE_NAMES:
             kind = "meta" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
             header.problems.append(f"{file}: tensor {name!r} must be dense and have a plain dtype, not {kind}")
             continue

@@ -59,7 +59,7 @@ class LatentSpectrum:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitted:
+class FitReport:
     """The splits tried for a budget, and gains: ``refinement`` and ``output_fit`` by layer, ``polish`` as a whole."""
 
     splits: tuple[Split, ...] = ()
@@ -70,11 +70,11 @@ class Fitted:
     latent_spectrum: LatentSpectrum | None = None
 
 
-def fitted_of(record: Mapping[str, Any]) -> Fitted:
+def fitted_of(record: Mapping[str, Any]) -> FitReport:
     """Read the content of a ``kvfold.json``; entries that it lacks are empty or None."""
     worth, spectrum, polish = (record.get(name) for name in ("rotary_worth", "latent_spectrum", "polish"))
     gains = (tuple(map(_gain, record.get(name, ()))) for name in ("refinement", "output_fit"))
-    return Fitted(
+    return FitReport(
         **dict(zip(("refinement", "output_fit"), gains, strict=True)),
         splits=tuple(Split(**split) for split in record.get("splits", ())),
         polish=None if polish is None else _gain(polish),

@@ -27,7 +27,7 @@ from kvfold.convert.targets.mla.config import LatentTarget, query_rank
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.head_norms import linear_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
-from kvfold.convert.transforms.latent.latent import latent_spectrum
+from kvfold.convert.transforms.latent.latent import energy_shares
 from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.hidden import Keep
@@ -38,7 +38,7 @@ from kvfold.convert.walk.walk import Step
 # +0.4510 nats per token after refinement; 20 takes 8 + 8, +0.4172 (the model that ships, bench_refine_constants.py).
 _TRIAL_STEPS = 20
 # KL that a split that more engines serve may have, relative to the best: chosen, not tuned.
-_SERVED = 1.05
+_SERVED_FACTOR = 1.05
 # The rest bounds the cost of trials and what is recorded; none was tuned for its loss. Splits that are tried with
 # refinement, the best as fitted; slots of the recorded spectrum, relative to those that are kept; layers that a trial
 # converts, of a model with more; held-out tokens, and calibration tokens for refinement.
@@ -162,7 +162,7 @@ def spectrum_note(chosen: Candidate, layer: int, surveyed: Survey) -> Notes:
     statistics, _ = surveyed.notes(layer)
     weights = linear_heads(source_layer(plan, layer), statistics, key_constant=target.layout != "engine")
     rotary, slots, context = source_rotary(plan, layer), chosen.slots[layer], plan.geometry.positions
-    shares = latent_spectrum(weights, statistics, rotary, slots, context=context, centered=target.layout != "engine")
+    shares = energy_shares(weights, statistics, rotary, slots, context=context, centered=target.layout != "engine")
     shown = shares[: _SHOWN_CHANNELS * target.channels].tolist()
     return {SPECTRUM: {"sorted": shown, "lost": float(shares[target.channels :].sum())}}
 
@@ -196,7 +196,7 @@ def preferred(candidates: Sequence[Candidate]) -> Candidate:
     """The candidate that drifts least, or one that more engines serve if its KL is at most 5 % higher."""
     # If some candidates were refined, the choice is among them.
     unrefined, least = min(each.judged for each in candidates)
-    near = [each for each in candidates if each.judged[0] == unrefined and each.judged[1] <= _SERVED * least]
+    near = [each for each in candidates if each.judged[0] == unrefined and each.judged[1] <= _SERVED_FACTOR * least]
     # Without trials all KLs are NaN: choose the first.
     return min(near or candidates[:1], key=lambda each: (-len(each.served_by), each.judged))
 

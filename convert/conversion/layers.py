@@ -24,7 +24,7 @@ from kvfold.convert.conversion.source import (
     source_layer,
     source_stream,
 )
-from kvfold.convert.conversion.student import Made, StudentWalk
+from kvfold.convert.conversion.student import ConvertedLayer, StudentWalk
 from kvfold.convert.methods.registry import DEFAULT_OBJECTIVE, Fitted, FoldLayer, Notes, find_objective
 from kvfold.convert.progress import Stages
 from kvfold.convert.transforms.fold.grouping import Pairs, contiguous
@@ -44,7 +44,7 @@ class Layers:
     walk: StudentWalk | None = None
     choices: Notes = field(default_factory=dict)
 
-    def converted(self, journal: Journal) -> Iterator[Made]:
+    def converted(self, journal: Journal) -> Iterator[ConvertedLayer]:
         """Yield the layers that ``journal`` does not list as finished. Raises InputError for non-finite weights."""
         if self.walk is None:
             # Each process converts the layers that it writes.

@@ -31,7 +31,7 @@ from kvfold.convert.targets.mla.layout import latent_layout, padding
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout, own_latent_layout
 from kvfold.convert.targets.same_family import attention_label, cache_elements, folded_layout
-from kvfold.convert.targets.target import TargetLayout, keepable, kept_config, kept_tensors, stored_dtype
+from kvfold.convert.targets.target import TargetLayout, keepable, kept_config, kept_tensors, output_dtype
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def _complete(
 
 def dense_dtype(request: ConvertRequest) -> str:
     """The safetensors dtype to which quantized source weights are dequantized; the output stores them in it."""
-    return stored_dtype("BF16", None if request.dtype == "auto" else request.dtype)
+    return output_dtype("BF16", None if request.dtype == "auto" else request.dtype)
 
 
 def described(request: ConvertRequest) -> Checkpoint | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
 
 _SHOWN_FILES = 20  # chosen: a screenful
-_SERVED = "served by (versions and evidence: kvfold.json)"
+_SERVED_BY = "served by (versions and evidence: kvfold.json)"
 _PACKAGES = ("kvfold", "torch", "transformers", "safetensors", "numpy")
 
 
@@ -94,7 +94,7 @@ def summary_text(
         padding_text(plan),
         engine_cost(record, drift),
         f"wrote {written}: {bytes_text(size)} in {seconds:.1f} s",
-        _SERVED,
+        _SERVED_BY,
         *(f"  {verdict.to_text()}" for verdict in plan.engines),
         f"next: {compare} --text FILE measures the drift on your own text",
     ]
@@ -213,7 +213,7 @@ def plan_text(plan: Plan) -> str:
     each, free = " per process" if processes.count() > 1 else "", free_bytes(plan)
     found = "" if free is None else f", {bytes_text(free)} free"
     lines += [
-        _SERVED,
+        _SERVED_BY,
         *(f"  {verdict.to_text()}" for verdict in plan.engines),
         f"disk: {bytes_text(needs.disk)} needed, {bytes_text(free_disk(plan))} free",
         f"memory: about {bytes_text(needs.memory)} needed{each}{found}",

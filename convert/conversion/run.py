@@ -19,7 +19,7 @@ from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers
 from kvfold.convert.checkpoint.writer import ShardWriter, write_index
 from kvfold.convert.console import append_line
 from kvfold.convert.conversion.card import model_card
-from kvfold.convert.conversion.fitted import Change, Fitted, fitted_of
+from kvfold.convert.conversion.fitted import Change, FitReport, fitted_of
 from kvfold.convert.conversion.journal import Journal, forget, resumable
 from kvfold.convert.conversion.memory import check_memory, check_spill, free_disk, needs_of
 from kvfold.convert.conversion.plan import Plan, check_processes, dense_dtype, described, make_plan
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Conversion(Fitted):
+class Conversion(FitReport):
     """The result of a run. A dry run has no ``seconds`` and ``written``; a run without text has no ``drift``.
 
-    ``record`` is the content of ``kvfold.json``; the choices and gains in it are also attributes (`Fitted`).
+    ``record`` is the content of ``kvfold.json``; the choices and gains in it are also attributes (`FitReport`).
     """
 
     plan: Plan
@@ -221,10 +221,10 @@ def _complete(
     write_index(folder, plan.shards)
     write_file(folder / "config.json", dump(plan.config))
     if plan.request.polish:
-        from kvfold.convert.conversion.student import polish
+        from kvfold.convert.conversion.student import polish_checkpoint
 
         assert measured is not None  # a request to polish is calibrated
-        measured, hashes = polish(plan, measured, folder, stages), {}
+        measured, hashes = polish_checkpoint(plan, measured, folder, stages), {}
     # Tokenizer and license files, and the modeling code, which is found without importing it: it needs torch.
     for path in plan.checkpoint.extra_files():
         place = folder / path.relative_to(plan.checkpoint.folder)

@@ -36,9 +36,8 @@ from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.training.budget import steps_of
 from kvfold.convert.training.fit import FitResult
-from kvfold.convert.training.polish import ModelTrainee, Text
-from kvfold.convert.training.polish import polish as train
-from kvfold.convert.training.refine import AUTO_STEPS, MIN_GAIN, ROUND, Refinement, refine_layer
+from kvfold.convert.training.polish import ModelTrainee, Text, polish
+from kvfold.convert.training.refine import MIN_GAIN, MOST_STEPS, REFINE_ROUND, Refinement, refine_layer
 from kvfold.convert.training.steps import check_constant, has_constant
 from kvfold.convert.walk.hidden import Keep
 from kvfold.convert.walk.output_fit import AttentionUpdate, refit_output
@@ -46,7 +45,7 @@ from kvfold.convert.walk.passes import chunk_size, last_states
 from kvfold.convert.walk.walk import Step, Student, Teacher, Walk
 
 SPECTRUM = "latent_spectrum"
-Made = tuple[Mapping[str, Tensor], Notes]
+ConvertedLayer = tuple[Mapping[str, Tensor], Notes]
 # Relative. What is written was rounded in memory too, so only the order of sums differs: chosen far above that.
 _AGREE = 1e-3
 
@@ -141,8 +140,8 @@ class StudentWalk(Walk):
         self.steps = iter(self)
         if refine == "auto" and not self._quiet:
             print(
-                f"refining: each layer until its error falls by less than {100 * MIN_GAIN:g} % in {ROUND} steps, "
-                f"at most {AUTO_STEPS} steps",
+                f"refining: each layer until its error falls by less than {100 * MIN_GAIN:g} % in {REFINE_ROUND} "
+                f"steps, at most {MOST_STEPS} steps",
                 file=sys.stderr,
             )
 
@@ -152,13 +151,13 @@ class StudentWalk(Walk):
         for step in stages.over("again", itertools.islice(self.steps, done), done, "layer") if done else ():
             step.convert(journal.finished(step.index))
 
-    def convert(self, step: Step, weights: Any) -> Made:
+    def convert(self, step: Step, weights: Any) -> ConvertedLayer:
         """Return `made` for ``step`` and walk past its layer."""
         tensors, notes = self.made(step, weights)
         step.convert(tensors)
         return tensors, notes
 
-    def made(self, step: Step, weights: Any) -> Made:
+    def made(self, step: Step, weights: Any) -> ConvertedLayer:
         """Fit and refine a layer. Returns its tensors as the output's files name and shape them, and its notes."""
         encode, notes = partial(self._plan.layout.encode, step.index), dict[str, Any]()
         if self._refits:
@@ -168,7 +167,7 @@ class StudentWalk(Walk):
         tensors, steps = encode(weights), self._refinement.steps
         if not steps:
             return tensors, notes
-        with Stages(quiet=self._quiet)("refining", AUTO_STEPS if steps == "auto" else int(steps), "step") as advance:
+        with Stages(quiet=self._quiet)("refining", MOST_STEPS if steps == "auto" else int(steps), "step") as advance:
             refined = refine_layer(step, tensors, self._refinement, _reporting(advance))
         if not self._quiet:
             outcome = f"unchanged after {refined.steps} steps"
@@ -204,7 +203,7 @@ def refinement(plan: Plan, steps: int | str) -> Refinement:
     return Refinement(steps, plan.request.seed, update, constant=plan.latent.constant)
 
 
-def polish(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages) -> Calibrated:
+def polish_checkpoint(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages) -> Calibrated:
     """Train all converted attention of the checkpoint in ``folder`` together. Returns ``calibrated`` with new drift."""
     source, tokens = calibrated.stream, calibrated.tokens
     with closing(open_checkpoint(folder)) as written:
@@ -271,4 +270,4 @@ def _train(plan: Plan, written: Checkpoint, calibrated: Calibrated, saved: Path,
 
     with stages("polish", steps, "step") as advance:
         saved_at, progress = saved if request.resume else None, _reporting(advance, say)
-        return train(trainee, training, held_out, steps, seed=request.seed, saved=saved_at, progress=progress)
+        return polish(trainee, training, held_out, steps, seed=request.seed, saved=saved_at, progress=progress)

@@ -11,7 +11,7 @@ from kvfold.convert.families.schema import Family, parse_family, read_table
 from kvfold.convert.families.values import TYPES
 from kvfold.convert.families.wrappers import INNER, WRAPPERS, text_type
 
-_FOLDER = Path(__file__).parent
+_FAMILY_FOLDER = Path(__file__).parent
 _ONLY = "kvfold converts only causal language models"
 _LISTED = "docs/families.md lists the supported models, CONTRIBUTING.md explains how to add one"
 _CAUSAL = re.compile("CausalLM$|LMHead")
@@ -22,7 +22,7 @@ _TOWERS = re.compile(r"(text|vision|audio|speech|image|video|decoder|encoder|thi
 @lru_cache
 def supported() -> tuple[str, ...]:
     """The model types with a family file, sorted, without those that occur only inside wrappers."""
-    return tuple(sorted({path.stem for path in _FOLDER.glob("*.json")} - {*INNER}))
+    return tuple(sorted({path.stem for path in _FAMILY_FOLDER.glob("*.json")} - {*INNER}))
 
 
 @lru_cache
@@ -31,7 +31,7 @@ def load_family(name: str) -> Family:
 
     Raises ``ValueError`` with file, place and key if the file does not match the schema.
     """
-    path = _FOLDER / f"{name}.json"
+    path = _FAMILY_FOLDER / f"{name}.json"
     return parse_family(read_table(path), path.name)
 
 

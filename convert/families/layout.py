@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.rotary import Context
+from kvfold.convert.families.rotary import ContextRange
 from kvfold.convert.families.schema import ROLES, Norm, Role
 from kvfold.convert.families.values import evaluate
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, Rotary
@@ -20,7 +20,7 @@ from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, Rotary
 Read = Callable[[str], Tensor]
 
 
-def layer_rotary(model: Model, layer: int, context: Context | None = None) -> Rotary:
+def layer_rotary(model: Model, layer: int, context: ContextRange | None = None) -> Rotary:
     """The rotary embedding of ``layer``, empty if it does not rotate. ``context`` is as in ``Model.frequencies``."""
     theta, amplitude = model.frequencies(layer, context)
     return Rotary(torch.tensor(theta, dtype=torch.float64), amplitude)

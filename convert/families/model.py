@@ -11,7 +11,7 @@ from typing import Any
 
 from kvfold.convert.families.family import family_of
 from kvfold.convert.families.geometry import AttentionLayer, Block, block_of, geometry_of, layer_of, layer_values
-from kvfold.convert.families.rotary import Context, Frequencies, frequencies, rope_table
+from kvfold.convert.families.rotary import ContextRange, Frequencies, frequencies, rope_table
 from kvfold.convert.families.schema import ABSENT, ROLES, BlockRole, Family, Role, TensorSpec
 from kvfold.convert.families.values import Values, evaluate
 from kvfold.convert.families.wrappers import WRAPPERS, names_in_files, text_config, text_type
@@ -99,7 +99,7 @@ class Model:
         # a fused projection comes up once for each of its roles
         return tuple(dict.fromkeys(name for role in ROLES if role in roles for name in self.names[role, layer]))
 
-    def frequencies(self, layer: int, context: Context | None = None) -> Frequencies:
+    def frequencies(self, layer: int, context: ContextRange | None = None) -> Frequencies:
         """The rotary frequencies of ``layer``, empty if it does not rotate. Raises as ``rotary.frequencies`` does."""
         how = self.layers[layer]
         return frequencies(self.values, how.type, context) if how.rotates else ([], 1.0)

@@ -19,7 +19,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.values import Values, evaluate, is_number, names_in
 
 Table = Mapping[str, Any]
-Context = Literal["short", "long"]
+ContextRange = Literal["short", "long"]
 Frequencies = tuple[list[float], float]  # of each pair in radians per position, and the amplitude
 
 
@@ -124,7 +124,7 @@ def _table_dims(values: Values, table: Table, head_dim: int) -> int:
     return int(head_dim * fraction)
 
 
-def frequencies(values: Values, layer_type: str | None, context: Context | None = None) -> Frequencies:
+def frequencies(values: Values, layer_type: str | None, context: ContextRange | None = None) -> Frequencies:
     """The rotary frequencies of a layer type, in radians per position, and the factor that scales queries and keys.
 
     longrope has different frequencies for short and for long texts; unless both sets are equal, ``context`` must select
@@ -188,7 +188,7 @@ def _yarn(table: Table, theta: list[float], positions: int) -> Frequencies:
     return scaled, growth + 1.0
 
 
-def _longrope(table: Table, theta: list[float], positions: int, context: Context | None) -> Frequencies:
+def _longrope(table: Table, theta: list[float], positions: int, context: ContextRange | None) -> Frequencies:
     """Divide each frequency by its factor in the config; short and long texts may have different factors."""
     divisors = {}
     for name in ("short", "long"):

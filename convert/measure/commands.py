@@ -42,7 +42,7 @@ _sweep_files = (
 
 @click.command(name="eval", short_help="Compare OUT with MODEL on tasks and long contexts.")
 @request_options(EvalRequest, before={"quiet": [json_file_option]})
-def evaluate(request: EvalRequest, json_file: str | None) -> None:
+def eval_command(request: EvalRequest, json_file: str | None) -> None:
     """Compare the converted checkpoint OUT with MODEL on the same documents, with 95 % intervals of the differences.
 
     Measures whether each model finds words hidden in long texts, and its loss by position; neither needs a download.

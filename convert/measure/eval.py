@@ -16,7 +16,7 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.measure import eval_tasks
-from kvfold.convert.measure.eval_tasks import CHOICES, TASKS, Question, Scores, answers, draw_questions
+from kvfold.convert.measure.eval_tasks import CHOICES, TASKS, Question, TaskScores, answers, draw_questions
 from kvfold.convert.measure.losses import token_losses
 from kvfold.convert.options import takes
 from kvfold.convert.progress import Stages
@@ -30,17 +30,17 @@ from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer, pref
 _SHORTEST = 256
 _SAMPLES = {"cpu": 16, "cuda": 32}
 # Tokens by default: retrieval at 8192 took hours for a model of 135 M parameters on one core.
-_LONGEST = {"cpu": 1024}
+_LONGEST_CONTEXT = {"cpu": 1024}
 # More than any language needs, so that enough text is read.
 _BYTES_PER_TOKEN = 16
 # Times the share of right answers by guessing: below it 32 documents cannot tell a model from a guess.
 _LEARNED = 3
 # Tokens of the first stretch of positions.
 _FIRST = 64
-_WIDTHS = (27, 9, 7, 7, 17)
+_EVAL_WIDTHS = (27, 9, 7, 7, 17)
 
 # What was asked, the number of documents, means and difference.
-Row = dict[str, Any]
+EvalRow = dict[str, Any]
 # By task and length.
 Questions = dict[tuple[str, int], list[Question]]
 
@@ -58,9 +58,9 @@ class Evaluation:
     out: str
     text: str
     samples: int
-    retrieval: list[Row]
-    positions: list[Row]
-    tasks: list[Row]
+    retrieval: list[EvalRow]
+    positions: list[EvalRow]
+    tasks: list[EvalRow]
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
@@ -84,10 +84,10 @@ class Evaluation:
             rows += [("",), ("task", "documents", "source", "result", "difference")]
             rows += [_cells(f"{row['task']}, {row['metric']}", row, ".3f", ".3f") for row in self.tasks]
         title = f"{self.out} against {self.model}; differences paired by document, with 95 % intervals"
-        return "\n".join([title, "", *table(rows, _WIDTHS)])
+        return "\n".join([title, "", *table(rows, _EVAL_WIDTHS)])
 
 
-def _cells(name: str, row: Row, mean: str, change: str, scale: int = 1) -> tuple[str, ...]:
+def _cells(name: str, row: EvalRow, mean: str, change: str, scale: int = 1) -> tuple[str, ...]:
     """A table row with means in format ``mean``, difference and margin in ``change``; scale 100 means percent."""
     difference = f"{scale * row['excess' if 'excess' in row else 'difference']:+{change}}"
     difference += "" if row["margin"] is None else f" ± {scale * row['margin']:{change}}"
@@ -153,7 +153,7 @@ def eval_checkpoints(request: EvalRequest) -> Evaluation:
 
 def chosen_lengths(lengths: Sequence[int], context: int, origin: str, device: torch.device) -> list[int]:
     """``lengths`` in order, or by default parts of ``context``. Raises InputError if one is longer than ``context``."""
-    longest = min(context, _LONGEST.get(device.type, context))
+    longest = min(context, _LONGEST_CONTEXT.get(device.type, context))
     chosen = sorted(set(lengths)) or sorted({max(_SHORTEST, longest // part) for part in (8, 4, 2, 1)})
     if lengths and chosen[-1] > context:
         raise InputError(f"{opt('lengths', chosen[-1])} must not exceed the {context} positions supported by {origin}")
@@ -172,7 +172,7 @@ def _tokens(tokenizer: Any, text: str | None, wanted: int) -> tuple[Tensor, str]
 
 def _examine(
     folder: str, request: EvalRequest, device: torch.device, tokenizer: Any, questions: Questions, windows: Tensor
-) -> tuple[dict[tuple[str, int], Tensor], Tensor, Scores]:
+) -> tuple[dict[tuple[str, int], Tensor], Tensor, TaskScores]:
     """One model's right answers by task and length, losses ``[N, T - 1]`` on ``windows``, and harness scores."""
     checkpoint, stages = open_checkpoint(folder), Stages(quiet=request.quiet)
     name = checkpoint.origin
@@ -187,7 +187,7 @@ def _examine(
                 right[task, length] = answers(model, asked, advance)
         with stages(f"{name}: loss by position,", len(windows), "document") as advance:
             losses = token_losses(model, windows, advance)
-        scores: Scores = {}
+        scores: TaskScores = {}
         if request.tasks:
             with stages(f"{name}: {', '.join(request.tasks)}"):
                 scores = eval_tasks.harness_scores(model, tokenizer, request)
@@ -196,14 +196,14 @@ def _examine(
         checkpoint.close()
 
 
-def paired(before: Tensor, after: Tensor, difference: str = "difference") -> Row:
+def paired(before: Tensor, after: Tensor, difference: str = "difference") -> EvalRow:
     """The means of both, their mean difference, and half the width of its 95 % interval (None for one document)."""
     between = after.double() - before.double()
     means = {"source": float(before.double().mean()), "student": float(after.double().mean())}
     return {"documents": len(between), **means, difference: float(between.mean()), "margin": margin(between)}
 
 
-def by_position(before: Tensor, after: Tensor) -> list[Row]:
+def by_position(before: Tensor, after: Tensor) -> list[EvalRow]:
     """Perplexities and excess loss from both models' losses ``[n, T - 1]``, for ranges of positions that double."""
     length = before.shape[1] + 1
     # Losses fall with the logarithm of the position, so each stretch is as long as all before it.

@@ -26,7 +26,7 @@ from kvfold.convert.text.tokenizer import prefix_tokens
 
 TASKS = ("needle", "keys")
 CHOICES = 8
-_NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry")
+_PEOPLE = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry")
 # Common words and words of programs: tokenizers of code models have one token for the latter.
 _WORDS = (
     *("apple", "bread", "chair", "dance", "earth", "flower", "glass", "horse", "iron", "king", "lake", "music"),
@@ -46,7 +46,7 @@ _LOSSES = {
 }
 
 # By task and metric, then by document.
-Scores = dict[tuple[str, str], dict[str, float]]
+TaskScores = dict[tuple[str, str], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def draw_questions(tokenizer: Any, filler: Tensor, task: str, length: int, count
 
     questions = []
     for index in range(count):
-        names = [_NAMES[place] for place in order(len(_NAMES))]
+        names = [_PEOPLE[place] for place in order(len(_PEOPLE))]
         known = list(words)
         chosen = [known[place] for place in order(len(known))[:CHOICES]]
         hidden = 1 if task == "needle" else CHOICES
@@ -137,7 +137,7 @@ def check_harness() -> None:
         )
 
 
-def harness_scores(model: Any, tokenizer: Any, request: EvalRequest) -> Scores:
+def harness_scores(model: Any, tokenizer: Any, request: EvalRequest) -> TaskScores:
     """All scores per document from lm-evaluation-harness for the request's ``tasks``.
 
     Raises InputError for an unknown task.
@@ -176,9 +176,9 @@ def _task(name: str) -> str | dict[str, Any]:
     return described
 
 
-def document_scores(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> Scores:
+def document_scores(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> TaskScores:
     """The scores of every document; the harness's pairs of log-likelihood and length become losses per word or byte."""
-    found: Scores = {}
+    found: TaskScores = {}
     for task, documents in samples.items():
         for document in documents:
             for metric in document.get("metrics", ()):
@@ -193,7 +193,7 @@ def document_scores(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> Score
     return found
 
 
-def paired_scores(source: Scores, student: Scores) -> list[tuple[str, str, Tensor, Tensor]]:
+def paired_scores(source: TaskScores, student: TaskScores) -> list[tuple[str, str, Tensor, Tensor]]:
     """Tuples of task, metric, and both models' scores ``[n]`` on the documents with scores from both."""
     rows = []
     for (task, metric), values in source.items():

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvfold.attention.drift.report import DriftReport
-    from kvfold.convert.conversion.fitted import Fitted, LatentSpectrum, RotaryWorth, Split
+    from kvfold.convert.conversion.fitted import FitReport, LatentSpectrum, RotaryWorth, Split
     from kvfold.convert.measure.sweep import Sweep, SweptTarget
 
-Values = Mapping[str, Any]
+Record = Mapping[str, Any]
 
 _RELATIVE_ERRORS = (
     ("attention_local", "alone"),
@@ -264,7 +264,7 @@ def budget_splits(splits: Sequence["Split"]) -> Chart:
     return chart
 
 
-def gain_by_layer(fitted: "Fitted") -> Chart | None:
+def gain_by_layer(fitted: "FitReport") -> Chart | None:
     """Plot each layer's error before and after refinement or the output fit; None if the run did neither."""
     errors = fitted.refinement or fitted.output_fit
     what = "refinement" if fitted.refinement else "the fit of the output projection"
@@ -332,7 +332,7 @@ def _note(axes: "Axes", text: str, point: tuple[float, float], points: tuple[int
     axes.annotate(text, point, points, textcoords="offset points", fontsize=8, **style)
 
 
-def uptraining_curve(rows: Sequence[Values]) -> Chart:
+def uptraining_curve(rows: Sequence[Record]) -> Chart:
     """Plot held-out excess loss over the teacher (or held-out loss, without one) and training loss by tokens seen."""
     from matplotlib.ticker import EngFormatter
 
@@ -351,7 +351,7 @@ def uptraining_curve(rows: Sequence[Values]) -> Chart:
     return chart
 
 
-def _held_out_losses(axes: "Axes", rows: Sequence[Values]) -> None:
+def _held_out_losses(axes: "Axes", rows: Sequence[Record]) -> None:
     excess = "eval_excess" in rows[0]
     tokens, values = [row["tokens"] for row in rows], [row["eval_excess" if excess else "eval_loss"] for row in rows]
     axes.plot(tokens, values, marker="o", label="excess loss over the teacher's" if excess else "loss")

@@ -17,6 +17,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.measure.converted import converted_model, latent_faults
+from kvfold.convert.measure.sweep_targets import CACHE_DIVISORS
 from kvfold.convert.request import DEFAULT_LAYOUT
 from kvfold.convert.sizes import bytes_text, table
 from kvfold.convert.targets.engines import (
@@ -36,8 +37,6 @@ from kvfold.convert.targets.own_code import needs_own_code, source_type
 from kvfold.convert.targets.same_family import attention_label, cache_elements
 
 CONTEXTS = {"8k": 8192, "128k": 131072}
-# Divisors of the present cache that are offered as MLA budgets.
-_PARTS = (4, 8)
 # The least, mean and greatest of the layers.
 Range = tuple[float, float, float]
 
@@ -398,7 +397,7 @@ def target_sizes(model: Model, windows: list[int | None], dtype: str) -> list[Ta
             best.setdefault(target.kv_rank, target)
         targets |= {latent_options(target): latent_result_of(model, target) for target in best.values()}
         layout, rope = "kvfold" if own else DEFAULT_LAYOUT, 2 if model.geometry.rotary_dims else 0
-        for budget in (present // part for part in _PARTS):
+        for budget in (present // part for part in CACHE_DIVISORS):
             # Engines look at the sum of a split, so the shares within a budget do not matter here.
             if budget >= 4 and budget not in KERNEL_CACHES:
                 split = LatentTarget(budget - rope, rope, layout=layout)

@@ -59,9 +59,9 @@ _PLACEHOLDER = "OUT"
 _SHARED = ("model", "calibration", "samples", "seq_len", "seed", "refine", "device", "dtype", "trust_remote_code")
 # Given as arguments of the command, or without influence on the result.
 _NOT_REPEATED = ("model", "out", "quiet", "max_shard_size")
-_HEAD = ("target", "elements", "saving", "excess loss", "95 % interval", "KL, nats", "top-1", "time")
+_SWEEP_HEAD = ("target", "elements", "saving", "excess loss", "95 % interval", "KL, nats", "top-1", "time")
 # Room for usual numbers, so that tables of several sweeps can be laid side by side.
-_WIDTHS = (0, 8, 6, 11, 18, 9, 6, 6)
+_SWEEP_WIDTHS = (0, 8, 6, 11, 18, 9, 6, 6)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Sweep:
 
     def cells(self) -> list[tuple[str, ...]]:
         """The table's header and a row per target, largest cache first."""
-        rows: list[tuple[str, ...]] = [_HEAD]
+        rows: list[tuple[str, ...]] = [_SWEEP_HEAD]
         for row in sorted(self.rows, key=lambda row: (-row.elements, row.excess)):
             interval = "-" if row.interval is None else "{:+.4f} to {:+.4f}".format(*row.interval)
             saving, measured = 1 - row.elements / self.source.elements, row.measured
@@ -182,7 +182,7 @@ class Sweep:
         shared = max(0.0, self.seconds - sum(row.seconds for row in self.rows))
         times = f"the sweep took {duration(self.seconds)}, including {duration(shared)} of shared work."
         note = f"Excess loss is in nats per token; time is for the target alone: {times}"
-        return "\n".join([*self.heading(), "", *table(self.cells(), _WIDTHS), "", note])
+        return "\n".join([*self.heading(), "", *table(self.cells(), _SWEEP_WIDTHS), "", note])
 
     def title(self) -> str:
         """A title for the plot, with the model and the text."""

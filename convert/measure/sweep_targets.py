@@ -18,7 +18,7 @@ WITHIN = 0.01
 # The options of a ConvertRequest that name its target.
 TargetOptions = dict[str, Any]
 
-_WORDS = {"kv_heads": "heads", "kv_rank": "channels", "rope_dim": "rotary dims", "budget": "elements"}
+_SIZE_WORDS = {"kv_heads": "heads", "kv_rank": "channels", "rope_dim": "rotary dims", "budget": "elements"}
 # Spellings of targets, and the options that their numbers are.
 _FORMS: dict[str, tuple[str, ...]] = {
     "mqa": (),
@@ -28,9 +28,9 @@ _FORMS: dict[str, tuple[str, ...]] = {
 }
 # The largest numbers of key/value heads are tried, and MQA.
 _FOLDS = 3
-_SERVED = ((512, 64), (256, 64))  # splits that MLA kernels are written for ...
+_KERNEL_SPLITS = ((512, 64), (256, 64))  # splits that MLA kernels are written for ...
 _SERVED_FROM = 1024  # ... for sources that cache at least as many elements: they would save smaller ones too little
-_PARTS = (4, 8)  # divisors of smaller caches
+CACHE_DIVISORS = (4, 8)  # of smaller caches, for MLA budgets
 
 
 def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
@@ -65,9 +65,9 @@ def worded_as_targets() -> Iterator[None]:
         if field == "allow_growth":
             # A sweep has no such option.
             return f"`kvfold convert {as_option(field)}`"
-        if field not in _WORDS:
+        if field not in _SIZE_WORDS:
             return None
-        return _WORDS[field] if value is ALONE else f"{value} {_WORDS[field]}"
+        return _SIZE_WORDS[field] if value is ALONE else f"{value} {_SIZE_WORDS[field]}"
 
     with worded(wording):
         yield
@@ -89,11 +89,11 @@ def default_targets(model: Model, layout: Layout) -> list[TargetOptions]:
     targets += [{"to": "mqa"}] if model.geometry.kv_heads > 1 else []
     present = cache_elements(model.geometry)
     if present < _SERVED_FROM and not model_problems(model):
-        targets += [{"to": "mla", "budget": present // part} for part in _PARTS if present // part >= 4]
+        targets += [{"to": "mla", "budget": present // part} for part in CACHE_DIVISORS if present // part >= 4]
     elif not model_problems(model):
         targets += [
             {"to": "mla", "kv_rank": rank, "rope_dim": rope}
-            for rank, rope in _SERVED
+            for rank, rope in _KERNEL_SPLITS
             if not latent_problems(model, LatentTarget(rank, rope, layout=layout))
         ]
     if not targets:

@@ -31,7 +31,7 @@ def scores() -> "Objective":
     takes_objective=True,
     card="Shared keys and values are principal components fitted to text; queries and output weights absorb the change",
 )
-def principal(layer: FoldLayer) -> Fitted:
+def principal_fold(layer: FoldLayer) -> Fitted:
     """Fold with several token weights, groupings and ways to fold norms; return the fold with the least held-out error.
 
     The notes contain the groups, the share of received attention in a token's weight, and, if queries or keys are

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     reads_text=True,
     card="Shared keys and values are principal components fitted to text; queries and output weights absorb the change",
 )
-def principal(layer: LatentLayer) -> Fitted:
+def principal_latent(layer: LatentLayer) -> Fitted:
     """Fit a latent with and without extra weight on attention sinks, and with and without a damper; return the best.
 
     Held-out text decides. The notes contain the share of received attention in a token's weight, the number of dampers

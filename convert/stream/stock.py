@@ -19,7 +19,7 @@ from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, one_line
 from kvfold.convert.families.wrappers import WRAPPERS
 
-_LONGEST = 200  # characters of another library's error text
+_LONGEST_REASON = 200  # characters of another library's error text
 
 # transformers 5.23 ships Mistral4ForCausalLM, but AutoModelForCausalLM does not know it yet.
 if "mistral4" in CONFIG_MAPPING and "mistral4" not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -99,7 +99,7 @@ def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
 
 
 def reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {one_line(error)}"[:_LONGEST]
+    return f"{type(error).__name__}: {one_line(error)}"[:_LONGEST_REASON]
 
 
 @contextmanager

@@ -21,8 +21,9 @@ from torch import Tensor
 from kvfold.attention.drift.frame import Arguments, Frame, attention_name, cache_bytes_per_token
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert.errors import InputError
+from kvfold.convert.families.layout import Read
 from kvfold.convert.stream.stock import blaming, empty_model
-from kvfold.convert.stream.weights import Parameters, Read, WeightSource
+from kvfold.convert.stream.weights import Parameters, WeightSource
 
 
 class CheckpointStream:

@@ -13,7 +13,7 @@ train the tensors of a file: gradients reach their float32 master copies by the 
 without reading any data.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,9 +26,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.families.layout import Read
 from kvfold.convert.stream.stock import reason
-
-Read = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.attention.checkpoints import SOURCES
 from kvfold.convert.checkpoint.files import with_dtype
+from kvfold.convert.checkpoint.formats import Shape
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
@@ -22,7 +23,7 @@ from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.values import evaluate
 from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
 from kvfold.convert.targets.same_family import attention_label, cache_elements
-from kvfold.convert.targets.target import Shape, TargetLayout, stored_dtype
+from kvfold.convert.targets.target import TargetLayout, output_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -257,7 +258,7 @@ def _output_tensors(
 
     Buffers of the old attention (causal masks, frequencies) are dropped.
     """
-    computed = stored_dtype(checkpoint.tensors[source.attention_names(0)[0]].dtype, dtype)
+    computed = output_dtype(checkpoint.tensors[source.attention_names(0)[0]].dtype, dtype)
     # Modules are replaced whole: what the source keeps in them besides weights has no place in the new ones.
     inner = f"{source.family.attention.module}."
     pattern = re.compile(re.escape(inner).replace(r"\{layer\}", r"(\d+)"))
@@ -268,7 +269,7 @@ def _output_tensors(
         inside = pattern.match(info.name)
         layer = stored.get(info.name) if inside is None else int(inside[1])
         if layer is None:
-            tensors.append(OutputTensor(info.name, stored_dtype(info.dtype, dtype), info.shape, info.name))
+            tensors.append(OutputTensor(info.name, output_dtype(info.dtype, dtype), info.shape, info.name))
         elif layer not in made:
             made.add(layer)
             tensors += [OutputTensor(name, computed, shape, None) for name, shape in shapes[layer].items()]

@@ -10,7 +10,7 @@ from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import older_rope_keys
 from kvfold.convert.families.schema import Role
-from kvfold.convert.targets.target import TargetLayout, stored_dtype
+from kvfold.convert.targets.target import TargetLayout, output_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ def folded_layout(
             continue  # the norm of a key head that is gone, where each head has a tensor
         shape = target.tensors[name].shape if name in target.tensors else info.shape
         origin = None if name in computed else name
-        tensors.append(OutputTensor(name, stored_dtype(info.dtype, dtype), shape, origin))
+        tensors.append(OutputTensor(name, output_dtype(info.dtype, dtype), shape, origin))
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
         from kvfold.convert.families.layout import write_layer  # needs torch, a plan does not

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _STORED = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
-_HEAD = "lm_head"  # always named as dense: whether it is a module depends on tying, which transformers decides
-
-Shape = tuple[int, ...]
+_OUTPUT_HEAD = "lm_head"  # always named as dense: whether it is a module depends on tying, which transformers decides
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class TargetLayout:
     code: str | None = None
 
 
-def stored_dtype(present: str, dtype: str | None) -> str:
+def output_dtype(present: str, dtype: str | None) -> str:
     """The safetensors dtype of an output tensor: ``dtype`` (torch's spelling) for floats, otherwise ``present``."""
     return present if dtype is None or present not in FLOAT_DTYPES else _STORED[dtype]
 
@@ -85,5 +83,5 @@ def kept_config(config: Mapping[str, Any], tensors: Iterable[OutputTensor], chec
     assert isinstance(checkpoint.reader, DequantizingReader)
     matrices = [tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.name.endswith(".weight")]
     dense = {tensor.name.removesuffix(".weight") for tensor in matrices if tensor.kept is None}
-    settings = {**checkpoint.reader.settings, "modules_to_not_convert": sorted({_HEAD, *dense})}
+    settings = {**checkpoint.reader.settings, "modules_to_not_convert": sorted({_OUTPUT_HEAD, *dense})}
     return {**config, "quantization_config": settings}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BUILT_IN = "the built-in standard-library text"
-_ROWS = ".jsonl"  # a file of rows; every other file is one document of plain text
+_ROWS_SUFFIX = ".jsonl"  # a file of rows; every other file is one document of plain text
 _ROW = "an object with a string `text` or a list `messages`"
 _KINDS = "a text file (UTF-8), a .jsonl file or the name of a dataset"
 # Chosen, not tuned: limits on time.
@@ -36,7 +36,7 @@ _SMALLEST_CELL = 1 << 12
 _CELLS = 64  # least number of cells of a file to train on, where they are no smaller than _SMALLEST_CELL
 _LARGEST_WHOLE = 1 << 28  # bytes: of a larger file _CELLS cells are hashed, 16 MiB
 
-Split = Literal["calibration", "held_out"]
+TextSplit = Literal["calibration", "held_out"]
 Render = Callable[[list[Mapping[str, Any]]], str]  # messages of a chat to text
 
 
@@ -146,7 +146,7 @@ class TextFile:
             return 0
         with self.path.open("rb") as file:
             file.seek(offset - 1)
-            if self.path.suffix == _ROWS:
+            if self.path.suffix == _ROWS_SUFFIX:
                 file.readline()
                 return file.tell()
             raw = file.read(size)
@@ -172,7 +172,7 @@ class TextFile:
                 f"{self.path}, line {line_at(start + error.start)}: byte 0x{raw[error.start]:02x} is not UTF-8; "
                 "convert the file to UTF-8"
             ) from None
-        if self.path.suffix != _ROWS:
+        if self.path.suffix != _ROWS_SUFFIX:
             yield Document(text)
             return
         for number, line in enumerate(text.split("\n")):
@@ -192,7 +192,7 @@ def check_sources(specs: Iterable[str], option: str = "calibration") -> None:
     for spec in specs:
         path = Path(spec)
         if not path.is_file():
-            if path.suffix in (".txt", _ROWS) and not path.is_dir():
+            if path.suffix in (".txt", _ROWS_SUFFIX) and not path.is_dir():
                 raise InputError(f"{opt(option, spec)}: no such file; check the path")
             if find_spec("datasets") is None:
                 actual = "is a folder" if path.is_dir() else "is not a file"
@@ -209,7 +209,7 @@ def check_sources(specs: Iterable[str], option: str = "calibration") -> None:
         if not beginning:
             raise InputError(f"{opt(option, path)}: the file is empty; give a file that contains text")
         # Plain text may have any suffix. Faults within a .txt or .jsonl are told with their line when it is read.
-        if path.suffix in (".txt", _ROWS):
+        if path.suffix in (".txt", _ROWS_SUFFIX):
             continue
         if path.suffix == ".json":
             raise InputError(f"{opt(option, path)}: .json is not supported; write {_ROW} on each line of a .jsonl file")
@@ -224,7 +224,7 @@ def check_sources(specs: Iterable[str], option: str = "calibration") -> None:
 
 
 def open_corpus(
-    spec: str | None, render: Render, seed: int, split: Split = "calibration", option: str = "calibration"
+    spec: str | None, render: Render, seed: int, split: TextSplit = "calibration", option: str = "calibration"
 ) -> Corpus:
     """Open the text ``spec`` given with ``option``; None means ``split`` of the built-in text. May raise InputError."""
     if spec is None:

@@ -13,7 +13,7 @@ from kvfold.convert.text.corpus import Document
 
 # Chosen, not tuned: a tokenizer's records take many times the text's memory, so that batches are small.
 _BLOCK = 1 << 16  # characters
-_BATCH = 8 * _BLOCK
+_BATCH_CHARS = 8 * _BLOCK
 
 
 def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str, otherwise: str = "") -> Any:
@@ -67,7 +67,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, Document
         for number, block in enumerate(blocks, start=1):
             batch.append((block, document if number == len(blocks) else None))
             size += len(block)
-            if size >= _BATCH:
+            if size >= _BATCH_CHARS:
                 yield batch
                 batch, size = [], 0
     if batch:

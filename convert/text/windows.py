@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.request import held_out_count
-from kvfold.convert.text.corpus import Corpus, Split, open_corpus, permutation
+from kvfold.convert.text.corpus import Corpus, TextSplit, open_corpus, permutation
 from kvfold.convert.text.tokenizer import prefix_tokens, render, tokenize
 
 # Bytes of a text that are read first, chosen: several times what most tokenizers need, as windows are drawn from all.
@@ -46,7 +46,7 @@ def load_calibration(
     seq_len: int,
     seed: int = 0,
     held_out: int | None = None,
-    split: Split = "calibration",
+    split: TextSplit = "calibration",
     option: str = "calibration",
     further: int = 0,
 ) -> CalibrationTokens:

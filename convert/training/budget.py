@@ -1,9 +1,9 @@
 """The steps of polishing, their sequences and logits. Does not import torch, because planning uses this module."""
 
 # Chosen, not tuned: eight rounds, enough for `training.polish.slowdown` to judge the rate.
-AUTO_STEPS = 200
+AUTO_POLISH_STEPS = 200
 # Steps between two evaluations on held-out sequences: chosen, not tuned.
-ROUND = 25
+POLISH_ROUND = 25
 # KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 512 0.1112 / 0.0261, 1024 0.1045 / 0.0249, 2048
 # 0.0997 / 0.0243, in twice the time of 1024 (bench_polish_constants.py)
 BATCH_TOKENS = 1024
@@ -13,7 +13,7 @@ LOGITS = 6 << 20
 
 def steps_of(polish: int | str) -> int:
     """The number of steps requested by ``polish``, which is a number or ``"auto"``."""
-    return AUTO_STEPS if polish == "auto" else int(polish)
+    return AUTO_POLISH_STEPS if polish == "auto" else int(polish)
 
 
 def batch_size(length: int) -> int:

@@ -28,7 +28,7 @@ _EPS = 1e-12
 
 # The learning rate of a step, relative to the size of each tensor, from the number of steps done and the errors of all
 # rounds so far, the one before training included. The fit ends where it is 0.
-Schedule = Callable[[int, Sequence[float]], float]
+RateSchedule = Callable[[int, Sequence[float]], float]
 
 
 class Trainee:
@@ -84,7 +84,7 @@ def fit(
     trainee: Trainee,
     training: Any,
     held_out: Any,
-    schedule: Schedule,
+    schedule: RateSchedule,
     batches: Iterator[list[int]],
     *,
     every: int,

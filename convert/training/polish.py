@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from kvfold.attention.drift.frame import Arguments, Frame, Stop
+from kvfold.convert.families.layout import Read
 from kvfold.convert.stream.stock import empty_model
-from kvfold.convert.stream.weights import Read, WeightMap
-from kvfold.convert.training.budget import LOGITS, ROUND, batch_size
+from kvfold.convert.stream.weights import WeightMap
+from kvfold.convert.training.budget import LOGITS, POLISH_ROUND, batch_size
 from kvfold.convert.training.fit import FitResult, Trainee, divergence, fit, random_batches
 
 # Steps. KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 1 0.1027 / 0.0250, 10 0.1045 / 0.0249:
@@ -34,7 +35,7 @@ _RATE = 2.4
 # Parts of a run after each of which the rate is judged, and the least relative gain of one: of 200 steps the right rate
 # gains 2 to 5 % in each, twice that 0.4 % or less. The rounds of a long run gain less each: judged after every round of
 # 1000 steps, the rate was halved away (the MHA model above, refined: 0.0145 -> 0.0124; after every eighth, 0.0104).
-_PARTS = 8
+_RATE_PARTS = 8
 _MIN_GAIN = 0.01
 
 
@@ -68,7 +69,7 @@ def polish(
         return peak * slowdown(errors, steps) * min(1.0, (done + 1) / _WARMUP) * (1 - done / steps)
 
     batches = random_batches(count, batch_size(length), seed)
-    return fit(trainee, training, held_out, schedule, batches, every=ROUND, saved=saved, progress=progress)
+    return fit(trainee, training, held_out, schedule, batches, every=POLISH_ROUND, saved=saved, progress=progress)
 
 
 def polishing_rate(error: float, width: int, layers: int) -> float:
@@ -90,7 +91,7 @@ def slowdown(errors: Sequence[float], steps: int) -> float:
     """
     # How far a model may be moved in a step differs between layouts and with how well it is fitted; the first parts
     # tell.
-    ends = errors[:: max(1, math.ceil(steps / ROUND / _PARTS))]
+    ends = errors[:: max(1, math.ceil(steps / POLISH_ROUND / _RATE_PARTS))]
     best = accumulate(ends, min)
     return 0.5 ** sum(error > (1 - _MIN_GAIN) * least for error, least in zip(ends[1:], best, strict=False))
 

@@ -34,8 +34,8 @@ from kvfold.convert.walk.walk import Step, Student, energy
 
 # Chosen, not tuned: the steps between two evaluations on held-out sequences, and the most that ``auto`` spends on a
 # layer, ten of these rounds.
-ROUND = 50
-AUTO_STEPS = 500
+REFINE_ROUND = 50
+MOST_STEPS = 500
 # Figures: excess loss (nats per token) of the model that ships, by recipes/benchmarks/bench_refine_constants.py;
 # MQA / MLA 24+8 after 40 steps, or MQA by auto with at most 400 steps, on 64 sequences of 64 tokens.
 # auto: 50 steps +0.0314, 100 +0.0321, 200 +0.0324: flat, and a layer that gains little takes 100 steps, not 150
@@ -54,7 +54,7 @@ _ERROR_POWER = 0.5  # the same times this power of the error before training, wh
 # 1.0 alone: +0.0341 on MQA, as with all three: no layer fails at 0.05. At 0.2 all do; a quarter of it is 0.05 again
 _RETRY_LR = (1.0, 0.25, 0.0625)  # a layer that got no better is trained again with a lower learning rate
 
-Tensors = Mapping[str, Tensor]
+TensorMap = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Refined:
     are the weights after step ``kept``, where 0 means those before training.
     """
 
-    tensors: Tensors
+    tensors: TensorMap
     before: float
     after: float
     inherited: float
@@ -93,7 +93,7 @@ class Refined:
 
 
 def refine_layer(
-    step: Step, tensors: Tensors, task: Refinement, progress: Callable[[int, float], None] = lambda done, error: None
+    step: Step, tensors: TensorMap, task: Refinement, progress: Callable[[int, float], None] = lambda done, error: None
 ) -> Refined:
     """Train the attention tensors among ``tensors`` for the layer of ``step``, which must have calibration sequences.
 
@@ -117,7 +117,7 @@ def refine_layer(
                     slower * refining_rate(width, errors[0]) * decay(task.steps, done, errors)
                 ),
                 batches,
-                every=ROUND,
+                every=REFINE_ROUND,
                 progress=progress,
             )
             if fitted.kept:
@@ -141,21 +141,21 @@ def decay(steps: int | str, done: int, errors: Sequence[float]) -> float:
     """The learning rate after ``done`` steps, relative to the peak; 0 ends the training.
 
     For a number of ``steps`` the rate falls linearly to zero. For ``"auto"`` it is constant until a round lowers the
-    best error by less than ``MIN_GAIN``, then falls linearly to zero, within ``AUTO_STEPS`` steps in all.
+    best error by less than ``MIN_GAIN``, then falls linearly to zero, within ``MOST_STEPS`` steps in all.
     """
     if isinstance(steps, int):
         return 1 - done / steps
-    most = (AUTO_STEPS - _DECAY_STEPS) // ROUND
+    most = (MOST_STEPS - _DECAY_STEPS) // REFINE_ROUND
     rounds = range(1, min(len(errors) - 1, most) + 1)
     settled = (each for each in rounds if not errors[each] < (1 - MIN_GAIN) * min(errors[:each]))
-    falls = ROUND * next(settled, most)
+    falls = REFINE_ROUND * next(settled, most)
     return 1.0 if done < falls else 1 - (done - falls) / _DECAY_STEPS
 
 
 class LayerTrainee(Trainee):
     """The attention of one open converted layer; loading its weights is differentiable with respect to the masters."""
 
-    def __init__(self, student: Student, layer: OpenLayer, tensors: Tensors, task: Refinement) -> None:
+    def __init__(self, student: Student, layer: OpenLayer, tensors: TensorMap, task: Refinement) -> None:
         self._stream, self._layer, self._update = student.stream, layer, task.student_update
         sources = student.stream.attention_sources(layer.index)
         self._trained = [source for source in sources if not tensors.keys().isdisjoint(source.names)]

@@ -28,12 +28,12 @@ SHARES = (0.0, 0.5)
 # sinks. Chosen, not tuned: held-out sequences decide whether a layer gets the channel.
 DAMPER_RIDGE = 1e-4
 
-Fitted = TypeVar("Fitted")
+Trial = TypeVar("Trial")
 
 
 def judged(
-    statistics: LayerStatistics, fit: Callable[[LayerStatistics], Fitted], judge: Callable[[Fitted], float]
-) -> tuple[Fitted, float]:
+    statistics: LayerStatistics, fit: Callable[[LayerStatistics], Trial], judge: Callable[[Trial], float]
+) -> tuple[Trial, float]:
     """Call ``fit`` for each share in `SHARES`; return the result with the smallest error by ``judge``, and its share.
 
     The first of equals wins. Without averages by received attention, ``judge`` is not called.

@@ -48,12 +48,12 @@ _TABLE = """
 | on {count} x {length} held-out tokens | before | after |
 |---|---|---|
 """
-_ROWS = {
+_CARD_ROWS = {
     "eval_perplexity": ("perplexity", "{:.3f}"),
     "eval_excess": ("excess loss over the teacher's, nats", "{:+.4f}"),
     "eval_kl": ("KL from the teacher, nats", "{:.4f}"),
 }
-_CARD = "README.md"
+_CARD_FILE = "README.md"
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def read_side_files(source: Checkpoint) -> SideFiles:
     """
     names = ["config.json", *(str(path.relative_to(source.folder)) for path in source.extra_files())]
     names += sorted(path.name for path in source.folder.glob("*.py"))
-    own = [name for name in (RECORD, _CARD) if os.path.lexists(source.folder / name)]
+    own = [name for name in (RECORD, _CARD_FILE) if os.path.lexists(source.folder / name)]
     contents: dict[str, bytes] = {}
     problems = []
     for name in dict.fromkeys([*names, *own]):
@@ -223,10 +223,10 @@ def read_side_files(source: Checkpoint) -> SideFiles:
     raise_problems(problems)
     record = parse_json(source.folder / RECORD, contents[RECORD]) if RECORD in contents else {"format": 2}
     try:
-        card = contents.get(_CARD, b"").decode("utf-8")
+        card = contents.get(_CARD_FILE, b"").decode("utf-8")
     except UnicodeDecodeError as error:
         problem = f"byte {error.start} is not UTF-8; save the file as UTF-8 or remove it"
-        raise InputError(f"{source.folder / _CARD}: {problem}") from None
+        raise InputError(f"{source.folder / _CARD_FILE}: {problem}") from None
     return SideFiles({name: contents[name] for name in names}, record, card)
 
 
@@ -258,7 +258,7 @@ def write_trained(
         record["uptraining"] = {**training, "versions": versions()}
         name, only = portable_name(Path(request.out)), request.train == "attention"
         write_file(
-            folder / _CARD, trained_card(side_files.card, name, _section(request, training), attention_only=only)
+            folder / _CARD_FILE, trained_card(side_files.card, name, _section(request, training), attention_only=only)
         )
         record["files"] = file_hashes(folder)
         write_file(folder / RECORD, dump(record))
@@ -280,7 +280,7 @@ def _section(request: UptrainRequest, training: Mapping[str, Any]) -> str:
         return section
     rows = [
         f"| {title} | {form.format(drift['before'][name])} | {form.format(drift['after'][name])} |\n"
-        for name, (title, form) in _ROWS.items()
+        for name, (title, form) in _CARD_ROWS.items()
         if name in drift["before"]
     ]
     return section + _TABLE.format(count=drift["sequences"], length=drift["length"]) + "".join(rows)

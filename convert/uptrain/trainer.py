@@ -36,8 +36,8 @@ from kvfold.convert.uptrain.work import TrainingOrder, mark_complete
 # A sixteenth of refinement's: all layers move at once, and the steps of all inputs add up. KL after 40 steps, MLA 24+8
 # of the model that ships: 0.0125 0.231, 0.05 0.165, 0.2 0.172 nats (bench_refine_constants.py --uptrain)
 _AT_WIDTH_ONE = 0.05
-_SHOWN = {"loss": "loss", "learning_rate": "lr", "eval_loss": "held-out loss"}
-_SHOWN |= {"eval_perplexity": "perplexity", "eval_kl": "KL", "eval_excess": "excess"}
+_LOSS_NAMES = {"loss": "loss", "learning_rate": "lr", "eval_loss": "held-out loss"}
+_LOSS_NAMES |= {"eval_perplexity": "perplexity", "eval_kl": "KL", "eval_excess": "excess"}
 
 
 def training_arguments(request: UptrainRequest, width: int, resumed: bool) -> TrainingArguments:
@@ -45,7 +45,7 @@ def training_arguments(request: UptrainRequest, width: int, resumed: bool) -> Tr
 
     Raises InputError if the device, the precision or the number of processes cannot be used.
     """
-    device, precision = choose_device(request.device), compute_dtype(request)
+    device, precision = choose_device(request.device), forward_dtype(request)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     # A single process uses all GPUs that it sees: transformers divides each of its batches among them.
     replicas = torch.cuda.device_count() if processes == 1 and device.type == "cuda" else processes
@@ -99,7 +99,7 @@ def divide_batch(sequences: int, micro_batch: int, replicas: int) -> tuple[int, 
     return micro, each // micro
 
 
-def compute_dtype(request: UptrainRequest) -> torch.dtype:
+def forward_dtype(request: UptrainRequest) -> torch.dtype:
     """The dtype of forward passes; ``auto`` is float32 on CPUs, and on GPUs bfloat16 if supported, else float16."""
     device = choose_device(request.device)
     if request.precision == "float16" and device.type == "cpu":
@@ -139,7 +139,7 @@ def load_teacher(name: str, request: UptrainRequest, source: Checkpoint, device:
             )
         # Under FSDP transformers loads weights on the first process only; a teacher is not sharded.
         with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
-            teacher = load_model(opened, compute_dtype(request), request.trust_remote_code)
+            teacher = load_model(opened, forward_dtype(request), request.trust_remote_code)
     return teacher.to(device).eval().requires_grad_(False)
 
 
@@ -308,7 +308,7 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
                 with (self._request.work / "log.jsonl").open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
                 if not self._request.quiet:
-                    shown = ", ".join(f"{_SHOWN[name]} {row[name]:.4g}" for name in row if name in _SHOWN)
+                    shown = ", ".join(f"{_LOSS_NAMES[name]} {row[name]:.4g}" for name in row if name in _LOSS_NAMES)
                     tqdm.write(f"step {row['step']}/{self._request.steps}: {shown}", file=sys.stderr)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -193,7 +193,7 @@ def main() -> None:
         if wanted:
             measure()
             return
-    import_module(f"kvfold.{REFINE}").AUTO_STEPS = AUTO_STEPS
+    import_module(f"kvfold.{REFINE}").MOST_STEPS = AUTO_STEPS
     done: list[Measured] = []
     for row in rows(args.only):
         show(row)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint.files import with_dtype
+from kvfold.convert.checkpoint.formats import Shape
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
@@ -17,12 +18,12 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import BlockRole
 from kvfold.convert.families.wrappers import names_in_files
 from kvfold.convert.targets.mla.config import ATTENTION, LatentTarget, mla_config, query_rank
-from kvfold.convert.targets.target import Shape, TargetLayout, stored_dtype
+from kvfold.convert.targets.target import TargetLayout, output_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NAMES: dict[BlockRole, str] = {
+_ROLE_NAMES: dict[BlockRole, str] = {
     "attention_norm": "model.layers.{layer}.input_layernorm.weight",
     "mlp_norm": "model.layers.{layer}.post_attention_layernorm.weight",
     "gate": "model.layers.{layer}.mlp.gate_proj.weight",
@@ -55,7 +56,7 @@ def latent_layout(
     for name, (shape, source) in shapes.items():
         first = source if isinstance(source, str) else next(iter(source or ()), None)
         present = computed_dtype if first is None else checkpoint.tensors[first].dtype
-        tensors.append(OutputTensor(name, stored_dtype(present, dtype), shape, source))
+        tensors.append(OutputTensor(name, output_dtype(present, dtype), shape, source))
     computed = tuple(
         tuple(moved(name) for name, (_, source) in layer_shapes(model, target, layer).items() if source is None)
         for layer in range(model.geometry.layers)
@@ -96,8 +97,8 @@ def layer_shapes(model: Model, target: LatentTarget, layer: int) -> Shapes:
     shapes: Shapes = {name: (shape, None) for name, shape in _attention_shapes(model, target, layer).items()}
     for fused in model.names.get(("gate_up", layer), ()):  # two tensors in the stock class
         rows, width = model.tensors[fused].shape
-        shapes |= {_NAMES[role].format(layer=layer): ((rows // 2, width), None) for role in _GATE_UP}
-    for role, name in _NAMES.items():
+        shapes |= {_ROLE_NAMES[role].format(layer=layer): ((rows // 2, width), None) for role in _GATE_UP}
+    for role, name in _ROLE_NAMES.items():
         for source in model.names.get((role, layer), ()):
             shapes[name.format(layer=layer)] = (model.tensors[source].shape, source)
     if model.layers[layer].sparse:
@@ -110,7 +111,7 @@ def mlp_tensors(model: Model, layer: int, read: Callable[[str], "Tensor"]) -> di
     made = {}
     for fused in model.names.get(("gate_up", layer), ()):
         for role, half in zip(_GATE_UP, read(fused).chunk(2), strict=True):
-            made[_NAMES[role].format(layer=layer)] = half.contiguous()
+            made[_ROLE_NAMES[role].format(layer=layer)] = half.contiguous()
     return made
 
 

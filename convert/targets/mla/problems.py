@@ -16,7 +16,7 @@ from kvfold.convert.targets.same_family import cache_elements
 
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
 _EXPERTS = frozenset({"router", "expert_gate", "expert_up", "expert_down"})
-_SHARED = "shared_"  # prefix of the roles of a shared expert's tensors
+_SHARED_PREFIX = "shared_"  # prefix of the roles of a shared expert's tensors
 _LEAST_EXPERTS = 2  # the router adds up the best two of each group, and there is one group
 _ROLES = _EXPERTS | {"embedding", "final_norm", "head", "attention_norm", "mlp_norm", "gate", "up", "gate_up", "down"}
 _MLP_BIASES = frozenset({"gate_bias", "up_bias", "gate_up_bias", "down_bias"})
@@ -86,7 +86,7 @@ def _block_problems(model: Model) -> Iterator[str]:
     if block.logit_softcap is not None:
         yield f"has a logit softcap of {block.logit_softcap:g}, but the stock MLA class has no softcap"
     # Whatever the block says: a tensor that the class has no place for would be lost.
-    roles = {role for role, _ in model.names if not role.startswith(_SHARED)} - {*ROLES}
+    roles = {role for role, _ in model.names if not role.startswith(_SHARED_PREFIX)} - {*ROLES}
     if biases := sorted(roles & _MLP_BIASES):
         yield f"has biases in its MLPs ({', '.join(biases)}), but the stock MLA class has no MLP biases"
     if other := sorted(roles - _ROLES - _MLP_BIASES):
@@ -98,8 +98,8 @@ def _expert_problems(model: Model) -> Iterator[str]:
     roles = {role for role, _ in model.names}
     if model.block.routing is None:
         yield "does not route tokens by the softmax of all router logits, but the stock MLA class with experts does"
-    if any(role.startswith(_SHARED) for role in roles):
-        how = "weights its shared expert by a gate" if f"{_SHARED}router" in roles else "has shared experts"
+    if any(role.startswith(_SHARED_PREFIX) for role in roles):
+        how = "weights its shared expert by a gate" if f"{_SHARED_PREFIX}router" in roles else "has shared experts"
         yield f"{how}, but the stock MLA class adds shared experts unweighted"
     if _EXPERTS - roles:
         yield "does not store separate gate, up and down projections for each expert"

@@ -32,9 +32,9 @@ from kvfold.convert.transforms.weights import Rotary
 # Excess loss of the reference MHA model on held-out text in nats per token, 8 -> 2 heads
 # (recipes/benchmarks/bench_constants.py):
 
-ROUNDS = 10  # 0: 0.285, 3: 0.059, 10: 0.056, 30: 0.054
+SCORE_ROUNDS = 10  # 0: 0.285, 3: 0.059, 10: 0.056, 30: 0.054
 
-DAMPING = 1e-6  # 1e-9, 1e-6, 1e-3: 0.056 each; needed for heads that no query reads, whose systems are singular
+SCORE_DAMPING = 1e-6  # 1e-9, 1e-6, 1e-3: 0.056 each; needed for heads that no query reads, whose systems are singular
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def principal_keys(group: GroupMoments) -> SharedHead:
 
 
 def fit_scores(start: SharedHead, group: GroupMoments, rounds: int | None = None) -> SharedHead:
-    """Improve ``start`` by alternating least squares for ``rounds`` (default `ROUNDS`); returns ``decode [n, D, D]``.
+    """Improve ``start`` by alternating least squares for ``rounds`` (default `SCORE_ROUNDS`): ``decode [n, D, D]``.
 
     Without rotation ``start`` is already optimal and is returned. If it is exact, it stays exact, up to rounding.
     """
@@ -66,14 +66,14 @@ def fit_scores(start: SharedHead, group: GroupMoments, rounds: int | None = None
         return start
     phi, basis = group.phi.conj(), pair_basis(group.pairs, group.keys.shape[1], group.keys.device)
     encode, query_maps = start.encode, start.decode.mT  # B_j and A_h
-    for _ in range(ROUNDS if rounds is None else rounds):
+    for _ in range(SCORE_ROUNDS if rounds is None else rounds):
         gram, cross = _seen_keys(encode, group, basis)
-        query_maps = query_maps + damped_solve(gram, cross - gram @ query_maps, DAMPING)
+        query_maps = query_maps + damped_solve(gram, cross - gram @ query_maps, SCORE_DAMPING)
         # The mirrored problem: the conjugate of phi turns the other way.
         weighted = query_maps @ group.queries  # A_h Q_h
         gram = average_rotations(weighted @ query_maps.mT, phi, basis).sum(0)
         cross = torch.unflatten(average_rotations(weighted, phi, basis), 0, (len(encode), -1)).sum(1)
-        encode = encode + damped_solve(gram, cross - gram @ encode, DAMPING)
+        encode = encode + damped_solve(gram, cross - gram @ encode, SCORE_DAMPING)
     return SharedHead(encode, query_maps.mT)
 
 

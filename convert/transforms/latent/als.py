@@ -30,17 +30,17 @@ VALUE_WEIGHT = 3.0  # MHA model: 1: 0.103, 3: 0.096, 5: 0.094, 10: 0.093, 50: 0.
 # Share of distances drawn from the full context, even if heads do not attend there. SmolLM2: 0.02: 0.113, 0.1: 0.125.
 # MHA model on text as long as the calibration's sequences: 0: 0.089, 0.05: 0.091, 0.1: 0.093, 0.2: 0.100, 0.5: 0.137;
 # on text four times as long: 0: 0.119, 0.1: 0.126.
-UNIFORM = 0.02
+LATENT_UNIFORM = 0.02
 
 # The tail's share of the rest: less than a fold's (`distances.TAIL`), whose keys all keep their rotation. Measured with
 # the former values of the two above, MHA model on text four times as long: 0.25: 0.196, 0.5: 0.179.
-TAIL = 0.25
+LATENT_TAIL = 0.25
 
-ROUNDS = 4  # MHA model: 0: 0.199, 1: 0.099, 4: 0.093, 8: 0.093, 16: 0.094
+ALS_ROUNDS = 4  # MHA model: 0: 0.199, 1: 0.099, 4: 0.093, 8: 0.093, 16: 0.094
 
 # Pull toward the present solution, relative to each row's energy. MHA model: 1e-9, 1e-6, 1e-4 and 1e-2: 0.0930 each;
 # needed for singular systems, in directions that do not occur in the inputs.
-DAMPING = 1e-6
+ALS_DAMPING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _regress(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
     # Scale to a unit diagonal, so that one damping suits both rotary rows and weak latent channels.
     scale = gram.diagonal().clamp_min(0).sqrt()
     scale = torch.where(scale > 0, scale, 1.0)
-    damped = gram / torch.outer(scale, scale) + DAMPING * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    damped = gram / torch.outer(scale, scale) + ALS_DAMPING * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     change: Tensor = torch.linalg.solve(damped, ((cross - present @ gram) / scale).mT).mT / scale
     return present + change
 
@@ -196,7 +196,7 @@ def _solve_rows(problem: LatentProblem, fit: LatentFit) -> LatentFit:
     (V, M, P, p), linear, mean = _normal_equations(problem, fit), fit.rows[:, :-1], problem.mean[:-1]
     # Damping is relative to the energy of each row; rows without energy do not change.
     energy = V.diagonal()
-    damping = torch.diag(torch.where(energy > 0, energy * DAMPING, 1.0))
+    damping = torch.diag(torch.where(energy > 0, energy * ALS_DAMPING, 1.0))
     V, c = V + damping, problem.mean_weight
     if c is None:
         moved = fit.rows @ problem.mean + torch.linalg.solve(M + damping, p)

@@ -68,7 +68,7 @@ def to_latent(
 
     ``context``: the number of positions to support; 0 means the length of the calibration text. ``centered`` moves the
     mean from the latent to the biases; otherwise the result has only biases that the source has. ``scale`` multiplies
-    scores, by default ``head_dim ** -0.5``. ``rounds`` of alternating least squares (default ``als.ROUNDS``); 0 keeps
+    scores, by default ``head_dim ** -0.5``. ``rounds`` of alternating least squares (default ``ALS_ROUNDS``); 0 keeps
     the principal components. A layer without rotation gets zero rotary keys. Norms on queries and keys are kept, which
     requires ``centered``.
     """
@@ -82,10 +82,10 @@ def to_latent(
     layer, split = start.layer, start.split
     down, readout = principal_basis(start.rows, start.root, rank)
     fit = _first_fit(split, apply_gains(split.rest, start.gains, rotary), layer.values, down, readout)
-    rounds = als.ROUNDS if rounds is None else rounds
+    rounds = als.ALS_ROUNDS if rounds is None else rounds
     # If nothing is left for the latent, the first fit is exact.
     if rounds and down.any():
-        distances = mixed_distances(statistics.profile, context, als.UNIFORM, als.TAIL)
+        distances = mixed_distances(statistics.profile, context, als.LATENT_UNIFORM, als.LATENT_TAIL)
         moments = start.queries, start.moment
         fit = als.alternate(layer, *moments, rotary, slots.theta, distances, fit, rounds, centered=centered)
     fitted = FittedLayer(weights, layer, start.moment[-1], fit, units, centered)
@@ -125,7 +125,7 @@ def svd_latent(
     return _keep_norms(assemble(fitted, slots), source, fitted, divisors, blank, rotary)
 
 
-def latent_spectrum(
+def energy_shares(
     weights: AttentionWeights,
     statistics: LayerStatistics,
     rotary: Rotary,
@@ -263,7 +263,7 @@ def _keep_norms(
     layer, fit, rope = fitted.layer, fitted.fit, latent.rope_dim
     # The constant part of the keys as queries see it over the distances, minus the part in the rotary keys: the latent
     # has no mean.
-    distances = mixed_distances(statistics.profile, context, als.UNIFORM, als.TAIL)
+    distances = mixed_distances(statistics.profile, context, als.LATENT_UNIFORM, als.LATENT_TAIL)
     constant = (layer.keys @ fitted.mean)[..., None]
     missing = apply_gains(constant, rotation_gains(distances, rotary.theta), rotary)[..., 0]
     if rope:

@@ -20,7 +20,7 @@ from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics,
 # Share of distances drawn from the full context in the gains. Excess loss of the reference MHA model at 48 + 16 after
 # the least squares, nats per token (recipes/benchmarks/bench_constants.py): 0: 0.0934, 0.25: 0.0937, 0.5: 0.0930,
 # 0.75: 0.0927.
-UNIFORM = 0.5
+SLOT_UNIFORM = 0.5
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def apply_gains(keys: Tensor, gains: Tensor, rotary: Rotary) -> Tensor:
 
 def pair_gains(statistics: LayerStatistics, rotary: Rotary, context: int) -> Tensor:
     """``m_{h,l} = sum_delta p_h(delta) e^{-i theta_l delta}``, complex ``[H, L]``: the best constants for rotations."""
-    return rotation_gains(mixed_distances(statistics.profile, context, UNIFORM), rotary.theta)
+    return rotation_gains(mixed_distances(statistics.profile, context, SLOT_UNIFORM), rotary.theta)
 
 
 def survey_layer(

@@ -100,14 +100,14 @@ def unbroken(tiny_reader, tmp_path_factory):
     """The files of an unbroken run in rounds of two steps."""
     out = tmp_path_factory.mktemp("unbroken") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "ROUND", 2)
+        patch.setattr(training, "POLISH_ROUND", 2)
         convert(out, tiny_reader, **POLISHED)
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
 @pytest.mark.parametrize("killed", ["in a round", "while the result is written"])
 def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_path, monkeypatch, killed):
-    monkeypatch.setattr(training, "ROUND", 2)
+    monkeypatch.setattr(training, "POLISH_ROUND", 2)
     backward, steps = training.ModelTrainee.backward, []
 
     def counted(self, text, batch):

@@ -68,7 +68,7 @@ def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_fami
 
 def test_each_round_takes_the_rate_that_the_rounds_before_leave(tiny_family, monkeypatch: pytest.MonkeyPatch):
     ours = trainee(tiny_family("llama"))
-    monkeypatch.setattr(module, "ROUND", 5)
+    monkeypatch.setattr(module, "POLISH_ROUND", 5)
     monkeypatch.setattr(module, "slowdown", lambda errors, steps: 1.0 if len(errors) == 1 else 1e-30)
     found = polish(ours, text(ours), text(ours), 15)
     assert found.errors[1] != found.errors[0]

@@ -16,8 +16,8 @@ from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.training import refine as refining
 from kvfold.convert.training.fit import random_batches
 from kvfold.convert.training.refine import (
-    AUTO_STEPS,
-    ROUND,
+    MOST_STEPS,
+    REFINE_ROUND,
     Refinement,
     decay,
     examples,
@@ -167,22 +167,22 @@ def test_a_layer_that_got_no_better_is_tried_again_more_slowly_or_keeps_its_weig
         assert all(torch.equal(found.tensors[name], tensor) for name, tensor in llama[2].items())
 
 
-@pytest.mark.parametrize(("share", "steps"), [(0.98, AUTO_STEPS), (0.992, 2 * ROUND)])
+@pytest.mark.parametrize(("share", "steps"), [(0.98, MOST_STEPS), (0.992, 2 * REFINE_ROUND)])
 def test_schedules_fall_to_zero(share, steps):
     """``auto`` takes the rate down once a round gains less than one percent, and ends in any case."""
     assert [decay(4, done, [1.0]) for done in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
     rates = []
-    while (rate := decay("auto", len(rates), [share**n for n in range(len(rates) // ROUND + 1)])) > 0:
+    while (rate := decay("auto", len(rates), [share**n for n in range(len(rates) // REFINE_ROUND + 1)])) > 0:
         rates.append(rate)
     assert len(rates) == steps
-    assert rates[-ROUND:] == pytest.approx([1 - done / ROUND for done in range(ROUND)])
+    assert rates[-REFINE_ROUND:] == pytest.approx([1 - done / REFINE_ROUND for done in range(REFINE_ROUND)])
 
 
 def test_auto_refines_until_it_has_settled(llama, monkeypatch):
-    monkeypatch.setattr(refining, "AUTO_STEPS", 200)
+    monkeypatch.setattr(refining, "MOST_STEPS", 200)
     found, told = refined(llama, steps="auto")
-    assert told == list(range(0, found.steps + 1, ROUND))
-    assert 2 * ROUND <= found.steps <= 200
+    assert told == list(range(0, found.steps + 1, REFINE_ROUND))
+    assert 2 * REFINE_ROUND <= found.steps <= 200
     assert found.after < 0.9 * found.before
 
 

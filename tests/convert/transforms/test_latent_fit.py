@@ -11,7 +11,7 @@ from kvfold.convert.transforms.distances import Distances
 from kvfold.convert.transforms.latent import als as latent_fit
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.kernels import RotaryRows, kernels, wave_moments
-from kvfold.convert.transforms.latent.latent import latent_spectrum, svd_latent, to_latent
+from kvfold.convert.transforms.latent.latent import energy_shares, svd_latent, to_latent
 from kvfold.convert.transforms.latent.variants import query_latent
 from kvfold.convert.transforms.weights import Rotary
 
@@ -170,7 +170,7 @@ def output_error(weights, latent, statistics, x):
 def score_error(weights, latent, statistics, x):
     """Squared error of scores about each query's mean, summed over heads, queries and keys at distances drawn apart."""
     reach = statistics.profile.shape[1]
-    profile = dense_distances(statistics.profile, reach, latent_fit.UNIFORM, latent_fit.TAIL)[..., None]
+    profile = dense_distances(statistics.profile, reach, latent_fit.LATENT_UNIFORM, latent_fit.LATENT_TAIL)[..., None]
     own = x @ weights.k.repeat_interleave(weights.heads // weights.kv_heads, 0).mT
     shared = x @ latent.rope_key.T + (0 if latent.rope_key_bias is None else latent.rope_key_bias)
     still = (x @ latent.q_nope.mT) @ (x @ latent.down.T @ latent.uk.mT).mT
@@ -211,7 +211,7 @@ def test_query_latent_is_exact_at_full_rank_and_smaller_below():
 def test_the_spectrum_is_the_energy_of_the_latents_channels(centered):
     weights, statistics, x = random_layer()
     layer = (weights, statistics, Rotary(THETA), rope_slots.Slots((1, 1, 0, 0), THETA[:2]))
-    shares = latent_spectrum(*layer, centered=centered)
+    shares = energy_shares(*layer, centered=centered)
     assert shares.sum().item() == pytest.approx(1)
     assert torch.equal(shares, shares.sort(descending=True).values)
     latent = to_latent(*layer, 5, centered=centered, rounds=0)

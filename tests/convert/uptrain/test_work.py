@@ -226,7 +226,7 @@ def test_a_dataset_is_streamed_and_read_no_further_than_needed(tmp_path, monkeyp
 
     monkeypatch.setattr(texts, "find_spec", lambda name: name)
     monkeypatch.setattr(texts, "_dataset_documents", documents)
-    monkeypatch.setattr("kvfold.convert.text.tokenizer._BATCH", 1000)
+    monkeypatch.setattr("kvfold.convert.text.tokenizer._BATCH_CHARS", 1000)
     plan = plan_of("some/name", training=200, held_out=10)
     tokens = made(tmp_path / "run", plan)
     held_out, trained = (set(re.findall(r"\[\d{6}\]", read(part))) for part in (tokens.held_out, tokens.training))
