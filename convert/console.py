@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import click
 
-from kvfold.convert.errors import ALONE, InputError, KvfoldError, as_option, one_line, opt, system_failure, worded
+from kvfold.convert.errors import ALONE, KvfoldError, as_option, one_line, option_error, system_failure, worded
 from kvfold.convert.options import Option, Request, specs
 from kvfold.convert.signals import interruptible
 
@@ -184,11 +184,11 @@ def check_files(json_file: str | None, plot: str | None = None, report: str | No
     # Checked first, because a long run must not end in an error that could have been found in its first second.
     for option, path in (("plot", plot), ("report", report)):
         if path is not None and find_spec("matplotlib") is None:
-            raise InputError(f"{opt(option, path)} draws with matplotlib; install it: pip install 'kvfold[report]'")
+            raise option_error(option, path, "draws with matplotlib; install it: pip install 'kvfold[report]'")
     if plot is not None and Path(plot).suffix not in _PLOT_KINDS:
-        raise InputError(f"{opt('plot', plot)} must end in {', '.join(_PLOT_KINDS[:-1])} or {_PLOT_KINDS[-1]}")
+        raise option_error("plot", plot, f"must end in {', '.join(_PLOT_KINDS[:-1])} or {_PLOT_KINDS[-1]}")
     if report is not None and Path(report).exists() and not Path(report).is_dir():
-        raise InputError(f"{opt('report', report)} is a file; name a folder")
+        raise option_error("report", report, "is a file; name a folder")
     for option, path in (("json", json_file), ("plot", plot)):
         if path is None or path == STDOUT:
             continue
@@ -200,7 +200,7 @@ def check_files(json_file: str | None, plot: str | None = None, report: str | No
         elif not os.access(file if file.exists() else file.parent, os.W_OK):
             reason = "permission denied"
         if reason is not None:
-            raise InputError(f"{opt(option, path)}: cannot be written ({reason}); name a file in an existing folder")
+            raise option_error(option, path, f": cannot be written ({reason}); name a file in an existing folder")
 
 
 def tell(json_file: str | None, value: Callable[[], Any], text: str) -> None:
@@ -213,7 +213,7 @@ def tell(json_file: str | None, value: Callable[[], Any], text: str) -> None:
             Path(json_file).write_text(content, encoding="utf-8")
         except OSError as error:
             reason = f"cannot be written ({error.strerror}); name another file"
-            raise InputError(f"{opt('json', json_file)}: {reason}") from error
+            raise option_error("json", json_file, f": {reason}") from error
     if text:
         click.echo(text, err=json_file == STDOUT)
 

@@ -9,7 +9,7 @@ import torch
 
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
-from kvfold.convert.errors import InputError, opt
+from kvfold.convert.errors import opt, option_error
 from kvfold.convert.host import host_memory
 
 _COMPUTED = ("F32", "BF16", "F16")
@@ -18,8 +18,8 @@ _COMPUTED = ("F32", "BF16", "F16")
 def choose_device(name: str) -> torch.device:
     """The device ``name``; ``auto`` is a GPU if torch finds one. Raises InputError for ``cuda`` without a GPU."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise InputError(
-            f"{opt('device', 'cuda')}: torch finds no CUDA device on this machine; use {opt('device', 'cpu')} or auto"
+        raise option_error(
+            "device", "cuda", f": torch finds no CUDA device on this machine; use {opt('device', 'cpu')} or auto"
         )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

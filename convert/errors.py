@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Self
 
 _SHOWN = 20
 # A value from a hostile config.json may be a megabyte of brackets: errors show only its beginning and end.
@@ -61,11 +61,29 @@ def worded(wording: Wording) -> Iterator[None]:
         _wording.pop()
 
 
+class Problem(str):
+    """A sentence with the option at fault and its value; ``field`` is None if there is none, as for a damaged file."""
+
+    field: str | None
+    value: Any
+
+    def __new__(cls, message: str, field: str | None = None, value: Any = None) -> Self:
+        problem = super().__new__(cls, message)
+        problem.field, problem.value = field, value
+        return problem
+
+
+def option_problem(field: str, value: Any, rule: str) -> Problem:
+    """The problem of an option and its value: both, as ``opt`` spells them, followed by ``rule``."""
+    space = "" if rule.startswith(":") else " "
+    return Problem(f"{opt(field, value)}{space}{rule}", field, value)
+
+
 class KvfoldError(Exception):
     """An error that kvfold explains: what is wrong and where, the rule that is broken, and what to do.
 
     ``message`` is one sentence, in which ``opt`` spells the options. ``details`` are further problems of the same kind,
-    one short line each; ``str()`` shows the first 20 and counts the rest.
+    one short line each; ``str()`` shows the first 20 and counts the rest. ``problems`` are all of them as `Problem`.
     """
 
     exit_status = 1
@@ -73,6 +91,7 @@ class KvfoldError(Exception):
     def __init__(self, message: str, details: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.message, self.details = message, tuple(details)
+        self.problems = [each if isinstance(each, Problem) else Problem(each) for each in (message, *details)]
 
     def __str__(self) -> str:
         lines = [self.message, *(f"  {detail}" for detail in self.details[:_SHOWN])]
@@ -80,11 +99,21 @@ class KvfoldError(Exception):
             lines.append(f"  ... and {len(self.details) - _SHOWN} more")
         return "\n".join(lines)
 
+    def prefixed(self, place: str) -> Self:
+        """The same error, with ``place`` and a colon in front of its message."""
+        first, *others = self.problems
+        return type(self)(Problem(f"{place}: {first}", first.field, first.value), others)
+
 
 class InputError(KvfoldError):
     """An invalid request, checkpoint or text, which the user can correct."""
 
     exit_status = 2
+
+
+def option_error(field: str, value: Any, rule: str) -> InputError:
+    """The error with only the `option_problem` of these arguments."""
+    return InputError(option_problem(field, value, rule))
 
 
 def first_line(error: BaseException) -> str:

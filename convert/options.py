@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from types import UnionType
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
-from kvfold.convert.errors import InputError, as_option, did_you_mean, opt
+from kvfold.convert.errors import InputError, Problem, as_option, did_you_mean, opt
 
 Fields = ParamSpec("Fields")
 Made = TypeVar("Made", contravariant=True)
@@ -134,11 +134,12 @@ class Request:
         found = specs(type(self))
         for name, spec in found.items():
             object.__setattr__(self, name, spec.plain(getattr(self, name)))
-        if problems := [*value_problems(found, vars(self)), *self.problems()]:
+        combined = (Problem(message, name, vars(self)[name]) for name, message in self.problems())
+        if problems := [*value_problems(found, vars(self)), *combined]:
             raise InputError(problems[0], problems[1:])
 
-    def problems(self) -> Iterable[str]:
-        """A sentence for each combination of values that is not allowed. Values may still have wrong types."""
+    def problems(self) -> Iterable[tuple[str, str]]:
+        """A field and a sentence for each combination of values that is not allowed. Types may still be wrong."""
         return ()
 
     def given(self) -> dict[str, Any]:
@@ -149,14 +150,14 @@ class Request:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"
 
 
-def value_problems(found: Mapping[str, Option], values: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each value that its option does not accept."""
+def value_problems(found: Mapping[str, Option], values: Mapping[str, Any]) -> Iterator[Problem]:
+    """A problem for each value that its option does not accept."""
     for name, value in values.items():
         spec = found.get(name)
         if spec is not None and (rule := spec.rule_broken(value)) is not None:
             shown = ", ".join(map(repr, value)) if isinstance(value, tuple) else repr(value)
             named = name.upper() if spec.argument else opt(name)
-            yield f"{named} must be {rule}, not {shown}"
+            yield Problem(f"{named} must be {rule}, not {shown}", name, value)
 
 
 def command_words(values: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.errors import InputError, as_keyword, did_you_mean, one_line, opt, worded
+from kvfold.convert.errors import InputError, Problem, as_keyword, did_you_mean, one_line, opt, option_error, worded
 from kvfold.convert.methods.registry import methods_of
 from kvfold.convert.options import specs, value_problems
 from kvfold.convert.request import ConvertRequest
@@ -81,7 +81,7 @@ def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
     try:
         return ConvertRequest(**values)
     except InputError as error:
-        raise InputError(f"with {read.origin}: {error.message}", error.details) from None
+        raise error.prefixed(f"with {read.origin}") from None
 
 
 def read_recipe(recipe: str) -> Recipe:
@@ -95,17 +95,16 @@ def read_recipe(recipe: str) -> Recipe:
         path, origin = _RECIPE_FOLDER / f"{recipe}.toml", f"recipe {recipe}"
     elif path.suffix != ".toml" and len(path.parts) < 2 and not (recipe.strip() and os.path.exists(path)):
         hint = did_you_mean(recipe, known)
-        raise InputError(
-            f"{opt('recipe', repr(recipe))} is neither a shipped recipe{hint} nor a file; use a FILE.toml or one of "
-            f"{', '.join(known)}"
-        )
+        known_names = f"use a FILE.toml or one of {', '.join(known)}"
+        message = f"{opt('recipe', repr(recipe))} is neither a shipped recipe{hint} nor a file; {known_names}"
+        raise InputError(Problem(message, "recipe", recipe))
     elif not os.path.exists(path):
         ships = f"use the shipped recipe with {opt('recipe', path.stem)}"
-        raise InputError(f"{opt('recipe', recipe)}: no such file; {ships if path.stem in known else 'check the path'}")
+        raise option_error("recipe", recipe, f": no such file; {ships if path.stem in known else 'check the path'}")
     content = _parsed(path, origin)
     about = content.pop("about", {})
     if problems := list(_problems(content, about)):
-        raise InputError(f"{origin}: {problems[0]}", problems[1:])
+        raise InputError(problems[0], problems[1:]).prefixed(origin)
     return Recipe(origin, content, about)
 
 

@@ -196,12 +196,12 @@ class ConvertRequest(Request):
         resolved = {"method": self.resolved_method} | ({"layout": self.resolved_layout} if self.to == "mla" else {})
         return {name: value for name, value in given.items() if value is not None and value is not False} | resolved
 
-    def problems(self) -> Iterator[str]:
-        """A sentence for each combination of values that is not allowed."""
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """A field and a sentence for each combination of values that is not allowed."""
         to, named, principal = self.to, opt("method", self.resolved_method), opt("method", DEFAULT)
         if to == "gqa" and self.kv_heads is None:
             heads = "the number of key/value heads to keep; `kvfold inspect MODEL` lists the possible numbers"
-            yield f"{opt('to', to)} needs {opt('kv_heads')}, {heads}"
+            yield "kv_heads", f"{opt('to', to)} needs {opt('kv_heads')}, {heads}"
         if to not in TARGETS:
             return
         for name, spec in specs(type(self)).items():
@@ -210,50 +210,54 @@ class ConvertRequest(Request):
             given = value is not None and value is not False and value != "kvfold"
             if given and spec.targets and to not in spec.targets:
                 some = " or ".join(opt("to", target) for target in spec.targets)
-                yield f"{opt(name)} needs {some}, not {opt('to', to)}; omit {opt(name)}"
+                yield name, f"{opt(name)} needs {some}, not {opt('to', to)}; omit {opt(name)}"
         # An unknown method is reported once; the other checks then assume the default method.
         method = find_method(DEFAULT, to)
         try:
             if isinstance(self.method, str) and (":" in self.method or self.method in methods_of()):
                 method = self.chosen_method
         except InputError as error:
-            yield error.message
+            yield "method", error.message
         if self.objective is not None and to != "mla" and not method.takes_objective:
-            yield f"{opt('objective')} has no effect with {named}; omit {opt('objective')}, or use {principal}"
+            unused = f"{opt('objective')} has no effect with {named}"
+            yield "objective", f"{unused}; omit {opt('objective')}, or use {principal}"
         try:
             if isinstance(self.objective, str) and ":" in self.objective:
                 find_objective(self.objective)
         except InputError as error:
-            yield error.message
+            yield "objective", error.message
         if to == "mla":
             yield from self._latent_problems(method)
         elif self.group == "similar" and not method.reads_text:
             unread = f"{opt('group', 'similar')} compares heads on calibration text, but {named} reads no text"
-            yield f"{unread}; omit {opt('group')}, or use {principal}"
+            yield "group", f"{unread}; omit {opt('group')}, or use {principal}"
         if self.keep_quantized and self.dtype not in ("auto", "bfloat16"):
             either = f"{opt('keep_quantized', True)} needs {opt('dtype', 'bfloat16')} or auto"
-            yield f"{either}, not {self.dtype}; omit {opt('keep_quantized')}, or change {opt('dtype')}"
+            way_out = f"omit {opt('keep_quantized')}, or change {opt('dtype')}"
+            yield "keep_quantized", f"{either}, not {self.dtype}; {way_out}"
         if not (method.reads_text or self.refine or self.polish):
             unused = f"has no effect, because {named} reads text only with {opt('refine')} or {opt('polish')}"
             if self.calibration is not None:
-                yield f"{opt('calibration')} {unused}; omit {opt('calibration')}, or use {principal}"
+                yield "calibration", f"{opt('calibration')} {unused}; omit {opt('calibration')}, or use {principal}"
             if self.spill is not None:
-                yield f"{opt('spill')} {unused}; omit {opt('spill')}"
+                yield "spill", f"{opt('spill')} {unused}; omit {opt('spill')}"
 
-    def _latent_problems(self, method: Method) -> Iterator[str]:
+    def _latent_problems(self, method: Method) -> Iterator[tuple[str, str]]:
         named, principal = opt("method", self.resolved_method), opt("method", DEFAULT)
         both, budget, engine = f"{opt('kv_rank')} and {opt('rope_dim')}", opt("budget"), opt("layout", "engine")
         if self.budget is None and (self.kv_rank is None or self.rope_dim is None):
-            yield f"{opt('to', 'mla')} needs {both}, or {budget}, in KV-cache elements per token per layer"
+            missing = "rope_dim" if self.kv_rank else "kv_rank"
+            yield missing, f"{opt('to', 'mla')} needs {both}, or {budget}, in KV-cache elements per token per layer"
         if self.budget is not None and (self.kv_rank is not None or self.rope_dim is not None):
-            yield f"{budget} chooses {both}; use either {budget} or the other two options"
+            yield "budget", f"{budget} chooses {both}; use either {budget} or the other two options"
         if self.budget is not None and not method.reads_text:
-            yield f"{budget} chooses by the drift measured on text, but {named} reads no text; use {principal}"
+            measured = f"{budget} chooses by the drift measured on text"
+            yield "budget", f"{measured}, but {named} reads no text; use {principal}"
         if self.layout == "engine" and not method.reads_text:
-            yield f"{engine} calibrates the latent's norm on text, but {named} reads no text; use {principal}"
+            yield "layout", f"{engine} calibrates the latent's norm on text, but {named} reads no text; use {principal}"
         if self.rotate_latent and (self.layout or DEFAULT_LAYOUT) == "engine":
             larger = f"{opt('rotate_latent', True)} increases the error of an FP8 cache with {engine}"
-            yield f"{larger}; omit {opt('rotate_latent')}, or use {opt('layout', 'free')}"
+            yield "rotate_latent", f"{larger}; omit {opt('rotate_latent')}, or use {opt('layout', 'free')}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -357,8 +361,9 @@ class BenchRequest(Request):
     threads: int | None = option(None, "CPU threads; default: torch's choice.", metavar="N", least=1)
     seconds: float = 4.0
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[tuple[str, str]]:
         if self.layers is not None and self.shape is None:
-            yield f"{opt('layers')} needs {opt('shape')}, because a checkpoint's layers are fixed; omit {opt('layers')}"
+            needs = f"needs {opt('shape')}, because a checkpoint's layers are fixed"
+            yield "layers", f"{opt('layers')} {needs}; omit {opt('layers')}"
         if not self.models and self.shape is None:
-            yield f"nothing to time; name at least one MODEL, or use {opt('shape', 'llama-2-7b')}"
+            yield "models", f"nothing to time; name at least one MODEL, or use {opt('shape', 'llama-2-7b')}"

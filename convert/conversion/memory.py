@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.errors import InputError, opt
+from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.host import host_memory, may_have_gpu
 from kvfold.convert.request import SELF, SELF_AT_ONCE, held_out_count
 from kvfold.convert.sizes import bytes_text
@@ -133,16 +133,18 @@ def check_spill(plan: Plan) -> None:
     if folder is None:
         return
     if not os.path.isdir(folder):
-        raise InputError(f"{opt('spill', folder)}: the folder for hidden states does not exist; create it first")
+        raise option_error("spill", folder, ": the folder for hidden states does not exist; create it first")
     needs = needs_of(plan, processes.count())
     needed, free = processes.count(on_this_machine=True) * needs.spilled, shutil.disk_usage(folder).free
     # On OUT's disk both have to fit.
     if os.stat(_existing(plan.request.out)).st_dev == os.stat(folder).st_dev:
         needed += needs.disk + needs.scratch
     if needed > free:
-        raise InputError(
-            f"{opt('spill', folder)}: too little disk space: hidden states need {bytes_text(needed)}, but only "
-            f"{bytes_text(free)} are free; free some space, use a folder on another disk, or lower {opt('samples')}"
+        raise option_error(
+            "spill",
+            folder,
+            f": too little disk space: hidden states need {bytes_text(needed)}, but only "
+            f"{bytes_text(free)} are free; free some space, use a folder on another disk, or lower {opt('samples')}",
         )
 
 

@@ -11,7 +11,7 @@ from kvfold.convert.checkpoint.folder import CONFIG, SINGLE, WEIGHT_SUFFIXES, re
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES, TensorInfo, tensor_bytes
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor, Shard, assign_shards
-from kvfold.convert.errors import InputError, opt
+from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.families.geometry import Geometry
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.schema import ROLES, Role
@@ -116,17 +116,21 @@ def latent_plan(
 def _fold_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
     method, kv_heads = request.chosen_method, request.kv_heads or 1
     if model.qk_norm is not None and model.qk_norm.after_rotary and method.needs_linear_keys:
-        raise InputError(
-            f"{opt('method', request.resolved_method)} does not support {model.family.model_type}, which normalizes "
+        raise option_error(
+            "method",
+            request.resolved_method,
+            f"does not support {model.family.model_type}, which normalizes "
             f"queries and keys after their rotary embedding; use {opt('method', quick_method(request.to))} with "
-            f"{opt('refine', 'auto')}"
+            f"{opt('refine', 'auto')}",
         )
     check_kv_heads(kv_heads, model.geometry, request.allow_growth)
     dtype, own_code = None if request.dtype == "auto" else request.dtype, needs_own_code(model)
     if request.layout is not None and not own_code:
-        raise InputError(
-            f"{opt('layout', request.layout)} is not needed, because the stock class of {model.family.model_type} "
-            f"supports {opt('to', request.to)}; remove {opt('layout')}"
+        raise option_error(
+            "layout",
+            request.layout,
+            f"is not needed, because the stock class of {model.family.model_type} "
+            f"supports {opt('to', request.to)}; remove {opt('layout')}",
         )
     # Pooling leaves queries and the output alone in a stock class.
     roles: tuple[Role, ...] = ("k", "v") if method.pools and not request.calibrated and not own_code else ROLES
@@ -152,10 +156,12 @@ def _complete(
     tensors, config, made_of = layout.tensors, layout.config, checkpoint.made_of
     kept = len(keepable(tensors, checkpoint, attention))
     if request.keep_quantized and not kept:
-        raise InputError(
-            f"{opt('keep_quantized', True)} needs FP8 weights outside the attention with a scale for each whole "
+        raise option_error(
+            "keep_quantized",
+            True,
+            f"needs FP8 weights outside the attention with a scale for each whole "
             "block, or MXFP4 experts, stored the same way in the output's model class; the source has "
-            f"{'; '.join(made_of) or 'no quantized weights'}; remove {opt('keep_quantized', True)}"
+            f"{'; '.join(made_of) or 'no quantized weights'}; remove {opt('keep_quantized', True)}",
         )
     if request.keep_quantized:
         tensors = kept_tensors(tensors, checkpoint, attention)
@@ -221,9 +227,10 @@ def check_processes(plan: Plan) -> None:
             f"or use {opt('refine')} instead, which shares the work among all processes"
         )
     if request.calibrated and request.samples < count:
-        raise InputError(
-            f"{opt('samples', request.samples)} must be at least {count}, one sequence per process; raise it or "
-            "lower --nproc-per-node"
+        raise option_error(
+            "samples",
+            request.samples,
+            f"must be at least {count}, one sequence per process; raise it or lower --nproc-per-node",
         )
 
 
@@ -246,10 +253,8 @@ def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
     present = cache_elements(model.geometry)
     if not possible and (request.budget or 0) >= present and not request.allow_growth:
         # However it is split: a split's own problems would not say so.
-        raise InputError(
-            f"{opt('budget', request.budget)} must be below the source's {present} KV-cache elements per token per "
-            f"layer; lower it, or add {opt('allow_growth', True)}"
-        )
+        rule = f"must be below the source's {present} KV-cache elements per token per layer"
+        raise option_error("budget", request.budget, f"{rule}; lower it, or add {opt('allow_growth', True)}")
     if not possible:
         raise InputError(problems[0][0], problems[0][1:])
     return possible
@@ -271,8 +276,10 @@ def check_kv_heads(kv_heads: int, geometry: Geometry, allow_growth: bool) -> Non
     allowed = [present, *possible] if allow_growth else possible
     if kv_heads not in allowed:
         growth = f", or add {opt('allow_growth', True)}" if kv_heads == present else ""
-        raise InputError(
-            f"{opt('kv_heads', kv_heads)} must divide the source's {present} key/value heads"
+        raise option_error(
+            "kv_heads",
+            kv_heads,
+            f"must divide the source's {present} key/value heads"
             f"{'' if allow_growth else ' and be smaller'}; use "
-            f"{', '.join(map(str, allowed))}{growth}"
+            f"{', '.join(map(str, allowed))}{growth}",
         )

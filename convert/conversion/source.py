@@ -16,7 +16,7 @@ from kvfold.convert.checkpoint.tensors import refuse_non_finite, torch_dtype
 from kvfold.convert.conversion.journal import SELF_TEXT
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.device import choose_device, compute_dtype, training_autocast
-from kvfold.convert.errors import InputError, opt
+from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.families.layout import layer_rotary, read_layer
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import rope_table
@@ -140,8 +140,8 @@ def _written_tokens(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages) -
     request, saved = plan.request, scratch / SELF_TEXT
     start = first_tokens(tokenizer, plan.checkpoint.origin)
     if request.seq_len <= len(start):
-        raise InputError(
-            f"{opt('seq_len', request.seq_len)} must exceed {len(start)}, the length of every text's prefix; raise it"
+        raise option_error(
+            "seq_len", request.seq_len, f"must exceed {len(start)}, the length of every text's prefix; raise it"
         )
     count = request.samples + held_out_count(request.samples)
     if saved.is_file():

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.errors import InputError, KvfoldError, did_you_mean, opt
+from kvfold.convert.errors import KvfoldError, did_you_mean, option_error
 from kvfold.convert.options import takes
 from kvfold.convert.request import BenchRequest
 from kvfold.convert.sizes import bytes_text, table
@@ -236,7 +236,7 @@ def _shape_configs(request: BenchRequest) -> dict[str, dict[str, Any]]:
     """Configs with MHA, GQA-8 and MLA 512 + 64 (smaller for ``tiny``) in the request's shape, by label."""
     if request.shape not in SHAPES:
         known = f"one of {', '.join(SHAPES)}{did_you_mean(request.shape, SHAPES)}"
-        raise InputError(f"{opt('shape', request.shape)} must be {known}")
+        raise option_error("shape", request.shape, f"must be {known}")
     model_dim, inner_dim, heads, layers, vocabulary, positions = SHAPES[request.shape]
     dim, kv_heads = model_dim // heads, min(_KV_HEADS, heads // 4)
     rank, rope = min(_RANK, 4 * dim), min(_ROPE, dim // 2)

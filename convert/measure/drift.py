@@ -108,7 +108,7 @@ def layer_stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> Ch
         stream = CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, computed)
     except InputError as error:
         # Two checkpoints are open: the error must say in which one the problem is.
-        raise InputError(f"{checkpoint.origin}: {error.message}", error.details) from error
+        raise error.prefixed(checkpoint.origin) from error
     if problems := stream.parameters.map.misfits(checkpoint.tensors):
         raise InputError(f"{checkpoint.origin}: its tensors do not match its config.json", problems)
     return stream

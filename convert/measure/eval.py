@@ -14,7 +14,7 @@ from kvfold.attention.drift.compare import margin
 from kvfold.attention.drift.report import perplexity
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
-from kvfold.convert.errors import InputError, opt
+from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.measure import eval_tasks
 from kvfold.convert.measure.eval_tasks import CHOICES, TASKS, Question, TaskScores, answers, draw_questions
 from kvfold.convert.measure.losses import token_losses
@@ -156,7 +156,7 @@ def chosen_lengths(lengths: Sequence[int], context: int, origin: str, device: to
     longest = min(context, _LONGEST_CONTEXT.get(device.type, context))
     chosen = sorted(set(lengths)) or sorted({max(_SHORTEST, longest // part) for part in (8, 4, 2, 1)})
     if lengths and chosen[-1] > context:
-        raise InputError(f"{opt('lengths', chosen[-1])} must not exceed the {context} positions supported by {origin}")
+        raise option_error("lengths", chosen[-1], f"must not exceed the {context} positions supported by {origin}")
     return [min(length, context) for length in chosen]
 
 

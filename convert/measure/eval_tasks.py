@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.errors import InputError, one_line, opt
+from kvfold.convert.errors import InputError, one_line, opt, option_error
 from kvfold.convert.request import EvalRequest
 from kvfold.convert.text.tokenizer import prefix_tokens
 
@@ -99,8 +99,8 @@ def draw_questions(tokenizer: Any, filler: Tensor, task: str, length: int, count
         ending = _encode(tokenizer, _QUESTION.format(name=names[0]))
         room = length - len(prefix) - sum(map(len, sentences)) - len(ending)
         if room < len(sentences):
-            raise InputError(
-                f"{opt('lengths', length)}: too short for the hidden sentences of task {task!r}; use greater lengths"
+            raise option_error(
+                "lengths", length, f": too short for the hidden sentences of task {task!r}; use greater lengths"
             )
         # A stretch of the filler from a place that is drawn; a short filler is repeated.
         start = order(max(1, len(filler) - room))[0]
@@ -170,9 +170,9 @@ def _task(name: str) -> str | dict[str, Any]:
     try:
         described = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{opt('tasks', name)} is not a valid task file: {one_line(error)[:200]}") from error
+        raise option_error("tasks", name, f"is not a valid task file: {one_line(error)[:200]}") from error
     if not isinstance(described, dict):
-        raise InputError(f"{opt('tasks', name)} is not a valid task file: it must contain a mapping")
+        raise option_error("tasks", name, "is not a valid task file: it must contain a mapping")
     return described
 
 

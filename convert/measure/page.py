@@ -9,7 +9,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvfold.convert.errors import InputError, opt
+from kvfold.convert.errors import option_error
 from kvfold.convert.measure import figures
 from kvfold.convert.measure.figures import Chart
 
@@ -46,9 +46,7 @@ def write_report(html: str, folder: str, quiet: bool = False) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(html, encoding="utf-8")
     except OSError as error:
-        raise InputError(
-            f"{opt('report', folder)} cannot be written ({error.strerror}); choose another folder"
-        ) from error
+        raise option_error("report", folder, f"cannot be written ({error.strerror}); choose another folder") from error
     if not quiet:
         print(f"wrote {file}: open it in a browser", file=sys.stderr)
 

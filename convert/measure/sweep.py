@@ -301,7 +301,7 @@ def _plan(options: TargetOptions, common: TargetOptions, checkpoint: Checkpoint)
         with worded_as_targets():
             return make_plan(ConvertRequest(**common, **options), checkpoint)
     except InputError as error:
-        raise InputError(f"{opt('targets', spelled(options))}: {error.message}", error.details) from error
+        raise error.prefixed(opt("targets", spelled(options))) from error
 
 
 def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path, stages: Stages, quiet: bool) -> Sweep:

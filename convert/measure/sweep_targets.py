@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvfold.convert.conversion.plan import possible_kv_heads
-from kvfold.convert.errors import ALONE, InputError, as_option, did_you_mean, opt, worded
+from kvfold.convert.errors import ALONE, InputError, as_option, did_you_mean, option_error, worded
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import TARGETS, Layout
 from kvfold.convert.targets.mla.config import LatentTarget
@@ -53,7 +53,7 @@ def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
         else:
             meant = "" if kind in TARGETS else did_you_mean(kind, TARGETS)
             forms = "gqa:HEADS, mqa, mla:ELEMENTS or mla:RANK+ROTARY, such as gqa:4,2 mqa mla:576,512+64"
-            raise InputError(f"{opt('targets', item)} must be {forms}{meant}")
+            raise option_error("targets", item, f"must be {forms}{meant}")
     return targets
 
 

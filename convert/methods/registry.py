@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvfold.convert.errors import InputError, did_you_mean, opt
+from kvfold.convert.errors import did_you_mean, opt, option_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -187,7 +187,7 @@ def find_method(name: str, target: str) -> Method:
     if (target, plain) not in _methods:
         allowed = methods_of(target)
         way_out = f"use one of {', '.join(allowed)}{did_you_mean(plain, allowed)}"
-        raise InputError(f"{opt('method', name)} is not available with {opt('to', target)}; {way_out}")
+        raise option_error("method", name, f"is not available with {opt('to', target)}; {way_out}")
     return _methods[target, plain]
 
 
@@ -200,7 +200,7 @@ def find_objective(name: str) -> "Callable[[], Objective]":
     plain = _imported(name, "objective")
     if plain not in _objectives:
         way_out = f"use one of {', '.join(_objectives)}{did_you_mean(plain, _objectives)}"
-        raise InputError(f"{opt('objective', name)} is not a known objective; {way_out}")
+        raise option_error("objective", name, f"is not a known objective; {way_out}")
     return _objectives[plain]
 
 
@@ -213,5 +213,5 @@ def _imported(name: str, option: str) -> str:
         import_module(module)
     except ImportError as error:
         way_out = "install the module, or add its folder to PYTHONPATH"
-        raise InputError(f"{opt(option, name)}: cannot import module {module!r} ({error}); {way_out}") from error
+        raise option_error(option, name, f": cannot import module {module!r} ({error}); {way_out}") from error
     return plain

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvfold.convert.checkpoint.files import check_unicode, portable_name
-from kvfold.convert.errors import InputError, first_line, opt, short
+from kvfold.convert.errors import InputError, first_line, opt, option_error, short
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -193,26 +193,28 @@ def check_sources(specs: Iterable[str], option: str = "calibration") -> None:
         path = Path(spec)
         if not path.is_file():
             if path.suffix in (".txt", _ROWS_SUFFIX) and not path.is_dir():
-                raise InputError(f"{opt(option, spec)}: no such file; check the path")
+                raise option_error(option, spec, ": no such file; check the path")
             if find_spec("datasets") is None:
                 actual = "is a folder" if path.is_dir() else "is not a file"
-                raise InputError(
-                    f"{opt(option, spec)} {actual}; to read a dataset by name or from a folder, install the datasets "
-                    f"package: pip install 'kvfold[data]'; otherwise give {_KINDS}"
+                raise option_error(
+                    option,
+                    spec,
+                    f"{actual}; to read a dataset by name or from a folder, install the datasets "
+                    f"package: pip install 'kvfold[data]'; otherwise give {_KINDS}",
                 )
             continue
         try:
             with path.open("rb") as file:
                 beginning = file.read(_SNIFFED)
         except OSError as error:
-            raise InputError(f"{opt(option, path)}: cannot be read ({error.strerror}); check its permissions") from None
+            raise option_error(option, path, f": cannot be read ({error.strerror}); check its permissions") from None
         if not beginning:
-            raise InputError(f"{opt(option, path)}: the file is empty; give a file that contains text")
+            raise option_error(option, path, ": the file is empty; give a file that contains text")
         # Plain text may have any suffix. Faults within a .txt or .jsonl are told with their line when it is read.
         if path.suffix in (".txt", _ROWS_SUFFIX):
             continue
         if path.suffix == ".json":
-            raise InputError(f"{opt(option, path)}: .json is not supported; write {_ROW} on each line of a .jsonl file")
+            raise option_error(option, path, f": .json is not supported; write {_ROW} on each line of a .jsonl file")
         try:
             # A character may be cut at the end.
             codecs.getincrementaldecoder("utf-8")().decode(beginning)
@@ -220,7 +222,7 @@ def check_sources(specs: Iterable[str], option: str = "calibration") -> None:
         except UnicodeDecodeError:
             is_text = False
         if not is_text:
-            raise InputError(f"{opt(option, path)}: the file is not UTF-8 text; give {_KINDS}")
+            raise option_error(option, path, f": the file is not UTF-8 text; give {_KINDS}")
 
 
 def open_corpus(
@@ -251,7 +253,7 @@ def _dataset_documents(spec: str, render: Render, seed: int, option: str) -> Ite
         rows = datasets.load_dataset(name, config or None, split="train", streaming=True)
     except Exception as error:  # datasets raises many kinds, all about the request
         reason = f"not a file, and loading it as a dataset failed ({first_line(error)})"
-        raise InputError(f"{opt(option, spec)}: {reason}; give {_KINDS}") from error
+        raise option_error(option, spec, f": {reason}; give {_KINDS}") from error
     for number, row in enumerate(rows.shuffle(seed=seed, buffer_size=1000)):
         try:
             yield _document_of(row, render)

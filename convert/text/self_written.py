@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.errors import InputError, opt
+from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.request import SELF_AT_ONCE
 
 _MARK = "kvfold-mark"
@@ -33,9 +33,10 @@ def first_tokens(tokenizer: Any, model: str) -> list[int]:
                 return tokens
     if tokenizer.bos_token_id is not None:
         return [int(tokenizer.bos_token_id)]
-    raise InputError(
-        f"{opt('calibration', 'self')}: {model} has neither a chat template nor a BOS token to sample from; use "
-        f"{opt('calibration', 'FILE')}"
+    raise option_error(
+        "calibration",
+        "self",
+        f": {model} has neither a chat template nor a BOS token to sample from; use {opt('calibration', 'FILE')}",
     )
 
 

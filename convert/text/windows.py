@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.errors import InputError, opt
+from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.request import held_out_count
 from kvfold.convert.text.corpus import Corpus, TextSplit, open_corpus, permutation
 from kvfold.convert.text.tokenizer import prefix_tokens, render, tokenize
@@ -64,9 +64,11 @@ def load_calibration(
     counts = samples, held_out_count(samples) if held_out is None else held_out, further
     specs = [spec] if spec is None or isinstance(spec, str) else spec
     if len(specs) > samples:
-        raise InputError(
-            f"{opt('samples', samples)}: each of the {len(specs)} {opt(option)} texts must contribute at least one "
-            f"sequence; use at least {opt('samples', len(specs))}"
+        raise option_error(
+            "samples",
+            samples,
+            f": each of the {len(specs)} {opt(option)} texts must contribute at least one "
+            f"sequence; use at least {opt('samples', len(specs))}",
         )
     names, digests, parts = [], [], []
     for number, each in enumerate(specs):
@@ -91,9 +93,11 @@ def _draw(corpus: Corpus, tokenizer: Any, needed: int, wanted: int, seq_len: int
     """
     prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int64)
     if seq_len <= len(prefix):
-        raise InputError(
-            f"{opt('seq_len', seq_len)}: every sequence begins with {len(prefix)} special "
-            f"token{'s' * (len(prefix) != 1)}; use at least {opt('seq_len', len(prefix) + 1)}"
+        raise option_error(
+            "seq_len",
+            seq_len,
+            f": every sequence begins with {len(prefix)} special "
+            f"token{'s' * (len(prefix) != 1)}; use at least {opt('seq_len', len(prefix) + 1)}",
         )
     # Bytes per token are unknown before tokenizing, so more is read until there is enough, or nothing is left.
     limit = max(_READ_AT_LEAST, needed * seq_len * _BYTES_PER_TOKEN)
@@ -131,7 +135,9 @@ def cut(documents: list[Tensor], length: int, eos: int | None) -> Tensor:
 def check_seq_len(seq_len: int, positions: int, model: str) -> None:
     """Raise InputError if ``seq_len`` exceeds the ``positions`` supported by ``model``."""
     if seq_len > positions:
-        raise InputError(
-            f"{opt('seq_len', seq_len)} exceeds the {positions} positions supported by the model {model}; use "
-            f"at most {opt('seq_len', positions)}"
+        raise option_error(
+            "seq_len",
+            seq_len,
+            f"exceeds the {positions} positions supported by the model {model}; use "
+            f"at most {opt('seq_len', positions)}",
         )

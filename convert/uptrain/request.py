@@ -85,14 +85,15 @@ class UptrainRequest(Request):
     quiet: bool = option(False, "Do not print progress or a summary.", runs=True)
     trust_remote_code: bool = option(False, "Allow code from the checkpoint to run.", runs=True)
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[tuple[str, str]]:
         if self.distill_weight is not None and self.teacher is None:
             weight = opt("distill_weight")
-            yield f"{weight} needs {opt('teacher')}, the checkpoint to distill from; add it, or omit {weight}"
+            missing = f"{weight} needs {opt('teacher')}, the checkpoint to distill from; add it, or omit {weight}"
+            yield "distill_weight", missing
         whole = isinstance(self.batch_tokens, int) and isinstance(self.seq_len, int) and self.seq_len > 1
         if whole and (self.batch_tokens < 1 or self.batch_tokens % self.seq_len):
             multiple = f"a multiple of {opt('seq_len', self.seq_len)}"
-            yield f"{opt('batch_tokens')} must be {multiple}, not {self.batch_tokens}"
+            yield "batch_tokens", f"{opt('batch_tokens')} must be {multiple}, not {self.batch_tokens}"
 
     @property
     def sequences(self) -> int:

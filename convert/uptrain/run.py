@@ -26,7 +26,7 @@ from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.conversion.card import trained_card
 from kvfold.convert.conversion.record import versions
-from kvfold.convert.errors import InputError, KvfoldError, opt
+from kvfold.convert.errors import InputError, KvfoldError, opt, option_error
 from kvfold.convert.families.wrappers import text_type
 from kvfold.convert.measure.figures import uptraining_curve
 from kvfold.convert.measure.verify import non_finite
@@ -152,9 +152,10 @@ def _token_plan(request: UptrainRequest, source: Checkpoint, vocabulary: int) ->
         paths = [Path(request.text), Path(request.eval_text)]
         same = all(path.exists() for path in paths) and paths[0].samefile(paths[1])
         if same or request.text == request.eval_text:
-            raise InputError(
-                f"{opt('eval_text', request.eval_text)} must differ from {opt('text')}; omit {opt('eval_text')} to "
-                f"hold out part of {opt('text')}"
+            raise option_error(
+                "eval_text",
+                request.eval_text,
+                f"must differ from {opt('text')}; omit {opt('eval_text')} to hold out part of {opt('text')}",
             )
     return TokenPlan(
         text,

@@ -23,7 +23,7 @@ from transformers.trainer_callback import PrinterCallback
 from kvfold.attention.drift.frame import attention_name, layer_list
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device
-from kvfold.convert.errors import InputError, KvfoldError, opt
+from kvfold.convert.errors import InputError, KvfoldError, opt, option_error
 from kvfold.convert.processes import started_first
 from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stock import load_model
@@ -103,7 +103,7 @@ def forward_dtype(request: UptrainRequest) -> torch.dtype:
     """The dtype of forward passes; ``auto`` is float32 on CPUs, and on GPUs bfloat16 if supported, else float16."""
     device = choose_device(request.device)
     if request.precision == "float16" and device.type == "cpu":
-        raise InputError(f"{opt('precision', 'float16')} requires a GPU; on a CPU, use bfloat16 or float32")
+        raise option_error("precision", "float16", "requires a GPU; on a CPU, use bfloat16 or float32")
     if request.precision != "auto":
         precision: torch.dtype = getattr(torch, request.precision)
         return precision
@@ -133,9 +133,11 @@ def load_teacher(name: str, request: UptrainRequest, source: Checkpoint, device:
     with closing(open_checkpoint(name)) as opened:
         own, tokens = source.config.get("vocab_size"), opened.config.get("vocab_size")
         if own != tokens:
-            raise InputError(
-                f"{opt('teacher', name)}: its vocabulary has {tokens} tokens, but {request.model} has {own}; use the "
-                f"checkpoint that {request.model} was converted from"
+            raise option_error(
+                "teacher",
+                name,
+                f": its vocabulary has {tokens} tokens, but {request.model} has {own}; use the "
+                f"checkpoint that {request.model} was converted from",
             )
         # Under FSDP transformers loads weights on the first process only; a teacher is not sharded.
         with patch_environment(fsdp_cpu_ram_efficient_loading="false"):

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 from kvfold.convert.checkpoint.atomic import free_space_check
 from kvfold.convert.checkpoint.files import parse_json, read_bytes
 from kvfold.convert.checkpoint.hashing import file_hashes, file_problems
-from kvfold.convert.errors import InputError, one_line, opt
+from kvfold.convert.errors import InputError, Problem, one_line, opt
 from kvfold.convert.options import specs
 from kvfold.convert.processes import run_on_first
 from kvfold.convert.text.corpus import Corpus, Document, permutation
@@ -114,10 +114,9 @@ def last_checkpoint(request: UptrainRequest) -> Path | None:
     for name in specs(UptrainRequest):
         old, new = (options.get(name, "absent") for options in (before, now))
         if old != new:
-            raise InputError(
-                f"{opt('resume', True)} {work}: {opt(name)} is {new}, but the run being resumed was started with "
-                f"{old}; use the same options, or {again} to start over"
-            )
+            differs = f"{opt(name)} is {new}, but the run being resumed was started with {old}"
+            way_out = f"use the same options, or {again} to start over"
+            raise InputError(Problem(f"{opt('resume', True)} {work}: {differs}; {way_out}", name, new))
     for checkpoint in sorted(work.glob("checkpoint-[0-9]*"), key=lambda path: int(path.name[11:]), reverse=True):
         complete = checkpoint / COMPLETE
         # A run that was killed while it wrote this one.

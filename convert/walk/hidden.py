@@ -27,7 +27,7 @@ from torch import Tensor
 from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 from kvfold.convert.checkpoint.files import write_all
 from kvfold.convert.checkpoint.tensors import tensor_memory
-from kvfold.convert.errors import InputError, KvfoldError, opt
+from kvfold.convert.errors import KvfoldError, opt, option_error
 
 Hidden = MutableSequence[Tensor]
 # Stores hidden states: ``list`` in memory, ``Spill`` in a file.
@@ -46,8 +46,8 @@ class Spill(ExitStack):
         try:
             self._file = self.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115
         except OSError as error:
-            raise InputError(
-                f"{opt('spill', folder)} must be a writable folder ({error.strerror}); choose another folder"
+            raise option_error(
+                "spill", folder, f"must be a writable folder ({error.strerror}); choose another folder"
             ) from None
 
     def __call__(self, states: Iterable[Tensor] = ()) -> "Spilled":

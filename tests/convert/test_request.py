@@ -1,5 +1,6 @@
 """Requests: every option is one field, from which come the command line, recipes, checks of values and keywords."""
 
+import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,17 @@ def refused(request=ConvertRequest, **options):
         texts.append(str(caught.value))
     assert "--" not in texts[1]
     return "\n".join(texts)
+
+
+def test_problems_have_the_option_at_fault_and_its_value():
+    with pytest.raises(InputError) as caught:
+        ConvertRequest(model="m", out="o", to="gqa", samples=0, device="tpu", spill="DIR", method="first")
+    found = {problem.field: problem.value for problem in caught.value.problems}
+    assert found == {"samples": 0, "device": "tpu", "kv_heads": None, "spill": "DIR"}
+    assert caught.value.problems == [caught.value.message, *caught.value.details]
+    placed = pickle.loads(pickle.dumps(caught.value.prefixed("recipe")))
+    assert (str(placed)[:8], placed.problems[0].field) == ("recipe: ", "samples")
+    assert InputError("damaged").problems[0].field is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ Each problem is one line: a property of the model that the layout cannot express
 from collections.abc import Iterator
 
 from kvfold.attention.checkpoints import SOURCES
-from kvfold.convert.errors import opt
+from kvfold.convert.errors import opt, option_problem
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.families.schema import ROLES
@@ -166,17 +166,17 @@ def _size_problems(model: Model, target: LatentTarget, allow_growth: bool) -> It
     size, divisors = model.geometry, cached_divisors(model, target)
     rank, rope, least = target.kv_rank, target.rope_dim, 1 + target.constant
     if rank < least:
-        yield f"{opt('kv_rank', rank)} must be at least {least}{', because one channel is constant' * target.constant}"
+        why = ", because one channel is constant" * target.constant
+        yield option_problem("kv_rank", rank, f"must be at least {least}{why}")
     present = cache_elements(size)
     if rank + rope + divisors >= present and not allow_growth:
         kept = f" ({divisors} of them for key norms)" if divisors else ""
-        yield (
-            f"{opt('kv_rank', rank)} {opt('rope_dim', rope)} caches {rank + rope + divisors} elements per token per "
-            f"layer{kept}, no fewer than the source's {present}; lower either value, or add {opt('allow_growth', True)}"
-        )
+        caches = f"{opt('rope_dim', rope)} caches {rank + rope + divisors} elements per token per layer{kept}"
+        way_out = f"lower either value, or add {opt('allow_growth', True)}"
+        yield option_problem("kv_rank", rank, f"{caches}, no fewer than the source's {present}; {way_out}")
     full = full_query_rank(model, target)
     if target.q_rank is not None and not least <= target.q_rank <= full:
-        yield f"{opt('q_rank', target.q_rank)} must be from {least} to {full}; {full} is lossless"
+        yield option_problem("q_rank", target.q_rank, f"must be from {least} to {full}; {full} is lossless")
 
 
 def _rope_size_problems(model: Model, target: LatentTarget) -> Iterator[str]:
@@ -184,11 +184,13 @@ def _rope_size_problems(model: Model, target: LatentTarget) -> Iterator[str]:
     most = size.rotary_dims * (1 if engine else size.kv_heads)
     if not most:
         if rope:
-            yield f"{opt('rope_dim', rope)} must be 0, because the model has no rotary embedding"
+            yield option_problem("rope_dim", rope, "must be 0, because the model has no rotary embedding")
     elif rope < 2:
-        yield f"{opt('rope_dim', rope)} must be an even number from 2 to {most}"
+        yield option_problem("rope_dim", rope, f"must be an even number from 2 to {most}")
     elif target.rope_kept(size.rotary_dims) > most:
         rule = "" if engine else f" times {size.kv_heads} key/value heads"
-        yield f"{opt('rope_dim', rope)} must be at most {most} ({size.rotary_dims} rotary dims per head{rule})"
+        yield option_problem(
+            "rope_dim", rope, f"must be at most {most} ({size.rotary_dims} rotary dims per head{rule})"
+        )
     elif rope % 2:
-        yield f"{opt('rope_dim', rope)} must be even, such as {rope + 1}, because rotary dims come in pairs"
+        yield option_problem("rope_dim", rope, f"must be even, such as {rope + 1}, because rotary dims come in pairs")
