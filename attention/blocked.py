@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.mask import Visibility
-from kvfold.attention.products import add_spread, fast, is_slow, mix, row_products, shape_step
+from kvfold.attention.products import FEWEST_IN_STEP, add_spread, fast, is_slow, mix, row_products, shape_step
 
 # Scores kept at once. On a CPU 2^20 take 4 MB in float32: smaller budgets are slower, 2^22 is up to a quarter faster
 # for four times the memory (recipes/benchmarks/bench_attention.py --budgets). On a GPU 2^26 take 256 MB.
@@ -52,8 +52,8 @@ class QueryBlock:
     def rows(self, tensor: Tensor) -> Tensor:
         """The block's part of queries ``[B, G, M, T, D]``, as ``[n, M * rows, D]``."""
         part = tensor if self.whole else tensor[self.batch, self.groups, :, self.first : self.last]
-        shape = part.shape
-        return fast(part.reshape(shape[0] * shape[1], shape[2] * shape[3], shape[4]))
+        batch, groups, members, rows, width = part.shape
+        return fast(part.reshape(batch * groups, members * rows, width))
 
     def keys(self, tensor: Tensor) -> Tensor:
         """The block's part of keys ``[B, G, S, D]``, as ``[n, width, D]``; a view if one stride covers all heads."""
@@ -87,7 +87,7 @@ class AttentionScores:
         batch, groups, members, queries, _ = self.queries[0].shape
         keys, window = self.keys[0].shape[2], self.rule.window
         # on a CPU scores should stay in its caches, a GPU needs enough of them to be busy
-        budget = (_CPU_SCORES if self.queries[0].device.type == "cpu" else _GPU_SCORES) // buffers
+        budget = (_CPU_SCORES if self.queries[0].is_cpu else _GPU_SCORES) // buffers
         # a window bounds what a block sees, so that more queries fit into the budget
         width = keys if window is None else min(keys, 2 * window + _FEWEST_ROWS)
         step = max(_FEWEST_ROWS, min(_MOST_ROWS, budget // max(1, members * width)))
@@ -99,14 +99,26 @@ class AttentionScores:
         for first in range(0, queries, step):
             last = min(first + step, queries)
             low, high = self.rule.key_range(first, last, keys)
+            if self.bias is not None and self.bias.dtype == torch.bool and self.bias.is_cpu:
+                # masks from models are mostly causal: what a whole block hides is never multiplied
+                columns = self.bias[..., first:last, low:high].any((0, 1, 2)).nonzero()
+                low, high = (low + int(columns[0]), low + int(columns[-1]) + 1) if len(columns) else (low, low)
             if low == high:
                 continue
             low, high = low // grain * grain, min(keys, -(-high // grain) * grain)
             pairs = max(1, budget // (max(members * (last - first), widened) * (high - low)))
             # short decoding steps are one such block, and slices cost as much as their products
             whole = pairs >= batch * groups and one_stride and (low, high, last - first) == (0, keys, queries)
+            if whole:
+                yield self.whole()
+                return
             for part in _parts(batch, groups, pairs, one_stride):
-                yield QueryBlock(*part, first, last, low, high, whole)
+                yield QueryBlock(*part, first, last, low, high)
+
+    def whole(self) -> QueryBlock:
+        """All queries of all heads against all keys, as one block, for callers that need complete maps."""
+        batch, groups, _, queries, _ = self.queries[0].shape
+        return QueryBlock(slice(0, batch), slice(0, groups), 0, queries, 0, self.keys[0].shape[2], True)
 
     def room(self, blocks: Iterable[QueryBlock]) -> Tensor:
         """Allocate memory for the scores of the largest block, which all blocks share."""
@@ -137,8 +149,9 @@ class AttentionScores:
         if rule.causal or rule.window is not None or rule.ragged:
             if rule.window is None and not sparse:
                 assert isinstance(rule.offset, int)
-                # every query of the block sees all that comes before
-                low = max(low, rule.offset + block.first + 1)
+                # every query of the block sees all that comes before; the first one's own key, which all see too, keeps
+                # the width even: 127 columns take four times as long as 128 in bfloat16
+                low = max(low, rule.offset + block.first)
             ruled = rule.block(block.first, block.last, low, block.high, parts.device)
             ruled = (ruled[block.batch] if ruled.shape[0] > 1 else ruled)[:, None, None]
             seen = ruled if seen is None else seen & ruled
@@ -146,7 +159,9 @@ class AttentionScores:
             return scores, None
         # log(0) = -inf is added, because filling through a mask takes three times as long in bfloat16
         parts[..., low - block.low :] += seen.to(parts.dtype).log_()
-        return scores, ~seen.any(-1, keepdim=True) if sparse else None
+        blind = ~seen.any(-1, keepdim=True) if sparse else None
+        # mostly there are none, and filling costs as much as a softmax; on a GPU, asking would wait for it
+        return scores, None if blind is None or (blind.is_cpu and not blind.any()) else blind
 
     def weights(self, block: QueryBlock, room: Tensor) -> Tensor:
         """Compute the weights of a block in ``room``: ``[n, M * rows, width]``; zeros if a query sees no key."""
@@ -180,7 +195,9 @@ class AttentionScores:
     def products(self, block: QueryBlock, room: Tensor) -> Tensor:
         """Compute ``scale * query . key`` for a block in ``room``: ``[n, M * rows, width]``."""
         rows = [block.rows(query) for query in self.queries]
-        scores = room[: self.size(block)].view(*rows[0].shape[:2], -1)
+        size = self.size(block)
+        count, height, _ = rows[0].shape
+        scores = (room if room.numel() == size else room[:size]).view(count, height, -1)
         for part, key in enumerate(self.keys):
             row_products(rows[part], block.keys(key), self.scale, scores, add=part > 0)
         return scores
@@ -212,7 +229,8 @@ def weighted_values(scores: AttentionScores, value: Tensor, kept: Tensor | None 
     room = scores.room(blocks) if kept is None else kept
     if len(blocks) == 1 and blocks[0].whole:
         z = mix(scores.weights(blocks[0], room), blocks[0].keys(value))
-        return z.to(query.dtype).view(*query.shape[:-1], -1)
+        z = z if z.dtype == query.dtype else z.to(query.dtype)
+        return z.view(*query.shape[:-1], -1)
     result = query.new_zeros(*query.shape[:-1], value.shape[-1])
     for block in blocks:
         weights = scores.weights(block, room)
@@ -260,7 +278,7 @@ def _gradients(scores: AttentionScores, value: Tensor, grad: Tensor, kept: Tenso
             part += scores.unflatten(change, block).sum_to_size(part.shape)
         if scores.softcap is not None:
             # derivative of softcap * tanh(x / softcap): 1 - tanh^2
-            change *= 1 - scores.products(block, room).div_(scores.softcap).tanh_().square_()
+            change.addcmul_(change, scores.products(block, room).div_(scores.softcap).tanh_().square_(), value=-1)
         part = query_grad[block.batch, block.groups, :, block.first : block.last]
         part.copy_(mix(change, block.keys(key), scores.scale).view(part.shape))
         add_spread(block.keys(key_grad), change, rows, scores.scale)
@@ -292,14 +310,19 @@ def _operator(*arguments: Any) -> tuple[Tensor, Tensor]:
     return weighted_values(*_unpack(arguments), kept if kept.numel() else None), kept
 
 
-def _room_for_all(query: Tensor, key: Tensor, *rest: Any) -> Tensor:
-    count = query[..., 0].numel() * key.shape[2]
-    return fast(query.new_empty(0)).new_empty(count if rest[-1] and count <= _KEPT_WEIGHTS else 0)
+def _room_for_all(*arguments: Any) -> Tensor:
+    query, key, *_, keeps = arguments
+    rule, queries, width = _unpack(arguments)[0].rule, query.shape[3], key.shape[2]
+    if rule.causal and not isinstance(rule.offset, Tensor):
+        # a causal block ends with its last query, rounded up to a step of widths: about half of all scores
+        width = min(width, rule.offset + (queries + _MOST_ROWS) // 2 + width // 16 + FEWEST_IN_STEP)
+    count = query[..., 0].numel() * width
+    return fast(query.new_empty(0)).new_empty(count if keeps and count <= _KEPT_WEIGHTS else 0)
 
 
 @_operator.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return query.new_empty(*query.shape[:-1], value.shape[-1]), _room_for_all(query, key, *rest)
+    return query.new_empty(*query.shape[:-1], value.shape[-1]), _room_for_all(query, key, value, *rest)
 
 
 @torch.library.custom_op(
@@ -355,6 +378,9 @@ def blocked_attention(
         # products below choose their dtypes themselves
         with torch.autocast(query.device.type, enabled=False):
             return blocked_attention(query, key, value, rule, scale, bias, softcap, sinks)
+    if bias is not None and bias.dtype == torch.bool and bias.stride(0) == 0:
+        # a mask that was expanded to all sequences is read once
+        bias = bias[:1]
     tensors = (query, key, value, bias, sinks)
     # weights are kept only where a backward pass may follow
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvfold.attention.latent import absorb_query, absorption_pays, expand_value, latent_decode
+from kvfold.attention.latent import absorb_query, absorption_pays, expand_value, latent_decode, latent_scores
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 Context = tuple[Tensor, Tensor | None]  # z [B, T, H, Dv], attention weights [B, H, T, S] (eager attention only)
@@ -158,10 +158,9 @@ def _absorbed(this: Any, nope: Tensor, rope: Tensor, latent: Tensor, key_rope: T
         z = latent_decode(query, rope, latent[:, 0], key_rope[:, 0], this.scaling, mask)
         return expand_value(z, up_value).transpose(1, 2), None
     # whole maps, as every eager attention makes them
-    scores = this.scaling * (query @ latent.mT + rope @ key_rope.mT)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    scores = latent_scores(query, rope, latent[:, 0], key_rope[:, 0], this.scaling, mask)
+    block = scores.whole()
+    weights = scores.weights(block, scores.room([block])).view(*query.shape[:-1], -1).to(query.dtype)
     return expand_value(weights @ latent, up_value).transpose(1, 2), weights
 
 

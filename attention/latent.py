@@ -96,9 +96,16 @@ def latent_decode(
         from kvfold.attention.kernel import decode_latent
 
         return decode_latent(query, query_rope, latent, key_rope, scale, mask=None if mask is None else mask[:, 0, 0])
-    # all heads are members of one key head, whose keys stay in two tensors: nothing of the cache is copied
-    queries, keys = (query[:, None], query_rope[:, None]), (latent[:, None], key_rope[:, None])
-    return weighted_values(AttentionScores(queries, keys, scale, _EVERYTHING, mask), latent[:, None])[:, 0]
+    scores = latent_scores(query, query_rope, latent, key_rope, scale, mask)
+    return weighted_values(scores, scores.keys[0]).squeeze(1)
+
+
+def latent_scores(
+    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None
+) -> AttentionScores:
+    """The scores of ``latent_decode``: all heads are members of one key head, and nothing of the cache is copied."""
+    queries, keys = (query.unsqueeze(1), query_rope.unsqueeze(1)), (latent.unsqueeze(1), key_rope.unsqueeze(1))
+    return AttentionScores(queries, keys, scale, _EVERYTHING, mask)
 
 
 def kernel_takes(query: Tensor, query_rope: Tensor, mask: Tensor | None) -> bool:

@@ -12,7 +12,7 @@ around two weaknesses of torch on CPUs; float32, float64 and GPUs are not affect
 import torch
 from torch import Tensor
 
-_FEWEST = 64
+FEWEST_IN_STEP = 64
 
 
 def shape_step(tensor: Tensor, keys: int) -> int:
@@ -23,7 +23,7 @@ def shape_step(tensor: Tensor, keys: int) -> int:
     if tensor.dtype != torch.bfloat16 or tensor.device.type != "cpu":
         return 1
     # at most 32 shapes for a context of any length
-    return max(_FEWEST, 1 << max(0, (keys // 16).bit_length() - 1))
+    return max(FEWEST_IN_STEP, 1 << max(0, (keys // 16).bit_length() - 1))
 
 
 def is_slow(tensor: Tensor) -> bool:

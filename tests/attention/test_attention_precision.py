@@ -79,7 +79,7 @@ def block_size(request, monkeypatch):
     monkeypatch.setattr(blocked, "_CPU_SCORES", request.param)
     if request.param == 64:
         monkeypatch.setattr(blocked, "_FEWEST_ROWS", 3)
-        monkeypatch.setattr(products, "_FEWEST", 8)
+        monkeypatch.setattr(products, "FEWEST_IN_STEP", 8)
 
 
 def compare(fast, plain, wide_formula, tensors: list[Tensor], shape: tuple[int, ...]) -> None:
