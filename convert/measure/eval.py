@@ -3,7 +3,7 @@
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,32 +39,72 @@ _LEARNED = 3
 _FIRST = 64
 _EVAL_WIDTHS = (27, 9, 7, 7, 17)
 
-# What was asked, the number of documents, means and difference.
-EvalRow = dict[str, Any]
 # By task and length.
 Questions = dict[tuple[str, int], list[Question]]
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """The results: ``retrieval`` by task and length, losses by ``positions``, and lm-evaluation-harness ``tasks``.
+class Paired:
+    """The means of ``source`` and ``student`` over ``documents``, and the mean ``difference`` in pairs.
 
-    Each row contains the number of ``documents``, the means for ``source`` and ``student``, their mean ``difference``,
-    and its ``margin``: half the width of its 95 % interval, or None for one document. Rows by position contain
-    perplexities as means, and ``excess`` (nats per token) instead of ``difference``.
+    ``margin`` is half the width of the difference's 95 % interval, or None for one document.
     """
+
+    documents: int
+    source: float
+    student: float
+    difference: float
+    margin: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalRow(Paired):
+    """The share of right answers in documents of ``length`` tokens; guessing is right in ``chance`` of them."""
+
+    task: str
+    length: int
+    chance: float = 1 / CHOICES
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionRow(Paired):
+    """The perplexities of tokens ``start`` to ``end``; ``difference`` is the excess loss, in nats per token."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRow(Paired):
+    """A metric of a task of lm-evaluation-harness."""
+
+    task: str
+    metric: str
+
+
+# Fields of a row that have another name in JSON.
+_POSITION_KEYS = {"start": "from", "end": "to", "difference": "excess"}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The results: ``retrieval`` by task and length, losses by ``positions``, and lm-evaluation-harness ``tasks``."""
 
     model: str
     out: str
     text: str
     samples: int
-    retrieval: list[EvalRow]
-    positions: list[EvalRow]
-    tasks: list[EvalRow]
+    retrieval: list[RetrievalRow]
+    positions: list[PositionRow]
+    tasks: list[TaskRow]
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
-        return dict(vars(self))
+        values = asdict(self)
+        values["positions"] = [
+            {_POSITION_KEYS.get(name, name): value for name, value in row.items()} for row in values["positions"]
+        ]
+        return values
 
     def table(self) -> str:
         """The results as text, with a section for each kind of measurement."""
@@ -72,27 +112,27 @@ class Evaluation:
         if self.retrieval:
             rows.append(("retrieval, right answers", "documents", "source", "result", "difference"))
             form = (".1f", ".1f", 100)
-            rows += [_cells(f"{row['task']} at {row['length']} tokens", row, *form) for row in self.retrieval]
+            rows += [_cells(f"{row.task} at {row.length} tokens", row, *form) for row in self.retrieval]
             rows.append((f"(guessing is right in {100 / CHOICES:.1f} %; filler: {self.text})",))
-            if max(row["source"] for row in self.retrieval) <= _LEARNED / CHOICES:
+            if max(row.source for row in self.retrieval) <= _LEARNED / CHOICES:
                 note = "(the source does little better than guessing, so these rows say nothing about the conversion)"
                 rows.append((note,))
             rows.append(("",))
         rows.append(("perplexity by position", "windows", "source", "result", "excess, nats"))
-        rows += [_cells(f"tokens {row['from']} to {row['to']}", row, ".2f", ".4f") for row in self.positions]
+        rows += [_cells(f"tokens {row.start} to {row.end}", row, ".2f", ".4f") for row in self.positions]
         if self.tasks:
             rows += [("",), ("task", "documents", "source", "result", "difference")]
-            rows += [_cells(f"{row['task']}, {row['metric']}", row, ".3f", ".3f") for row in self.tasks]
+            rows += [_cells(f"{row.task}, {row.metric}", row, ".3f", ".3f") for row in self.tasks]
         title = f"{self.out} against {self.model}; differences paired by document, with 95 % intervals"
         return "\n".join([title, "", *table(rows, _EVAL_WIDTHS)])
 
 
-def _cells(name: str, row: EvalRow, mean: str, change: str, scale: int = 1) -> tuple[str, ...]:
+def _cells(name: str, row: Paired, mean: str, change: str, scale: int = 1) -> tuple[str, ...]:
     """A table row with means in format ``mean``, difference and margin in ``change``; scale 100 means percent."""
-    difference = f"{scale * row['excess' if 'excess' in row else 'difference']:+{change}}"
-    difference += "" if row["margin"] is None else f" ± {scale * row['margin']:{change}}"
-    means = [f"{scale * row[model]:{mean}}" + (" %" if scale == 100 else "") for model in ("source", "student")]
-    return name, f"{row['documents']}", *means, difference
+    difference = f"{scale * row.difference:+{change}}"
+    difference += "" if row.margin is None else f" ± {scale * row.margin:{change}}"
+    means = [f"{scale * value:{mean}}" + (" %" if scale == 100 else "") for value in (row.source, row.student)]
+    return name, f"{row.documents}", *means, difference
 
 
 @takes(EvalRequest)
@@ -105,7 +145,7 @@ def eval_checkpoints(request: EvalRequest) -> Evaluation:
     default is held-out text that ships with kvfold. Raises InputError for an invalid request or checkpoint.
 
     >>> found = eval_checkpoints(demo_folder(), demo_folder(), lengths=[256], samples=2)
-    >>> [(row["task"], row["length"], row["difference"]) for row in found.retrieval]
+    >>> [(row.task, row.length, row.difference) for row in found.retrieval]
     [('needle', 256, 0.0), ('keys', 256, 0.0)]
     """
     if request.tasks:
@@ -140,11 +180,11 @@ def eval_checkpoints(request: EvalRequest) -> Evaluation:
         _examine(model, request, place, tokenizer, questions, windows) for model in (request.model, request.out)
     )
     retrieval = [
-        {"task": task, "length": length, "chance": 1 / CHOICES, **paired(before[0][task, length], right)}
+        RetrievalRow(**vars(paired(before[0][task, length], right)), task=task, length=length)
         for (task, length), right in after[0].items()
     ]
     scored = [
-        {"task": task, "metric": metric, **paired(one, other)}
+        TaskRow(**vars(paired(one, other)), task=task, metric=metric)
         for task, metric, one, other in eval_tasks.paired_scores(before[2], after[2])
     ]
     positions = by_position(before[1], after[1])
@@ -196,14 +236,14 @@ def _examine(
         checkpoint.close()
 
 
-def paired(before: Tensor, after: Tensor, difference: str = "difference") -> EvalRow:
+def paired(before: Tensor, after: Tensor) -> Paired:
     """The means of both, their mean difference, and half the width of its 95 % interval (None for one document)."""
     between = after.double() - before.double()
-    means = {"source": float(before.double().mean()), "student": float(after.double().mean())}
-    return {"documents": len(between), **means, difference: float(between.mean()), "margin": margin(between)}
+    source, student = (float(each.double().mean()) for each in (before, after))
+    return Paired(len(between), source, student, float(between.mean()), margin(between))
 
 
-def by_position(before: Tensor, after: Tensor) -> list[EvalRow]:
+def by_position(before: Tensor, after: Tensor) -> list[PositionRow]:
     """Perplexities and excess loss from both models' losses ``[n, T - 1]``, for ranges of positions that double."""
     length = before.shape[1] + 1
     # Losses fall with the logarithm of the position, so each stretch is as long as all before it.
@@ -211,7 +251,7 @@ def by_position(before: Tensor, after: Tensor) -> list[EvalRow]:
     rows = []
     for start, end in itertools.pairwise([1, *inner, length]):
         both = [losses[:, start - 1 : end - 1].mean(1) for losses in (before, after)]
-        pair = paired(both[0], both[1], "excess")
-        pair |= {name: perplexity(pair[name]) for name in ("source", "student")}
-        rows.append({"from": start, "to": end, **pair})
+        pair = paired(both[0], both[1])
+        pair = replace(pair, source=perplexity(pair.source), student=perplexity(pair.student))
+        rows.append(PositionRow(**vars(pair), start=start, end=end))
     return rows

@@ -25,6 +25,7 @@ from kvfold.convert.checkpoint.hashing import file_hashes
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.conversion.card import trained_card
+from kvfold.convert.conversion.fitted import Change
 from kvfold.convert.conversion.record import versions
 from kvfold.convert.errors import InputError, KvfoldError, opt, option_error
 from kvfold.convert.families.wrappers import text_type
@@ -39,7 +40,7 @@ from kvfold.convert.text.tokenizer import load_tokenizer, render
 from kvfold.convert.text.windows import check_seq_len
 from kvfold.convert.training.steps import check_constant
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.work import TokenPlan, TrainingOrder, last_checkpoint, prepare
+from kvfold.convert.uptrain.work import LogRow, TokenPlan, TrainingOrder, last_checkpoint, prepare
 
 _SECTION = """
 A converted checkpoint, trained further by kvfold: {what} trained for {steps} steps of {tokens} tokens{text}{teacher}.
@@ -61,15 +62,21 @@ class Uptrained:
     """The record of a run in ``kvfold.json`` and the rows of its log; both are empty except on the first process."""
 
     record: Mapping[str, Any]
-    rows: list[dict[str, Any]]
+    rows: list[LogRow]
 
     def __repr__(self) -> str:
         steps = self.record.get("request", {}).get("steps", 0)
         return f"Uptrained({steps} steps, {len(self.rows)} rows of the log)"
 
+    @property
+    def held_out(self) -> Change[LogRow] | None:
+        """The first and the last row with figures on held-out text; None if it was not measured."""
+        measured = [row for row in self.rows if row.eval_loss is not None]
+        return Change(measured[0], measured[-1]) if measured else None
+
     def to_dict(self) -> dict[str, Any]:
         """The record and the rows of the log as plain JSON values."""
-        return {**self.record, "log": self.rows}
+        return {**self.record, "log": [row.to_dict() for row in self.rows]}
 
 
 @takes(UptrainRequest)
@@ -126,7 +133,7 @@ def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles")
         if held:
             check_constant(state, source)
         rows = trainer.run_log.rows(trainer.state.log_history)
-        record = _record(request, plan, rows)
+        record = _record(request, plan, Uptrained({}, rows).held_out)
         model = trainer.accelerator.unwrap_model(trainer.model)
         write_trained(request, source, side_files, model, state, record)
         plot = request.plot or (str(request.work / "curve.png") if find_spec("matplotlib") else None)
@@ -170,31 +177,31 @@ def _token_plan(request: UptrainRequest, source: Checkpoint, vocabulary: int) ->
     )
 
 
-def _record(request: UptrainRequest, plan: TokenPlan, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _record(request: UptrainRequest, plan: TokenPlan, held_out: Change[LogRow] | None) -> dict[str, Any]:
     """The record of a run for ``kvfold.json``; local files and folders are recorded by name, without their paths."""
     options = request.result_options()
     for name in options.keys() & {"model", "text", "eval_text", "teacher"}:
         if Path(options[name]).exists():
             options[name] = portable_name(Path(options[name]).resolve())
     record: dict[str, Any] = {"request": options, "text": plan.text.name, "teacher": options.get("teacher")}
-    measured = [row for row in rows if "eval_loss" in row]
-    if measured:
-        ends = [{name: value for name, value in measured[i].items() if name.startswith("eval_")} for i in (0, -1)]
-        counts = {"sequences": plan.held_out, "length": plan.length}
-        record["held_out"] = {**counts, "before": ends[0], "after": ends[1]}
+    if held_out is not None:
+        record["held_out"] = {"sequences": plan.held_out, "length": plan.length}
+        for end, row in vars(held_out).items():
+            figures = {name: value for name, value in row.to_dict().items() if name.startswith("eval_")}
+            record["held_out"][end] = figures
     return record
 
 
 def summary(request: UptrainRequest, done: Uptrained) -> str:
     """A summary of the result for users, one to three lines long."""
-    drift = done.record.get("held_out")
     tokens = request.steps * request.batch_tokens
     lines = [f"wrote {request.out}: {request.steps} steps, {tokens} tokens; log and curve in {request.work}"]
-    if drift:
+    if (drift := done.held_out) is not None:
         # Distillation lowers the KL; the loss of few sequences says less.
         names = {"eval_excess": "excess loss over the teacher's", "eval_kl": "KL from the teacher"}
-        for name, what in names.items() if "eval_kl" in drift["after"] else [("eval_loss", "loss")]:
-            lines.append(f"held-out {what}: {drift['before'][name]:.4f} -> {drift['after'][name]:.4f} nats per token")
+        for name, what in [("eval_loss", "loss")] if drift.after.eval_kl is None else names.items():
+            before, after = (getattr(row, name) for row in (drift.before, drift.after))
+            lines.append(f"held-out {what}: {before:.4f} -> {after:.4f} nats per token")
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from kvfold.convert.targets.mla.tensors import HeldSlice
 from kvfold.convert.training.fit import BETAS, distillation_loss, next_token_loss
 from kvfold.convert.training.steps import has_constant, hold_constant, scale_gradients, scale_steps, tensor_sizes
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.work import TrainingOrder, mark_complete
+from kvfold.convert.uptrain.work import LogRow, TrainingOrder, mark_complete
 
 # A sixteenth of refinement's: all layers move at once, and the steps of all inputs add up. KL after 40 steps, MLA 24+8
 # of the model that ships: 0.0125 0.231, 0.05 0.165, 0.2 0.172 nats (bench_refine_constants.py --uptrain)
@@ -264,21 +265,21 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
         self.stages = Stages(quiet=request.quiet or not started_first())
         self._advance: Callable[[int], None] | None = None
 
-    def rows(self, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def rows(self, history: list[dict[str, Any]]) -> list[LogRow]:
         """Convert the trainer's log ``history`` to the rows of our log."""
-        rows = []
+        names, rows = [field.name for field in fields(LogRow)], []
         for logged in history:
             # The last has figures of the whole run.
             if "train_runtime" not in logged:
-                row = {"step": logged["step"], "tokens": logged["step"] * self._request.batch_tokens}
-                rows.append(row | {name: value for name, value in logged.items() if name not in ("epoch", "step")})
+                figures = {name: value for name, value in logged.items() if name in names}
+                rows.append(LogRow(tokens=logged["step"] * self._request.batch_tokens, **figures))
         return rows
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # A resumed run has the rows up to its checkpoint, and writes those after it again.
         if state.is_world_process_zero:
             rows = self.rows(state.log_history)
-            (self._request.work / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (self._request.work / "log.jsonl").write_text("".join(json.dumps(row.to_dict()) + "\n" for row in rows))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # Not before: the measurement ahead of the first step would count as a part of it.
@@ -300,7 +301,7 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        for row in self.rows(state.log_history[-1:]):
+        for row in map(LogRow.to_dict, self.rows(state.log_history[-1:])):
             if not all(math.isfinite(value) for name, value in row.items() if name.endswith("loss")):
                 raise KvfoldError(
                     f"step {state.global_step}: the loss is NaN or infinite; lower {opt('relative_lr')} or raise "

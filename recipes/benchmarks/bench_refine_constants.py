@@ -161,7 +161,7 @@ def uptrain() -> None:
         for trainer._AT_WIDTH_ONE in (0.0125, 0.05, 0.2):
             out = str(place / str(trainer._AT_WIDTH_ONE))
             found = uptrain_checkpoint(UptrainRequest(model, out, teacher=teacher, quiet=True, **options)).rows[-1]
-            shown = f"KL {found['eval_kl']:.4f}, excess {found['eval_excess']:+.4f}"
+            shown = f"KL {found.eval_kl:.4f}, excess {found.eval_excess:+.4f}"
             print(f"_AT_WIDTH_ONE {trainer._AT_WIDTH_ONE:6}: {shown}", flush=True)
 
 

@@ -71,11 +71,11 @@ def test_losses_by_position_are_those_of_transformers(encode):
     losses = token_losses(model, tokens)
     assert losses.mean().item() == pytest.approx(model(input_ids=tokens, labels=tokens).loss.item(), rel=1e-4)
     rows = evaluation.by_position(losses, losses + 0.5)
-    assert [(row["from"], row["to"], row["documents"]) for row in rows] == [(1, 40, 2)]
-    assert rows[0]["excess"] == pytest.approx(0.5)
-    assert rows[0]["student"] == pytest.approx(rows[0]["source"] * 2.718281828**0.5)
+    assert [(row.start, row.end, row.documents) for row in rows] == [(1, 40, 2)]
+    assert rows[0].difference == pytest.approx(0.5)
+    assert rows[0].student == pytest.approx(rows[0].source * 2.718281828**0.5)
     long = evaluation.by_position(torch.ones(2, 299), torch.ones(2, 299))
-    assert [(row["from"], row["to"]) for row in long] == [(1, 64), (64, 128), (128, 256), (256, 300)]
+    assert [(row.start, row.end) for row in long] == [(1, 64), (64, 128), (128, 256), (256, 300)]
 
 
 # Of a text the harness gives the log-likelihood and the length in words or bytes, whatever the metric's name
@@ -95,11 +95,11 @@ def test_scores_of_the_harness_are_paired_by_document():
     scored = eval_tasks.paired_scores(before, after)
     rows = [evaluation.paired(*values) for _, _, *values in scored]
     assert [metric for _, metric, *_ in scored] == ["acc", *LOSSES.values()]
-    assert [row["documents"] for row in rows] == [3, 1, 1]
-    assert rows[0]["difference"] == pytest.approx(-1 / 3)
-    assert rows[0]["margin"] == pytest.approx(1.434, rel=0.15)  # t of 2 degrees of freedom, 4.30, x 1/3
-    assert (rows[1]["source"], rows[1]["student"], rows[1]["margin"]) == (2.0, 3.0, None)
-    assert rows[2]["source"] == pytest.approx(2 / 0.693147, rel=1e-5)
+    assert [row.documents for row in rows] == [3, 1, 1]
+    assert rows[0].difference == pytest.approx(-1 / 3)
+    assert rows[0].margin == pytest.approx(1.434, rel=0.15)  # t of 2 degrees of freedom, 4.30, x 1/3
+    assert (rows[1].source, rows[1].student, rows[1].margin) == (2.0, 3.0, None)
+    assert rows[2].source == pytest.approx(2 / 0.693147, rel=1e-5)
 
 
 def test_tasks_need_the_harness(monkeypatch):
@@ -138,7 +138,11 @@ def test_the_table_of_the_documents_is_what_was_measured():
     root = Path(__file__).resolve().parents[3]
     found = json.loads((root / "recipes/results/evaluate_demo.json").read_text())
     text = (root / "docs/evaluating.md").read_text()
-    names = ("model", "out", "text", "samples", "retrieval", "positions", "tasks")
-    table = evaluation.Evaluation(**{name: found[name] for name in names}).table()
+    names = {"from": "start", "to": "end", "excess": "difference"}
+    positions = [{names.get(name, name): value for name, value in row.items()} for row in found["positions"]]
+    rows = [evaluation.RetrievalRow(**row) for row in found["retrieval"]]
+    rows = rows, [evaluation.PositionRow(**row) for row in positions]
+    about = (found[name] for name in ("model", "out", "text", "samples"))
+    table = evaluation.Evaluation(*about, *rows, tasks=found["tasks"]).table()
     assert "\n".join(table.splitlines()[2:]) in text
     assert found["date"] in text

@@ -1,12 +1,15 @@
 """The curve of an uptraining run, and the files that charts are saved in."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvfold.convert.measure.figures import uptraining_curve
+from kvfold.convert.uptrain.work import LogRow
 
-TRAINED = [{"step": n, "tokens": 512 * n, "loss": 1 / (n + 1), "learning_rate": 0.1} for n in range(1, 9)]
-LOSSES = [{"step": n, "tokens": 512 * n, "eval_loss": 3.0 - n / 8} for n in (0, 4, 8)]
-EXCESS = [row | {"eval_excess": 0.4 - 0.02 * row["step"], "eval_kl": 0.5} for row in LOSSES]
+TRAINED = [LogRow(n, 512 * n, loss=1 / (n + 1), learning_rate=0.1) for n in range(1, 9)]
+LOSSES = [LogRow(n, 512 * n, eval_loss=3.0 - n / 8) for n in (0, 4, 8)]
+EXCESS = [replace(row, eval_excess=0.4 - 0.02 * row.step, eval_kl=0.5) for row in LOSSES]
 
 HALVED = {
     "excess loss over the teacher's": [0.4, 0.32, 0.24],
@@ -36,7 +39,7 @@ def test_the_curve_has_held_out_losses_above_training_losses(measured, lines, nu
 def test_equal_values_give_equal_files(tmp_path, name, start):
     files = []
     for loss in (1.0, 1.0, 2.0):
-        uptraining_curve([{**TRAINED[0], "loss": loss}]).save(str(tmp_path / name), "a model")
+        uptraining_curve([replace(TRAINED[0], loss=loss)]).save(str(tmp_path / name), "a model")
         files.append((tmp_path / name).read_bytes())
     assert files[0].startswith(start)
     assert files[0] == files[1] != files[2]

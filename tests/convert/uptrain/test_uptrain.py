@@ -106,13 +106,14 @@ def test_what_convert_writes_is_ready_to_train_and_learns(converted, text, tmp_p
     model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     assert [name for name, value in model.named_parameters() if value.grad is None or not value.grad.any()] == []
     done = train(start, out, text, weight_decay=0.1 if target == "queries" else 0.0)
-    losses = [row["loss"] for row in done.rows if "loss" in row]
+    losses = [row.loss for row in done.rows if row.loss is not None]
     assert len(losses) == 10
     assert losses[-1] < losses[0] - 0.3
-    assert max(row.get("learning_rate", 0) for row in done.rows) == pytest.approx(QUICK["relative_lr"])
+    assert max(row.learning_rate or 0 for row in done.rows) == pytest.approx(QUICK["relative_lr"])
     drift = done.record["held_out"]
     assert drift["after"]["eval_loss"] < drift["before"]["eval_loss"] - 0.3
-    assert [row["step"] for row in done.rows if "eval_loss" in row] == [0, 5, 10]
+    assert done.held_out.before.eval_loss == drift["before"]["eval_loss"]
+    assert [row.step for row in done.rows if row.eval_loss is not None] == [0, 5, 10]
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (out / name).read_bytes() == (start / name).read_bytes(), name
     before, after = tensors(start), tensors(out)
@@ -189,7 +190,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_pa
     monkeypatch.setattr(uptrain_trainer.Uptrainer, "training_step", None)
     done = run(resume=True)
     assert done.rows == whole.rows
-    assert [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()] == whole.rows
+    assert [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()] == whole.to_dict()["log"]
     before, after = tensors(tmp_path / "whole"), tensors(tmp_path / "out")
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert sorted(path.name for path in work.iterdir()) == ["log.jsonl", "request.json"]
