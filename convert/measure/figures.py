@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
     from kvfold.convert.conversion.fitted import FitReport, LatentSpectrum, RotaryWorth, Split
     from kvfold.convert.measure.sweep import Sweep, SweptTarget
-    from kvfold.convert.uptrain.work import LogRow
+    from kvfold.convert.training.log import LogRow
 
 _RELATIVE_ERRORS = (
     ("attention_local", "alone"),

@@ -38,9 +38,10 @@ from kvfold.convert.stream.stock import hide_bars, load_config, load_model
 from kvfold.convert.text.corpus import open_corpus
 from kvfold.convert.text.tokenizer import load_tokenizer, render
 from kvfold.convert.text.windows import check_seq_len
+from kvfold.convert.training.log import LogRow
 from kvfold.convert.training.steps import check_constant
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.work import LogRow, TokenPlan, TrainingOrder, last_checkpoint, prepare
+from kvfold.convert.uptrain.work import TokenPlan, TrainingOrder, last_checkpoint, prepare
 
 _SECTION = """
 A converted checkpoint, trained further by kvfold: {what} trained for {steps} steps of {tokens} tokens{text}{teacher}.

@@ -30,9 +30,10 @@ from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stock import load_model
 from kvfold.convert.targets.mla.tensors import HeldSlice
 from kvfold.convert.training.fit import BETAS, distillation_loss, next_token_loss
+from kvfold.convert.training.log import LogRow
 from kvfold.convert.training.steps import has_constant, hold_constant, scale_gradients, scale_steps, tensor_sizes
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.work import LogRow, TrainingOrder, mark_complete
+from kvfold.convert.uptrain.work import TrainingOrder, mark_complete
 
 # A sixteenth of refinement's: all layers move at once, and the steps of all inputs add up. KL after 40 steps, MLA 24+8
 # of the model that ships: 0.0125 0.231, 0.05 0.165, 0.2 0.172 nats (bench_refine_constants.py --uptrain)

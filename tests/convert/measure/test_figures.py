@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvfold.convert.measure.figures import uptraining_curve
-from kvfold.convert.uptrain.work import LogRow
+from kvfold.convert.training.log import LogRow
 
 TRAINED = [LogRow(n, 512 * n, loss=1 / (n + 1), learning_rate=0.1) for n in range(1, 9)]
 LOSSES = [LogRow(n, 512 * n, eval_loss=3.0 - n / 8) for n in (0, 4, 8)]
