@@ -222,10 +222,8 @@ def odd_headers(draw: Any) -> bytes:
 
 @many
 @hypothesis.given(headers() | odd_headers())
-def test_headers_as_the_safetensors_library_reads_them(tmp_path_factory: Any, data: bytes) -> None:
+def test_headers_as_the_safetensors_library_reads_them(folder: Path, data: bytes) -> None:
     """What the library takes is taken, and what it refuses refused."""
-    folder = Path(tmp_path_factory.getbasetemp()) / "empty"
-    folder.mkdir(exist_ok=True)
     survives(lambda: agrees_with_the_library(data), folder)
 
 

@@ -16,6 +16,9 @@ from kvfold.convert.data import demo_folder
 from kvfold.convert.methods import registry
 from kvfold.convert.methods.registry import methods_of, objectives, quick_method
 
+WAYS = ("command line", "python")
+FEW = {"to": "mqa", "samples": 4, "seq_len": 32, "group": "contiguous"}
+
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -29,19 +32,30 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(module, None)
 
 
+def converted(way: str, out: Path, **options: Any) -> str:
+    """Convert the shipped model into ``out``; returns the lines on stdout, of which Python has none."""
+    if way == "python":
+        convert_checkpoint(ConvertRequest(demo_folder(), out, quiet=True, **options))
+        return ""
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    done = CliRunner().invoke(cli.kvfold, ["convert", str(demo_folder()), str(out), *words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
 def test_the_methods_that_ship() -> None:
-    assert methods_of("gqa") == methods_of("mqa") == ("principal", "mean", "first", "random")
-    assert methods_of("mla") == ("principal", "svd")
+    for to, shipped in (("gqa", {"mean", "first", "random"}), ("mqa", {"mean", "first", "random"}), ("mla", {"svd"})):
+        assert methods_of(to)[0] == "principal"  # the default
+        assert shipped <= {*methods_of(to)}
     assert [quick_method(to) for to in ("gqa", "mla")] == ["mean", "svd"]
     assert "scores" in objectives()
 
 
-def test_a_method_from_the_command_line(tmp_path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_method_of_a_module(tmp_path, way: str) -> None:
     out, name = tmp_path / "out", "toy_method:loudest"
-    call = ["convert", str(demo_folder()), str(out), "--to", "gqa", "--kv-heads", "2", "--method", name]
-    done = CliRunner().invoke(cli.kvfold, call, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    assert "method toy_method:loudest" in done.stdout
+    said = converted(way, out, to="gqa", kv_heads=2, method=name)
+    assert way == "python" or "method toy_method:loudest" in said
     assert json.loads((out / "kvfold.json").read_text())["request"]["method"] == name
     card = (out / "README.md").read_text()
     assert "Each group keeps its loudest head." in card
@@ -50,20 +64,6 @@ def test_a_method_from_the_command_line(tmp_path) -> None:
     heads = keys[0].view(2, 4, 32, -1)
     loudest = torch.stack([group[group.norm(dim=(1, 2)).argmax()] for group in heads])
     torch.testing.assert_close(keys[1].view(2, 32, -1), loudest)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "olmo2"])
-def test_biases_and_norms_stay_with_their_heads(tiny_family, tmp_path, family) -> None:
-    name, options = "toy_method:loudest", {"to": "mqa", "quiet": True}
-    convert_checkpoint(ConvertRequest(tiny_family(family), tmp_path / "out", method=name, **options))
-    stored, kept = (tensors(folder) for folder in (tiny_family(family), tmp_path / "out"))
-    place = "model.layers.0.self_attn.k_proj.weight"
-    dims = len(kept[place])
-    heads = stored[place].view(-1, dims, stored[place].shape[1])
-    loudest = int((heads - kept[place]).abs().amax((1, 2)).argmin())
-    beside = {"qwen2": ["k_proj.bias", "v_proj.bias"], "olmo2": ["k_norm.weight"]}[family]
-    for name in (f"model.layers.0.self_attn.{end}" for end in beside):
-        assert torch.equal(kept[name], stored[name].view(-1, dims)[loudest])
 
 
 def test_a_method_from_python_may_start_a_refinement(tiny_reader, tmp_path) -> None:
@@ -75,20 +75,26 @@ def test_a_method_from_python_may_start_a_refinement(tiny_reader, tmp_path) -> N
     assert len(done.record["refinement"]) == 2
 
 
-def test_an_objective_of_a_module(tiny_reader, tmp_path) -> None:
-    options = {"to": "mqa", "samples": 4, "seq_len": 32, "group": "contiguous", "quiet": True}
-    usual, named = (
-        convert_checkpoint(ConvertRequest(tiny_reader, tmp_path / name, objective=objective, **options)).record
-        for name, objective in (("usual", None), ("named", "toy_objective:nearest-keys"))
-    )
-    assert named["request"]["objective"] == "toy_objective:nearest-keys"
-    assert "objective" not in usual["request"]
-    before, after = tensors(tmp_path / "usual"), tensors(tmp_path / "named")
-    keys, values = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "kv")
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped model, converted with the default objective."""
+    out = tmp_path_factory.mktemp("usual") / "out"
+    converted("python", out, **FEW)
+    return out
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_objective_of_a_module(usual: Path, tmp_path, way: str) -> None:
+    out, name = tmp_path / "out", "toy_objective:nearest-keys"
+    converted(way, out, objective=name, **FEW)
+    assert json.loads((out / "kvfold.json").read_text())["request"]["objective"] == name
+    assert "objective" not in json.loads((usual / "kvfold.json").read_text())["request"]
+    before, after = tensors(usual), tensors(out)
+    keys, values = (f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "kv")
     assert not torch.equal(after[keys], before[keys])
     torch.testing.assert_close(after[values], before[values])
     # Once its module is imported, its name is enough.
-    assert ConvertRequest(tiny_reader, tmp_path, objective="nearest-keys", to="mqa").objective == "nearest-keys"
+    assert ConvertRequest(demo_folder(), tmp_path, objective="nearest-keys", to="mqa").objective == "nearest-keys"
 
 
 @pytest.mark.parametrize(
