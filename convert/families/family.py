@@ -12,7 +12,7 @@ from kvfold.convert.families.values import TYPES
 from kvfold.convert.families.wrappers import INNER, WRAPPERS, text_type
 
 _FAMILY_FOLDER = Path(__file__).parent
-_ONLY = "kvfold converts only causal language models"
+_ONLY = "kvfold converts only causal language models, which docs/families.md lists"
 _LISTED = "docs/families.md lists the supported models, CONTRIBUTING.md explains how to add one"
 _CAUSAL = re.compile("CausalLM$|LMHead")
 # The keys of nested configs in wrappers, by which a wrapper that is not supported is told from a plain model.

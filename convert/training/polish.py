@@ -77,9 +77,10 @@ def polishing_rate(error: float, width: int, layers: int) -> float:
 
     ``error`` is the KL on held-out sequences before training.
     """
-    # Near its minimum the KL grows with the square of the distance, so that the way to go is in proportion to the root
-    # of the error before training; with more, a model that was close is thrown away from where it was. What the layers
-    # change adds up, as what a matrix's inputs do. Rounding may make the error of a lossless model negative.
+    # Near its minimum the KL grows with the square of the distance, so the distance to the minimum is proportional to
+    # the root of the error before training. A higher rate would move a model that is close to its minimum away from it.
+    # The changes of all layers add up, and so do those of a matrix's inputs. Rounding may make the error of a lossless
+    # model negative.
     return _RATE / layers * min(1.0, math.sqrt(max(error, 0.0))) / math.sqrt(width)
 
 

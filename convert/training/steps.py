@@ -1,8 +1,9 @@
 """Training step sizes in proportion to tensors, rows and columns, with smaller steps for the constant channel.
 
-Adam moves every element by about the learning rate, whatever its size. The tensors of a converted attention differ in
-size far more than those of a trained model: a latent channel may be small in the tensor that writes it and large in the
-tensor that reads it. A single rate would leave some tensors unchanged and destroy others, so steps are scaled for
+Each step of Adam changes every element, large or small, by about the learning rate. The tensors of a converted
+attention differ in size far more than those of a trained model: a latent channel may be small in the tensor that writes
+it and large in the tensor that reads it. A single rate would leave some tensors unchanged and destroy others, so steps
+are scaled for
 
     tensors             the learning rate is multiplied by the root mean square of the tensor's elements
     rows and columns    in polishing, an element's step is multiplied by the relative sizes of its row and its column
@@ -69,8 +70,8 @@ def scale_steps(
     @torch.no_grad()
     def shorten(*_: Any) -> None:
         for (part, factors), old in zip(parts, before, strict=True):
-            # Never further than in a tensor whose elements are all alike: moved in proportion to more than that, the
-            # few largest channels shake what every token reads.
+            # At most the step of a tensor with equally large elements: larger steps of the few largest channels, which
+            # every token reads, would disturb the outputs for all tokens.
             scale: Any = math.prod(factors, start=part.new_ones(()))
             part.copy_(old.lerp(part, scale.clamp_max(1)))
         before.clear()

@@ -39,9 +39,9 @@ _json = click.option(
 def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     """Train MODEL further into OUT, at learning rates relative to the size of each tensor.
 
-    MODEL is a checkpoint written by `kvfold convert`. Adam moves every element by about the learning rate, so
-    --relative-lr is multiplied by the root mean square of each tensor; suitable values are larger than for absolute
-    learning rates.
+    MODEL is a checkpoint written by `kvfold convert`. Each step of Adam changes every element, large or small, by
+    about the learning rate, so --relative-lr is multiplied by the root mean square of each tensor; suitable values are
+    larger than for absolute learning rates.
     """
     check_files(json_file, request.plot)
     check_output(request.out, overwrite=request.overwrite, model=request.model)
