@@ -137,13 +137,14 @@ def drift(request: DriftRequest, json_file: str | None, report: str | None) -> N
 
     check_files(json_file, report=report)
     check_sources(filter(None, [request.text]), "text")
-    click.echo(f"reading {request.model} and {request.out}", err=True)
+    if not request.quiet:
+        click.echo(f"reading {request.model} and {request.out}", err=True)
     check_opens(request.model, request.out)
     from kvfold.convert.measure.drift import drift_checkpoints, drift_table, heading
 
     measured = drift_checkpoints(request)
     if report is not None:
-        write_report(drift_page(measured, heading(measured)), report)
+        write_report(drift_page(measured, heading(measured)), report, request.quiet)
     tell(json_file, measured.to_dict, drift_table(measured))
 
 

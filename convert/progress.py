@@ -32,6 +32,13 @@ _STAGE_NAMES = {
     "sweep": "fitting each layer for each target,",
     "write": "writing",
     "polish": "polishing",
+    "compare": "comparing",
+    "floor": "measuring rounding,",
+    "bench": "timing",
+    "retrieval": "answering questions,",
+    "losses": "measuring the loss by position,",
+    "train": "training",
+    "evaluate": "measuring on held-out text,",
     "text": "writing the calibration text,",
 }
 

@@ -275,7 +275,7 @@ class DriftRequest(Request):
     device: Device = option("auto", "Device to compute on; auto: a GPU if there is one.")
     dtype: Dtype = option("auto", "Dtype to compute in.")
     trust_remote_code: bool = option(False, "Allow tokenizer code in MODEL to run.")
-    quiet: bool = False
+    quiet: bool = option(False, "Print no progress.")
 
 
 @dataclass(frozen=True, repr=False)
@@ -359,7 +359,8 @@ class BenchRequest(Request):
         None, "Maximum number of tokens to prefill; 0 skips the prefill.", metavar="N", least=0
     )
     threads: int | None = option(None, "CPU threads; default: torch's choice.", metavar="N", least=1)
-    seconds: float = 4.0
+    seconds: float = option(4.0, "Seconds to time each model, context and batch.", metavar="X", least=0)
+    quiet: bool = option(False, "Print no progress.")
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.layers is not None and self.shape is None:

@@ -141,15 +141,16 @@ def measure_drift(
     batch: int | None = None,
     floor: bool = True,
     floor_sequences: int = 8,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> DriftReport:
     """Compare ``student`` with ``source`` over ``tokens [N, T]`` (whole sequences, no padding), layer by layer.
 
     Both are loaded transformers models or layer streams. ``device`` and ``dtype`` apply to the computation; by default,
     a loaded model runs on the GPU if there is one, a stream stays on its device, and both keep their dtype. ``batch``
     is the number of sequences that go through a layer at once, and ``floor_sequences`` the number used to measure the
-    rounding floor. ``progress(done, total)`` is called after each layer. Cache bytes are for the models as passed.
-    Raises ValueError for tokens of the wrong shape or dtype, or models of different depth or vocabulary.
+    rounding floor. ``progress(stage, done, total)`` is called before and after each layer of ``compare`` and ``floor``.
+    Cache bytes are for the models as passed. Raises ValueError for tokens of the wrong shape or dtype, or models of
+    different depth or vocabulary.
     """
     if tokens.dim() != 2 or not len(tokens) or tokens.shape[1] < 2 or tokens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -175,16 +176,17 @@ def measure_drift(
         )
     size = batch or max(1, _TOKENS_AT_ONCE // tokens.shape[1])
     some = tokens[: floor_sequences if floor else 0]
-    measures_floor = floor and _floor_dtypes(teacher, compared)[1] is not None
-    total, done = (2 if measures_floor else 1) * teacher.layers, itertools.count(1)
 
-    def step() -> None:
-        if progress is not None:
-            progress(next(done), total)
+    def steps(stage: str) -> Callable[[], None]:
+        done = itertools.count()
+        progress(stage, next(done), teacher.layers)
+        return lambda: progress(stage, next(done), teacher.layers)
 
     with torch.no_grad():
-        measured = compare(teacher, compared, tokens, size, step)
-    return report_of(measured, teacher, compared, tokens, some, size, step)
+        measured = compare(teacher, compared, tokens, size, steps("compare"))
+    if not floor or _floor_dtypes(teacher, compared)[1] is None:
+        return report_of(measured, teacher, compared, tokens, some)
+    return report_of(measured, teacher, compared, tokens, some, size, steps("floor"))
 
 
 def floor_count(tokens: Tensor) -> int:

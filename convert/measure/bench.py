@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvfold.convert.errors import KvfoldError, did_you_mean, option_error
 from kvfold.convert.options import takes
+from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import BenchRequest
 from kvfold.convert.sizes import bytes_text, table
 from kvfold.convert.targets.mla.config import is_latent
@@ -143,14 +144,15 @@ class Benchmark:
 
 
 @takes(BenchRequest)
-def bench_checkpoints(request: BenchRequest, tell: Callable[[str], None] = lambda text: None) -> Benchmark:
+def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -> Benchmark:
     """Time ``models`` side by side, each in its own process, as ``kvfold bench`` does.
 
-    ``shape`` adds models of a known shape with random weights, shortened to ``layers``. ``tell`` is called with a
-    progress message before each model. Ratios are relative to the first model. If a model's process fails, its rows
-    contain the error. Raises InputError for an invalid request and KvfoldError if all models fail.
+    ``shape`` adds models of a known shape with random weights, shortened to ``layers``. ``progress`` works as in
+    `convert_checkpoint`, with the stage ``bench`` (models). Ratios are relative to the first model. If a model's
+    process fails, its rows contain the error. Raises InputError for an invalid request and KvfoldError if all models
+    fail.
 
-    >>> done = bench_checkpoints([demo_folder()], contexts=[64], prefill_tokens=0, seconds=0.01)
+    >>> done = bench_checkpoints([demo_folder()], contexts=[64], prefill_tokens=0, seconds=0.01, quiet=True)
     >>> done.rows[0].context, done.rows[0].ratio
     (64, 1.0)
     """
@@ -167,8 +169,7 @@ def bench_checkpoints(request: BenchRequest, tell: Callable[[str], None] = lambd
     rows: list[BenchRow] = []
     machine: dict[str, Any] = {}
     failures: list[KvfoldError] = []
-    for subject in chosen:
-        tell(f"{subject.label} ...")
+    for subject in Stages(progress, request.quiet).over("bench", chosen, len(chosen), "model"):
         try:
             result = run_in_process(BenchTask(subject, request, device, dtype, prefill))
         except KvfoldError as error:

@@ -1,7 +1,6 @@
 """The commands ``kvfold eval``, ``sweep`` and ``bench``. Slow imports happen inside the functions."""
 
 import re
-from functools import partial
 
 import click
 
@@ -115,5 +114,5 @@ def bench(request: BenchRequest, json_file: str | None) -> None:
     check_files(json_file)
     from kvfold.convert.measure.bench import bench_checkpoints
 
-    report = bench_checkpoints(request, tell=partial(click.echo, err=True))
+    report = bench_checkpoints(request)
     tell(json_file, report.to_dict, report.table())

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.page import number, percent, totals
 from kvfold.convert.options import takes
-from kvfold.convert.progress import stage
+from kvfold.convert.progress import Advance, Progress, Stages
 from kvfold.convert.request import DriftRequest
 from kvfold.convert.sizes import table
 from kvfold.convert.stream.stream import CheckpointStream
@@ -39,13 +39,13 @@ _LEGEND = (
 
 
 @takes(DriftRequest)
-def drift_checkpoints(request: DriftRequest, progress: Callable[[int, int], None] | None = None) -> DriftReport:
+def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -> DriftReport:
     """Compare ``out`` with ``model`` on ``samples`` sequences of ``seq_len`` tokens from ``text``.
 
-    The default text ships with kvfold and is never used for calibration. ``seed`` selects the sequences.
-    ``progress(done, total)`` is called after every layer of the comparison, then of the rounding floor; unless
-    ``quiet``, progress is also shown on stderr. The report's ``about`` contains the names and hashes of the models and
-    the text. Raises InputError if a checkpoint cannot be opened, the models do not match, or the text is too short.
+    The default text ships with kvfold and is never used for calibration. ``seed`` selects the sequences. ``progress``
+    works as in `convert_checkpoint`, with the stages ``compare`` and ``floor`` (both layers). The report's ``about``
+    contains the names and hashes of the models and the text. Raises InputError if a checkpoint cannot be opened, the
+    models do not match, or the text is too short.
 
     >>> drift_checkpoints(demo_folder(), demo_folder(), samples=1, seq_len=32).identical
     True
@@ -68,8 +68,8 @@ def drift_checkpoints(request: DriftRequest, progress: Callable[[int, int], None
             if not request.quiet:
                 sequences, length = tokens.shape
                 print(f"comparing on {sequences} x {length} tokens of {read.source}", file=sys.stderr, flush=True)
-                progress = _layer_stages(teacher.layers, progress, stack)
-            report = measure_drift(teacher, compared, tokens, floor_sequences=floor_count(tokens), progress=progress)
+            shown = _layer_stages(Stages(progress, request.quiet), stack)
+            report = measure_drift(teacher, compared, tokens, floor_sequences=floor_count(tokens), progress=shown)
         models = {
             name: {"name": checkpoint.origin, "sha256": checkpoint.source_hash()}
             for name, checkpoint in (("source", source), ("converted", student))
@@ -81,22 +81,18 @@ def drift_checkpoints(request: DriftRequest, progress: Callable[[int, int], None
         student.close()
 
 
-def _layer_stages(
-    layers: int, progress: Callable[[int, int], None] | None, stack: ExitStack
-) -> Callable[[int, int], None]:
-    """A callback that shows progress on stderr: of the comparison, then of the rounding floor. Closed by ``stack``."""
-    advance = stack.enter_context(stage("comparing", layers, "layer"))
+def _layer_stages(stages: Stages, stack: ExitStack) -> Progress:
+    """A callback that reports the layers of one stage after the other to ``stages``. Closed by ``stack``."""
+    advance: Advance
 
-    def step(done: int, total: int) -> None:
+    def step(name: str, done: int, total: int) -> None:
         nonlocal advance
         # One stage ends before the next begins, so that they do not nest.
-        if done == layers < total:
+        if done == 0:
             stack.close()
-            advance = stack.enter_context(stage("measuring rounding,", layers, "layer"))
+            advance = stack.enter_context(stages(name, total, "layer"))
         else:
             advance(1)
-        if progress is not None:
-            progress(done, total)
 
     return step
 

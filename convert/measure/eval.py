@@ -19,7 +19,7 @@ from kvfold.convert.measure import eval_tasks
 from kvfold.convert.measure.eval_tasks import CHOICES, TASKS, Question, TaskScores, answers, draw_questions
 from kvfold.convert.measure.losses import token_losses
 from kvfold.convert.options import takes
-from kvfold.convert.progress import Stages
+from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import EvalRequest
 from kvfold.convert.sizes import table
 from kvfold.convert.stream.stock import hide_bars, load_model
@@ -136,13 +136,15 @@ def _cells(name: str, row: Paired, mean: str, change: str, scale: int = 1) -> tu
 
 
 @takes(EvalRequest)
-def eval_checkpoints(request: EvalRequest) -> Evaluation:
+def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> Evaluation:
     """Compare ``out`` with ``model``: retrieval at ``lengths``, loss by position, and lm-evaluation-harness ``tasks``.
 
     Differences are paired by document, with 95 % intervals. The default ``lengths`` are the model's context (on a CPU
-    at most 1024 tokens) and 1/2, 1/4 and 1/8 of it. ``samples`` is the number of documents per length (default 32, on
-    a CPU 16), ``limit`` the number per task. Words are hidden in ``text``, which the losses are also measured on; the
-    default is held-out text that ships with kvfold. Raises InputError for an invalid request or checkpoint.
+    at most 1024 tokens) and 1/2, 1/4 and 1/8 of it. ``samples`` is the number of documents per length (default 32, on a
+    CPU 16), ``limit`` the number per task. Words are hidden in ``text``, which the losses are also measured on; the
+    default is held-out text that ships with kvfold. ``progress`` works as in `convert_checkpoint`, for each model with
+    the stages ``retrieval`` (documents, for each task and length) and ``losses`` (documents). Raises InputError for an
+    invalid request or checkpoint.
 
     >>> found = eval_checkpoints(demo_folder(), demo_folder(), lengths=[256], samples=2)
     >>> [(row.task, row.length, row.difference) for row in found.retrieval]
@@ -177,7 +179,8 @@ def eval_checkpoints(request: EvalRequest) -> Evaluation:
         print(f"{'; '.join(parts)}, {fewer}", file=sys.stderr, flush=True)
     # One after the other: two models of 70B parameters fit into few machines.
     before, after = (
-        _examine(model, request, place, tokenizer, questions, windows) for model in (request.model, request.out)
+        _examine(model, request, place, tokenizer, questions, windows, Stages(progress, request.quiet))
+        for model in (request.model, request.out)
     )
     retrieval = [
         RetrievalRow(**vars(paired(before[0][task, length], right)), task=task, length=length)
@@ -211,10 +214,16 @@ def _tokens(tokenizer: Any, text: str | None, wanted: int) -> tuple[Tensor, str]
 
 
 def _examine(
-    folder: str, request: EvalRequest, device: torch.device, tokenizer: Any, questions: Questions, windows: Tensor
+    folder: str,
+    request: EvalRequest,
+    device: torch.device,
+    tokenizer: Any,
+    questions: Questions,
+    windows: Tensor,
+    stages: Stages,
 ) -> tuple[dict[tuple[str, int], Tensor], Tensor, TaskScores]:
     """One model's right answers by task and length, losses ``[N, T - 1]`` on ``windows``, and harness scores."""
-    checkpoint, stages = open_checkpoint(folder), Stages(quiet=request.quiet)
+    checkpoint = open_checkpoint(folder)
     name = checkpoint.origin
     try:
         hide_bars(request.quiet)
@@ -223,9 +232,9 @@ def _examine(
             model = load_model(checkpoint, dtype, request.trust_remote_code).to(device).eval()
         right = {}
         for (task, length), asked in questions.items():
-            with stages(f"{name}: {task} at {length} tokens,", len(asked), "document") as advance:
+            with stages("retrieval", len(asked), "document") as advance:
                 right[task, length] = answers(model, asked, advance)
-        with stages(f"{name}: loss by position,", len(windows), "document") as advance:
+        with stages("losses", len(windows), "document") as advance:
             losses = token_losses(model, windows, advance)
         scores: TaskScores = {}
         if request.tasks:

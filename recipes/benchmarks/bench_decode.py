@@ -10,7 +10,6 @@ default is the one that ``generate`` uses, which is copied at every step.
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,7 +120,7 @@ def main() -> None:
         shape=chosen.shape, layers=chosen.layers, contexts=(chosen.context,), batches=(chosen.batch,), device="cpu",
         dtype="float32", cache=chosen.cache, prefill_tokens=chosen.prefill_tokens, threads=chosen.threads,
     )  # fmt: skip
-    done = bench_checkpoints(request, tell=lambda text: print(text, file=sys.stderr))
+    done = bench_checkpoints(request)
     if any(row.needed_bytes for row in done.rows):
         raise SystemExit(done.table())
     report = done.to_dict() | conditions(device)

@@ -185,7 +185,7 @@ def test_reports_are_deterministic_and_valid_json():
     first, second = (
         measure_drift(source, student, tokens, progress=lambda *step: steps.append(step)) for _ in range(2)
     )
-    assert steps == [(done, 6) for done in range(1, 7)] * 2
+    assert steps == [(stage, done, 3) for stage in ("compare", "floor") for done in range(4)] * 2
     assert first == second
     assert first.to_json() == second.to_json()
     content = json.loads(first.to_json())

@@ -61,4 +61,4 @@ def test_layers_and_then_rounding_are_counted():
     calls = []
     options = {"samples": 1, "seq_len": 16, "quiet": True, "progress": lambda *at: calls.append(at)}
     drift_checkpoints(demo_folder(), demo_folder(), **options)
-    assert calls == [(done, 8) for done in range(1, 9)]
+    assert calls == [(stage, done, 4) for stage in ("compare", "floor") for done in range(5)]
