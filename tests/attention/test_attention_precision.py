@@ -142,6 +142,7 @@ def test_yardstick_is_the_reference(problem):
     torch.testing.assert_close(naive(query, key, value, case), exact(query, key, value, case), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_operators_keep_their_contract_with_torch():
     """Fake kernels, autograd registration and schemas, checked by torch itself."""
     query, key = torch.randn(2, 1, 2, 5, 4, requires_grad=True), torch.randn(2, 1, 9, 4, requires_grad=True)

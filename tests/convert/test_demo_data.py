@@ -139,6 +139,7 @@ def test_recipe_drops_what_was_said_before_and_legal_notes(recipe):
     assert demo_texts.deduplicate(again, seen, {("short", "one")}).text() == ""
 
 
+@pytest.mark.slow
 def test_recipe_trains_writes_a_checkpoint_and_repeats_itself_to_the_bit(recipe, tmp_path):
     sizes = {"vocabulary": 300, "layers": 1, "heads": 2, "head_dim": 8, "intermediate": 16, "sequence": 32}
     small = recipe.Recipe(**sizes, steps=60, warmup=5)

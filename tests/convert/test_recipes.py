@@ -154,6 +154,7 @@ def test_the_command_line_and_the_request_have_the_same_defaults(monkeypatch):
     assert requests == [ConvertRequest(model="m", out="o", to="mqa")]
 
 
+@pytest.mark.slow
 def test_a_recipe_and_the_same_options_give_equal_bytes(tiny_reader, tmp_path):
     """Options that are given count more than the recipe, at their defaults too."""
     text = (

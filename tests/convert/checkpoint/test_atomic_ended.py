@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 import pytest
 from helpers import forked
+from helpers.cases import mostly_slow
 
 from kvfold.convert.checkpoint import atomic
 from kvfold.convert.checkpoint.atomic import output_folder
@@ -58,7 +59,7 @@ def write(out: Path, kind: str, number: int, ending: signal.Signals, after: bool
     run_command(command, "command", [])
 
 
-@pytest.mark.parametrize("kind", ["new", "renamed", "exchange", "aside"])
+@pytest.mark.parametrize("kind", mostly_slow(["new", "renamed", "exchange", "aside"], 4))
 def test_killed_at_every_call(tmp_path: Path, kind: str) -> None:
     """OUT is old, new or absent, never half; the next run cleans up. After a call is as before the next one here."""
     seen = set()

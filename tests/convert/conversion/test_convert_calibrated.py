@@ -145,6 +145,7 @@ def test_a_budget_takes_the_split_that_drifts_least(split):
     assert [step[1:] for step in steps if step[0] == "splits"] == [(done, 3) for done in range(4)]
 
 
+@pytest.mark.slow
 def test_a_sweep_chooses_the_same_split_of_a_budget(split, tiny_reader):
     (row,) = sweep_checkpoint(tiny_reader, "mla:8", **LITTLE, quiet=True).rows
     record = split[0]
@@ -152,6 +153,7 @@ def test_a_sweep_chooses_the_same_split_of_a_budget(split, tiny_reader):
     assert row.measured.kl == record["drift"]["kl"]["value"]
 
 
+@pytest.mark.slow
 def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, split, tiny_reader, monkeypatch):
     monkeypatch.setattr(splits, "_TRIAL_STEPS", 2)
     monkeypatch.setattr(splits, "_FINALISTS", 2)
@@ -240,6 +242,7 @@ def engine(tmp_path_factory, tiny_reader):
         return out, convert(out, model=tiny_reader, **options, **LITTLE).record
 
 
+@pytest.mark.slow
 def test_layouts_are_compared_after_equally_many_steps(engine):
     out, record = engine
     found = record["free_layout"]

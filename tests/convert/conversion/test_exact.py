@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from helpers import precision
+from helpers.cases import mostly_slow
 from helpers.checkpoints import add_demo_tokenizer, stock_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -144,7 +145,7 @@ def logits(folder):
     return of_tokens(stock_model(folder))
 
 
-@pytest.mark.parametrize(("part", "factor", "conversions"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("part", "factor", "conversions"), mostly_slow(CASES.values(), 3), ids=CASES)
 def test_results_are_finite_and_exact_where_the_source_is(model, tmp_path, part, factor, conversions):
     tensors, config = model
     names = [f"{each}_proj" for each in part] if part == ATTENTION else [part]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import forked
+from helpers.cases import mostly_slow
 from helpers.checkpoints import add_demo_tokenizer
 from helpers.processes import run_python
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -134,7 +135,7 @@ def request(tmp_path, model=None, **options):
     return ConvertRequest(model=model or demo_folder(), **{"out": tmp_path / "out", "to": "mqa", **text, **options})
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=["gqa", "mla, refined"])
+@pytest.mark.parametrize("target", mostly_slow(TARGETS, 2), ids=["gqa", "mla, refined"])
 def test_a_spill_changes_no_byte_and_has_no_name(target, tiny_reader, tmp_path, monkeypatch):
     """With chunks of two sequences. A file without a name is gone with its process, however that ends."""
     monkeypatch.setattr(passes, "_CPU_TOKENS", 48)

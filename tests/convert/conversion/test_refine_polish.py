@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from helpers.cases import mostly_slow
 from helpers.checkpoints import tensors
 
 from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
@@ -105,7 +106,7 @@ def unbroken(tiny_reader, tmp_path_factory):
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
-@pytest.mark.parametrize("killed", ["in a round", "while the result is written"])
+@pytest.mark.parametrize("killed", mostly_slow(["in a round", "while the result is written"], 2))
 def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_path, monkeypatch, killed):
     monkeypatch.setattr(training, "POLISH_ROUND", 2)
     backward, steps = training.ModelTrainee.backward, []
@@ -152,7 +153,7 @@ def test_refinement_brings_a_trained_model_closer(tmp_path, options):
 
 @pytest.mark.parametrize(
     "options",
-    [{"to": "mqa", "method": "mean"}, {**TINY, "method": "svd"}, {**TINY, "layout": "engine"}],
+    mostly_slow([{"to": "mqa", "method": "mean"}, {**TINY, "method": "svd"}, {**TINY, "layout": "engine"}], 3),
     ids=["mean", "svd", "engine"],
 )
 def test_any_start_can_be_refined(tiny_reader, tmp_path, options, monkeypatch):
@@ -162,7 +163,7 @@ def test_any_start_can_be_refined(tiny_reader, tmp_path, options, monkeypatch):
     assert first["after"] < first["before"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float16"], 2))
 def test_the_constant_channel_stays_what_it_is(tiny_reader, tmp_path, dtype):
     record = convert(tmp_path / "out", tiny_reader, **TINY, dtype=dtype, q_rank=16, refine=6)
     assert any(layer["kept"] for layer in record["refinement"])

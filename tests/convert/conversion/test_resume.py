@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from helpers import forked
+from helpers.cases import mostly_slow
 
 from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
 from kvfold.convert.checkpoint import writer
@@ -71,7 +72,7 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", mostly_slow(OPTIONS, 3))
 def test_a_killed_run_goes_on_at_its_last_finished_layer(tmp_path, tmp_path_factory, request_of, child, name):
     options, unbroken = request_of(name, resume=True), tmp_path_factory.mktemp("unbroken") / "out"
     record = convert_checkpoint(ConvertRequest(**{**options, "out": str(unbroken), "resume": False})).record
@@ -127,7 +128,7 @@ def test_only_an_equal_request_with_resume_goes_on(tmp_path, request_of, monkeyp
     assert not list(tmp_path.iterdir())  # without --resume nothing is left
 
 
-@pytest.mark.parametrize(("damage", "damaged"), [(None, 0), ("bytes", 2), ("size", 1)])
+@pytest.mark.parametrize(("damage", "damaged"), mostly_slow([("bytes", 2), (None, 0), ("size", 1)], 3))
 def test_layers_that_were_damaged_since_a_failed_run_are_made_again(tmp_path, request_of, capsys, damage, damaged):
     options = request_of("mqa", resume=True) | {"refine": 0}
     with pytest.MonkeyPatch.context() as patch:
@@ -163,7 +164,14 @@ def test_a_method_without_layers_to_go_on_from_says_so_and_starts(tmp_path, caps
 
 @pytest.mark.parametrize(
     ("options", "pattern", "kept"),
-    [([], ".out.kvfold-*", 0), (["--resume"], ".out.kvfold-*", 0), (["--resume"], ".out.kvfold-*/.journal.json", 1)],
+    mostly_slow(
+        [
+            ([], ".out.kvfold-*", 0),
+            (["--resume"], ".out.kvfold-*", 0),
+            (["--resume"], ".out.kvfold-*/.journal.json", 1),
+        ],
+        3,
+    ),
 )
 def test_sigterm_leaves_nothing_but_finished_layers_to_resume(tmp_path, tmp_path_factory, options, pattern, kept):
     torch.set_num_threads(1)  # a fork has one thread

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.cases import mostly_slow
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
@@ -194,7 +195,7 @@ def test_a_decoder_written_from_the_family_file_agrees_with_the_stock_class(name
     check(tiny_family(name, **changes))
 
 
-@pytest.mark.parametrize("name", supported())
+@pytest.mark.parametrize("name", mostly_slow(supported(), 4))
 def test_it_agrees_with_every_flag_the_other_way_and_an_eps_that_is_felt(name, tiny_family):
     config = json.loads((tiny_family(name) / "config.json").read_text())
     keys = family_of(config).config

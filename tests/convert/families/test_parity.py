@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import precision
+from helpers.cases import mostly_slow
 from helpers.checkpoints import stock_model, tensors
 from safetensors.torch import save_file
 from tiny_models import CLASSICS, tiny_config
@@ -100,7 +101,8 @@ def test_expected_tensors_are_those_of_the_stock_file_and_keep_their_bits(name, 
 
 
 @pytest.mark.parametrize(
-    ("name", "heads", "groups"), [(name, *((8, 1), (4, 2))[at % 2]) for at, name in enumerate(supported())]
+    ("name", "heads", "groups"),
+    mostly_slow(((name, *((8, 1), (4, 2))[at % 2]) for at, name in enumerate(supported())), 7),
 )
 def test_mean_pooling_is_the_stock_class_with_repeated_group_means(name, heads, groups, tiny_family, tmp_path):
     """From sources that share heads, and that do not; classes that cannot share them become layout ``kvfold``."""
@@ -129,7 +131,7 @@ def full_latent(source: Path, out: Path, **options) -> Path:
     return convert(source, out, to="mla", method="svd", **split, **options)
 
 
-@pytest.mark.parametrize(("name", "changes"), [*LATENT.items(), *LATENT_VARIANTS], ids=str)
+@pytest.mark.parametrize(("name", "changes"), mostly_slow([*LATENT.items(), *LATENT_VARIANTS], 5), ids=str)
 def test_latent_attention_of_full_size_loses_nothing(name, changes, tiny_family, tmp_path):
     source = tiny_family(name, **{"num_key_value_heads": 2, **changes})
     out = full_latent(source, tmp_path / "out")

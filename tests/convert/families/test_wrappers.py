@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import precision, wrappers
+from helpers.cases import mostly_slow
 from helpers.checkpoints import add_demo_tokenizer, tensors
 from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText
@@ -60,7 +61,7 @@ def configs(*folders: Path) -> list[dict]:
     return [json.loads((folder / "config.json").read_text()) for folder in folders]
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("name", mostly_slow(WRAPPERS, 4))
 def test_only_keys_and_values_of_the_language_model_change(name, wrapper, tmp_path):
     source, out = wrapper(name), convert(wrapper(name), tmp_path / "out", 2)
     before, after = tensors(source), tensors(out)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import precision
+from helpers.cases import mostly_slow
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
@@ -83,8 +84,8 @@ def tokens() -> Tensor:
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [(name, {"num_key_value_heads": 2}) for name in supported()]
-    + [
+    [
+        *mostly_slow([(name, {"num_key_value_heads": 2}) for name in supported()], 4),
         ("llama", {"tie_word_embeddings": True, "hidden_size": 48, "head_dim": 10}),
         ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
         ("gemma2", {"attn_logit_softcapping": None}),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import precision
+from helpers.cases import mostly_slow
 from helpers.checkpoints import add_demo_tokenizer, stock_model
 from helpers.processes import run_python
 from safetensors.torch import load_file, save_file
@@ -183,11 +184,14 @@ def test_nothing_is_lost_with_as_many_heads_and_it_works_as_a_stock_model_does(r
 
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    [
-        *((name, how) for name in sorted(CLASSICS) for how in (None, "eager")),
-        *((name, None) for name in LATENT if name not in CLASSICS),
-        ("gemma3_text", "eager"),
-    ],
+    mostly_slow(
+        [
+            *((name, how) for name in sorted(CLASSICS) for how in (None, "eager")),
+            *((name, None) for name in LATENT if name not in CLASSICS),
+            ("gemma3_text", "eager"),
+        ],
+        5,
+    ),
 )
 @torch.no_grad()
 def test_latents_of_full_size_are_the_stock_model_at_every_split_of_a_text(name, implementation, latents):
@@ -252,11 +256,14 @@ MLA = {"to": "mla", "kv_rank": 12, "method": None, "refine": 2}
 
 @pytest.mark.parametrize(
     ("name", "options", "attention", "elements"),
-    [
-        *((name, {"to": "mqa", "method": "principal", "layout": "kvfold"}, "MQA", 16) for name in sorted(CLASSICS)),
-        ("gpt2", {**MLA, "rope_dim": 0}, "MLA 12+0", 12),
-        ("gpt_neox", {**MLA, "rope_dim": 4}, "MLA 12+4", 16),
-    ],
+    mostly_slow(
+        [
+            *((name, {"to": "mqa", "method": "principal", "layout": "kvfold"}, "MQA", 16) for name in sorted(CLASSICS)),
+            ("gpt2", {**MLA, "rope_dim": 0}, "MLA 12+0", 12),
+            ("gpt_neox", {**MLA, "rope_dim": 4}, "MLA 12+4", 16),
+        ],
+        7,
+    ),
 )
 def test_conversions_are_calibrated_checked_and_described(name, options, attention, elements, tiny_family, tmp_path):
     source = readable(tiny_family(name, vocab_size=2048), tmp_path)

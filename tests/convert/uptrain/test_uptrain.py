@@ -13,6 +13,7 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.state import AcceleratorState
 from helpers import forked
+from helpers.cases import mostly_slow
 from helpers.checkpoints import stock_model, tensors
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
@@ -98,7 +99,7 @@ def train(model, out, text, **options):
     return uptrain_checkpoint(UptrainRequest(model=str(model), out=str(out), text=str(text), **{**QUICK, **options}))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", mostly_slow(TARGETS, 2))
 def test_what_convert_writes_is_ready_to_train_and_learns(converted, text, tmp_path, target):
     start, out = converted(target), tmp_path / "out"
     model = stock_model(start)
@@ -156,6 +157,7 @@ def test_the_weight_mixes_both_losses(source, converted, weight):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_path, monkeypatch, told):
     """Killed in a step, then while OUT is written, after which no step is trained twice."""
     options = {"steps": 8, "save_every": 3, "log_every": 2, "eval_every": 4}

@@ -433,6 +433,7 @@ def two_of_them():
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_the_others_wait_longer_than_the_timeout_of_the_training_and_share_its_error(tmp_path):
     torch.set_num_threads(1)  # a fork has one thread
     ended = forked.run_ranks(tmp_path, two_of_them)
