@@ -30,9 +30,12 @@ from kvfold.attention.products import FEWEST_IN_STEP, add_spread, fast, is_slow,
 # for four times the memory (recipes/benchmarks/bench_attention.py --budgets). On a GPU 2^26 take 256 MB.
 _CPU_SCORES = 1 << 20
 _GPU_SCORES = 1 << 26
-# Weights that a call keeps for its backward pass, 64 MB in bfloat16; recomputing them costs a product and a softmax.
+# Weights that a call keeps for its backward pass, 64 MB in bfloat16. Recomputing them made training steps of 8 x 256
+# and 8 x 512 tokens up to a quarter slower (bench_refine_constants.py --attention); the limit is chosen, not measured.
 _KEPT_WEIGHTS = 1 << 25
 # Queries of a block: enough rows for fast matrix products, and few enough that causal blocks skip most later keys.
+# Steps of 8 x 512 tokens, ms for 32, 64, 128, 256: MLA 242, 175, 168, 162, MQA 74, 78, 76, 94; 8 x 256: 73, 52, 49, 57
+# and 29, 23, 28, 36 (recipes/benchmarks/bench_refine_constants.py --attention, one CPU core).
 _FEWEST_ROWS = 32
 _MOST_ROWS = 128
 

@@ -17,7 +17,7 @@ from kvfold.attention.checks import expect_alike, expect_divides, expect_shape
 from kvfold.attention.mask import Visibility, visibility
 
 # Gradients over very few keys are differences of nearly equal numbers, which torch's kernel rounds apart: over a single
-# key its gradient is not zero. Blocks keep them exact.
+# key its gradient is not zero. Blocks keep them exact. The limit is chosen, not measured: cheap in blocks anyway.
 _FEW_KEYS = 16
 
 

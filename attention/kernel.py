@@ -21,11 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 _LOG2_E = 1.4426950408889634
-# rows of a program; more would not fit the registers
+# rows of a program: chosen, not measured on a GPU; twice as many would double the float32 sums that each one keeps
 _HEADS_AT_ONCE = 64
-# per part: below that a merge costs more than parallel reads gain
+# slots of a part: chosen, not measured on a GPU, so that a part reads far more than the sums it leaves for the merge
 _FEWEST_SLOTS = 256
-# channels of a merging program
+# channels of a merging program: chosen, not measured on a GPU; several programs then share the ranks in use
 _MERGED = 128
 
 

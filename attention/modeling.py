@@ -75,9 +75,18 @@ class GroupedAttention(nn.Module):
         self.value_dim = head_dim if value_dim is None else value_dim
         self.causal, self.cross, self.window, self.scale = causal, cross, window, scale
 
-    def new_cache(self, batch: int, capacity: int = 0, **options: object) -> KVCache:
-        """Create an empty cache for this layer; ``options`` are passed to ``KVCache``."""
-        return KVCache(batch, self.kv_heads, self.head_dim, capacity, value_dim=self.value_dim, **options)  # type: ignore[arg-type]
+    def new_cache(
+        self,
+        batch: int,
+        capacity: int = 0,
+        *,
+        growing: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> KVCache:
+        """Create an empty cache for this layer; arguments as in ``KVCache``."""
+        sizes = (batch, self.kv_heads, self.head_dim, capacity)
+        return KVCache(*sizes, value_dim=self.value_dim, growing=growing, dtype=dtype, device=device)
 
     def forward(
         self,
@@ -94,7 +103,9 @@ class GroupedAttention(nn.Module):
         """Attend from ``x [B, T, E]``; returns ``[B, T, E]``.
 
         With a ``cache``, ``x`` continues the cached tokens (``counts [B]`` is the number of real tokens among its
-        ``T``). ``positions [T]`` or ``[B, T]`` are used for the rotary embedding; the default is the slot numbers.
+        ``T``). ``positions [T]`` or ``[B, T]`` are used for the rotary embedding; they default to the slot numbers.
+        ``starts [B]``, ``lengths [B]`` and ``bias [1|B, 1|H, T, S]`` are the same as in ``grouped_attention``;
+        ``lengths`` default to those of the cache.
         Cross attention reads ``memory [B, S, E']``; with a cache, only the first call needs it.
         """
         offset, slots = _place(x, cache)
@@ -171,9 +182,17 @@ class LatentAttention(nn.Module):
         self.nope_dim, self.value_dim = nope_dim, value_dim
         self.causal, self.window, self.scale = causal, window, scale
 
-    def new_cache(self, batch: int, capacity: int = 0, **options: object) -> LatentCache:
-        """Create an empty cache for this layer; ``options`` are passed to ``LatentCache``."""
-        return LatentCache(batch, self.kv_rank, self.rope_dim, capacity, **options)  # type: ignore[arg-type]
+    def new_cache(
+        self,
+        batch: int,
+        capacity: int = 0,
+        *,
+        growing: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> LatentCache:
+        """Create an empty cache for this layer; arguments as in ``LatentCache``."""
+        return LatentCache(batch, self.kv_rank, self.rope_dim, capacity, growing=growing, dtype=dtype, device=device)
 
     def forward(
         self,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Rotary = Callable[[Tensor, Tensor], Tensor]  # x [T, D], positions [T] -> [T, D]
+Rotate = Callable[[Tensor, Tensor], Tensor]  # x [T, D], positions [T] -> [T, D]
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -53,7 +53,7 @@ def no_rotary(x: Tensor, positions: Tensor) -> Tensor:
     return x
 
 
-def project_heads(x: Tensor, weight: Tensor, bias: Tensor | None, rotary: Rotary = no_rotary) -> Tensor:
+def project_heads(x: Tensor, weight: Tensor, bias: Tensor | None, rotary: Rotate = no_rotary) -> Tensor:
     """Apply ``project`` with each head of ``weight [H, D, E]`` and ``bias [H, D]``, then rotate: ``[H, T, D]``."""
     places = torch.arange(len(x))
     biases = [None] * len(weight) if bias is None else bias
@@ -152,7 +152,7 @@ def grouped_query_attention(
     x: Tensor,
     w: GroupedProjections,
     masks: Masks = CAUSAL,
-    rotary: Rotary = no_rotary,
+    rotary: Rotate = no_rotary,
     scale: float | None = None,
     memory: Tensor | None = None,
 ) -> Tensor:
@@ -212,7 +212,7 @@ def absorbed_heads(
 def latent_attention(
     x: Tensor,
     w: LatentProjections,
-    rotary: Rotary,
+    rotary: Rotate,
     masks: Masks = CAUSAL,
     scale: float | None = None,
     absorbed: bool = False,

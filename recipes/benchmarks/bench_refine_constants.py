@@ -120,7 +120,7 @@ def time_blocks() -> None:
 
 
 def time_attention() -> None:
-    """CPU milliseconds of the attention of a training step in bfloat16, by the queries of a block."""
+    """CPU milliseconds of the attention of a training step in bfloat16, by the queries of a block and weights kept."""
     import torch
 
     from kvfold.attention import blocked
@@ -130,15 +130,16 @@ def time_attention() -> None:
         shapes = (9, dims[0]), (groups, dims[0]), (groups, dims[1])
         parts = [torch.randn(8, heads, length, dim).bfloat16().requires_grad_() for heads, dim in shapes]
         query = torch.unflatten(parts[0], 1, (groups, -1))
-        for block in (32, 64, 128, 256):
-            blocked._MOST_ROWS = block
+        for block, kept in ((32, 1 << 25), (64, 1 << 25), (128, 1 << 25), (256, 1 << 25), (128, 0)):
+            blocked._MOST_ROWS, blocked._KEPT_WEIGHTS = block, kept
             seconds = []
             for _ in range(5):
                 started = time.process_time()
                 blocked.blocked_attention(query, *parts[1:], Visibility(), 0.1).sum().backward(retain_graph=True)
                 seconds.append(time.process_time() - started)
             each = min(seconds)
-            print(f"8 x {length} tokens, {groups} key heads, {dims}, block {block:3}: {1000 * each:.0f} ms", flush=True)
+            case = f"8 x {length} tokens, {groups} key heads, {dims}, block {block:3}, at most {kept} weights kept"
+            print(f"{case}: {1000 * each:.0f} ms", flush=True)
 
 
 def uptrain() -> None:
