@@ -10,8 +10,17 @@ from click.core import ParameterSource
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.opening import check_opens
-from kvfold.convert.console import STDOUT, PanelCommand, check_files, request_options, run_command, tell
-from kvfold.convert.measure.commands import bench, eval_command, json_file_option, sweep
+from kvfold.convert.console import (
+    STDOUT,
+    PanelCommand,
+    check_files,
+    json_option,
+    report_option,
+    request_options,
+    run_command,
+    tell,
+)
+from kvfold.convert.measure.commands import bench, eval_command, sweep
 from kvfold.convert.measure.page import conversion_page, drift_page, write_report
 from kvfold.convert.progress import stage
 from kvfold.convert.request import ConvertRequest, DriftRequest
@@ -90,15 +99,8 @@ _recipe = click.option(
     help="Recipe with default options; options on the command line override its values.",
 )
 _result_files = (
-    click.option(
-        "--json",
-        "json_file",
-        metavar="FILE|-",
-        help="Also write the result as JSON to FILE, or with - to stdout, with no other output there.",
-    ),
-    click.option(
-        "--report", metavar="DIR", help="Also write DIR/report.html, a self-contained page with charts of the results."
-    ),
+    json_option("Also write the result to FILE; with -, write only it to stdout."),
+    report_option("charts of the results"),
 )
 
 
@@ -124,13 +126,8 @@ def convert(request: ConvertRequest, json_file: str | None, report: str | None) 
 kvfold.add_command(sweep)
 
 
-_report = click.option(
-    "--report", metavar="DIR", help="Also write DIR/report.html, a self-contained page with charts of the drift."
-)
-
-
 @kvfold.command(short_help="Measure the drift of OUT from MODEL, layer by layer.")
-@request_options(DriftRequest, before={"trust_remote_code": [json_file_option, _report]})
+@request_options(DriftRequest, before={"trust_remote_code": [json_option(), report_option("charts of the drift")]})
 def drift(request: DriftRequest, json_file: str | None, report: str | None) -> None:
     """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and in the predictions."""
     from kvfold.convert.text.corpus import check_sources
@@ -150,7 +147,7 @@ def drift(request: DriftRequest, json_file: str | None, report: str | None) -> N
 
 @kvfold.command(short_help="Check that OUT is intact: hashes, shapes, finite numbers.")
 @click.argument("out")
-@json_file_option
+@json_option()
 def verify(out: str, json_file: str | None) -> None:
     """Check that OUT is intact: hashes, shapes, loading, finite numbers.
 
@@ -172,7 +169,7 @@ kvfold.add_command(bench)
 
 
 @kvfold.command(short_help="List the shipped recipes for `kvfold convert --recipe`.")
-@json_file_option
+@json_option()
 def recipes(json_file: str | None) -> None:
     """List the shipped recipes for `kvfold convert --recipe`."""
     from kvfold.convert.recipes import recipe_list, recipe_table
@@ -182,7 +179,7 @@ def recipes(json_file: str | None) -> None:
 
 @kvfold.command(short_help="Convert the small shipped model to every target and measure.")
 @click.argument("folder", metavar="[DIR]", required=False)
-@json_file_option
+@json_option()
 def demo(folder: str | None, json_file: str | None) -> None:
     """Convert the small trained model that ships with kvfold to every target, and measure every result.
 

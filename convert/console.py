@@ -83,6 +83,18 @@ def request_options(
     return decorate
 
 
+def json_option(help: str = "Also write the numbers to FILE; with -, write only them to stdout.") -> Decorator:
+    """The option ``--json``, whose value is the parameter ``json_file``."""
+    return click.option("--json", "json_file", metavar="FILE|-", help=help)
+
+
+def report_option(content: str) -> Decorator:
+    """The option ``--report``; ``content`` says what is on the page."""
+    return click.option(
+        "--report", metavar="DIR", help=f"Also write DIR/report.html, a self-contained page with {content}."
+    )
+
+
 def _parameter(spec: Option, required: bool) -> Decorator:
     """The click argument or option for one field."""
     if spec.argument:

@@ -98,6 +98,16 @@ def option(default: Any = MISSING, help: str = "", **details: Any) -> Any:
     return field(default=default, metadata={"option": Option(help, **details)})
 
 
+# Options of several requests; a request passes keywords for what differs.
+seq_len_option = functools.partial(option, default=512, help="Tokens per sequence.", least=2)
+seed_option = functools.partial(option, default=0, help="Seed for drawing sequences.", least=0, below=2**63)
+device_option = functools.partial(
+    option, default="auto", help="Device to compute on; auto: a GPU if there is one.", runs=True
+)
+dtype_option = functools.partial(option, default="auto", help="Dtype to compute in.")
+trust_option = functools.partial(option, default=False, help="Allow code in the checkpoint to run.", runs=True)
+
+
 def specs(request: type[Any]) -> dict[str, Option]:
     """The options of a request by name, in field order."""
     hints, found, panel = get_type_hints(request), dict[str, Option](), None

@@ -16,7 +16,17 @@ from kvfold.convert.methods.registry import (
     methods_of,
     objectives,
 )
-from kvfold.convert.options import Request, option, run_only, specs
+from kvfold.convert.options import (
+    Request,
+    device_option,
+    dtype_option,
+    option,
+    run_only,
+    seed_option,
+    seq_len_option,
+    specs,
+    trust_option,
+)
 from kvfold.convert.sizes import parse_size, size_expected
 
 Target = Literal["gqa", "mqa", "mla"]
@@ -72,6 +82,9 @@ _texts = partial(option, None, metavar="FILE|DATASET|self", check=_texts_broken,
 _numbers = partial(option, metavar="N,N", rule="positive numbers separated by commas, such as 2048,8192")
 _latent = partial(option, None, targets=("mla",))
 _fold = partial(option, None, targets=("gqa", "mqa"))
+# Options of several requests; keywords replace what differs in one of them.
+_source = partial(option, argument=True, rule=_SOURCE_RULE)
+_samples = partial(option, default=128, help="Calibration sequences.", least=1)
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,7 +99,7 @@ class ConvertRequest(Request):
     ConvertRequest(model='MODEL', out='OUT', to='gqa', kv_heads=8)
     """
 
-    model: str = option(argument=True, rule=_SOURCE_RULE, runs=True)
+    model: str = _source(runs=True)
     out: str = option(argument=True, rule=_FOLDER_RULE, runs=True)
     to: Target = option(help="Attention kind to convert to; required without --recipe.", panel="Target")
     kv_heads: int | None = option(None, "Key/value heads to keep (gqa).", metavar="N", least=1, targets=("gqa",))
@@ -126,9 +139,9 @@ class ConvertRequest(Request):
         "Repeat the option to use equal shares of several texts.",
         panel="Calibration",
     )
-    samples: int = option(128, "Calibration sequences.", least=1)
-    seq_len: int = option(512, "Tokens per sequence.", least=2)
-    seed: int = option(0, "Seed for drawing sequences (and for --method random).", least=0, below=2**63)
+    samples: int = _samples()
+    seq_len: int = seq_len_option()
+    seed: int = seed_option(help="Seed for drawing sequences (and for --method random).")
     refine: Steps = option(
         0,
         "Steps of training each layer's attention to reconstruct the source's, without labels.",
@@ -138,8 +151,10 @@ class ConvertRequest(Request):
     polish: Steps = option(
         0, "Then steps of training all layers against MODEL's predictions; needs memory for the whole model.", **_STEPS
     )
-    device: Device = option("auto", "Device to compute on; auto: a GPU if there is one.", panel="Running", runs=True)
-    dtype: Dtype = option("auto", "Stored dtype; auto keeps the source's dtype (bfloat16 if the source is quantized).")
+    device: Device = device_option(panel="Running")
+    dtype: Dtype = dtype_option(
+        help="Stored dtype; auto keeps the source's dtype (bfloat16 if the source is quantized)."
+    )
     keep_quantized: bool = option(False, "Leave FP8 or MXFP4 weights outside the attention as they are.")
     max_shard_size: int | str = option("5GB", "Maximum size of a weight file.", metavar="SIZE", check=size_expected)
     spill: str | None = option(
@@ -152,7 +167,7 @@ class ConvertRequest(Request):
     resume: bool = option(False, "Resume an interrupted calibrated run after its last finished layer.", runs=True)
     overwrite: bool = option(False, "Replace OUT; the old one stays intact until the new one is on disk.", runs=True)
     quiet: bool = option(False, "Print no progress and no summary.", runs=True)
-    trust_remote_code: bool = option(False, "Allow code in the checkpoint to run.", runs=True)
+    trust_remote_code: bool = trust_option()
 
     @property
     def resolved_method(self) -> str:
@@ -264,17 +279,17 @@ class ConvertRequest(Request):
 class DriftRequest(Request):
     """A comparison by ``kvfold drift``: MODEL and OUT run on ``samples`` sequences of ``seq_len`` tokens."""
 
-    model: str = option(argument=True, rule=_SOURCE_RULE)
-    out: str = option(argument=True, rule=_SOURCE_RULE)
+    model: str = _source()
+    out: str = _source()
     text: str | None = option(
         None, "Text to measure on (.txt, .jsonl); default: held-out text that ships with kvfold.", metavar="FILE"
     )
-    samples: int = option(16, "Number of sequences.", least=1)
-    seq_len: int = option(512, "Tokens per sequence.", least=2)
-    seed: int = option(0, "Seed for drawing sequences.", least=0, below=2**63)
-    device: Device = option("auto", "Device to compute on; auto: a GPU if there is one.")
-    dtype: Dtype = option("auto", "Dtype to compute in.")
-    trust_remote_code: bool = option(False, "Allow tokenizer code in MODEL to run.")
+    samples: int = _samples(default=16, help="Number of sequences.")
+    seq_len: int = seq_len_option()
+    seed: int = seed_option()
+    device: Device = device_option()
+    dtype: Dtype = dtype_option()
+    trust_remote_code: bool = trust_option(help="Allow tokenizer code in MODEL to run.")
     quiet: bool = option(False, "Print no progress.")
 
 
@@ -285,7 +300,7 @@ class SweepRequest(Request):
     ``targets`` is a string as on the command line, or a list. ``out`` is only validated; ``Sweep.convert`` writes it.
     """
 
-    model: str = option(argument=True, rule=_SOURCE_RULE)
+    model: str = _source()
     targets: str | tuple[str, ...] | None = option(
         None,
         "gqa:HEADS, mqa, mla:ELEMENTS (kvfold chooses the split) or mla:RANK+ROTARY, as in gqa:4,2 mqa mla:576,512+64. "
@@ -300,24 +315,24 @@ class SweepRequest(Request):
     calibration: str | tuple[str, ...] | None = _texts(
         "Text that resembles the model's use, as in `kvfold convert`.", panel="Calibration"
     )
-    samples: int = option(128, "Calibration sequences.", least=1)
-    seq_len: int = option(512, "Tokens per sequence.", least=2)
-    seed: int = option(0, "Seed for drawing sequences.", least=0, below=2**63)
+    samples: int = _samples()
+    seq_len: int = seq_len_option()
+    seed: int = seed_option()
     refine: Steps = option(
         0, "Steps of training each layer's attention, for every target.", panel="Refinement", **_STEPS
     )
-    device: Device = option("auto", "Device to compute on; auto: a GPU if there is one.", panel="Running")
-    dtype: Dtype = option("auto", "Stored dtype of OUT.")
+    device: Device = device_option(panel="Running")
+    dtype: Dtype = dtype_option(help="Stored dtype of OUT.")
     quiet: bool = option(False, "Print no progress.")
-    trust_remote_code: bool = option(False, "Allow code in the checkpoint to run.")
+    trust_remote_code: bool = trust_option()
 
 
 @dataclass(frozen=True, repr=False)
 class EvalRequest(Request):
     """A comparison by ``kvfold eval`` of MODEL and OUT on tasks and long contexts."""
 
-    model: str = option(argument=True, rule=_SOURCE_RULE)
-    out: str = option(argument=True, rule=_SOURCE_RULE)
+    model: str = _source()
+    out: str = _source()
     tasks: tuple[str, ...] = option(
         (),
         "lm-evaluation-harness tasks, by name or as FILE.yaml; needs the eval extra.",
@@ -328,17 +343,17 @@ class EvalRequest(Request):
     lengths: tuple[int, ...] = _numbers(
         (), "Context lengths in tokens; default: MODEL's maximum (on a CPU at most 1024), and 1/2, 1/4 and 1/8 of it."
     )
-    samples: int | None = option(None, "Documents per length; default: 32, on a CPU 16.", least=2)
+    samples: int | None = _samples(default=None, help="Documents per length; default: 32, on a CPU 16.", least=2)
     text: str | None = option(
         None, "Text to hide words in; default: held-out text that ships with kvfold.", metavar="FILE"
     )
     retrieval: bool = option(True, "Skip retrieval from long texts; measure only the loss by position and --tasks.")
     batch: int = option(1, "Task documents per batch.", least=1)
-    seed: int = option(0, "Random seed.", least=0)
-    device: Device = option("auto", "Device to compute on; auto: a GPU if there is one.")
-    dtype: Dtype = option("auto", "Dtype to compute in.")
+    seed: int = seed_option(help="Random seed.")
+    device: Device = device_option()
+    dtype: Dtype = dtype_option()
     quiet: bool = option(False, "Print no progress.")
-    trust_remote_code: bool = option(False, "Allow code in the checkpoints to run.")
+    trust_remote_code: bool = trust_option(help="Allow code in the checkpoints to run.")
 
 
 @dataclass(frozen=True, repr=False)
@@ -352,8 +367,8 @@ class BenchRequest(Request):
         None, "Time every attention kind with random weights in a known shape, such as llama-2-7b.", metavar="NAME"
     )
     layers: int | None = option(None, "Number of layers with --shape.", metavar="N", least=1)
-    device: Device = option("auto", "Device to compute on; auto: a GPU if there is one.")
-    dtype: Dtype = option("auto", "Dtype to compute in.")
+    device: Device = device_option()
+    dtype: Dtype = dtype_option()
     cache: Literal["dynamic", "static"] = option("dynamic", "Kind of KV cache.")
     prefill_tokens: int | None = option(
         None, "Maximum number of tokens to prefill; 0 skips the prefill.", metavar="N", least=0

@@ -6,20 +6,12 @@ import click
 
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import check_opens
-from kvfold.convert.console import STDOUT, PanelCommand, check_files, request_options, tell
+from kvfold.convert.console import STDOUT, PanelCommand, check_files, json_option, report_option, request_options, tell
 from kvfold.convert.measure.figures import excess_by_cache
 from kvfold.convert.measure.page import sweep_page, write_report
 from kvfold.convert.measure.sweep_targets import WITHIN, parse_targets
 from kvfold.convert.request import SELF, BenchRequest, EvalRequest, SweepRequest
 from kvfold.convert.text.corpus import check_sources
-
-json_file_option = click.option(
-    "--json",
-    "json_file",
-    metavar="FILE|-",
-    help="Also write the numbers to FILE; with -, write only them to stdout.",
-)
-
 
 _TARGET = re.compile(r"[\w+]*[:,][\w:,+]*|\d[\d,+]*|gqa|mqa|mla", re.IGNORECASE)
 _within = click.option(
@@ -31,16 +23,14 @@ _within = click.option(
     help="Largest acceptable rise in perplexity (0.01 is 1 %); the smallest target within it is recommended.",
 )
 _sweep_files = (
-    click.option(
-        "--json", "json_file", metavar="FILE|-", help="Also write the result to FILE; with -, write only it to stdout."
-    ),
+    json_option("Also write the result to FILE; with -, write only it to stdout."),
     click.option("--plot", metavar="FILE", help="Draw the curve (PNG, SVG, PDF); needs the report extra."),
-    click.option("--report", metavar="DIR", help="Also write DIR/report.html: table and curve, self-contained."),
+    report_option("the table and the curve"),
 )
 
 
 @click.command(name="eval", short_help="Compare OUT with MODEL on tasks and long contexts.")
-@request_options(EvalRequest, before={"quiet": [json_file_option]})
+@request_options(EvalRequest, before={"quiet": [json_option()]})
 def eval_command(request: EvalRequest, json_file: str | None) -> None:
     """Compare the converted checkpoint OUT with MODEL on the same documents, with 95 % intervals of the differences.
 
@@ -105,7 +95,7 @@ def sweep(request: SweepRequest, within: float, json_file: str | None, plot: str
 
 @click.command(short_help="Decode speed, cache and memory of MODELs side by side.")
 @request_options(BenchRequest)
-@json_file_option
+@json_option()
 def bench(request: BenchRequest, json_file: str | None) -> None:
     """Time MODELs side by side: prefill, decoding, cache and memory, with ratios to the first.
 

@@ -16,18 +16,13 @@ import click
 
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import check_opens
-from kvfold.convert.console import PanelCommand, check_files, request_options, run_command, tell
+from kvfold.convert.console import PanelCommand, check_files, json_option, request_options, run_command, tell
 from kvfold.convert.processes import leave_processes, started_first
 from kvfold.convert.text.corpus import check_sources
 from kvfold.convert.uptrain.request import UptrainRequest
 
 INTERRUPTED = "OUT was not written; continue with --resume"
-_json = click.option(
-    "--json",
-    "json_file",
-    metavar="FILE|-",
-    help="Also write the record and the log to FILE; with -, write only these, to stdout.",
-)
+_json = json_option("Also write the record and the log to FILE; with -, write only these, to stdout.")
 
 
 @click.command(

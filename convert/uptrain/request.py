@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvfold.convert.errors import opt
-from kvfold.convert.options import Request, option, run_only
+from kvfold.convert.options import Request, device_option, option, run_only, seed_option, seq_len_option, trust_option
 from kvfold.convert.request import Device
 from kvfold.convert.sizes import size_expected
 
@@ -29,9 +29,9 @@ class UptrainRequest(Request):
     out: str = option(argument=True, runs=True)
     text: str = option(help="Training text: .txt, .jsonl or a dataset name.", panel="Text", metavar="FILE|DATASET")
     eval_text: str | None = option(None, "Held-out text; default: part of --text.", metavar="FILE|DATASET")
-    seq_len: int = option(1024, "Tokens per packed sequence.", least=2)
+    seq_len: int = seq_len_option(default=1024, help="Tokens per packed sequence.")
     # The seeds of numpy's generator, which transformers seeds, are below 2**32.
-    seed: int = option(0, "Random seed for the order of the text and the held-out part.", least=0, below=2**32)
+    seed: int = seed_option(help="Random seed for the order of the text and the held-out part.", below=2**32)
     teacher: str | None = option(
         None, "Checkpoint to distill from: the source of MODEL's conversion.", panel="Distillation", metavar="MODEL"
     )
@@ -72,7 +72,7 @@ class UptrainRequest(Request):
     plot: str | None = option(
         None, "Training curve (PNG, SVG or PDF); default: OUT.training/curve.png.", metavar="FILE", runs=True
     )
-    device: Device = option("auto", "Device; auto is the GPU if there is one.", panel="Running", runs=True)
+    device: Device = device_option(panel="Running")
     precision: Precision = option(
         "auto", "Compute dtype; master weights stay float32. auto is bfloat16 on a GPU and float32 on a CPU."
     )
@@ -83,7 +83,7 @@ class UptrainRequest(Request):
     resume: bool = option(False, "Resume an interrupted run from its last checkpoint.", runs=True)
     overwrite: bool = option(False, "Replace OUT; without --resume also discard an interrupted run.", runs=True)
     quiet: bool = option(False, "Do not print progress or a summary.", runs=True)
-    trust_remote_code: bool = option(False, "Allow code from the checkpoint to run.", runs=True)
+    trust_remote_code: bool = trust_option()
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.distill_weight is not None and self.teacher is None:

@@ -39,6 +39,12 @@ def test_problems_have_the_option_at_fault_and_its_value():
     assert InputError("damaged").problems[0].field is None
 
 
+@pytest.mark.parametrize("request_type", [DriftRequest, EvalRequest, SweepRequest])
+def test_seeds_beyond_the_generator_s_are_refused(request_type):
+    out = {} if request_type is SweepRequest else {"out": "o"}
+    assert "seed must be below" in refused(request_type, model="m", seed=2**64, **out)
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("2GiB", 2 * 2**30), ("100", 100), ("7 kb", 7000)]
