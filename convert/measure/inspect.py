@@ -17,13 +17,13 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.measure.converted import converted_model, latent_faults
-from kvfold.convert.measure.sweep_targets import CACHE_DIVISORS
 from kvfold.convert.request import DEFAULT_LAYOUT
 from kvfold.convert.sizes import bytes_text, table
 from kvfold.convert.targets.engines import (
     Result,
     Verdict,
     alternatives,
+    budgets,
     folded_result,
     latent_options,
     latent_result,
@@ -31,7 +31,7 @@ from kvfold.convert.targets.engines import (
     proposals,
     verdicts,
 )
-from kvfold.convert.targets.mla.config import KERNEL_CACHES, LatentTarget, is_latent
+from kvfold.convert.targets.mla.config import LatentTarget, is_latent
 from kvfold.convert.targets.mla.problems import latent_problems, model_problems
 from kvfold.convert.targets.own_code import needs_own_code, source_type
 from kvfold.convert.targets.same_family import attention_label, cache_elements
@@ -384,7 +384,7 @@ def cache_size(result: Result, windows: list[int | None], dtype: str) -> CacheSi
 
 
 def target_sizes(model: Model, windows: list[int | None], dtype: str) -> list[TargetSize]:
-    """All proposed targets: GQA, MQA, MLA splits supported by kernels, and MLA with 1/4 and 1/8 of the cache."""
+    """All proposed targets: GQA, MQA, MLA splits supported by kernels, and `budgets`."""
     present, own = cache_elements(model.geometry), needs_own_code(model)
     targets = {
         "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}": folded_result(model, kv_heads)
@@ -397,11 +397,10 @@ def target_sizes(model: Model, windows: list[int | None], dtype: str) -> list[Ta
             best.setdefault(target.kv_rank, target)
         targets |= {latent_options(target): latent_result_of(model, target) for target in best.values()}
         layout, rope = "kvfold" if own else DEFAULT_LAYOUT, 2 if model.geometry.rotary_dims else 0
-        for budget in (present // part for part in CACHE_DIVISORS):
+        for budget in budgets(model):
             # Engines look at the sum of a split, so the shares within a budget do not matter here.
-            if budget >= 4 and budget not in KERNEL_CACHES:
-                split = LatentTarget(budget - rope, rope, layout=layout)
-                targets[f"--to mla --budget {budget}"] = latent_result_of(model, split)
+            split = LatentTarget(budget - rope, rope, layout=layout)
+            targets[f"--to mla --budget {budget}"] = latent_result_of(model, split)
     others, sizes = alternatives(model), []
     for options, result in targets.items():
         # The nearest alternative is the same target in layout engine, if the model can have that.

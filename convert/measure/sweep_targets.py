@@ -9,8 +9,8 @@ from kvfold.convert.conversion.plan import possible_kv_heads
 from kvfold.convert.errors import ALONE, InputError, as_option, did_you_mean, option_error, worded
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import TARGETS, Layout
-from kvfold.convert.targets.mla.config import LatentTarget
-from kvfold.convert.targets.mla.problems import latent_problems, model_problems
+from kvfold.convert.targets.engines import budgets, proposals
+from kvfold.convert.targets.mla.problems import model_problems
 from kvfold.convert.targets.same_family import cache_elements
 
 # Share of perplexity that may be lost by default.
@@ -28,9 +28,8 @@ _FORMS: dict[str, tuple[str, ...]] = {
 }
 # The largest numbers of key/value heads are tried, and MQA.
 _FOLDS = 3
-_KERNEL_SPLITS = ((512, 64), (256, 64))  # splits that MLA kernels are written for ...
-_SERVED_FROM = 1024  # ... for sources that cache at least as many elements: they would save smaller ones too little
-CACHE_DIVISORS = (4, 8)  # of smaller caches, for MLA budgets
+# Elements in the cache of sources from which on kernels' splits are tried: they would save smaller ones too little.
+_SERVED_FROM = 1024
 
 
 def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
@@ -80,22 +79,18 @@ def spelled(options: TargetOptions) -> str:
 
 
 def default_targets(model: Model, layout: Layout) -> list[TargetOptions]:
-    """A few GQA targets, MQA, and two MLA targets: sizes supported by kernels, or parts of a small cache.
+    """A few GQA targets, MQA, and the MLA targets of `kvfold inspect`: splits for kernels, or parts of a small cache.
 
     Raises InputError if the model has no smaller target.
     """
     heads = [count for count in possible_kv_heads(model.geometry) if count > 1]
     targets: list[TargetOptions] = [{"to": "gqa", "kv_heads": count} for count in heads[:_FOLDS]]
     targets += [{"to": "mqa"}] if model.geometry.kv_heads > 1 else []
-    present = cache_elements(model.geometry)
-    if present < _SERVED_FROM and not model_problems(model):
-        targets += [{"to": "mla", "budget": present // part} for part in CACHE_DIVISORS if present // part >= 4]
+    if cache_elements(model.geometry) < _SERVED_FROM and not model_problems(model):
+        targets += [{"to": "mla", "budget": size} for size in budgets(model)]
     elif not model_problems(model):
-        targets += [
-            {"to": "mla", "kv_rank": rank, "rope_dim": rope}
-            for rank, rope in _KERNEL_SPLITS
-            if not latent_problems(model, LatentTarget(rank, rope, layout=layout))
-        ]
+        splits = [{"kv_rank": each.kv_rank, "rope_dim": each.rope_dim} for each in proposals(model, (layout,))]
+        targets += [{"to": "mla", **split} for split in splits]
     if not targets:
         raise InputError("GQA, MQA and MLA cannot make this model's cache smaller; `kvfold inspect` lists the reasons")
     return targets

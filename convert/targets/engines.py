@@ -5,7 +5,7 @@ This file contains all facts about engines. A `Result` has the properties of a m
 function that judges a result. ``tests/engines`` runs the engines.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,8 +20,10 @@ from kvfold.convert.targets.mla.config import (
     cached_divisors,
 )
 from kvfold.convert.targets.mla.problems import latent_problems
+from kvfold.convert.targets.same_family import cache_elements
 
 PROPOSED = ((512, 64), (448, 64), (256, 64))  # splits that MLA kernels support
+_PARTS = (2, 3, 4, 8)  # divisors of the source's cache
 RANKS = (1, 2, 4, 8)  # of tensor parallelism
 _NOT_IN_SGLANG = ("nemotron", "smollm3")  # families whose class no EntryClass of srt/models names
 
@@ -215,10 +217,18 @@ def alternatives(model: Model, target: LatentTarget | None = None) -> dict[str, 
     return results | fold
 
 
-def proposals(model: Model) -> list[LatentTarget]:
-    """The targets for ``model`` that MLA kernels support, layout ``engine`` before ``free``."""
-    targets = [LatentTarget(*split, layout=layout) for layout in ("engine", "free") for split in PROPOSED]
+def proposals(
+    model: Model, layouts: Sequence[Literal["free", "engine", "kvfold"]] = ("engine", "free")
+) -> list[LatentTarget]:
+    """The targets for ``model`` with splits that MLA kernels support, in each of ``layouts``."""
+    targets = [LatentTarget(*split, layout=layout) for layout in layouts for split in PROPOSED]
     return [target for target in targets if not latent_problems(model, target)]
+
+
+def budgets(model: Model) -> list[int]:
+    """MLA caches of about a half, a third, a quarter and an eighth of the model's, except those of `proposals`."""
+    sizes = (cache_elements(model.geometry) // part for part in _PARTS)
+    return [size for size in sizes if size >= 4 and size not in KERNEL_CACHES]
 
 
 def latent_options(target: LatentTarget) -> str:
