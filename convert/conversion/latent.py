@@ -35,7 +35,8 @@ from kvfold.convert.walk.passes import survey
 from kvfold.convert.walk.walk import Step
 
 # Steps of refinement per layer, where splits or layouts are compared. 5 takes the split 12 + 4 of a budget of 16,
-# +0.4510 nats per token after refinement; 20 takes 8 + 8, +0.4172 (the model that ships, bench_refine_constants.py).
+# +0.4510 nats per token after refinement; 20 takes 8 + 8, +0.4172 (the model that ships, bench_refine_constants.py,
+# 2026-11-22).
 _TRIAL_STEPS = 20
 # KL that a split that more engines serve may have, relative to the best: chosen, not tuned.
 _SERVED_FACTOR = 1.05

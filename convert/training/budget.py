@@ -5,7 +5,7 @@ AUTO_POLISH_STEPS = 200
 # Steps between two evaluations on held-out sequences: chosen, not tuned.
 POLISH_ROUND = 25
 # KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 512 0.1112 / 0.0261, 1024 0.1045 / 0.0249, 2048
-# 0.0997 / 0.0243, in twice the time of 1024 (bench_polish_constants.py)
+# 0.0997 / 0.0243, in twice the time of 1024 (bench_polish_constants.py, 2026-11-23)
 BATCH_TOKENS = 1024
 # Elements at once. Derived: the allocator reuses float32 blocks below 32 MiB instead of mapping them anew.
 LOGITS = 6 << 20

@@ -19,8 +19,9 @@ from torch.nn.functional import cross_entropy
 
 from kvfold.convert.training.steps import channel_scales, hold_constant, scale_steps, tensor_sizes
 
-# The model that ships. Second moment 0.95, 0.98 and 0.999, refined: MQA +0.0341 three times; MLA 24+8 +0.0718, +0.0731,
-# +0.0738 nats per token (bench_refine_constants.py). Polished: 0.95 KL 0.1045, 0.99 0.1059 (bench_polish_constants.py).
+# The model that ships. Second moment 0.95 and 0.999, refined: MQA +0.0338 and +0.0335; MLA 24+8 +0.0649 and +0.0645
+# nats per token (bench_refine_constants.py, 2026-11-24): flat. Polished: 0.95 KL 0.1045, 0.99 0.1059
+# (bench_polish_constants.py, 2026-11-23).
 BETAS = (0.9, 0.95)
 # Chosen, not tuned: gradients of a relative error over many tokens are small; Adam's default of 1e-8 would shorten
 # their steps.

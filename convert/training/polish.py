@@ -25,16 +25,17 @@ from kvfold.convert.training.budget import LOGITS, POLISH_ROUND, batch_size
 from kvfold.convert.training.fit import FitResult, Trainee, divergence, fit, random_batches
 
 # Steps. KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 1 0.1027 / 0.0250, 10 0.1045 / 0.0249:
-# flat (bench_polish_constants.py)
+# flat (bench_polish_constants.py, 2026-11-23)
 _WARMUP = 10
 # Peak learning rate of one layer at width one and a KL of 1. SmolLM2 (30 layers), MLA 128+64, KL after 30 and 60 of 60
 # steps of 4 x 256 tokens from 0.1369: 2.4 0.1215, 0.1147, 4.8 0.1298, 0.1173; layout engine, refined, after 25 of 200
 # from 0.1286: 1.2 0.1223, 2.4 0.1281, which `slowdown` then halves.
-# An MHA model of 6 layers at an eighth of its cache, 100 steps: 0.0553 -> 3.6 0.0290, 7 0.0276.
+# Reference MHA model at an eighth of its cache, 100 steps: 0.0553 -> 3.6 0.0290, 7 0.0276 (all 2026-11-23).
 _RATE = 2.4
 # Parts of a run after each of which the rate is judged, and the least relative gain of one: of 200 steps the right rate
-# gains 2 to 5 % in each, twice that 0.4 % or less. The rounds of a long run gain less each: judged after every round of
-# 1000 steps, the rate was halved away (the MHA model above, refined: 0.0145 -> 0.0124; after every eighth, 0.0104).
+# gains 2 to 5 % in each, twice that 0.4 % or less. The rounds of a long run gain less each: judged
+# after every round of 1000 steps, the rate was halved away (reference MHA model, MLA 40+24 refined, bench_refine.py
+# --polish 1000, 2026-11-23: 0.0145 -> 0.0124; after every eighth, 0.0104).
 _RATE_PARTS = 8
 _MIN_GAIN = 0.01
 

@@ -37,21 +37,24 @@ from kvfold.convert.walk.walk import Step, Student, energy
 REFINE_ROUND = 50
 MOST_STEPS = 500
 # Figures: excess loss (nats per token) of the model that ships, by recipes/benchmarks/bench_refine_constants.py;
-# MQA / MLA 24+8 after 40 steps, or MQA by auto with at most 400 steps, on 64 sequences of 64 tokens.
+# MQA / MLA 24+8 after 40 steps, or MQA by auto with at most 400 steps, on 64 sequences of 64 tokens. Without a
+# date: 2026-11-22.
 # auto: 50 steps +0.0314, 100 +0.0321, 200 +0.0324: flat, and a layer that gains little takes 100 steps, not 150
 _DECAY_STEPS = 50  # the last steps of ``auto``, in which the learning rate falls to zero
-# auto: 0.003 +0.0311, 0.01 +0.0321, 0.03 +0.0317: flat; larger means fewer steps (350, 338, 325). An MHA model of 6
-# layers, MLA 40+24, most of whose error was inherited: 0.03 +0.0091, 0.01 +0.0085, in 1.25 times the time.
+# auto: 0.003 +0.0311, 0.01 +0.0321, 0.03 +0.0317: flat; larger means fewer steps (350, 338, 325). Reference MHA
+# model, MLA 40+24, most of whose error is inherited (bench_refine.py, 2026-11-23): 0.03 +0.0091, 0.01 +0.0085, in 1.25
+# times the time.
 MIN_GAIN = 0.01  # relative; after a round that gains less the learning rate falls
-# 2: +0.0446 / +0.1545, 8: +0.0341 / +0.0731, 32: +0.0388 / +0.0670, in 1.6 to 2 times the time of 8
+# 2: +0.0411 / +0.0772, 8: +0.0338 / +0.0649, 32: +0.0324 / +0.0601, in 2 times the time of 8 (2026-11-24)
 _BATCH = 8
-# 0.0125: +0.0337 / +0.0773, 0.05: +0.0341 / +0.0731; at a width of 256 _WIDTH_LR gives the same rate
+# 0.0125: +0.0383 / +0.0726, 0.05: +0.0338 / +0.0649 (2026-11-24); at a width of 256 _WIDTH_LR gives the same rate
 _RELATIVE_LR = 0.05  # relative to the root mean square of the tensor
 _WIDTH_LR = 0.8  # the same times the root of the model's width: Adam's steps of all inputs add up
-# 0: +0.0296 / +0.0651, 0.5: +0.0353 / +0.0738, 0.75: +0.0364 / +0.0767. Small models that are far off want 0; the close
-# fits of trained ones are spoiled by it
+# 0 against 0.5, two seeds, 2026-11-24: +0.0353 and +0.0219 / +0.0543 and +0.0361, +0.0338 and +0.0145 / +0.0649 and
+# +0.0436; reference MHA model (--model) +0.0479 and +0.0642 / +0.1159 and +0.1416, +0.0466 and +0.0675 / +0.1204 and
+# +0.1416: MLA 24+8 prefers 0, MQA mostly 0.5, and neither by more than the seeds differ
 _ERROR_POWER = 0.5  # the same times this power of the error before training, where that is below 1
-# 1.0 alone: +0.0341 on MQA, as with all three: no layer fails at 0.05. At 0.2 all do; a quarter of it is 0.05 again
+# 1.0 alone: MQA as with all three: no layer fails at 0.05. At 0.2 all do; a quarter of it is 0.05 again
 _RETRY_LR = (1.0, 0.25, 0.0625)  # a layer that got no better is trained again with a lower learning rate
 
 TensorMap = Mapping[str, Tensor]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 # Share of the tail. Excess loss of the reference MHA model in nats per token (recipes/benchmarks/bench_constants.py
-# --samples 64):
+# --samples 64, 2026-11-22):
 #     share                                                    0      0.25   0.5    0.75   1
 #     8 -> 2 heads, text as long as the calibration            0.191  0.035  0.041  0.047  0.053
 #     8 -> 2 heads, four times as long                         0.788         0.039

@@ -36,7 +36,8 @@ from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.work import TrainingOrder, mark_complete
 
 # A sixteenth of refinement's: all layers move at once, and the steps of all inputs add up. KL after 40 steps, MLA 24+8
-# of the model that ships: 0.0125 0.231, 0.05 0.165, 0.2 0.172 nats (bench_refine_constants.py --uptrain)
+# of the model that ships: 0.0125 0.231, 0.05 0.165, 0.2 0.172 nats (bench_refine_constants.py
+# --uptrain, 2026-11-22)
 _AT_WIDTH_ONE = 0.05
 _LOSS_NAMES = {"loss": "loss", "learning_rate": "lr", "eval_loss": "held-out loss"}
 _LOSS_NAMES |= {"eval_perplexity": "perplexity", "eval_kl": "KL", "eval_excess": "excess"}

@@ -58,7 +58,7 @@ from kvfold.convert.walk.hidden import Hidden, Keep
 from kvfold.convert.walk.passes import advance, check_finite, chunk_size, embed, gather, through
 from kvfold.convert.walk.statistics import ReadHeads
 
-# GQA-2 of the model that ships: 256 +0.0410 nats per token, 1024 and 2048 +0.0360 (bench_refine_constants.py)
+# GQA-2 of the model that ships: 256 +0.0322 nats per token, 2048 +0.0284 (bench_refine_constants.py, 2026-11-24)
 _JUDGED_TOKENS = 2048
 
 

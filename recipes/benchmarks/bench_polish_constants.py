@@ -43,6 +43,7 @@ CONSTANTS: list[tuple[Any, str, list[Any]]] = [
     (budget, "BATCH_TOKENS", [512, 1024, 2048]),
     (fit, "BETAS", [(0.9, 0.95), (0.9, 0.99), (0.95, 0.99)]),
     (polish, "_WARMUP", [1, 10]),
+    (polish, "_MIN_GAIN", [0.0, 0.01]),  # parts of more than one round need more than 200 steps
 ]
 
 
@@ -72,11 +73,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", default="", help="constants whose name contains this")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--samples", type=int, help="sequences to train on; default: 96 of 128 tokens")
     parser.add_argument("--model", type=Path, help="default: the model that ships")
     parser.add_argument("--calibration", help="text for --model")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    model, text = arguments.model or demo_folder(), LARGER_TEXT if arguments.model else TEXT
+    model, text = arguments.model or demo_folder(), dict(LARGER_TEXT if arguments.model else TEXT)
+    if arguments.samples is not None:
+        text["samples"] = arguments.samples
     for run, options in (LARGER_RUNS if arguments.model else RUNS).items():
         with tempfile.TemporaryDirectory() as place:
             make, training, held_out = prepared(model, arguments.calibration, text, options, Path(place) / "out")
