@@ -32,10 +32,11 @@ _WARMUP = 10
 # from 0.1286: 1.2 0.1223, 2.4 0.1281, which `slowdown` then halves.
 # Reference MHA model at an eighth of its cache, 100 steps: 0.0553 -> 3.6 0.0290, 7 0.0276 (all 2026-11-23).
 _RATE = 2.4
-# Parts of a run after each of which the rate is judged, and the least relative gain of one: of 200 steps the right rate
-# gains 2 to 5 % in each, twice that 0.4 % or less. The rounds of a long run gain less each: judged
-# after every round of 1000 steps, the rate was halved away (reference MHA model, MLA 40+24 refined, bench_refine.py
-# --polish 1000, 2026-11-23: 0.0145 -> 0.0124; after every eighth, 0.0104).
+# Parts of a run after each of which the rate is judged, and the least relative gain of one. Model that ships, MLA
+# 24+8, 200 steps (bench_polish_constants.py --only _MIN_GAIN --steps 200 --samples 700, 2026-11-24): each gains 2 %
+# or more, so that 0 gives the same run as 0.01. The rounds of a long run gain less each: judged after every round of
+# 1000 steps, the rate was halved away (reference MHA model, MLA 40+24 refined, bench_refine.py --polish 1000,
+# 2026-11-23: 0.0145 -> 0.0124; after every eighth, 0.0104).
 _RATE_PARTS = 8
 _MIN_GAIN = 0.01
 

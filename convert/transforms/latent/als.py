@@ -26,11 +26,13 @@ from kvfold.convert.transforms.weights import Rotary
 # first 256 to the second half. The MHA model, which has no sink, would prefer more weight on distances beyond the text.
 # Without a date: 2026-11-22.
 
-VALUE_WEIGHT = 3.0  # MHA model: 1: 0.103, 3: 0.096, 5: 0.094, 10: 0.093, 50: 0.095. SmolLM2: 3: 0.114, 10: 0.125
+# MHA model: 1: 0.103, 3: 0.096, 5: 0.094, 10: 0.093, 50: 0.095. SmolLM2: 3: 0.114, 10: 0.125. Shipped model,
+# 2026-11-24: 1: 0.074, 3: 0.074, 10: 0.078.
+VALUE_WEIGHT = 3.0
 
 # Share of distances drawn from the full context, even if heads do not attend there. SmolLM2: 0.02: 0.113, 0.1: 0.125.
 # MHA model on text as long as the calibration's sequences: 0: 0.089, 0.05: 0.091, 0.1: 0.093, 0.2: 0.100, 0.5: 0.137;
-# on text four times as long: 0: 0.119, 0.1: 0.126.
+# on text four times as long: 0: 0.119, 0.1: 0.126. Shipped model, 2026-11-24: 0: 0.072, 0.02: 0.074, 0.1: 0.081.
 LATENT_UNIFORM = 0.02
 
 # The tail's share of the rest: less than a fold's (`distances.TAIL`), whose keys all keep their rotation. Two seeds
