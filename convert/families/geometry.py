@@ -2,11 +2,11 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.rotary import checked_number, rope_table, rotary_dims
-from kvfold.convert.families.values import Values, evaluate, is_number
+from kvfold.convert.families.schema import Block
+from kvfold.convert.families.values import Values, evaluate, evaluated, is_number
 
 
 @dataclass(frozen=True)
@@ -46,45 +46,6 @@ class AttentionLayer:
     growth: float = 0.0
 
 
-@dataclass(frozen=True)
-class Routing:
-    """Routing of each token to the ``per_token`` experts with the largest softmax probabilities of the router.
-
-    The probabilities weight the outputs of these experts; if ``renormalized``, they are first divided by their sum.
-    """
-
-    per_token: int
-    renormalized: bool
-
-
-@dataclass(frozen=True)
-class Block:
-    """The parts of a decoder layer and of the model around the attention.
-
-    ``order``: ``pre`` x + f(norm(x)); ``post`` x + norm(f(x)); ``outer`` norm(x + f(x)); ``sandwich`` pre and post;
-    ``parallel`` x + attention(n) + mlp(n), with one n = norm(x) or a separate norm for each. ``mlp``: ``gated``,
-    ``gated_fused`` (gate and up in one tensor) or ``plain``. The gain of a norm is weight + ``norm_offset``.
-    ``residual_scale`` multiplies the output of each sublayer before it is added. ``routing`` is None without experts or
-    if `Routing` does not describe their choice and weights.
-    """
-
-    norm: Literal["rms", "layer"]
-    norm_eps: float
-    norm_offset: float
-    norm_bias: bool
-    norm_weight: bool
-    activation: str
-    mlp: Literal["gated", "gated_fused", "plain"]
-    order: str
-    sparse: bool  # any layer with experts
-    routing: Routing | None
-    residual_scale: float
-    embedding_scale: float
-    logit_scale: float
-    logit_softcap: float | None
-    tied: bool
-
-
 def geometry_of(values: Values) -> Geometry:
     """The sizes of the model. Raises ``InputError`` unless the key/value heads divide the query heads."""
     sizes = values.family.sizes
@@ -96,17 +57,9 @@ def geometry_of(values: Values) -> Geometry:
     if heads % kv_heads:
         name = sizes.kv_heads or "key/value heads"
         raise InputError(f"config.json: {name} is {kv_heads}, but it must divide the {heads} query heads")
-    return Geometry(
-        layers=evaluate(sizes.layers, values),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=evaluate(sizes.head_dim, values),
-        model_dim=evaluate(sizes.model_dim, values),
-        rotary_dims=rotary_dims(values),
-        vocabulary=evaluate(sizes.vocabulary, values),
-        positions=evaluate(sizes.positions, values),
-        initializer_range=evaluate(sizes.initializer_range, values),
-    )
+    names = ("layers", "head_dim", "model_dim", "vocabulary", "positions", "initializer_range")
+    others = {name: evaluate(getattr(sizes, name), values) for name in names}
+    return Geometry(heads=heads, kv_heads=kv_heads, rotary_dims=rotary_dims(values), **others)
 
 
 def layer_values(values: Values, index: int) -> Values:
@@ -153,24 +106,7 @@ def layer_of(values: Values, index: int) -> AttentionLayer:
 
 
 def block_of(values: Values, *, sparse: bool) -> Block:
-    """The block around the attention, for targets that must express it in another class."""
-    block, routing = values.family.block, None
-    if (spec := block.routing) is not None:
-        routing = Routing(int(evaluate(spec.per_token, values)), bool(evaluate(spec.renormalized, values)))
-    return Block(
-        norm=block.norm,
-        norm_eps=float(evaluate(block.norm_eps, values)),
-        norm_offset=block.norm_offset,
-        norm_bias=block.norm_bias,
-        norm_weight=block.norm_weight,
-        activation=evaluate(block.activation, values),
-        mlp=block.mlp,
-        order=evaluate(block.order, values),
-        sparse=sparse,
-        routing=routing,
-        residual_scale=float(evaluate(block.residual_scale, values)),
-        embedding_scale=float(evaluate(block.embedding_scale, values)),
-        logit_scale=float(evaluate(block.logit_scale, values)),
-        logit_softcap=evaluate(block.logit_softcap, values),
-        tied=bool(evaluate(block.tied, values)),
-    )
+    """The block around the attention, with its expressions evaluated; ``sparse``: any layer has experts."""
+    block = values.family.block
+    routing = None if block.routing is None else evaluated(block.routing, values)
+    return evaluated(replace(block, sparse=sparse, routing=routing), values)

@@ -10,9 +10,9 @@ from functools import cached_property
 from typing import Any
 
 from kvfold.convert.families.family import family_of
-from kvfold.convert.families.geometry import AttentionLayer, Block, block_of, geometry_of, layer_of, layer_values
+from kvfold.convert.families.geometry import AttentionLayer, block_of, geometry_of, layer_of, layer_values
 from kvfold.convert.families.rotary import ContextRange, Frequencies, frequencies, rope_table
-from kvfold.convert.families.schema import ABSENT, ROLES, BlockRole, Family, Role, TensorSpec
+from kvfold.convert.families.schema import ABSENT, ROLES, Block, BlockRole, Family, Role, TensorSpec
 from kvfold.convert.families.values import Values, evaluate
 from kvfold.convert.families.wrappers import WRAPPERS, names_in_files, text_config, text_type
 

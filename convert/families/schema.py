@@ -170,27 +170,38 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class RoutingSpec:
-    """Expressions for the fields of ``Routing``."""
+class Routing:
+    """Routing of each token to the ``per_token`` experts with the largest softmax probabilities of the router.
+
+    The probabilities weight the outputs of these experts; if ``renormalized``, they are first divided by their sum.
+    """
 
     per_token: Expression
     renormalized: Expression
 
 
 @dataclass(frozen=True)
-class BlockSpec:
-    """The rest of a decoder layer and of the model, as far as another class must be able to express it."""
+class Block:
+    """The parts of a decoder layer and of the model around the attention.
+
+    ``order``: ``pre`` x + f(norm(x)); ``post`` x + norm(f(x)); ``outer`` norm(x + f(x)); ``sandwich`` pre and post;
+    ``parallel`` x + attention(n) + mlp(n), with one n = norm(x) or a separate norm for each. ``mlp``: ``gated``,
+    ``gated_fused`` (gate and up in one tensor) or ``plain``. The gain of a norm is weight + ``norm_offset``.
+    ``sparse``: a mixture of experts instead of one MLP, in a layer (family file) or in any (``Model``).
+    ``residual_scale`` multiplies the output of each sublayer before it is added. ``routing`` is None without experts or
+    if `Routing` does not describe their choice and weights.
+    """
 
     norm: Literal["rms", "layer"]
     norm_eps: Expression
     activation: Expression
     mlp: Literal["gated", "gated_fused", "plain"]
-    order: Literal["pre", "post", "outer", "sandwich", "parallel"] | Expression
+    order: Expression
     norm_offset: float = 0.0
     norm_bias: bool = False
     norm_weight: bool = True
     sparse: Expression = False
-    routing: RoutingSpec | None = None  # None where experts are chosen or weighed in another way
+    routing: Routing | None = None
     tied: Expression = False
     residual_scale: Expression = 1.0
     embedding_scale: Expression = 1.0
@@ -232,7 +243,7 @@ class Family:
     sizes: Sizes
     attention: Attention
     rotary: Rope
-    block: BlockSpec
+    block: Block
     tensors: Mapping[BlockRole, TensorSpec]
     tolerated: tuple[Tolerated, ...]
     also: tuple[str, ...] = ()
@@ -262,19 +273,16 @@ class Family:
         )
 
 
-def read_table(path: Path, extending: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Decode the family file at ``path`` and merge it with the files that it extends, which are in the same folder.
+def read_table(path: Path) -> dict[str, Any]:
+    """Decode the family file at ``path`` and merge it with the file that it extends, which is in the same folder.
 
-    ``extending`` lists the files on the way to this one. Raises ``ValueError`` for a cycle, and for a null that has no
-    entry to remove.
+    Raises ``ValueError`` for a null that has no entry to remove.
     """
-    if path.name in extending:
-        raise ValueError(f"{path.name}: extends itself: {' -> '.join([*extending, path.name])}")
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if "extends" not in table:
         return table
     # Entries are replaced as a whole, one level deep: a key of config.json says in one place all that holds for it.
-    merged = read_table(path.with_name(f"{table.pop('extends')}.json"), (*extending, path.name))
+    merged = read_table(path.with_name(f"{table.pop('extends')}.json"))
     for key, value in table.items():
         base = merged.get(key)
         if not isinstance(base, Mapping) or not isinstance(value, Mapping):

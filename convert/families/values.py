@@ -8,13 +8,15 @@ itself.
 import ast
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.schema import ABSENT, Family
+from kvfold.convert.families.schema import ABSENT, Block, Expression, Family, Routing
+
+Section = TypeVar("Section", Routing, Block)
 
 _ALLOWED = (
     *(ast.Expression, ast.Name, ast.Load, ast.Constant, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp),
@@ -33,6 +35,12 @@ def evaluate(expression: Any, scope: "Values | Mapping[str, Any]") -> Any:
         return expression
     # Safe: _compiled lets neither calls nor attributes through, and there are no builtins.
     return eval(_compiled(expression), {"__builtins__": {}}, scope)  # type: ignore[arg-type]  # it needs no more of it
+
+
+def evaluated(section: Section, scope: "Values") -> Section:
+    """``section``, a dataclass of the schema, with its expressions evaluated."""
+    names = [item.name for item in fields(section) if item.type is Expression]
+    return replace(section, **{name: evaluate(getattr(section, name), scope) for name in names})
 
 
 def names_in(expression: Any) -> frozenset[str]:

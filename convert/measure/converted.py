@@ -14,7 +14,7 @@ from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.values import TYPES
 from kvfold.convert.targets.engines import Result, folded_result, latent_result_of
 from kvfold.convert.targets.mla.config import LatentTarget
-from kvfold.convert.targets.own_code import BLOCK, LATENT, NORMED, grouped_shapes, latent_shapes, source_type
+from kvfold.convert.targets.own_code import BLOCK, LATENT, NORMED, grouped_model, latent_shapes, source_type
 
 _KEYS = {
     "num_hidden_layers": "size",
@@ -83,7 +83,8 @@ def converted_model(checkpoint: Checkpoint) -> tuple[Model, Result]:
         kv_heads = _number(block, "kv_heads", "size")
         if heads % kv_heads:
             raise InputError(f"config.json: kv_heads = {kv_heads} in {BLOCK!r} must divide the {heads} query heads")
-        attention = [grouped_shapes(source, layer, kv_heads) for layer in layers]
+        target = grouped_model(source, kv_heads)
+        attention = [{name: target.tensors[name].shape for name in target.attention_names(layer)} for layer in layers]
         result = folded_result(source, kv_heads)
     stored = {name: info.shape for name, info in checkpoint.tensors.items()}
     if problems := [

@@ -11,7 +11,7 @@ because ``kvfold --help`` lists the names. A file elsewhere may import torch; on
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -181,37 +181,25 @@ def quick_method(target: str) -> str:
 
 def find_method(name: str, target: str) -> Method:
     """The method ``name`` (or ``MODULE:NAME``) for ``target``. Raises InputError if ``target`` has no such method."""
-    _discover()
-    # The module of the name registers it.
-    plain = _imported(name, "method")
-    if (target, plain) not in _methods:
-        allowed = methods_of(target)
-        way_out = f"use one of {', '.join(allowed)}{did_you_mean(plain, allowed)}"
-        raise option_error("method", name, f"is not available with {opt('to', target)}; {way_out}")
-    return _methods[target, plain]
+    rule = f"is not available with {opt('to', target)}"
+    return _methods[target, _registered("method", name, partial(methods_of, target), rule)]
 
 
 def find_objective(name: str) -> "Callable[[], Objective]":
-    """The factory registered as objective ``name``. For ``MODULE:NAME``, import the module first, which registers it.
+    """The factory of the objective ``name`` (or ``MODULE:NAME``). Raises InputError for an unknown name."""
+    return _objectives[_registered("objective", name, objectives, "is not a known objective")]
 
-    Raises InputError for an unknown name.
-    """
+
+def _registered(option: str, name: str, names: Callable[[], tuple[str, ...]], rule: str) -> str:
+    """The name of ``names`` in ``name``; the module of a ``MODULE:NAME`` registers it when it is imported."""
     _discover()
-    plain = _imported(name, "objective")
-    if plain not in _objectives:
-        way_out = f"use one of {', '.join(_objectives)}{did_you_mean(plain, _objectives)}"
-        raise option_error("objective", name, f"is not a known objective; {way_out}")
-    return _objectives[plain]
-
-
-def _imported(name: str, option: str) -> str:
-    """Import the module of a ``MODULE:NAME`` and return ``NAME``; a plain name is returned unchanged."""
-    module, colon, plain = name.rpartition(":")
-    if not colon:
-        return name
-    try:
-        import_module(module)
-    except ImportError as error:
-        way_out = "install the module, or add its folder to PYTHONPATH"
-        raise option_error(option, name, f": cannot import module {module!r} ({error}); {way_out}") from error
+    module, _, plain = name.rpartition(":")
+    if module:
+        try:
+            import_module(module)
+        except ImportError as error:
+            way_out = "install the module, or add its folder to PYTHONPATH"
+            raise option_error(option, name, f": cannot import module {module!r} ({error}); {way_out}") from error
+    if plain not in (allowed := names()):
+        raise option_error(option, name, f"{rule}; use one of {', '.join(allowed)}{did_you_mean(plain, allowed)}")
     return plain

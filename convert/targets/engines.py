@@ -36,8 +36,8 @@ class Result:
     includes its modeling code. A fold has ``kv_heads`` of ``head_dim`` dims. MLA has a ``split`` (R, P), ``divisors``
     that are cached too, and stored ``heads`` with (unrotated, rotary, value) dims. ``family`` is the ``model_type`` of
     a fold, or of the wrapper around a latent model. ``older_rope``: engines that do not read ``rope_parameters`` still
-    use the right ``rope_theta``. ``yarn``: plain RoPE is written as YaRN with factor 1. ``experts``: the result is a
-    latent model with experts (Mistral4). ``kept``: weights outside the attention are FP8 or MXFP4.
+    use the right ``rope_theta``. ``experts``: the result is a latent model with experts (Mistral4). ``kept``: weights
+    outside the attention are FP8 or MXFP4.
     """
 
     kind: Literal["fold", "free", "engine", "own"]
@@ -52,7 +52,6 @@ class Result:
     family: str = ""
     older_rope: bool = True
     vocabulary: int = 0
-    yarn: bool = True
     experts: bool = False
     kept: bool = False
 
@@ -116,7 +115,6 @@ def latent_result(config: Mapping[str, Any]) -> Result:
     nope, rope, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
     experts = config["model_type"] == EXPERT_TYPE
     free = config["model_type"] == "youtu" or (experts and config.get("attention_bias"))
-    table = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return Result(
         "free" if free else "engine",
         config["num_hidden_layers"],
@@ -126,7 +124,6 @@ def latent_result(config: Mapping[str, Any]) -> Result:
         q_rank=config.get("q_lora_rank"),
         vocabulary=config.get("vocab_size", 0),
         older_rope=experts or _older_rope(config["model_type"], config),
-        yarn=table.get("rope_type") == "yarn",
         experts=experts,
     )
 
@@ -252,10 +249,6 @@ def _vllm(result: Result) -> Way:
     sizes = f"{', '.join(map(str, KERNEL_CACHES[:-1]))} or {KERNEL_CACHES[-1]}"
     if result.elements() not in KERNEL_CACHES:
         return Way(False, f"its MLA kernels support {sizes} cached elements, but this model has {result.elements()}")
-    if result.kind == "engine" and not result.yarn:
-        return Way(
-            False, "on CPUs it rotates queries wrongly in DeepSeek models with plain RoPE; convert the source again"
-        )
     if result.experts and result.kind == "free":
         return Way(False, "it divides by the width of the shared expert, which is 0 here (SIGFPE on CPUs)")
     # Its own classes read DeepSeek models only; others run through transformers' code, with MLA kernels.
@@ -265,8 +258,8 @@ def _vllm(result: Result) -> Way:
     if result.heads in KERNEL_HEADS:
         where = "on CPUs with AMX, float32 needs --attention-backend CPU_MLA" if on_cpu else "on GPUs only"
         return Way(True, f"{backend}{where}", read=not on_cpu)
-    *known, found = (f"{nope}+{rope}/{value}" for nope, rope, value in (*KERNEL_HEADS, result.heads))
-    heads = f"on GPUs its MLA prefill supports head dims {', '.join(known)}, but this model has {found}"
+    *known, present = (f"{nope}+{rope}/{value}" for nope, rope, value in (*KERNEL_HEADS, result.heads))
+    heads = f"on GPUs its MLA prefill supports head dims {', '.join(known)}, but this model has {present}"
     if on_cpu:
         return Way(True, f"{backend}on CPUs only: {heads}")
     return Way(False, heads)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvfold.convert.transforms.latent.weights import LatentWeights
-    from kvfold.convert.transforms.weights import AttentionWeights
 
 CODE = "kvfold.attention.checkpoints.modeling_kvfold"
 BLOCK = "kvfold"  # the key of config.json that says what the attention is like
@@ -66,15 +65,22 @@ def own_folded_layout(source: Model, checkpoint: Checkpoint, kv_heads: int, dtyp
     }
     if (clip := source.layers[0].clip) is not None:
         facts["clip"] = clip
-    size = replace(source.geometry, kv_heads=kv_heads)
-    shapes = [grouped_shapes(source, layer, kv_heads) for layer in range(size.layers)]
+    target = grouped_model(source, kv_heads)
+    names = [target.attention_names(layer) for layer in range(target.geometry.layers)]
+    shapes = [{name: target.tensors[name].shape for name in layer} for layer in names]
+
+    def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
+        from kvfold.convert.families.layout import write_layer  # needs torch, a plan does not
+
+        return write_layer(target, layer, weights)
+
     return TargetLayout(
-        attention_label(size.heads, kv_heads),
+        attention_label(target.geometry.heads, kv_heads),
         own_config(source, checkpoint, facts, dtype),
         _output_tensors(source, checkpoint, shapes, dtype),
-        tuple(tuple(layer) for layer in shapes),
-        cache_elements(size),
-        lambda layer, weights: _grouped_tensors(source, layer, weights),
+        tuple(names),
+        cache_elements(target.geometry),
+        encode,
         CODE,
     )
 
@@ -166,29 +172,17 @@ def own_config(
     return with_dtype({**checkpoint.config, **changes}, dtype or TORCH_NAMES[present])
 
 
-def grouped_shapes(source: Model, layer: int, kv_heads: int) -> dict[str, Shape]:
-    """The shapes of the attention tensors in ``layer``, by name."""
-    size, module = source.geometry, source.family.attention.place(layer)
-    queries, keys, width = size.heads * size.head_dim, kv_heads * size.head_dim, size.model_dim
-    rows = {"q": queries, "k": keys, "v": keys, "o": width}
-    shapes: dict[str, Shape] = {}
-    for role in ROLES:
-        shapes[f"{module}.{role}_proj.weight"] = (rows[role], queries if role == "o" else width)
-        if role in source.biased:
-            shapes[f"{module}.{role}_proj.bias"] = (rows[role],)
-    return shapes
-
-
-def _grouped_tensors(source: Model, layer: int, weights: "AttentionWeights") -> dict[str, "Tensor"]:
-    """The tensors described by `grouped_shapes`, computed from the ``weights`` of ``layer``."""
-    module, tensors = source.family.attention.place(layer), {}
-    for role in ROLES:
-        weight, bias = getattr(weights, role), getattr(weights, f"{role}_bias")
-        rows = weight.flatten(1) if role == "o" else weight.flatten(0, 1)
-        tensors[f"{module}.{role}_proj.weight"] = rows.contiguous()
-        if bias is not None:
-            tensors[f"{module}.{role}_proj.bias"] = bias.flatten().contiguous()
-    return tensors
+def grouped_model(source: Model, kv_heads: int) -> Model:
+    """``source`` with ``kv_heads`` key/value heads and its attention stored as kvfold's modules do."""
+    family = source.family
+    names: dict[str, Any] = {role: f"{role}_proj" for role in ROLES}
+    family = replace(
+        family,
+        sizes=replace(family.sizes, own_kv_heads=kv_heads),
+        attention=replace(family.attention, layout="separate", qkv=None, transposed=False, **names),
+        rotary=replace(family.rotary, style="half"),
+    )
+    return Model(family, source.config, source.tower)
 
 
 def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, Shape]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.distances import Distances
-from kvfold.convert.transforms.latent.kernels import Kernel, RotaryRows, kernels, wave_moments
+from kvfold.convert.transforms.latent.kernels import Kernel, RotaryRows, kernels
 from kvfold.convert.transforms.latent.weights import LinearLayer
 from kvfold.convert.transforms.linalg import covariance, symmetric_eig
 from kvfold.convert.transforms.weights import Rotary
@@ -106,7 +106,6 @@ def alternate(
     cov, mean, values = covariance(moment), moment[-1], layer.values[..., :-1]
     source = RotaryRows.of(rotary.theta.double().to(device), dims - rotary.dims)
     cached = RotaryRows.of(theta.double().to(device), fit.values.shape[-1])
-    waves = wave_moments(distances, source, cached)
     # A score error moves about as much output as the values vary: the output energy of an average head.
     output = (layer.metric * (values @ cov @ values.mT)).sum() / len(layer.queries)
     problem = LatentProblem(
@@ -115,7 +114,7 @@ def alternate(
         mean=mean,
         mean_weight=None if centered else torch.linalg.solve(cov, mean[:-1]),
         cached=cached,
-        kernels=tuple(zip(kernels(cached, cached, waves), kernels(cached, source, waves), strict=True)),
+        kernels=kernels(distances, cached, source),
         centered=centered,
         query_weight=queries * layer.scale**2 * output,
         value_weight=layer.metric * VALUE_WEIGHT,

@@ -37,29 +37,6 @@ class RotaryRows:
 
 
 @dataclass(frozen=True)
-class WaveMoments:
-    """Moments of ``cos(omega delta)`` (index 0) and ``sin(omega delta)`` (index 1) over the distances of every head.
-
-    ``omega [U]``, ascending; ``second[p][q] [H, U, U]``: ``E[p(omega_a delta) q(omega_b delta)]``; ``mean[p] [H, U]``.
-    """
-
-    omega: Tensor
-    second: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
-    mean: tuple[Tensor, Tensor]
-
-
-def wave_moments(distances: Distances, *layouts: RotaryRows) -> WaveMoments:
-    """The moments of all frequencies in ``layouts``, computed with the product formulas of cos and sin."""
-    omega = torch.unique(torch.cat([rows.omega for rows in layouts]))
-    count = len(omega)
-    moments = rotary_moments(distances, torch.cat([omega, -omega, omega.new_zeros(1)]))
-    minus, plus, mean = moments[:, :count, :count], moments[:, :count, count:-1], moments[:, :count, -1]
-    cosine = (minus + plus).real / 2, (minus - plus).imag / 2  # with cos, with sin
-    sine = -(minus + plus).imag / 2, (minus - plus).real / 2
-    return WaveMoments(omega, (cosine, sine), (mean.real, -mean.imag))
-
-
-@dataclass(frozen=True)
 class Kernel:
     """The second moment of rows ``a`` and ``b`` over the distances of one head, as a linear map of ``A cov(x) B^T``.
 
@@ -103,14 +80,23 @@ class Kernel:
         return result
 
 
-def kernels(left: RotaryRows, right: RotaryRows, waves: WaveMoments) -> list[Kernel]:
-    """One kernel per head of ``waves``, which must contain the frequencies of both sides."""
-    rows, columns = (torch.searchsorted(waves.omega, side.omega) for side in (left, right))
+def kernels(distances: Distances, cached: RotaryRows, source: RotaryRows) -> tuple[tuple[Kernel, Kernel], ...]:
+    """The kernels (cached, cached) and (cached, source) of every head."""
+    omega = torch.unique(torch.cat([cached.omega, source.omega]))
+    count = len(omega)
+    moments = rotary_moments(distances, torch.cat([omega, -omega, omega.new_zeros(1)]))
+    minus, plus, mean = moments[:, :count, :count], moments[:, :count, count:-1], moments[:, :count, -1]
+    # Moments of cos(omega delta), index 0, and sin(omega delta), index 1, by their product formulas.
+    cosine = (minus + plus).real / 2, (minus - plus).imag / 2
+    sine = -(minus + plus).imag / 2, (minus - plus).real / 2
+    means = mean.real, -mean.imag
+    rows, columns = (torch.searchsorted(omega, side.omega) for side in (cached, source))
     result = []
-    for head in range(len(waves.mean[0])):
+    for head in range(len(moments)):
         terms = []
         for p, q in itertools.product((0, 1), repeat=2):
-            moment, means = waves.second[p][q][head], torch.outer(waves.mean[p][head], waves.mean[q][head])
-            terms.append((bool(p), bool(q), moment, moment - means))
-        result.append(Kernel(left, right, rows, columns, tuple(terms)))
-    return result
+            moment = (cosine, sine)[p][q][head]
+            terms.append((bool(p), bool(q), moment, moment - torch.outer(means[p][head], means[q][head])))
+        same = Kernel(cached, cached, rows, rows, tuple(terms))
+        result.append((same, Kernel(cached, source, rows, columns, tuple(terms))))
+    return tuple(result)

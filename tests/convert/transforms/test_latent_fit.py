@@ -10,7 +10,7 @@ from helpers.layers import attend, dense_distances, random_layer, relative_error
 from kvfold.convert.transforms.distances import Distances
 from kvfold.convert.transforms.latent import als as latent_fit
 from kvfold.convert.transforms.latent import slots as rope_slots
-from kvfold.convert.transforms.latent.kernels import RotaryRows, kernels, wave_moments
+from kvfold.convert.transforms.latent.kernels import RotaryRows, kernels
 from kvfold.convert.transforms.latent.latent import energy_shares, svd_latent, to_latent
 from kvfold.convert.transforms.latent.variants import query_latent
 from kvfold.convert.transforms.weights import Rotary
@@ -64,15 +64,15 @@ def test_moments_are_those_of_inputs_at_random_distances():
     y, z, weight = torch.cat(seen_left), torch.cat(seen_right), torch.cat(weight)
     expected = (y * weight[:, None]).T @ z - torch.outer(weight @ y, weight @ z)
     mean, covariance = x.mean(0), torch.cov(x.T, correction=0)
-    kernel = kernels(left, right, wave_moments(drawn(profile), left, right))[0]
+    kernel = kernels(drawn(profile), left, right)[0][1]
     torch.testing.assert_close(kernel.apply(rows @ covariance @ other.T, rows @ mean, other @ mean), expected)
 
 
 def test_pull_is_the_adjoint_of_the_moments():
     generator = torch.Generator().manual_seed(1)
     layout = RotaryRows.of(torch.tensor([0.9, 0.2], dtype=torch.float64), 2)
-    waves = wave_moments(drawn(torch.rand(1, 5, generator=generator, dtype=torch.float64)), layout)
-    kernel = kernels(layout, layout, waves)[0]
+    distances = drawn(torch.rand(1, 5, generator=generator, dtype=torch.float64))
+    kernel = kernels(distances, layout, layout)[0][0]
     weight, product, rows = (torch.randn(6, 6, generator=generator, dtype=torch.float64) for _ in range(3))
     zero = torch.zeros(6, dtype=torch.float64)
     left = (weight * kernel.apply(product @ rows.T, zero, zero)).sum()
