@@ -7,7 +7,7 @@ must skip (pass ``lengths=``). Caches are for inference: they reject tensors tha
 """
 
 import math
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -19,13 +19,28 @@ Variant = Literal["mha", "gqa", "mqa", "mla"]
 _GROWTH = 1.5
 
 
+class CacheOptions(TypedDict, total=False):
+    """``growing`` (the default) allocates more slots when all ``capacity`` slots are in use, instead of an error."""
+
+    growing: bool
+    dtype: torch.dtype
+    device: torch.device | str | None
+
+
 class SlotCache:
     """Buffers ``[B, ..., C, width]`` filled slot by slot; ``KVCache`` and ``LatentCache`` define what a slot stores."""
 
-    def __init__(self, buffers: tuple[Tensor, ...], *, growing: bool) -> None:
-        self.buffers = buffers
+    def __init__(
+        self,
+        shapes: list[tuple[int, ...]],
+        growing: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
         self.growing = growing
-        self.batch, self.capacity = buffers[0].shape[0], buffers[0].shape[-2]
+        self.batch, self.capacity = shapes[0][0], shapes[0][-2]
+        expect_at_least("capacity", self.capacity, 0)
+        self.buffers = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
         self.length = 0
         self.lengths: Tensor | None = None
 
@@ -33,11 +48,6 @@ class SlotCache:
     def nbytes(self) -> int:
         """Bytes of the slots in use (``length`` per sequence), the same number that ``cache_bytes`` computes."""
         return sum(b.numel() // max(1, self.capacity) * self.length * b.element_size() for b in self.buffers)
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of all allocated slots, used or not."""
-        return sum(buffer.nbytes for buffer in self.buffers)
 
     def positions(self, count: int) -> Tensor:
         """Positions of the next ``count`` tokens: ``[count]``, or ``[B, count]`` if sequence lengths differ."""
@@ -96,17 +106,12 @@ class KVCache(SlotCache):
         capacity: int = 0,
         *,
         value_dim: int | None = None,
-        growing: bool = True,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
+        **options: Unpack[CacheOptions],
     ) -> None:
         for name, size in (("batch", batch), ("kv_heads", kv_heads), ("head_dim", head_dim)):
             expect_at_least(name, size, 1)
-        expect_at_least("capacity", capacity, 0)
         widths = (head_dim, head_dim if value_dim is None else value_dim)
-        shape = (batch, kv_heads, capacity)
-        buffers = tuple(torch.zeros(*shape, width, dtype=dtype, device=device) for width in widths)
-        super().__init__(buffers, growing=growing)
+        super().__init__([(batch, kv_heads, capacity, width) for width in widths], **options)
 
     def append(self, key: Tensor, value: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Append ``key [B, G, T, D]`` and ``value [B, G, T, Dv]``; return all keys and values so far.
@@ -126,22 +131,12 @@ class LatentCache(SlotCache):
     """The latents and rotary keys of one layer, concatenated: ``[B, C, R + P]``."""
 
     def __init__(
-        self,
-        batch: int,
-        kv_rank: int,
-        rope_dim: int,
-        capacity: int = 0,
-        *,
-        growing: bool = True,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
+        self, batch: int, kv_rank: int, rope_dim: int, capacity: int = 0, **options: Unpack[CacheOptions]
     ) -> None:
         for name, size, least in (("batch", batch, 1), ("kv_rank", kv_rank, 1), ("rope_dim", rope_dim, 0)):
             expect_at_least(name, size, least)
-        expect_at_least("capacity", capacity, 0)
         self.kv_rank, self.rope_dim = kv_rank, rope_dim
-        buffer = torch.zeros(batch, capacity, kv_rank + rope_dim, dtype=dtype, device=device)
-        super().__init__((buffer,), growing=growing)
+        super().__init__([(batch, capacity, kv_rank + rope_dim)], **options)
 
     def append(self, latent: Tensor, counts: Tensor | None = None) -> Tensor:
         """Append ``latent [B, T, R + P]`` (rotary keys already rotated); return all so far: ``[B, length, R + P]``."""

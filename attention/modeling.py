@@ -5,12 +5,12 @@ heads, ``G`` key/value heads, ``D`` head dim, ``Dv`` value dim, ``R`` latent ran
 query dims.
 """
 
-from typing import cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
-from kvfold.attention.cache import KVCache, LatentCache, SlotCache
+from kvfold.attention.cache import CacheOptions, KVCache, LatentCache, SlotCache
 from kvfold.attention.checks import expect_at_least, expect_divides, expect_shape
 from kvfold.attention.grouped import grouped_attention
 from kvfold.attention.latent import absorption_pays, latent_attention
@@ -73,20 +73,12 @@ class GroupedAttention(nn.Module):
         self.rotation = None if frequencies is None else Rotation(frequencies, layout)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.value_dim = head_dim if value_dim is None else value_dim
-        self.causal, self.cross, self.window, self.scale = causal, cross, window, scale
+        self.cross = cross
+        self.rules: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
 
-    def new_cache(
-        self,
-        batch: int,
-        capacity: int = 0,
-        *,
-        growing: bool = True,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> KVCache:
+    def new_cache(self, batch: int, capacity: int = 0, **options: Unpack[CacheOptions]) -> KVCache:
         """Create an empty cache for this layer; arguments as in ``KVCache``."""
-        sizes = (batch, self.kv_heads, self.head_dim, capacity)
-        return KVCache(*sizes, value_dim=self.value_dim, growing=growing, dtype=dtype, device=device)
+        return KVCache(batch, self.kv_heads, self.head_dim, capacity, value_dim=self.value_dim, **options)
 
     def forward(
         self,
@@ -125,18 +117,8 @@ class GroupedAttention(nn.Module):
             key, value = (buffer[..., : cache.length, :] for buffer in cache.buffers)
         # after appending pieces of unequal lengths, only the cache has the lengths without padding
         lengths = cache.lengths if cache is not None and lengths is None else lengths
-        z = grouped_attention(
-            query,
-            key,
-            value,
-            causal=self.causal,
-            offset=None if self.cross else offset,
-            window=self.window,
-            starts=starts,
-            lengths=lengths,
-            bias=bias,
-            scale=self.scale,
-        )
+        offset = None if self.cross else offset
+        z = grouped_attention(query, key, value, offset=offset, starts=starts, lengths=lengths, bias=bias, **self.rules)
         return cast(Tensor, self.output(z.transpose(1, 2).flatten(2)))
 
 
@@ -180,19 +162,11 @@ class LatentAttention(nn.Module):
         self.rotation = Rotation(frequencies, layout)
         self.heads, self.kv_rank, self.rope_dim = heads, kv_rank, rope_dim
         self.nope_dim, self.value_dim = nope_dim, value_dim
-        self.causal, self.window, self.scale = causal, window, scale
+        self.rules: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
 
-    def new_cache(
-        self,
-        batch: int,
-        capacity: int = 0,
-        *,
-        growing: bool = True,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> LatentCache:
+    def new_cache(self, batch: int, capacity: int = 0, **options: Unpack[CacheOptions]) -> LatentCache:
         """Create an empty cache for this layer; arguments as in ``LatentCache``."""
-        return LatentCache(batch, self.kv_rank, self.rope_dim, capacity, growing=growing, dtype=dtype, device=device)
+        return LatentCache(batch, self.kv_rank, self.rope_dim, capacity, **options)
 
     def forward(
         self,
@@ -228,20 +202,8 @@ class LatentAttention(nn.Module):
             pays = absorption_pays(x.shape[1], self.nope_dim, self.value_dim, self.kv_rank)
             absorbed = cache is not None and pays
         ups = self.up.weight.view(self.heads, self.nope_dim + self.value_dim, self.kv_rank)
-        z = latent_attention(
-            nope,
-            rope,
-            latent,
-            ups[:, : self.nope_dim],
-            ups[:, self.nope_dim :],
-            absorbed=absorbed,
-            causal=self.causal,
-            offset=offset,
-            window=self.window,
-            starts=starts,
-            lengths=lengths,
-            scale=self.scale,
-        )
+        parts = nope, rope, latent, *torch.split(ups, [self.nope_dim, self.value_dim], 1)
+        z = latent_attention(*parts, absorbed=absorbed, offset=offset, starts=starts, lengths=lengths, **self.rules)
         return cast(Tensor, self.output(z.transpose(1, 2).flatten(2)))
 
 

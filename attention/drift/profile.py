@@ -5,6 +5,8 @@ Shapes: ``B`` sequences, ``H`` query heads, ``G`` key heads (``H`` is a multiple
 ``O(T)`` instead of ``O(T^2)``. Arithmetic is float32 (float64 for float64 inputs); sums are float64.
 """
 
+from typing import TypedDict, Unpack
+
 import torch
 from torch import Tensor
 
@@ -16,31 +18,22 @@ from kvfold.attention.mask import Visibility
 _NEGLIGIBLE = -80.0
 
 
-@torch.no_grad()
-def distance_profile(
-    query: Tensor,
-    key: Tensor,
-    scale: float,
-    *,
-    window: int | None = None,
-    causal: bool = True,
-    softcap: float | None = None,
-) -> Tensor:
+class ScoreOptions(TypedDict, total=False):
+    """Options of a model's attention, explained in ``attention_sums``; attention is causal by default."""
+
+    window: int | None
+    causal: bool
+    softcap: float | None
+    sinks: Tensor | None
+
+
+def distance_profile(query: Tensor, key: Tensor, scale: float, **options: Unpack[ScoreOptions]) -> Tensor:
     """Average attention weight by distance: ``[H, T]``, float64; each row sums to 1. See `attention_sums`."""
-    return attention_sums(query, key, scale, window=window, causal=causal, softcap=softcap)[0]
+    return attention_sums(query, key, scale, **options)[0]
 
 
 @torch.no_grad()
-def attention_sums(
-    query: Tensor,
-    key: Tensor,
-    scale: float,
-    *,
-    window: int | None = None,
-    causal: bool = True,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def attention_sums(query: Tensor, key: Tensor, scale: float, **options: Unpack[ScoreOptions]) -> tuple[Tensor, Tensor]:
     """Attention weight by distance, ``[H, T]``, and by key, ``[B, T]``; both float64.
 
     For the attention weights ``a`` of ``query [B, H, T, D]`` on ``key [B, G, T, D]``,
@@ -54,7 +47,7 @@ def attention_sums(
     neither result includes its share of each row, and ``p`` is rescaled to sum to 1. Raises ValueError for incompatible
     shapes.
     """
-    scores = _scores(query, key, scale, window, causal, softcap, sinks)
+    scores = _scores(query, key, scale, **options)
     batch, groups, share, length = scores.queries[0].shape[:4]
     total = torch.zeros(batch, groups, share, 2 * length, dtype=torch.float64, device=query.device)
     received = torch.zeros(batch, groups, length, dtype=torch.float64, device=query.device)
@@ -69,7 +62,7 @@ def attention_sums(
         part += weights.sum(1).view(part.shape)
     # column T holds distance 0, columns before it the keys behind a query
     folded = total[..., 1 : length + 1].flip(-1)
-    if not causal:
+    if not scores.rule.causal:
         folded = torch.cat([folded[..., :1], folded[..., 1:] + total[..., length + 1 :]], dim=-1)
     profile = folded.flatten(1, 2).sum(0)
     return profile / profile.sum(-1, keepdim=True), received.sum(1) / (groups * share)
@@ -132,11 +125,10 @@ def _scores(
     query: Tensor,
     key: Tensor,
     scale: float,
-    window: int | None,
-    causal: bool,
-    softcap: float | None,
+    window: int | None = None,
+    causal: bool = True,
+    softcap: float | None = None,
     sinks: Tensor | None = None,
-    *,
     expand: bool = False,
 ) -> AttentionScores:
     """Check the inputs and return their scores, in float32 or wider; ``expand`` repeats key heads to ``H``."""
