@@ -1,7 +1,7 @@
 """A Triton kernel for one decoding step over a latent cache.
 
 Shapes: ``query [B, H, 1, R]``, ``query_rope [B, H, 1, P]``, ``latent [B, S, R]``, ``key_rope [B, S, P]``,
-``lengths [B]``, ``mask [1|B, S]`` (bool), result ``[B, H, 1, R]``.
+``mask [1|B, S]`` (bool), result ``[B, H, 1, R]``.
 
 The slots of each sequence are split into parts (Dao et al. 2023, "Flash-Decoding"): one program handles up to 64 heads
 of one sequence and one part of its slots. It loads each latent once and uses it both as the key and as the value of all
@@ -31,12 +31,11 @@ _MERGED = 128
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton's
-    query, query_rope, latent, key_rope, lengths, mask, z, log_sums,
+    query, query_rope, latent, key_rope, mask, z, log_sums,
     scale, heads, slots, part, parts,
     q_b, q_h, qr_b, qr_h, c_b, c_s, k_b, k_s, m_b, m_s,
     R: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-    HEADS: tl.constexpr, SLOTS: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_MASK: tl.constexpr,
-    WIDEN: tl.constexpr,
+    HEADS: tl.constexpr, SLOTS: tl.constexpr, HAS_MASK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Attend from heads ``[HEADS]`` of a sequence to ``part`` slots; store weighted latents and log2-sum-exp2."""
     b = tl.program_id(0).to(tl.int64)
@@ -45,11 +44,8 @@ def _part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton'
     r = tl.arange(0, RANK)
     p = tl.arange(0, ROPE)
     here = h < heads
-    end = slots
-    if HAS_LENGTHS:
-        end = tl.minimum(end, tl.load(lengths + b).to(tl.int32))
     first = split * part
-    end = tl.minimum(end, first + part)
+    end = tl.minimum(slots, first + part)
 
     q = tl.load(query + b * q_b + h[:, None] * q_h + r[None, :], mask=here[:, None] & (r < R)[None, :], other=0.0)
     qr = tl.load(
@@ -125,14 +121,13 @@ def decode_latent(
     key_rope: Tensor,
     scale: float,
     *,
-    lengths: Tensor | None = None,
     mask: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """``softmax(scale * (query . latent + query_rope . key_rope)) latent`` over the visible slots: ``[B, H, 1, R]``.
 
-    Sequence ``b`` sees those of its first ``lengths[b]`` slots where ``mask`` is True; a sequence that sees no slot
-    gets zeros. ``splits`` is the number of parts per sequence, by default enough to keep the device busy.
+    Sequences see the slots where ``mask`` is True; a sequence that sees no slot gets zeros. ``splits`` is the number of
+    parts per sequence, by default enough to keep the device busy.
     """
     batch, heads, _, rank = query.shape
     slots, rope = latent.shape[1], query_rope.shape[-1]
@@ -165,12 +160,11 @@ def decode_latent(
     # Triton launches on the current device, wherever its arguments are
     with torch.cuda.device(query.device) if on_gpu else nullcontext():
         _part_kernel[(batch, blocks, parts)](
-            query, query_rope, latent, key_rope, lengths, seen, z, log_sums,
+            query, query_rope, latent, key_rope, seen, z, log_sums,
             scale * _LOG2_E, heads, slots, part, parts,
             *query.stride()[:2], *query_rope.stride()[:2], *latent.stride()[:2], *key_rope.stride()[:2], *strides,
             R=rank, P=rope, RANK=rank_width, ROPE=rope_width,
-            HEADS=tile_heads, SLOTS=tile_slots, HAS_LENGTHS=lengths is not None, HAS_MASK=mask is not None,
-            WIDEN=widen, **options,
+            HEADS=tile_heads, SLOTS=tile_slots, HAS_MASK=mask is not None, WIDEN=widen, **options,
         )  # fmt: skip
         _merge_kernel[(batch * heads, triton.cdiv(rank, channels))](
             z, log_sums, result, parts, R=rank, PARTS=triton.next_power_of_2(parts), CHANNELS=channels

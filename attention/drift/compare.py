@@ -151,13 +151,12 @@ def _compare_heads(teacher: LayerOutput, student: LayerOutput, order: Tensor | N
         return None
     if student.context is None or student.output_weight is None or student.context.shape[2] != teacher.context.shape[2]:
         return None
-    ours, theirs = (
-        (
-            context.flatten(0, 1).to(teacher.attention.device, torch.promote_types(context.dtype, torch.float32)),
-            weight.to(teacher.attention.device, torch.promote_types(context.dtype, torch.float32)),
-        )
-        for context, weight in ((teacher.context, teacher.output_weight), (student.context, student.output_weight))
-    )
+
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.to(teacher.attention.device, torch.promote_types(tensor.dtype, torch.float32))
+
+    ours = wide(teacher.context.flatten(0, 1)), wide(teacher.output_weight)
+    theirs = wide(student.context.flatten(0, 1)), wide(student.output_weight)
     order = match_heads(ours, theirs) if order is None else order
     # what each head adds to the attention's output, [N, E]
     pairs = (
@@ -222,18 +221,8 @@ def compare_rows(teacher: LayerOutput, student: LayerOutput, order: Tensor) -> T
     # copies are made only where heads have moved
     if not torch.equal(order, torch.arange(len(order))):
         query, key = query[:, matched], key[:, matched // (query.shape[1] // key.shape[1])]
-    return row_kl(
-        teacher.query,
-        teacher.key,
-        query,
-        key,
-        teacher.scale,
-        student.scale,
-        window=window,
-        causal=teacher.causal,
-        softcap=teacher.softcap,
-        other_softcap=student.softcap,
-    )
+    maps = teacher.query, teacher.key, query, key, teacher.scale, student.scale
+    return row_kl(*maps, window=window, causal=teacher.causal, softcap=teacher.softcap, other_softcap=student.softcap)
 
 
 def compare_predictions(

@@ -137,7 +137,4 @@ class Recomputed(Iterable[LayerOutput]):
     states: Hidden
 
     def __iter__(self) -> Iterator[LayerOutput]:
-        for chunk in self.states:
-            with torch.no_grad():
-                output = self.layer(chunk)
-            yield output
+        return map(torch.no_grad()(self.layer), self.states)

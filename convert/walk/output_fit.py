@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -70,12 +70,8 @@ class OutputFit:
     after: float
 
 
-class _Regression(NamedTuple):
-    """One row per token: the heads' results ``[N, n]``, the target of their projection ``[N, E]``, weights ``[N]``."""
-
-    heads: Tensor
-    target: Tensor
-    weight: Tensor
+# One row per token: the heads' results ``[N, n]``, the target of their projection ``[N, E]``, weights ``[N]``.
+_Regression = tuple[Tensor, Tensor, Tensor]
 
 
 @torch.no_grad()
@@ -135,29 +131,26 @@ def _regressions(
             heads = torch.cat([heads, torch.ones_like(heads[..., :1])], -1)
         if not checked:
             # A property of the layer, independent of its inputs: checking one chunk is enough.
-            explained = heads @ present.to(heads).mT
-            energy = output.attention.double().square().sum()
-            if explained.shape != output.attention.shape:
+            explained, energy = heads @ present.to(heads).mT, output.attention.double().square().sum()
+            checked = explained.shape == output.attention.shape
+            if not checked or (explained - output.attention).square().sum() > _UNEXPLAINED * energy:
                 return
-            if (explained - output.attention).square().sum() > _UNEXPLAINED * energy:
-                return
-            checked = True
         added = update.of(step.teacher, step.teacher.attend(inputs))
         after, before = (inputs + added).double(), student_inputs.double()
         weight = token_weights(after, before).square()
         target = (after - before) / update.scale
-        yield _Regression(heads.flatten(0, 1), target.flatten(0, 1), weight.flatten())
+        yield heads.flatten(0, 1), target.flatten(0, 1), weight.flatten()
 
 
 def _sums(present: Tensor, parts: Iterator[_Regression]) -> tuple[Tensor, Tensor]:
     """The weighted means of ``z z^T`` and ``(target - present z) z^T`` over the sequences of all processes."""
     count = len(present[0])
     gram, cross, total = present.new_zeros(count, count), torch.zeros_like(present), present.new_zeros(())
-    for part in parts:
-        heads = part.heads * part.weight[:, None]
-        gram.addmm_(heads.mT, part.heads)
-        cross.addmm_(part.target.mT, heads)
-        total += float(part.weight.sum())
+    for heads, target, weight in parts:
+        weighted = heads * weight[:, None]
+        gram.addmm_(weighted.mT, heads)
+        cross.addmm_(target.mT, weighted)
+        total += float(weight.sum())
     processes.add_up([gram, cross, total])
     total = total if total else torch.ones_like(total)
     return gram / total, (cross - present @ gram) / total

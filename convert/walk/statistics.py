@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.drift.frame import Arguments
-from kvfold.attention.drift.profile import attention_sums
+from kvfold.attention.drift.profile import ScoreOptions, attention_sums
 from kvfold.attention.drift.recording import LayerOutput
 from kvfold.attention.rotary import apply_rotary, rotary_tables
 from kvfold.convert import processes
@@ -50,7 +50,10 @@ class StatisticsAccumulator:
         for name, weight in weights.items():
             self._sum(f"{name}weight", inputs).add_(weight.sum())
             self._sum(f"{name}mean", inputs, width).add_(weight @ inputs)
-            add_gram(self._sum(f"{name}gram", inputs, width, width), inputs * weight.sqrt()[:, None])
+            gram, scaled = self._sum(f"{name}gram", inputs, width, width), inputs * weight.sqrt()[:, None]
+            # Only blocks on and above the diagonal: the matrix is symmetric.
+            for start, stop in pairwise(round(width * block / _GRAM_BLOCKS) for block in range(_GRAM_BLOCKS + 1)):
+                gram[start:stop, start:].addmm_(scaled[:, start:stop].T, scaled[:, start:])
             if normed is not None:
                 cross = self._sum(f"{name}normed", inputs, *normed.shape[1:], width + 1)
                 rows = torch.nn.functional.pad(inputs, (0, 1), value=1.0)
@@ -60,15 +63,8 @@ class StatisticsAccumulator:
         """Add the batch's distance profile to the sums, and return the attention that each token received ``[N]``."""
         if output.query is None or output.key is None:
             raise ValueError("output: a distance profile needs the layer's queries and keys; use with_heads")
-        profile, received = attention_sums(
-            output.query,
-            output.key,
-            output.scale,
-            window=output.window,
-            causal=output.causal,
-            softcap=output.softcap,
-            sinks=output.sinks,
-        )
+        options = ScoreOptions(window=output.window, causal=output.causal, softcap=output.softcap, sinks=output.sinks)
+        profile, received = attention_sums(output.query, output.key, output.scale, **options)
         sequences = len(output.query)
         self._sum("profile", received, *profile.shape).add_(profile * sequences)
         self._sum("sequences", received).add_(sequences)
@@ -93,7 +89,6 @@ class StatisticsAccumulator:
             for part in ("gram", "mean", "normed")
             if f"{name}{part}" in sums
         }
-        # Only blocks on and above the diagonal were accumulated.
         for name in ("gram", "received_gram"):
             if name in averages:
                 upper = averages[name].triu()
@@ -102,14 +97,6 @@ class StatisticsAccumulator:
             averages["divisors"] = sums["divisors"] / sums["weight"]
         profile = sums["profile"] / sums["sequences"] if "profile" in sums else sums["mean"].new_zeros(0, 0)
         return LayerStatistics(tokens=int(sums["weight"]), profile=profile, **averages)
-
-
-def add_gram(gram: Tensor, inputs: Tensor) -> None:
-    """Add ``inputs^T inputs`` for ``inputs [N, E]`` to the blocks of ``gram [E, E]`` on and above its diagonal."""
-    width = gram.shape[0]
-    edges = [round(width * block / _GRAM_BLOCKS) for block in range(_GRAM_BLOCKS + 1)]
-    for start, stop in pairwise(edges):
-        gram[start:stop, start:].addmm_(inputs[:, start:stop].T, inputs[:, start:])
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,9 @@ def run(B=3, H=4, R=64, P=16, S=130, dtype="float16", splits=None, lengths=None,
         latent, key = latent.contiguous(), key.contiguous()
     scale = (R + P) ** -0.5
     slots = torch.arange(S)
-    seen = torch.ones(B, S, dtype=torch.bool)
-    ends = None if lengths is None else torch.tensor(lengths)
-    mask = None if padding is None else slots[None] >= torch.tensor(padding)[:, None]
-    seen = seen if ends is None else seen & (slots[None] < ends[:, None])
-    seen = seen if mask is None else seen & mask
-    found = decode_latent(query, rope, latent, key, scale, lengths=ends, mask=mask, splits=splits)
+    seen = slots >= torch.tensor(padding or [0] * B)[:, None]
+    seen = seen & (slots < torch.tensor(lengths or [S] * B)[:, None])
+    found = decode_latent(query, rope, latent, key, scale, mask=seen if lengths or padding else None, splits=splits)
     def formula(kind):
         c = latent.to(kind)
         score = scale * (query.to(kind) @ c[:, None].mT + rope.to(kind) @ key.to(kind)[:, None].mT)
