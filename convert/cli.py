@@ -22,7 +22,7 @@ from kvfold.convert.console import (
 )
 from kvfold.convert.measure.commands import bench, eval_command, sweep
 from kvfold.convert.measure.page import conversion_page, drift_page, write_report
-from kvfold.convert.progress import stage
+from kvfold.convert.progress import Stages
 from kvfold.convert.request import ConvertRequest, DriftRequest
 from kvfold.convert.uptrain.__main__ import uptrain
 
@@ -157,7 +157,7 @@ def verify(out: str, json_file: str | None) -> None:
     from kvfold.convert.measure.verify import check_verified, verify_checkpoint
 
     check_files(json_file)
-    with stage(f"verifying {out}"):
+    with Stages()(f"verifying {out}"):
         done = verify_checkpoint(out)
     tell(json_file, done.to_dict, "" if done.problems else done.summary())
     check_verified(done)

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ _WINDOWS, _LENGTH = 32, 256
 
 @dataclass(frozen=True)
 class DemoRow:
-    """A row of the table: one target. ``elements`` counts KV-cache elements per token per layer."""
+    """A row of the table: one target."""
 
     target: str
-    elements: int
+    cache_elements_per_token_per_layer: int
     perplexity: float
 
 
@@ -50,7 +50,13 @@ def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[DemoRow]:
     facts = inspect_checkpoint(str(model))
     echo(facts.summary() + "\n")
     if folder is not None:
-        _make_empty(Path(folder))
+        place = Path(folder)
+        if place.exists() and (not place.is_dir() or any(place.iterdir())):
+            raise InputError(f"{place} must be a new or empty folder; name another folder")
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{place}: cannot be created ({error.strerror}); name another folder") from error
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="kvfold-demo-") as temporary:
         # The model is so small that several threads would mostly wait for one another.
@@ -65,15 +71,6 @@ def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[DemoRow]:
         echo(f"\nThe converted checkpoints are in {folder}: load them with transformers' AutoModelForCausalLM.")
     echo(f"next: kvfold sweep {model} compares suitable targets; replace the path by your own model")
     return rows
-
-
-def _make_empty(place: Path) -> None:
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise InputError(f"{place} must be a new or empty folder; name another folder")
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{place}: cannot be created ({error.strerror}); name another folder") from error
 
 
 def _measure_all(model: Path, elements: int, place: Path, echo: Callable[[str], None]) -> list[DemoRow]:
@@ -100,17 +97,16 @@ def _measure_all(model: Path, elements: int, place: Path, echo: Callable[[str], 
 
 def rows_json(rows: Sequence[DemoRow]) -> dict[str, Any]:
     """The rows as JSON values for ``--json``, the original model first."""
-    keys = ("target", "cache_elements_per_token_per_layer", "perplexity")
-    targets = [dict(zip(keys, astuple(row), strict=True)) for row in rows]
-    return {"measured_on": f"{_WINDOWS} x {_LENGTH} held-out tokens", "targets": targets}
+    return {"measured_on": f"{_WINDOWS} x {_LENGTH} held-out tokens", "targets": list(map(asdict, rows))}
 
 
 def _compared(rows: Sequence[DemoRow]) -> list[str]:
     """The rows as lines of a table; savings and perplexities are relative to the first row, the original model."""
-    first = rows[0]
+    whole, before = rows[0].cache_elements_per_token_per_layer, f"{rows[0].perplexity:.2f}"
     cells = [["target", "cache elements per", "cache", "held-out", "perplexity"]]
     cells += [["", "token per layer", "saving", "before", "after"]]
     for row in rows:
-        saving = f"{100 * (1 - row.elements / first.elements):.1f} %"
-        cells.append([row.target, str(row.elements), saving, f"{first.perplexity:.2f}", f"{row.perplexity:.2f}"])
+        elements = row.cache_elements_per_token_per_layer
+        saving = f"{100 * (1 - elements / whole):.1f} %"
+        cells.append([row.target, str(elements), saving, before, f"{row.perplexity:.2f}"])
     return table(cells)

@@ -170,30 +170,14 @@ def add_up(tensors: Iterable["Tensor"]) -> None:
                     tensor.copy_(dense)
 
 
-def total(*values: float) -> list[float]:
-    """The sum of each value over all processes, in float64."""
-    if _distributed() is None:
-        return list(values)
-    import torch
-
-    sums = torch.tensor(values, dtype=torch.float64)
-    add_up([sums])
-    result: list[float] = sums.tolist()
-    return result
-
-
 def first_rows(rows: "Tensor", limit: int) -> "Tensor":
     """The first ``limit`` of all processes' ``rows [n, ...]``, concatenated in rank order."""
     if _distributed() is None:
         return rows[:limit]
-    lengths = gathered(min(len(rows), limit))
-    start = min(limit, sum(lengths[: rank()]))
-    mine = rows[: limit - start]
-    # Summing rows and zeros gives every process the same bytes; a gather would need equally many rows from each.
-    together = rows.new_zeros(min(limit, sum(lengths)), *rows.shape[1:])
-    together[start : start + len(mine)] = mine
-    add_up([together])
-    return together
+    import torch
+
+    # Gathered as objects: the tensors' own gather would need equally many rows from each process.
+    return torch.cat(gathered(rows[:limit].cpu()))[:limit].to(rows.device)
 
 
 def part(number: int) -> range:

@@ -56,23 +56,35 @@ class Stages:
 
     @contextmanager
     def __call__(self, name: str, total: int = 0, unit: str = "", done: int = 0) -> Iterator[Advance]:
-        """A stage of ``total`` units ("B" means bytes), ``done`` of which were complete before it began."""
-        progress, count = self.progress, done
+        """A stage of ``total`` units ("B" means bytes), ``done`` of which were complete before it began.
 
-        def report(amount: int) -> None:
-            nonlocal count
+        Call the yielded function with each step's amount, from any thread.
+        """
+        this = _Stage(_STAGE_NAMES.get(name, name), total, unit, done, done)
+        shown = self.progress is None and not self.quiet
+
+        def advance(amount: int) -> None:
             # Another thread copies bytes while layers are fitted.
             with _lock:
-                count += amount
-                if progress is not None and total:
-                    progress(name, count, total)
+                this.done += amount
+                if self.progress is not None and total:
+                    self.progress(name, this.done, total)
+                if _bar is not None and _open[-1:] == [this]:
+                    _bar.update(amount)
 
-        if progress is None and not self.quiet:
-            with stage(_STAGE_NAMES.get(name, name), total, unit, done) as advance:
-                yield advance
-        else:
-            report(0)
-            yield report
+        advance(0)
+        if not shown:
+            yield advance
+            return
+        with _lock:
+            _open.append(this)
+            _show()
+        try:
+            yield advance
+        finally:
+            with _lock:
+                _open.remove(this)
+                _show()
 
     def over(self, name: str, items: Iterable[Item], total: int, unit: str, done: int = 0) -> Iterator[Item]:
         """Iterate over ``items``, advancing the stage by one unit after each."""
@@ -114,28 +126,6 @@ _bar: Any = None  # shows the innermost stage
 _watching = False
 # Time of the last line and its outermost stage; a series of short stages also gets a line every `EVERY` seconds.
 _told, _named = time.time(), ""
-
-
-@contextmanager
-def stage(name: str, total: int = 0, unit: str = "", done: int = 0) -> Iterator[Advance]:
-    """Show a stage on stderr; call the yielded function with each step's amount, from any thread."""
-    this = _Stage(name, total, unit, done, done)
-
-    def advance(amount: int) -> None:
-        with _lock:
-            this.done += amount
-            if _bar is not None and _open[-1:] == [this]:
-                _bar.update(amount)
-
-    with _lock:
-        _open.append(this)
-        _show()
-    try:
-        yield advance
-    finally:
-        with _lock:
-            _open.remove(this)
-            _show()
 
 
 def _show() -> None:

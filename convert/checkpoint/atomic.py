@@ -106,9 +106,7 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
     known = weights | {CONFIG, INDEX, LEGACY_INDEX, RECORD, "README.md", ".gitattributes"}
     known |= {name for name in extra if not _WIDE.fullmatch(name) or _TOKENIZER.fullmatch(name)}
     known |= {name for name in names if _CODE.fullmatch(name)}
-    # names alone tell of nearly every folder; JSON is read only for files that may be the user's
-    if doubtful := {name for name in names if name in extra or name.endswith(".py")} - known:
-        known |= doubtful & _listed_files(target)
+    known |= {name for name in names if name in extra or name.endswith(".py")} & _listed_files(target)
     foreign = [name for name in names if name not in known or (target / name).is_dir()]
     way_out = "delete that folder yourself if you do not need it, or choose another OUT"
     if foreign:

@@ -4,21 +4,14 @@ A tensor is dequantized each time it is read, and never cached.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint.files import with_dtype
 from kvfold.convert.checkpoint.folder import CONFIG, DEQUANTIZE, raise_problems
-from kvfold.convert.checkpoint.formats import (
-    Format,
-    StoredWeight,
-    compressed_formats,
-    fp8_formats,
-    mxfp4_formats,
-    stored_weights,
-)
+from kvfold.convert.checkpoint.formats import FORMATS, Format, StoredWeight, stored_weights
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES, TensorInfo, tensor_bytes
 from kvfold.convert.checkpoint.reader import Checkpoint, Reader
 from kvfold.convert.errors import InputError, short
@@ -27,12 +20,6 @@ if TYPE_CHECKING:
     import torch
 
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-_FORMATS: dict[str, Callable[[Mapping[str, Any]], tuple[Format, ...]]] = {
-    "fp8": fp8_formats,
-    "fbgemm_fp8": fp8_formats,
-    "compressed-tensors": compressed_formats,
-    "mxfp4": mxfp4_formats,
-}
 
 
 def undeclared_problems(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> list[str]:
@@ -57,11 +44,11 @@ def dequantized(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
         return checkpoint
     where, settings = checkpoint.hub_id or checkpoint.folder, checkpoint.config[key]
     method = settings.get("quant_method", "unnamed") if isinstance(settings, dict) else settings
-    if not isinstance(method, str) or method not in _FORMATS:
-        known = ", ".join(_FORMATS)
+    if not isinstance(method, str) or method not in FORMATS:
+        known = ", ".join(FORMATS)
         raise InputError(f"{where}: {key} {short(method)} is not supported (supported: {known}); {DEQUANTIZE}")
     try:
-        formats = _FORMATS[method](settings)
+        formats = FORMATS[method](settings)
     except ValueError as error:
         raise InputError(f"{where}: {key} {method!r} cannot be read: {error}; {DEQUANTIZE}") from None
     stored, problems = stored_weights(formats, checkpoint.tensors)
@@ -124,11 +111,7 @@ class DequantizingReader(Reader):
     ) -> None:
         self.stored, self.weights, self.plain, self.settings = stored, weights, plain, settings
         self.raw = stored.raw
-
-    def keepable(self, name: str) -> StoredWeight | None:
-        """The weight in its stored form, or None if an output cannot contain that form (``--keep-quantized``)."""
-        weight = self.weights.get(name)
-        return weight if weight is not None and weight.format.keeps(weight.parts) else None
+        self.keepable = {name: weight for name, weight in weights.items() if weight.format.keeps(weight.parts)}
 
     def read(self, info: TensorInfo) -> "torch.Tensor":
         from kvfold.convert.checkpoint.tensors import cast_chunk, torch_dtype
@@ -151,11 +134,6 @@ class DequantizingReader(Reader):
 
     def close(self) -> None:
         self.stored.close()
-
-
-def can_keep_quantized(reader: Reader) -> bool:
-    """True if the checkpoint contains weights that ``--keep-quantized`` can leave quantized."""
-    return isinstance(reader, DequantizingReader) and any(map(reader.keepable, reader.weights))
 
 
 def check_libraries(reader: Reader) -> None:

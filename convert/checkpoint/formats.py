@@ -284,3 +284,12 @@ def _dequantize_compressed(
         state["weight_scale"] = state["weight_scale"].float()  # the library computes in the dtype of the scales
     made: Tensor = BaseCompressor.get_value_from_registry(kind).decompress(state, scheme)["weight"]
     return made.to(dtype)
+
+
+# The formats that config.json's settings describe, by ``quant_method``
+FORMATS: dict[str, Callable[[Mapping[str, Any]], tuple[Format, ...]]] = {
+    "fp8": fp8_formats,
+    "fbgemm_fp8": fp8_formats,
+    "compressed-tensors": compressed_formats,
+    "mxfp4": mxfp4_formats,
+}

@@ -13,7 +13,7 @@ from kvfold.convert.checkpoint.folder import CONFIG, EXTRA_PATTERNS, INDEX, LEGA
 from kvfold.convert.checkpoint.headers import MAX_HEADER, Header, parse_header
 from kvfold.convert.errors import InputError, first_line
 
-_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[^@\s]+))?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[^@\s]+)?")
 _SMALL = [CONFIG, "adapter_config.json", "*.py", *EXTRA_PATTERNS]
 _SAFETENSORS = [SINGLE, INDEX, "model-*-of-*.safetensors"]
 _LEGACY = [LEGACY_SINGLE, LEGACY_INDEX, "pytorch_model-*-of-*.bin"]
@@ -29,49 +29,33 @@ _HUB_ADVICE = {
 
 
 @dataclass(frozen=True)
-class HubModel:
-    """The parts of a hub id. A ``revision`` of None means the default branch."""
-
-    id: str
-    revision: str | None
-
-    def __str__(self) -> str:
-        return f"{self.id}@{self.revision}" if self.revision else self.id
-
-
-@dataclass(frozen=True)
 class RemoteFiles:
     """A model on the hub at one commit: its file names, and the local folder with its downloaded config and index."""
 
-    model: HubModel
+    model: str
     commit: str
     names: list[str]
     folder: Path
 
 
-def parse_hub_id(text: str) -> HubModel | None:
-    """Parse ``text`` as a hub id. Returns None if it does not have that form."""
-    match = _ID.fullmatch(text)
-    return HubModel(match["id"], match["revision"]) if match else None
-
-
-def download(model: HubModel) -> Path:
+def download(model: str) -> Path:
     """Download what is missing from the hub cache and return the snapshot's folder. Raises InputError if that fails."""
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
 
+    name, _, revision = model.partition("@")
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
         for weights in (_SAFETENSORS, _LEGACY):
             with _asking(model):
                 folder = huggingface_hub.snapshot_download(
-                    model.id, revision=model.revision, allow_patterns=[*_SMALL, *weights]
+                    name, revision=revision or None, allow_patterns=[*_SMALL, *weights]
                 )
-            if any(Path(folder, name).exists() for name in (SINGLE, INDEX)):
+            if any(Path(folder, file).exists() for file in (SINGLE, INDEX)):
                 break
     except InputError:
-        config = huggingface_hub.try_to_load_from_cache(model.id, CONFIG, revision=model.revision)
+        config = huggingface_hub.try_to_load_from_cache(name, CONFIG, revision=revision or None)
         if not isinstance(config, str):
             raise
         # the hub's library calls a partial snapshot incomplete; its weights may still be whole: opening it will tell
@@ -79,18 +63,19 @@ def download(model: HubModel) -> Path:
     return Path(folder)
 
 
-def remote_files(model: HubModel) -> RemoteFiles:
+def remote_files(model: str) -> RemoteFiles:
     """List a model's files at its revision's commit, and download config and index. Raises InputError if that fails."""
     import huggingface_hub
 
+    repository, _, revision = model.partition("@")
     with _asking(model):
-        info = huggingface_hub.HfApi().model_info(model.id, revision=model.revision)
+        info = huggingface_hub.HfApi().model_info(repository, revision=revision or None)
         names = sorted(sibling.rfilename for sibling in info.siblings or [])
         if CONFIG not in names:
             raise InputError(f"{model}: a checkpoint needs a {CONFIG}, which this model lacks; choose another model")
         # by commit: config, index and headers stay of one version even if the branch moves on meanwhile
         downloaded = [name for name in (CONFIG, INDEX, LEGACY_INDEX) if name in names]
-        paths = [huggingface_hub.hf_hub_download(model.id, name, revision=info.sha) for name in downloaded]
+        paths = [huggingface_hub.hf_hub_download(repository, name, revision=info.sha) for name in downloaded]
     return RemoteFiles(model, info.sha, names, Path(paths[0]).parent.resolve())
 
 
@@ -122,7 +107,7 @@ def _get_range(files: RemoteFiles, name: str, start: int, length: int) -> tuple[
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-    url = hf_hub_url(files.model.id, name, revision=files.commit)
+    url = hf_hub_url(files.model.partition("@")[0], name, revision=files.commit)
     headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}", "Accept-Encoding": "identity"}
     with get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT, follow_redirects=True) as response:
         hf_raise_for_status(response)
@@ -133,7 +118,7 @@ def _get_range(files: RemoteFiles, name: str, start: int, length: int) -> tuple[
 
 
 @contextmanager
-def _asking(model: HubModel) -> Iterator[None]:
+def _asking(model: str) -> Iterator[None]:
     """Turn any failure of a request to the hub into an InputError."""
     try:
         yield

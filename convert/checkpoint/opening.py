@@ -62,7 +62,7 @@ def open_headers(model: str | os.PathLike[str], dtype: str = "BF16") -> Checkpoi
     id is opened from the cache.
     """
     place = _locate(model)
-    if isinstance(place, hub.HubModel):
+    if isinstance(place, str):
         from huggingface_hub import constants
 
         if not constants.HF_HUB_OFFLINE:
@@ -71,33 +71,34 @@ def open_headers(model: str | os.PathLike[str], dtype: str = "BF16") -> Checkpoi
             if entry not in LEGACY:
                 config, digest = read_config(files.folder)
                 # no states: a commit on the hub does not change
-                opened = Checkpoint(files.folder, config, {}, f"{place.id}@{files.commit}", {CONFIG: digest})
+                opened = Checkpoint(
+                    files.folder, config, {}, f"{place.partition('@')[0]}@{files.commit}", {CONFIG: digest}
+                )
                 return dequantized(_with_tensors(opened, files.names, entry, partial(hub.remote_headers, files)), dtype)
     return _open_local(place, dtype)
 
 
-def _locate(model: str | os.PathLike[str]) -> Path | hub.HubModel:
+def _locate(model: str | os.PathLike[str]) -> Path | str:
     folder = Path(model)
     try:
         is_folder = stat.S_ISDIR(folder.stat().st_mode)
     except (OSError, ValueError):  # also what no path can be: too long a name, a NUL character
-        named = hub.parse_hub_id(str(model))
-        if named is None:
-            raise InputError(f"{model}: no such folder; use a checkpoint's folder or a hub id (owner/name)") from None
-        return named
+        if hub.HUB_ID.fullmatch(str(model)):
+            return str(model)
+        raise InputError(f"{model}: no such folder; use a checkpoint's folder or a hub id (owner/name)") from None
     if not is_folder:
         advice = DEQUANTIZE if folder.suffix == ".gguf" else "use the folder that contains it"
         raise InputError(f"{folder} is a file, but a checkpoint is a folder; {advice}")
     return folder.resolve()
 
 
-def _open_local(place: Path | hub.HubModel, dtype: str) -> Checkpoint:
+def _open_local(place: Path | str, dtype: str) -> Checkpoint:
     """Open a folder, or the snapshot of a hub id. A snapshot's folder is named after its commit."""
     if isinstance(place, Path):
         folder, origin = place, portable_name(place)
     else:
         folder = hub.download(place).resolve()
-        origin = f"{place.id}@{folder.name}"
+        origin = f"{place.partition('@')[0]}@{folder.name}"
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:

@@ -15,16 +15,20 @@ from kvfold.convert.errors import InputError, KvfoldError
 if TYPE_CHECKING:
     import torch
 
+    from kvfold.convert.checkpoint.formats import StoredWeight
+
 
 class Reader:
     """Reads tensors. Subclasses read safetensors files, legacy files and quantized weights.
 
     ``raw`` maps file names to paths; tensors whose ``made`` is empty have their bytes at ``start`` .. ``end`` of these
-    files. This base class serves headers that were fetched from the hub without weights: reading a tensor raises an
+    files. ``keepable`` are the quantized weights, by dense name, that an output can contain as they are stored
+    (``--keep-quantized``). This base class serves headers that were fetched from the hub: reading a tensor raises an
     error.
     """
 
     raw: Mapping[str, Path] = MappingProxyType({})
+    keepable: Mapping[str, "StoredWeight"] = MappingProxyType({})
 
     def read(self, info: TensorInfo) -> "torch.Tensor":
         """Read a tensor into CPU memory of its own."""

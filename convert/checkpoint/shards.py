@@ -36,11 +36,6 @@ class OutputTensor:
         return (self.source,) if isinstance(self.source, str) else self.source or ()
 
     @property
-    def computed(self) -> bool:
-        """True if a transform computes the tensor, so that it is not copied."""
-        return self.source is None
-
-    @property
     def nbytes(self) -> int:
         return tensor_bytes(self.dtype, self.shape)
 

@@ -36,7 +36,7 @@ TORCH_DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -44,13 +44,6 @@ def torch_dtype(name: str) -> torch.dtype:
     if name not in TORCH_DTYPES:
         raise KvfoldError(f"dtype {name} must be one of {', '.join(TORCH_DTYPES)}")
     return TORCH_DTYPES[name]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The safetensors name for a torch dtype."""
-    if dtype not in _DTYPE_NAMES:
-        raise KvfoldError(f"dtype {dtype} must be one of {', '.join(map(str, _DTYPE_NAMES))}")
-    return _DTYPE_NAMES[dtype]
 
 
 def tensor_memory(tensor: torch.Tensor) -> memoryview:
@@ -91,7 +84,7 @@ def cast_chunk(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
     cast = chunk.to(dtype)
     if count_non_finite(cast) and (torch.isinf(cast) & torch.isfinite(chunk)).any():
         largest = chunk[torch.isfinite(chunk)].abs().max().item()
-        limit = f"{dtype_name(dtype)} supports at most {torch.finfo(dtype).max:g}"
+        limit = f"{DTYPE_NAMES[dtype]} supports at most {torch.finfo(dtype).max:g}"
         found = f"tensor {name!r} has magnitudes up to {largest:g}, but {limit}"
         raise InputError(f"{found}; choose bfloat16 or float32 as the stored dtype")
     return cast
@@ -156,12 +149,12 @@ def read_legacy_header(path: Path, file: str, aliases: dict[str, str]) -> Header
             pair = f"{type(name).__name__} {name!r} to {type(tensor).__name__}"
             header.problems.append(f"{file}: it must map names to tensors, not {pair}")
             continue
-        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _DTYPE_NAMES:
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
             kind = "meta" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
             header.problems.append(f"{file}: tensor {name!r} must be dense and have a plain dtype, not {kind}")
             continue
         length = tensor.numel() * tensor.element_size()
-        info = TensorInfo(name, dtype_name(tensor.dtype), tuple(tensor.shape), file, position, position + length)
+        info = TensorInfo(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), file, position, position + length)
         header.tensors.append(info)
         position += length
         first = storages.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), name)

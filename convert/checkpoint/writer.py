@@ -98,7 +98,7 @@ class ShardWriter:
     def copy_rest(self, checkpoint: Checkpoint, progress: OnBytes = lambda count: None) -> None:
         """Copy every tensor that has a source and is not written yet, in the order of the source's bytes."""
         rest = [place for name, place in self._places.items() if name not in self.written]
-        moves = [move for place in rest if not place.tensor.computed for move in _moves(place, checkpoint)]
+        moves = [move for place in rest for move in _moves(place, checkpoint)]
         # a tensor of several sources is written when the last of its parts is
         left = Counter(move.place.tensor.name for move in moves)
         for run in _runs(moves):

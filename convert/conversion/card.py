@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint.files import portable_name
-from kvfold.convert.checkpoint.hub import parse_hub_id
+from kvfold.convert.checkpoint.hub import HUB_ID
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import engine_cost, rank_sizes, text_name, versions
@@ -191,7 +191,7 @@ def front_matter(source: Checkpoint) -> str:
         return value if isinstance(value, str) else strings
 
     # Trainers write the path on the machine that trained a model as its base.
-    base = source.hub_id or texts("base_model", parse_hub_id)
+    base = source.hub_id or texts("base_model", HUB_ID.fullmatch)
     metadata = ModelCardData(
         base_model=base,
         # The other relations of the hub are adapter, merge and quantized.

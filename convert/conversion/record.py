@@ -58,7 +58,7 @@ def _origins(plan: Plan) -> dict[str, dict[str, Any]]:
     """Map each output tensor to its origin (``copied``, ``cast``, ... or the method) and its source tensors."""
     origins: dict[str, dict[str, Any]] = {}
     for tensor in plan.tensors:
-        if not tensor.computed:
+        if tensor.source is not None:
             infos = [tensor.kept or plan.checkpoint.tensors[name] for name in tensor.sources]
             changed = any(tensor.dtype != info.dtype for info in infos)
             kind = next((info.made for info in infos if info.made), "cast" if changed else "copied")

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.checkpoint.dequantized import can_keep_quantized
 from kvfold.convert.checkpoint.folder import RECORD, json_beside
 from kvfold.convert.checkpoint.headers import DTYPE_BITS, FLOAT_DTYPES
 from kvfold.convert.checkpoint.opening import Checkpoint, open_headers
@@ -231,7 +230,7 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
     try:
         if is_latent(config) or source_type(config) is not None:
             facts, result, tried = (_latent_facts if is_latent(config) else _converted_facts)(checkpoint)
-            result = replace(result, kept=can_keep_quantized(checkpoint.reader))
+            result = replace(result, kept=bool(checkpoint.reader.keepable))
             cache = cache_size(result, [None] * facts["layers"], facts["dtype"])
             engines = verdicts(result) if tried else []
             found = Inspection(**facts, cache=cache, engines=engines, targets=[], latent=None)

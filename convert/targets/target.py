@@ -51,15 +51,9 @@ def keepable(
     tensors: Iterable[OutputTensor], checkpoint: Checkpoint, attention: Collection[str]
 ) -> dict[str, StoredWeight]:
     """The weights among ``tensors`` that can remain quantized as in the source's files, by name."""
-    reader, kept = checkpoint.reader, {}
-    if not isinstance(reader, DequantizingReader):
-        return {}
-    for tensor in tensors:
-        # Attention is dense, converted or not: engines join its projections and need one form.
-        copied = isinstance(tensor.source, str) and tensor.source not in attention
-        if copied and (weight := reader.keepable(str(tensor.source))) is not None:
-            kept[tensor.name] = weight
-    return kept
+    # Attention is dense, converted or not: engines join its projections and need one form.
+    kept = {name: weight for name, weight in checkpoint.reader.keepable.items() if name not in attention}
+    return {tensor.name: kept[tensor.source] for tensor in tensors if tensor.source in kept}
 
 
 def kept_tensors(

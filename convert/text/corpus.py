@@ -190,39 +190,35 @@ Corpus = Texts | TextFile
 def check_sources(specs: Iterable[str], option: str = "calibration") -> None:
     """Raise InputError if a file or dataset given with ``option`` does not exist or cannot be read as text."""
     for spec in specs:
-        path = Path(spec)
-        if not path.is_file():
-            if path.suffix in (".txt", _ROWS_SUFFIX) and not path.is_dir():
-                raise option_error(option, spec, ": no such file; check the path")
-            if find_spec("datasets") is None:
-                actual = "is a folder" if path.is_dir() else "is not a file"
-                raise option_error(
-                    option,
-                    spec,
-                    f"{actual}; to read a dataset by name or from a folder, install the datasets "
-                    f"package: pip install 'kvfold[data]'; otherwise give {_KINDS}",
-                )
-            continue
-        try:
-            with path.open("rb") as file:
-                beginning = file.read(_SNIFFED)
-        except OSError as error:
-            raise option_error(option, path, f": cannot be read ({error.strerror}); check its permissions") from None
-        if not beginning:
-            raise option_error(option, path, ": the file is empty; give a file that contains text")
-        # Plain text may have any suffix. Faults within a .txt or .jsonl are told with their line when it is read.
-        if path.suffix in (".txt", _ROWS_SUFFIX):
-            continue
-        if path.suffix == ".json":
-            raise option_error(option, path, f": .json is not supported; write {_ROW} on each line of a .jsonl file")
-        try:
-            # A character may be cut at the end.
-            codecs.getincrementaldecoder("utf-8")().decode(beginning)
-            is_text = b"\0" not in beginning
-        except UnicodeDecodeError:
-            is_text = False
-        if not is_text:
-            raise option_error(option, path, f": the file is not UTF-8 text; give {_KINDS}")
+        if fault := _source_fault(path := Path(spec)):
+            raise option_error(option, path if path.is_file() else spec, fault)
+
+
+def _source_fault(path: Path) -> str | None:
+    if not path.is_file():
+        if path.suffix in (".txt", _ROWS_SUFFIX) and not path.is_dir():
+            return ": no such file; check the path"
+        if find_spec("datasets") is not None:
+            return None
+        actual = "is a folder" if path.is_dir() else "is not a file"
+        install = "install the datasets package: pip install 'kvfold[data]'"
+        return f"{actual}; to read a dataset by name or from a folder, {install}; otherwise give {_KINDS}"
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(_SNIFFED)
+        # A character may be cut at the end.
+        codecs.getincrementaldecoder("utf-8")().decode(beginning)
+        is_text = b"\0" not in beginning
+    except OSError as error:
+        return f": cannot be read ({error.strerror}); check its permissions"
+    except UnicodeDecodeError:
+        is_text = False
+    if not beginning:
+        return ": the file is empty; give a file that contains text"
+    if path.suffix == ".json":
+        return f": .json is not supported; write {_ROW} on each line of a .jsonl file"
+    # Plain text may have any suffix. Faults within a .txt or .jsonl are told with their line when it is read.
+    return None if is_text or path.suffix in (".txt", _ROWS_SUFFIX) else f": the file is not UTF-8 text; give {_KINDS}"
 
 
 def open_corpus(
@@ -279,12 +275,8 @@ def _document_of(row: Any, render: Render) -> Document:
             raise ValueError(f"the tokenizer cannot render the chat messages ({reason})") from error
     else:
         keys = ", ".join(short(str(key)) for key in fields) or "none"
-        found = (
-            f"an object with these keys: {keys}"
-            if isinstance(row, Mapping)
-            else f"a value of type {type(row).__name__}"
-        )
-        raise ValueError(f"found {found}")
+        kind = f"a value of type {type(row).__name__}"
+        raise ValueError(f"found {f'an object with these keys: {keys}' if isinstance(row, Mapping) else kind}")
     # No tokenizer could read half of a surrogate pair.
     check_unicode(document.text)
     return document

@@ -33,11 +33,8 @@ def first_tokens(tokenizer: Any, model: str) -> list[int]:
                 return tokens
     if tokenizer.bos_token_id is not None:
         return [int(tokenizer.bos_token_id)]
-    raise option_error(
-        "calibration",
-        "self",
-        f": {model} has neither a chat template nor a BOS token to sample from; use {opt('calibration', 'FILE')}",
-    )
+    lacks = f"{model} has neither a chat template nor a BOS token to sample from"
+    raise option_error("calibration", "self", f": {lacks}; use {opt('calibration', 'FILE')}")
 
 
 @torch.no_grad()

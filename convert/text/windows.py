@@ -64,12 +64,9 @@ def load_calibration(
     counts = samples, held_out_count(samples) if held_out is None else held_out, further
     specs = [spec] if spec is None or isinstance(spec, str) else spec
     if len(specs) > samples:
-        raise option_error(
-            "samples",
-            samples,
-            f": each of the {len(specs)} {opt(option)} texts must contribute at least one "
-            f"sequence; use at least {opt('samples', len(specs))}",
-        )
+        way_out = f"use at least {opt('samples', len(specs))}"
+        share = f"each of the {len(specs)} {opt(option)} texts must contribute at least one sequence"
+        raise option_error("samples", samples, f": {share}; {way_out}")
     names, digests, parts = [], [], []
     for number, each in enumerate(specs):
         corpus = open_corpus(each, partial(render, tokenizer), seed, split, option)
@@ -93,12 +90,8 @@ def _draw(corpus: Corpus, tokenizer: Any, needed: int, wanted: int, seq_len: int
     """
     prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int64)
     if seq_len <= len(prefix):
-        raise option_error(
-            "seq_len",
-            seq_len,
-            f": every sequence begins with {len(prefix)} special "
-            f"token{'s' * (len(prefix) != 1)}; use at least {opt('seq_len', len(prefix) + 1)}",
-        )
+        begins = f"every sequence begins with {len(prefix)} special token{'s' * (len(prefix) != 1)}"
+        raise option_error("seq_len", seq_len, f": {begins}; use at least {opt('seq_len', len(prefix) + 1)}")
     # Bytes per token are unknown before tokenizing, so more is read until there is enough, or nothing is left.
     limit = max(_READ_AT_LEAST, needed * seq_len * _BYTES_PER_TOKEN)
     while True:
@@ -135,9 +128,5 @@ def cut(documents: list[Tensor], length: int, eos: int | None) -> Tensor:
 def check_seq_len(seq_len: int, positions: int, model: str) -> None:
     """Raise InputError if ``seq_len`` exceeds the ``positions`` supported by ``model``."""
     if seq_len > positions:
-        raise option_error(
-            "seq_len",
-            seq_len,
-            f"exceeds the {positions} positions supported by the model {model}; use "
-            f"at most {opt('seq_len', positions)}",
-        )
+        exceeded = f"exceeds the {positions} positions supported by the model {model}"
+        raise option_error("seq_len", seq_len, f"{exceeded}; use at most {opt('seq_len', positions)}")

@@ -254,7 +254,9 @@ def examples(
         count += len(added)
     own = range(count)
     if shared:
-        size, inherited, all_numbers, all_count = processes.total(size, inherited, numbers, count)
-        numbers, count = int(all_numbers), int(all_count)
+        sums = torch.tensor([size, inherited, numbers, count], dtype=torch.float64)
+        processes.add_up([sums])
+        size, inherited = sums[:2].tolist()
+        numbers, count = map(int, sums[2:])
         own = processes.part(count)
     return Examples(student_hidden, targets, weights, size / numbers, inherited / numbers, numbers, count, own)

@@ -105,7 +105,8 @@ class Student:
 
         Raises KvfoldError for names that the conversion does not compute.
         """
-        unplanned = sorted(name for name in tensors if name not in self._planned or not self._planned[name].computed)
+        computed = {name for name, planned in self._planned.items() if planned.source is None}
+        unplanned = sorted(set(tensors) - computed)
         if unplanned:
             raise KvfoldError(f"the conversion computes no tensors named {', '.join(unplanned)}")
         self._put = dict(tensors)
@@ -113,7 +114,7 @@ class Student:
     def _read(self, name: str) -> Tensor:
         """The tensor that the converted checkpoint will contain under ``name``."""
         planned = self._planned[name]
-        if planned.computed:
+        if planned.source is None:
             if name not in self._put:
                 raise KvfoldError(f"tensor {name!r} was read before its layer was converted")
             tensor = self._put[name]

@@ -29,30 +29,30 @@ def told(monkeypatch, capsys):
 
 def test_a_line_names_the_innermost_stage_and_those_around_it(told):
     with (
-        progress.stage("writing", 10**9, "B") as wrote,
-        progress.stage("fitting", 32, "layer", 5) as fitted,
+        progress.Stages()("writing", 10**9, "B") as wrote,
+        progress.Stages()("fitting", 32, "layer", 5) as fitted,
     ):
         wrote(10**6)
         fitted(1)
-        with progress.stage("refining", 150, "step") as refined:
+        with progress.Stages()("refining", 150, "step") as refined:
             refined(1)
             told("fitting layer 7 of 32, refining step 2 of 150")
         told("fitting layer 7 of 32")
-    with progress.stage("writing", 10**9, "B", 10**6):
+    with progress.Stages()("writing", 10**9, "B", 10**6):
         told("writing: 1.0 MB of 1.0 GB")
-    with progress.stage("reading the model"):
+    with progress.Stages()("reading the model"):
         told("reading the model")
         told("reading the model")
 
 
 def test_a_stage_that_lasts_is_named_before_the_first_line_is_due(told, monkeypatch):
     monkeypatch.setattr(progress, "EVERY", 1e9)
-    with progress.stage("measuring", 3, "sequence"):
+    with progress.Stages()("measuring", 3, "sequence"):
         told("measuring sequence 1 of 3")
 
 
 def test_time_left_is_told_after_two_steps(told):
-    with progress.stage("fitting", 8, "layer", 3) as fitted:
+    with progress.Stages()("fitting", 8, "layer", 3) as fitted:
         fitted(1)
         told("fitting layer 5 of 8")
         fitted(1)
@@ -61,9 +61,9 @@ def test_time_left_is_told_after_two_steps(told):
 
 def test_a_short_run_prints_no_lines(monkeypatch, capsys):
     monkeypatch.setattr(progress, "_told", time.time())
-    with pytest.raises(KeyboardInterrupt), progress.stage("fitting", 4, "layer"):
+    with pytest.raises(KeyboardInterrupt), progress.Stages()("fitting", 4, "layer"):
         raise KeyboardInterrupt
-    with progress.stage("fitting", 4, "layer"):
+    with progress.Stages()("fitting", 4, "layer"):
         pass
     assert capsys.readouterr().err == ""
 
@@ -71,9 +71,9 @@ def test_a_short_run_prints_no_lines(monkeypatch, capsys):
 def test_a_terminal_has_one_bar(monkeypatch):
     monkeypatch.setattr(progress, "_has_width", lambda: True)
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
-    with progress.stage("fitting", 4, "layer") as fitted:
+    with progress.Stages()("fitting", 4, "layer") as fitted:
         fitted(1)
-        with progress.stage("refining", 10, "step"):
+        with progress.Stages()("refining", 10, "step"):
             pass
     assert "\n" not in stream.getvalue()  # a second bar would be on a line of its own
     assert re.search(r"\rfitting layer 2 of 4, refining: +0%.*\rfitting: +25%", stream.getvalue())

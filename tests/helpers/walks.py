@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.convert.checkpoint.shards import OutputTensor
-from kvfold.convert.checkpoint.tensors import dtype_name
+from kvfold.convert.checkpoint.tensors import DTYPE_NAMES
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.walk.walk import Step, Student, Teacher, Walk
 
@@ -47,7 +47,7 @@ class Case:
         planned = []
         for name, tensor in (self.student.state_dict() | self.new).items():
             copied = None if name in self.new else name
-            planned.append(OutputTensor(name, dtype_name(tensor.dtype), tuple(tensor.shape), copied))
+            planned.append(OutputTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), copied))
         return Student(source, self.student.config.to_dict(), planned)
 
     def layer(self, index: int) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from kvfold.convert.checkpoint import writer as writing
 from kvfold.convert.checkpoint.hashing import hashing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor, Shard, assign_shards, tensor_places
-from kvfold.convert.checkpoint.tensors import dtype_name
+from kvfold.convert.checkpoint.tensors import DTYPE_NAMES
 from kvfold.convert.checkpoint.writer import ShardWriter, write_index
 from kvfold.convert.errors import InputError, KvfoldError
 
@@ -206,7 +206,7 @@ def test_casts_in_chunks(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.
     monkeypatch.setattr(writing, "_CAST_ELEMENTS", 10)
     for name, tensor in copied(checkpoint, out, copies(checkpoint, BF16=dtype)).items():
         original = checkpoint.read(name)
-        assert dtype_name(tensor.dtype) == (dtype if original.dtype == torch.bfloat16 else dtype_name(original.dtype))
+        assert DTYPE_NAMES[tensor.dtype] == (dtype if original.dtype == torch.bfloat16 else DTYPE_NAMES[original.dtype])
         assert torch.equal(tensor, original.to(tensor.dtype))
 
 
