@@ -20,7 +20,7 @@ from kvfold.attention.drift.compare import HeadDrift, LayerDrift, Measurement, c
 from kvfold.attention.drift.streams import LayerStream, as_stream
 
 # tokens of one layer call
-_TOKENS_AT_ONCE = 4096
+TOKENS_AT_ONCE = 4096
 _FLOOR_TOKENS = 512
 _LAYER_NUMBERS = ("attention_local", "attention_propagated", "residual_local", "residual_propagated", "row_kl")
 
@@ -110,17 +110,17 @@ class DriftReport:
             "dtype": {"source": self.source_dtype, "student": self.student_dtype},
             "floor": None if self.floor is None else {k: v for k, v in asdict(self.floor).items() if k != "measured"},
             "identical": self.identical,
-            "kl": {**_pair(measured, floor, "kl"), "margin": _finite(measured.kl_margin)},
+            "kl": {**_pair(measured, floor, "kl"), "margin": finite(measured.kl_margin)},
             "agreement": _pair(measured, floor, "agreement"),
             "excess": {
-                "value": _finite(measured.excess),
-                "floor": _finite(rounding),
-                "margin": _finite(measured.excess_margin),
+                "value": finite(measured.excess),
+                "floor": finite(rounding),
+                "margin": finite(measured.excess_margin),
             },
             "perplexity": {
-                "source": _finite(source),
-                "student": _finite(student),
-                "floor": None if rounding is None else _finite(source * math.expm1(rounding)),
+                "source": finite(source),
+                "student": finite(student),
+                "floor": None if rounding is None else finite(source * math.expm1(rounding)),
             },
             "cache_bytes_per_token": {"source": self.source_cache_bytes, "student": self.student_cache_bytes},
             "layers": [_layer(layer, lowest) for layer, lowest in layers],
@@ -174,7 +174,7 @@ def measure_drift(
             f"the student has {compared.layers} layers, but the source has {teacher.layers}; compare a converted "
             "model with its source"
         )
-    size = batch or max(1, _TOKENS_AT_ONCE // tokens.shape[1])
+    size = batch or max(1, TOKENS_AT_ONCE // tokens.shape[1])
     some = tokens[: floor_sequences if floor else 0]
 
     def steps(stage: str) -> Callable[[], None]:
@@ -259,10 +259,10 @@ def _layer(layer: LayerDrift, floor: LayerDrift | None) -> dict[str, Any]:
 
 
 def _pair(measured: object, floor: object, name: str) -> dict[str, float | None]:
-    return {"value": _finite(getattr(measured, name)), "floor": _finite(getattr(floor, name, None))}
+    return {"value": finite(getattr(measured, name)), "floor": finite(getattr(floor, name, None))}
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 

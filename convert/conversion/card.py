@@ -216,7 +216,7 @@ def _measured(record: Mapping[str, Any], drift: "DriftReport", source: str) -> s
 {loss}| KL of next-token distributions, nats | | {drift.kl:.4f} |
 | top-1 agreement | | {100 * drift.agreement:.1f} % |
 
-Measured on {drift.sequences} x {drift.length} held-out tokens of {text_name(record)}.
+Measured on {drift.sequences} x {drift.length} held-out tokens of {text_name(record["calibration"]["source"])}.
 These tokens were not used for fitting, but groups, splits and steps were chosen by them, so the figures are slightly
 optimistic. `kvfold drift {source} .` measures on text that played no part in any choice.
 {engine_cost(record, drift)}

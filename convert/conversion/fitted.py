@@ -73,9 +73,9 @@ class FitReport:
 def fitted_of(record: Mapping[str, Any]) -> FitReport:
     """Read the content of a ``kvfold.json``; entries that it lacks are empty or None."""
     worth, spectrum, polish = (record.get(name) for name in ("rotary_worth", "latent_spectrum", "polish"))
-    gains = (tuple(map(_gain, record.get(name, ()))) for name in ("refinement", "output_fit"))
     return FitReport(
-        **dict(zip(("refinement", "output_fit"), gains, strict=True)),
+        refinement=tuple(map(_gain, record.get("refinement", ()))),
+        output_fit=tuple(map(_gain, record.get("output_fit", ()))),
         splits=tuple(Split(**split) for split in record.get("splits", ())),
         polish=None if polish is None else _gain(polish),
         rotary_worth=None if worth is None else RotaryWorth(**worth),

@@ -20,7 +20,7 @@ from kvfold.convert.conversion.fitted import RotaryWorth, Split
 from kvfold.convert.conversion.plan import Plan, latent_plan, latent_targets
 from kvfold.convert.conversion.source import held_out_error, own_sequences, source_heads, source_layer, source_rotary
 from kvfold.convert.conversion.student import SPECTRUM, StudentWalk
-from kvfold.convert.methods.registry import Fitted, LatentLayer, Notes
+from kvfold.convert.methods.registry import Fitted, LatentLayer
 from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.targets.mla.config import LatentTarget, query_rank
@@ -126,26 +126,33 @@ def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -
     return Candidate(latent_plan(plan.request, plan.checkpoint, plan.model, target, frequencies), target, slots)
 
 
-def fitted_latent(chosen: Candidate, index: int, step: Step | None = None, surveyed: Survey | None = None) -> Fitted:
-    """Fit layer ``index`` as latent attention. ``step`` and ``surveyed`` are None without text."""
+def fitted_latent(
+    chosen: Candidate, index: int, step: Step | None = None, surveyed: Survey | None = None, spectrum: bool = False
+) -> Fitted:
+    """Fit layer ``index`` as latent attention. ``step`` and ``surveyed`` are None without text.
+
+    With ``spectrum``, its notes have the energy of the latent's principal components and the share ``lost`` beyond its
+    channels, if the method reads text.
+    """
     plan, target = chosen.plan, chosen.target
     method, rank = plan.request.chosen_method, query_rank(plan.model, chosen.target)
     weights, norms = source_layer(plan, index), plan.model.names.get(("attention_norm", index))
+    slots, rotary, context = chosen.slots[index], source_rotary(plan, index), plan.geometry.positions
+    centered = target.layout != "engine"
     statistics, inputs = None, torch.empty(0, weights.model_dim)
     if surveyed is not None and method.reads_text:
         statistics, inputs = surveyed.notes(index)
-
-    return method.fit(
+    fitted = method.fit(
         LatentLayer(
             index=index,
             weights=weights,
             channels=target.channels,
-            slots=chosen.slots[index],
-            rotary=source_rotary(plan, index),
-            context=plan.geometry.positions,
+            slots=slots,
+            rotary=rotary,
+            context=context,
             scale=plan.model.layers[index].scale,
             query_channels=None if rank is None else rank - target.constant,
-            centered=target.layout != "engine",
+            centered=centered,
             keeps_norms=target.layout == "kvfold",
             gain=plan.checkpoint.read(norms[0]) if norms else None,
             statistics=statistics,
@@ -153,19 +160,13 @@ def fitted_latent(chosen: Candidate, index: int, step: Step | None = None, surve
             error=held_out_error(plan, index, step),
         )
     )
-
-
-def spectrum_note(chosen: Candidate, layer: int, surveyed: Survey) -> Notes:
-    """A note with the energy of the latent's principal components and the share ``lost`` beyond its channels."""
-    plan, target = chosen.plan, chosen.target
-    if not plan.request.chosen_method.reads_text:
-        return {}
-    statistics, _ = surveyed.notes(layer)
-    weights = linear_heads(source_layer(plan, layer), statistics, key_constant=target.layout != "engine")
-    rotary, slots, context = source_rotary(plan, layer), chosen.slots[layer], plan.geometry.positions
-    shares = energy_shares(weights, statistics, rotary, slots, context=context, centered=target.layout != "engine")
+    if statistics is None or not spectrum:
+        return fitted
+    linear = linear_heads(weights, statistics, key_constant=centered)
+    shares = energy_shares(linear, statistics, rotary, slots, context=context, centered=centered)
     shown = shares[: _SHOWN_CHANNELS * target.channels].tolist()
-    return {SPECTRUM: {"sorted": shown, "lost": float(shares[target.channels :].sum())}}
+    note = {SPECTRUM: {"sorted": shown, "lost": float(shares[target.channels :].sum())}}
+    return Fitted(fitted.weights, {**fitted.notes, **note})
 
 
 def choose_split(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, list[Candidate]]:

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.journal import Journal
-from kvfold.convert.conversion.latent import candidate, fitted_latent, resolve, spectrum_note, survey_layers
+from kvfold.convert.conversion.latent import candidate, fitted_latent, resolve, survey_layers
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.source import (
-    fold_context,
     fold_rotary,
     held_out_error,
     hidden_states,
@@ -84,11 +83,7 @@ def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
             try:
                 surveyed = survey_layers(plan, source, tokens, folder, stages, keep)
                 chosen, choices = resolve(plan, surveyed, stages)
-
-                def fit(index: int, step: Step | None) -> Fitted:
-                    fitted = fitted_latent(chosen, index, step, surveyed)
-                    return Fitted(fitted.weights, {**fitted.notes, **spectrum_note(chosen, index, surveyed)})
-
+                fit = partial(fitted_latent, chosen, surveyed=surveyed, spectrum=True)
                 walk = StudentWalk(chosen.plan, source, tokens, statistics=False, keep=keep)
                 yield Layers(chosen.plan, fit, walk, choices)
             finally:
@@ -103,6 +98,7 @@ def fitted_fold(plan: Plan, index: int, step: Step | None = None, shared: dict[b
     """
     request, geometry = plan.request, plan.geometry
     method, kv_heads = request.chosen_method, request.kv_heads or 1
+    window = plan.model.layers[index].window
     # Heads that share already were trained to: by default they stay with their neighbors.
     group = request.group or ("contiguous" if geometry.kv_heads < geometry.heads else "similar")
     fitted = method.fit(
@@ -111,7 +107,7 @@ def fitted_fold(plan: Plan, index: int, step: Step | None = None, shared: dict[b
             weights=source_layer(plan, index),
             kv_heads=kv_heads,
             rotary=fold_rotary(plan, index),
-            context=fold_context(plan, index),
+            context=min(geometry.positions, window or geometry.positions),
             std=geometry.initializer_range,
             seed=request.seed,
             similar=group == "similar",

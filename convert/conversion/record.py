@@ -87,7 +87,7 @@ def summary_text(
     compare = shlex.join(["kvfold", "drift", str(request.model), str(request.out)])
     lines = [
         headline(plan),
-        "" if drift is None else cost_text(drift, text_name(record)),
+        "" if drift is None else cost_text(drift, text_name(record["calibration"]["source"])),
         chosen_text(plan, record),
         groups_text(plan, record),
         ranks_text(record),
@@ -106,17 +106,23 @@ def cost_text(drift: "DriftReport", text: str) -> str:
     excess, margin, (before, after) = drift.excess, drift.measured.excess_margin, drift.perplexities
     if margin is None or not all(map(math.isfinite, (excess, margin, before, after))):
         return "no cost on held-out text: the model's results are not finite, or there is only one held-out sequence"
-    lost, low, high = (f"{100 * math.expm1(excess + side * margin):+.1f}" for side in (0, -1, 1))
-    change = f"{before:.2f} -> {after:.2f} ({lost} %, 95 % interval {low} to {high})"
+    change = f"{before:.2f} -> {after:.2f} ({percent_text(excess, margin)})"
     return (
         f"on {drift.sequences} x {drift.length} held-out tokens of {text}: perplexity {change}, KL "
         f"{drift.kl:.4f} nats, top-1 agreement {100 * drift.agreement:.1f} %"
     )
 
 
-def text_name(record: Mapping[str, Any]) -> str:
-    """The name of the calibration text as shown to users."""
-    source: str = record["calibration"]["source"]
+def percent_text(excess: float, margin: float | None) -> str:
+    """The rise in perplexity that is ``excess`` nats of loss, with its interval if there is a ``margin``."""
+    # exp overflows a float beyond 709.
+    ends = () if margin is None else (excess - margin, excess + margin)
+    lost, *interval = (f"{100 * math.expm1(min(value, 700)):+.1f}" for value in (excess, *ends))
+    return f"{lost} %" + (f", 95 % interval {' to '.join(interval)}" if interval else "")
+
+
+def text_name(source: str) -> str:
+    """The name of a calibration text as shown to users."""
     return "text that the source wrote itself" if source == SELF else source
 
 

@@ -1,5 +1,6 @@
 """Run a conversion: plan it, convert layer by layer, write the files and the record."""
 
+import itertools
 import json
 import sys
 import time
@@ -196,8 +197,10 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Cal
             stages("write", sum(sizes.values()), "B", resumed) as wrote,
         ):
             with writer.copying_rest(plan.checkpoint, wrote):
-                if layers.walk is not None:
-                    layers.walk.walk_again(journal, stages)
+                # The walk of a resumed run passes the finished layers with the tensors that are already written.
+                again = itertools.islice(layers.walk.steps, done) if layers.walk is not None and done else ()
+                for step in stages.over("again", again, done, "layer") if again else ():
+                    step.convert(journal.finished(step.index))
                 for tensors, notes in stages.over("convert", layers.converted(journal), count, "layer", done):
                     wrote(writer.write_own(tensors))
                     # A run without text starts over when it is killed: it takes only as long as copying the model.

@@ -5,7 +5,6 @@ and rounded to their dtypes before a student layer is built from them. Candidate
 drift measured on exactly what users of the checkpoint will load.
 """
 
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion.fitted import LatentSpectrum
-from kvfold.convert.conversion.journal import POLISH_STATE, Journal
+from kvfold.convert.conversion.journal import POLISH_STATE
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.source import hidden_states, own_sequences, source_heads
 from kvfold.convert.device import training_autocast
@@ -144,12 +143,6 @@ class StudentWalk(Walk):
                 f"steps, at most {MOST_STEPS} steps",
                 file=sys.stderr,
             )
-
-    def walk_again(self, journal: Journal, stages: Stages) -> None:
-        """Walk past the layers that ``journal`` lists as finished, using the tensors already written."""
-        done = len(journal.notes)
-        for step in stages.over("again", itertools.islice(self.steps, done), done, "layer") if done else ():
-            step.convert(journal.finished(step.index))
 
     def convert(self, step: Step, weights: Any) -> ConvertedLayer:
         """Return `made` for ``step`` and walk past its layer."""

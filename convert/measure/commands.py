@@ -1,6 +1,7 @@
 """The commands ``kvfold eval``, ``sweep`` and ``bench``. Slow imports happen inside the functions."""
 
 import re
+from pathlib import Path
 
 import click
 
@@ -85,7 +86,9 @@ def sweep(request: SweepRequest, within: float, json_file: str | None, plot: str
 
     result = sweep_checkpoint(request)
     if plot is not None:
-        excess_by_cache(result, within).save(plot, result.title())
+        source = result.source
+        title = f"{Path(source.name).name}: {source.kind}; {source.held_out}"
+        excess_by_cache(result, within).save(plot, title)
     if report is not None:
         write_report(sweep_page(result, within), report, request.quiet)
     tell(json_file, lambda: result.to_dict(within), f"{result.table()}\n\n{result.decision(within)}")

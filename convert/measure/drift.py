@@ -3,18 +3,20 @@
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from kvfold.attention.drift.report import DriftReport, LayerDrift, floor_count, measure_drift
+from kvfold.attention.drift.compare import compare
+from kvfold.attention.drift.report import TOKENS_AT_ONCE, DriftReport, LayerDrift, report_of
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.page import number, percent, totals
 from kvfold.convert.options import takes
-from kvfold.convert.progress import Advance, Progress, Stages
+from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import DriftRequest
 from kvfold.convert.sizes import table
 from kvfold.convert.stream.stream import CheckpointStream
@@ -50,8 +52,7 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
     >>> drift_checkpoints(demo_folder(), demo_folder(), samples=1, seq_len=32).identical
     True
     """
-    source, student = open_checkpoint(request.model), open_checkpoint(request.out)
-    try:
+    with closing(open_checkpoint(request.model)) as source, closing(open_checkpoint(request.out)) as student:
         for key in ("num_hidden_layers", "vocab_size", "hidden_size"):
             before, after = source.config.get(key), student.config.get(key)
             if before != after:
@@ -64,37 +65,20 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         teacher, compared = (layer_stream(each, place, request.dtype) for each in (source, student))
         tokens = read.calibration
         check_vocabulary(tokens, teacher.vocabulary, source.origin)
-        with ExitStack() as stack:
-            if not request.quiet:
-                sequences, length = tokens.shape
-                print(f"comparing on {sequences} x {length} tokens of {read.source}", file=sys.stderr, flush=True)
-            shown = _layer_stages(Stages(progress, request.quiet), stack)
-            report = measure_drift(teacher, compared, tokens, floor_sequences=floor_count(tokens), progress=shown)
+        sequences, length = tokens.shape
+        if not request.quiet:
+            print(f"comparing on {sequences} x {length} tokens of {read.source}", file=sys.stderr, flush=True)
+        stages, size = Stages(progress, request.quiet), max(1, TOKENS_AT_ONCE // length)
+        with torch.no_grad(), stages("compare", teacher.layers, "layer") as advance:
+            measured = compare(teacher, compared, tokens, size, partial(advance, 1))
+        with stages("floor", teacher.layers, "layer") as advance:
+            report = report_of(measured, teacher, compared, tokens, step=partial(advance, 1))
         models = {
             name: {"name": checkpoint.origin, "sha256": checkpoint.source_hash()}
             for name, checkpoint in (("source", source), ("converted", student))
         }
         text = {"name": read.source, "sha256": read.digest, "seed": request.seed}
         return replace(report, about={**models, "text": text})
-    finally:
-        source.close()
-        student.close()
-
-
-def _layer_stages(stages: Stages, stack: ExitStack) -> Progress:
-    """A callback that reports the layers of one stage after the other to ``stages``. Closed by ``stack``."""
-    advance: Advance
-
-    def step(name: str, done: int, total: int) -> None:
-        nonlocal advance
-        # One stage ends before the next begins, so that they do not nest.
-        if done == 0:
-            stack.close()
-            advance = stack.enter_context(stages(name, total, "layer"))
-        else:
-            advance(1)
-
-    return step
 
 
 def layer_stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> CheckpointStream:

@@ -4,6 +4,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -74,14 +75,10 @@ class TargetSize(CacheSize):
 class LatentLimits:
     """The limits for a conversion to MLA, or the reasons why it is impossible, in ``because``."""
 
+    possible: bool
     because: list[str] = field(default_factory=list)
     numbers_below: int | None = None
     rope_dim_up_to: int | None = None
-
-    @property
-    def possible(self) -> bool:
-        """True if the model can be converted to MLA."""
-        return not self.because
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +126,9 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, as ``kvfold inspect --json`` prints them."""
-        limits = self.latent and {"possible": self.latent.possible, **asdict(self.latent)}
         values = asdict(self) | {
             "targets": [{"options": target.options, **asdict(target)} for target in self.targets],
-            "latent": limits and {name: value for name, value in limits.items() if value not in (None, [])},
+            "latent": self.latent and {k: v for k, v in asdict(self.latent).items() if v not in (None, [])},
         }
         left_out = {"value_dim", "kv_rank", "q_rank"} if self.attention != "MLA" else set()
         left_out |= {"head_norms"} if self.head_norms is None else set()
@@ -225,9 +221,8 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
 
     Raises InputError if the checkpoint does not exist, its files are damaged, or its family is not supported.
     """
-    checkpoint = open_headers(model)
-    config = checkpoint.config
-    try:
+    with closing(open_headers(model)) as checkpoint:
+        config = checkpoint.config
         if is_latent(config) or source_type(config) is not None:
             facts, result, tried = (_latent_facts if is_latent(config) else _converted_facts)(checkpoint)
             result = replace(result, kept=bool(checkpoint.reader.keepable))
@@ -237,8 +232,6 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
         else:
             found = _inspect_source(checkpoint)
         return replace(found, head_norms=norm_ranges(checkpoint.folder))
-    finally:
-        checkpoint.close()
 
 
 def _inspect_source(checkpoint: Checkpoint) -> Inspection:
@@ -248,13 +241,13 @@ def _inspect_source(checkpoint: Checkpoint) -> Inspection:
         raise InputError(f"{checkpoint.origin}: its tensors do not match its config.json", problems)
     facts, windows = _model_facts(model, checkpoint), [layer.window for layer in model.layers]
     geometry, refusals = model.geometry, [] if needs_own_code(model) else model_problems(model)
-    limits = LatentLimits([], cache_elements(geometry), geometry.rotary_dims * geometry.kv_heads)
+    limits = LatentLimits(True, [], cache_elements(geometry), geometry.rotary_dims * geometry.kv_heads)
     return Inspection(
         **facts,
         cache=cache_size(folded_result(model), windows, facts["dtype"]),
         engines=[],
         targets=target_sizes(model, windows, facts["dtype"]),
-        latent=LatentLimits(list(refusals)) if refusals else limits,
+        latent=LatentLimits(False, list(refusals)) if refusals else limits,
     )
 
 

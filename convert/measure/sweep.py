@@ -19,24 +19,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvfold.attention.drift.report import Measurement, perplexity
+from kvfold.attention.drift.report import Measurement, finite, perplexity
 from kvfold.convert.checkpoint.atomic import check_output
-from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.console import duration
 from kvfold.convert.conversion.fitted import Split
-from kvfold.convert.conversion.latent import Candidate, Survey, choose_split, fitted_latent, split_of, survey_layers
+from kvfold.convert.conversion.latent import Candidate, choose_split, fitted_latent, split_of, survey_layers
 from kvfold.convert.conversion.layers import fitted_fold
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
-from kvfold.convert.conversion.record import versions
+from kvfold.convert.conversion.record import percent_text, text_name, versions
 from kvfold.convert.conversion.run import Conversion, convert_checkpoint
 from kvfold.convert.conversion.source import load_tokens, source_heads, source_stream
 from kvfold.convert.conversion.student import StudentWalk
-from kvfold.convert.errors import InputError, KvfoldError, opt
+from kvfold.convert.errors import InputError, KvfoldError, opt, worded
 from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.sweep_targets import (
     WITHIN,
@@ -44,11 +45,11 @@ from kvfold.convert.measure.sweep_targets import (
     default_targets,
     parse_targets,
     spelled,
-    worded_as_targets,
+    target_wording,
 )
 from kvfold.convert.options import command_words, takes
 from kvfold.convert.progress import Progress, Stages
-from kvfold.convert.request import DEFAULT_LAYOUT, SELF, ConvertRequest, SweepRequest
+from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, SweepRequest
 from kvfold.convert.sizes import table
 from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.walk.walk import Teacher
@@ -85,7 +86,7 @@ class SweptSource:
     @property
     def held_out(self) -> str:
         """A description of the text on which targets are measured."""
-        return f"{self.sequences} x {self.length} held-out tokens of {_text_name(self.text)}"
+        return f"{self.sequences} x {self.length} held-out tokens of {text_name(self.text)}"
 
 
 @dataclass(frozen=True)
@@ -132,12 +133,12 @@ class SweptTarget:
             "command": self.command(source.name, self.request.out),
             "cache_elements_per_token_per_layer": self.elements,
             "saving": 1 - self.elements / source.elements,
-            "excess": {"value": _finite(self.excess), "low": _finite(low), "high": _finite(high)},
-            "perplexity": _finite(perplexity(self.measured.student_loss)),
-            "kl": {"value": _finite(self.measured.kl), "margin": _finite(self.measured.kl_margin)},
+            "excess": {"value": finite(self.excess), "low": finite(low), "high": finite(high)},
+            "perplexity": finite(perplexity(self.measured.student_loss)),
+            "kl": {"value": finite(self.measured.kl), "margin": finite(self.measured.kl_margin)},
             "agreement": self.measured.agreement,
             "seconds": self.seconds,
-            "residual_by_layer": [_finite(distance) for distance in self.distances],
+            "residual_by_layer": [finite(distance) for distance in self.distances],
             **({"splits": [split.to_dict() for split in self.splits]} if self.splits else {}),
         }
 
@@ -184,10 +185,6 @@ class Sweep:
         note = f"Excess loss is in nats per token; time is for the target alone: {times}"
         return "\n".join([*self.heading(), "", *table(self.cells(), _SWEEP_WIDTHS), "", note])
 
-    def title(self) -> str:
-        """A title for the plot, with the model and the text."""
-        return f"{Path(self.source.name).name}: {self.source.kind}; {self.source.held_out}"
-
     def decision(self, within: float = WITHIN) -> str:
         """The smallest target within the limit and its command, in two lines; or a line with the nearest target."""
         limit, most = f"within {100 * within:g} % perplexity", math.log1p(within)
@@ -197,13 +194,14 @@ class Sweep:
             advice = "more --refine steps" if best.request.refine else "--refine auto"
             doubtful = best.interval is not None and best.interval[0] <= most
             doubt = "; the interval reaches the limit; more --samples would narrow it" if doubtful else ""
-            nearest = f"{best.kind} comes nearest ({_percent(best)}{doubt})"
+            nearest = f"{best.kind} comes nearest ({percent_text(best.excess, best.measured.excess_margin)}{doubt})"
             return f"no target is {limit}; {nearest}. Try {advice}, or larger targets"
         saved = f"{100 * (1 - row.elements / self.source.elements):.1f} % less cache"
+        loss = percent_text(row.excess, row.measured.excess_margin)
         beyond = row.interval is not None and row.interval[1] > most
         doubt = "; the interval exceeds the limit; more --samples would narrow it" if beyond else ""
         command = row.command(self.source.name, row.request.out)
-        return f"{limit}: {row.kind}, {saved} ({_percent(row)}{doubt})\n  {command}"
+        return f"{limit}: {row.kind}, {saved} ({loss}{doubt})\n  {command}"
 
     def convert(self, within: float = WITHIN, *, quiet: bool = False) -> Conversion:
         """Convert to the smallest target within the limit. Raises KvfoldError if no target is within it."""
@@ -216,28 +214,13 @@ class Sweep:
         """Plain JSON values; ``smallest`` is the smallest target within the limit, or None."""
         row = self.smallest(within)
         return {
-            "source": vars(self.source) | {"perplexity": _finite(perplexity(self.rows[0].measured.teacher_loss))},
+            "source": vars(self.source) | {"perplexity": finite(perplexity(self.rows[0].measured.teacher_loss))},
             "versions": versions(),
             "seconds": self.seconds,
             "targets": [each.to_dict(self.source) for each in self.rows],
             "within": within,
             "smallest": None if row is None else row.target,
         }
-
-
-def _percent(row: SweptTarget) -> str:
-    """The rise in perplexity from source to target, in percent with its interval."""
-    # exp overflows a float beyond 709.
-    values = [f"{100 * math.expm1(min(value, 700)):+.1f}" for value in (row.excess, *(row.interval or ()))]
-    return f"{values[0]} %" + (f", 95 % interval {values[1]} to {values[2]}" if values[1:] else "")
-
-
-def _text_name(text: str) -> str:
-    return "text that the source wrote itself" if text == SELF else text
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass
@@ -276,32 +259,25 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     common: TargetOptions = {name: getattr(request, name) for name in _SHARED}
     common |= {"out": request.out or _PLACEHOLDER, "quiet": True}
     started = time.monotonic()
-    checkpoint = open_checkpoint(request.model, dense_dtype(ConvertRequest(**common, to="mqa")))
-    try:
+    with closing(open_checkpoint(request.model, dense_dtype(ConvertRequest(**common, to="mqa")))) as checkpoint:
         if request.out is not None:
             check_output(request.out, model=checkpoint.folder)
         model = model_of(checkpoint.config, checkpoint.tensors)
         chosen = named or default_targets(model, request.layout or DEFAULT_LAYOUT)
-        plans = [
-            _plan(options, common | {"layout": request.layout if options["to"] == "mla" else None}, checkpoint)
-            for options in chosen
-        ]
+        plans = []
+        for options in chosen:
+            layout = request.layout if options["to"] == "mla" else None
+            try:
+                with worded(target_wording):
+                    plans.append(make_plan(ConvertRequest(**common, **options, layout=layout), checkpoint))
+            except InputError as error:
+                raise error.prefixed(opt("targets", spelled(options))) from error
         check_memory(plans[0])
         with tempfile.TemporaryDirectory(prefix="kvfold-sweep-") as scratch:
             found = _sweep(chosen, plans, Path(scratch), Stages(progress, request.quiet), request.quiet)
         # A file that was replaced while its layers were read would give numbers of no model.
         checkpoint.check_unchanged()
-    finally:
-        checkpoint.close()
     return replace(found, seconds=time.monotonic() - started)
-
-
-def _plan(options: TargetOptions, common: TargetOptions, checkpoint: Checkpoint) -> Plan:
-    try:
-        with worded_as_targets():
-            return make_plan(ConvertRequest(**common, **options), checkpoint)
-    except InputError as error:
-        raise error.prefixed(opt("targets", spelled(options))) from error
 
 
 def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path, stages: Stages, quiet: bool) -> Sweep:
@@ -322,7 +298,7 @@ def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path
     )
     if not quiet:
         count, length = tokens.calibration.shape
-        where = f"{count} x {length} tokens of {_text_name(tokens.source)}"
+        where = f"{count} x {length} tokens of {text_name(tokens.source)}"
         print(f"sweeping over {len(plans)} targets on {where}", file=sys.stderr)
     latent = [plan for plan in plans if plan.latent is not None]
     surveyed = survey_layers(latent[0], stream, tokens, scratch, stages) if latent else None
@@ -344,13 +320,6 @@ def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path
         resolved = plan if split is None else split.plan
         walk = StudentWalk(resolved, stream, tokens, statistics=False, teacher=teacher)
         students.append(_Target(options, resolved, walk, split, tried))
-    _fit_layers(students, teacher, surveyed, stages)
-    with stages("measuring"):
-        return Sweep(source, tuple(map(_measured, students)))
-
-
-def _fit_layers(students: Sequence[_Target], teacher: Teacher, surveyed: Survey | None, stages: Stages) -> None:
-    """Fit every layer for every target, and run all students through it."""
     with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
         for lesson in teacher.layers():
             if surveyed is not None:
@@ -367,6 +336,8 @@ def _fit_layers(students: Sequence[_Target], teacher: Teacher, surveyed: Survey 
                     student.distances.append(step.follow(student.walk.made(step, fitted.weights)[0]))
                 student.seconds += time.monotonic() - started
                 advance(1)
+    with stages("measuring"):
+        return Sweep(source, tuple(map(_measured, students)))
 
 
 def _measured(student: _Target) -> SweptTarget:

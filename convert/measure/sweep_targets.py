@@ -1,12 +1,11 @@
 """Targets of a sweep: parse ``--targets``, and choose defaults for a model. Does not import torch."""
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from kvfold.convert.conversion.plan import possible_kv_heads
-from kvfold.convert.errors import ALONE, InputError, as_option, did_you_mean, option_error, worded
+from kvfold.convert.errors import ALONE, InputError, as_option, did_you_mean, option_error
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import TARGETS, Layout
 from kvfold.convert.targets.engines import budgets, proposals
@@ -56,20 +55,13 @@ def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
     return targets
 
 
-@contextmanager
-def worded_as_targets() -> Iterator[None]:
-    """Make errors in the block say "4 heads" instead of ``--kv-heads 4``, because a sweep has no such option."""
-
-    def wording(field: str, value: Any = ALONE) -> str | None:
-        if field == "allow_growth":
-            # A sweep has no such option.
-            return f"`kvfold convert {as_option(field)}`"
-        if field not in _SIZE_WORDS:
-            return None
-        return _SIZE_WORDS[field] if value is ALONE else f"{value} {_SIZE_WORDS[field]}"
-
-    with worded(wording):
-        yield
+def target_wording(field: str, value: Any = ALONE) -> str | None:
+    """An option as errors of a sweep spell it: "4 heads" instead of ``--kv-heads 4``, which is no option of it."""
+    if field == "allow_growth":
+        return f"`kvfold convert {as_option(field)}`"
+    if field not in _SIZE_WORDS:
+        return None
+    return _SIZE_WORDS[field] if value is ALONE else f"{value} {_SIZE_WORDS[field]}"
 
 
 def spelled(options: TargetOptions) -> str:

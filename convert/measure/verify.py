@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,16 +50,13 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
     from kvfold.convert.stream.stock import empty_model
     from kvfold.convert.stream.weights import WeightMap
 
-    checkpoint = open_checkpoint(out)
-    try:
+    with closing(open_checkpoint(out)) as checkpoint:
         files, problems = recorded_problems(checkpoint.folder)
         # The class of config.json takes every tensor as it is.
         problems += WeightMap(empty_model(checkpoint.config), checkpoint.tensors).misfits(checkpoint.tensors)
         problems += non_finite(checkpoint, checkpoint.tensors)
         elements = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
         checkpoint.check_unchanged()
-    finally:
-        checkpoint.close()
     return Verification(checkpoint.origin, files, len(checkpoint.tensors), elements, problems)
 
 

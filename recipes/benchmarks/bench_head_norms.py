@@ -35,7 +35,6 @@ from kvfold.convert import ConvertRequest
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.conversion.source import (
-    fold_context,
     fold_rotary,
     load_tokens,
     source_layer,
@@ -167,7 +166,8 @@ def show_folds(folder: str, samples: int, kv_heads: int) -> None:
     for step in walk.steps:
         weights, errors = source_layer(plan, step.index), []
         for statistics in (replace(step.statistics, normed=None), step.statistics):
-            rotary, context = fold_rotary(plan, step.index), fold_context(plan, step.index)
+            rotary, positions = fold_rotary(plan, step.index), plan.geometry.positions
+            context = min(positions, plan.model.layers[step.index].window or positions)
             folded = principal.fold(weights, statistics, rotary, groups, context)
             errors.append(step.attention_error(plan.layout.encode(step.index, folded)))
         step.skip()
