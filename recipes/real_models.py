@@ -14,6 +14,7 @@ that the JSON file holds already are not run again: a table can be made in sever
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -179,9 +180,9 @@ def show(row: dict[str, Any]) -> None:
 
 def perplexities(model: Path, texts: dict[str, Tensor]) -> dict[str, float]:
     """Of the model itself."""
-    from kvfold.convert.measure.losses import model_perplexity
+    from kvfold.convert.measure.losses import token_losses
 
-    return {name: model_perplexity(load(model), tokens, BATCH) for name, tokens in texts.items()}
+    return {name: math.exp(token_losses(load(model), tokens).double().mean()) for name, tokens in texts.items()}
 
 
 def table(args: argparse.Namespace) -> None:

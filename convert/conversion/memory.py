@@ -140,12 +140,9 @@ def check_spill(plan: Plan) -> None:
     if os.stat(_existing(plan.request.out)).st_dev == os.stat(folder).st_dev:
         needed += needs.disk + needs.scratch
     if needed > free:
-        raise option_error(
-            "spill",
-            folder,
-            f": too little disk space: hidden states need {bytes_text(needed)}, but only "
-            f"{bytes_text(free)} are free; free some space, use a folder on another disk, or lower {opt('samples')}",
-        )
+        sizes = f"hidden states need {bytes_text(needed)}, but only {bytes_text(free)} are free"
+        way_out = f"free some space, use a folder on another disk, or lower {opt('samples')}"
+        raise option_error("spill", folder, f": too little disk space: {sizes}; {way_out}")
 
 
 def free_disk(plan: Plan) -> int:

@@ -116,22 +116,14 @@ def latent_plan(
 def _fold_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
     method, kv_heads = request.chosen_method, request.kv_heads or 1
     if model.qk_norm is not None and model.qk_norm.after_rotary and method.needs_linear_keys:
-        raise option_error(
-            "method",
-            request.resolved_method,
-            f"does not support {model.family.model_type}, which normalizes "
-            f"queries and keys after their rotary embedding; use {opt('method', quick_method(request.to))} with "
-            f"{opt('refine', 'auto')}",
-        )
+        rule = f"{model.family.model_type}, which normalizes queries and keys after their rotary embedding"
+        way_out = f"use {opt('method', quick_method(request.to))} with {opt('refine', 'auto')}"
+        raise option_error("method", request.resolved_method, f"does not support {rule}; {way_out}")
     check_kv_heads(kv_heads, model.geometry, request.allow_growth)
     dtype, own_code = None if request.dtype == "auto" else request.dtype, needs_own_code(model)
     if request.layout is not None and not own_code:
-        raise option_error(
-            "layout",
-            request.layout,
-            f"is not needed, because the stock class of {model.family.model_type} "
-            f"supports {opt('to', request.to)}; remove {opt('layout')}",
-        )
+        why = f"because the stock class of {model.family.model_type} supports {opt('to', request.to)}"
+        raise option_error("layout", request.layout, f"is not needed, {why}; remove {opt('layout')}")
     # Pooling leaves queries and the output alone in a stock class.
     roles: tuple[Role, ...] = ("k", "v") if method.pools and not request.calibrated and not own_code else ROLES
     if own_code:
@@ -156,13 +148,11 @@ def _complete(
     tensors, config, made_of = layout.tensors, layout.config, checkpoint.made_of
     kept = len(keepable(tensors, checkpoint, attention))
     if request.keep_quantized and not kept:
-        raise option_error(
-            "keep_quantized",
-            True,
-            f"needs FP8 weights outside the attention with a scale for each whole "
-            "block, or MXFP4 experts, stored the same way in the output's model class; the source has "
-            f"{'; '.join(made_of) or 'no quantized weights'}; remove {opt('keep_quantized', True)}",
+        rule = (
+            "needs FP8 weights outside the attention with a scale for each whole block, or MXFP4 experts, stored the "
+            f"same way in the output's model class; the source has {'; '.join(made_of) or 'no quantized weights'}"
         )
+        raise option_error("keep_quantized", True, f"{rule}; remove {opt('keep_quantized', True)}")
     if request.keep_quantized:
         tensors = kept_tensors(tensors, checkpoint, attention)
         config = kept_config(config, tensors, checkpoint)
@@ -227,11 +217,8 @@ def check_processes(plan: Plan) -> None:
             f"or use {opt('refine')} instead, which shares the work among all processes"
         )
     if request.calibrated and request.samples < count:
-        raise option_error(
-            "samples",
-            request.samples,
-            f"must be at least {count}, one sequence per process; raise it or lower --nproc-per-node",
-        )
+        rule = f"must be at least {count}, one sequence per process; raise it or lower --nproc-per-node"
+        raise option_error("samples", request.samples, rule)
 
 
 def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
@@ -276,10 +263,5 @@ def check_kv_heads(kv_heads: int, geometry: Geometry, allow_growth: bool) -> Non
     allowed = [present, *possible] if allow_growth else possible
     if kv_heads not in allowed:
         growth = f", or add {opt('allow_growth', True)}" if kv_heads == present else ""
-        raise option_error(
-            "kv_heads",
-            kv_heads,
-            f"must divide the source's {present} key/value heads"
-            f"{'' if allow_growth else ' and be smaller'}; use "
-            f"{', '.join(map(str, allowed))}{growth}",
-        )
+        rule = f"must divide the source's {present} key/value heads{'' if allow_growth else ' and be smaller'}"
+        raise option_error("kv_heads", kv_heads, f"{rule}; use {', '.join(map(str, allowed))}{growth}")

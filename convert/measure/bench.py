@@ -57,17 +57,6 @@ class Subject:
         return f"{self.name}, {self.form}" if is_latent(self.config) else self.name
 
 
-@dataclass(frozen=True)
-class BenchTask:
-    """One model, the request, and what its ``auto`` stand for; ``prefill_tokens``: of all sequences together."""
-
-    subject: Subject
-    request: BenchRequest
-    device: str
-    dtype: str
-    prefill_tokens: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class BenchRow:
     """One model at one context and batch: measured, or too large (``needed_bytes``, ``free_bytes``), or ``failed``.
@@ -171,7 +160,7 @@ def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -
     failures: list[KvfoldError] = []
     for subject in Stages(progress, request.quiet).over("bench", chosen, len(chosen), "model"):
         try:
-            result = run_in_process(BenchTask(subject, request, device, dtype, prefill))
+            result = run_in_process(subject, request, device, dtype, prefill)
         except KvfoldError as error:
             # One model that runs out of memory must not cost the rows of the others.
             failures.append(error)
@@ -191,11 +180,11 @@ def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -
     return Benchmark(*about, options, rows, **machine)
 
 
-def run_in_process(task: BenchTask) -> dict[str, Any]:
-    """Run ``task`` in a worker process and return its result. Raises KvfoldError with the last line of its stderr."""
+def run_in_process(subject: Subject, *settings: Any) -> dict[str, Any]:
+    """`bench_worker.run` in a process of its own. Raises KvfoldError with the last line of its stderr."""
     with tempfile.TemporaryDirectory() as folder:
         task_file, result_file = Path(folder, "task"), Path(folder, "result.json")
-        task_file.write_bytes(pickle.dumps(task))
+        task_file.write_bytes(pickle.dumps((subject, *settings)))
         command = [sys.executable, "-m", "kvfold.convert.measure.bench_worker", str(task_file), str(result_file)]
         # The worker reads the pipe until it ends: by that it knows that this process was killed.
         alive, ours = os.pipe()
@@ -207,9 +196,8 @@ def run_in_process(task: BenchTask) -> dict[str, Any]:
         if done.returncode != 0:
             last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
             why = last[0] if last else f"exit status {done.returncode} (out of memory?)"
-            raise KvfoldError(f"{task.subject.label}: its process failed: {why}")
-        result: dict[str, Any] = json.loads(result_file.read_text())
-    return result
+            raise KvfoldError(f"{subject.label}: its process failed: {why}")
+        return dict(json.loads(result_file.read_text()))
 
 
 def subjects(request: BenchRequest) -> list[Subject]:

@@ -1,7 +1,7 @@
 """Process that times one model for ``kvfold bench``: ``python -m kvfold.convert.measure.bench_worker TASK RESULT``.
 
-TASK is a pickled ``BenchTask``; the rows are written to RESULT as JSON. Decoding is timed on a cache filled with
-seeded random values, so it needs no prefill; the prefill is timed separately.
+TASK has the pickled arguments of ``run``; the rows are written to RESULT as JSON. Decoding is timed on a cache filled
+with seeded random values, so it needs no prefill; the prefill is timed separately.
 """
 
 import gc
@@ -26,8 +26,9 @@ from kvfold.attention.checkpoints.registered import register_model
 from kvfold.attention.drift.frame import attention_name, layer_list
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import free_memory
-from kvfold.convert.measure.bench import BenchTask, Subject, step_costs
+from kvfold.convert.measure.bench import Subject, step_costs
 from kvfold.convert.measure.machine import Clock, peak_memory, processor, repeat, reset_peak
+from kvfold.convert.request import BenchRequest
 from kvfold.convert.stream.stock import AutoModelForCausalLM, load_model
 
 _SEED = 0
@@ -35,13 +36,15 @@ _SEED = 0
 _ROOM = 64
 
 
-def run(task: BenchTask) -> dict[str, Any]:
-    """A row for each context and batch, smallest first, with the threads, the torch version and the processor."""
-    subject, request = task.subject, task.request
+def run(subject: Subject, request: BenchRequest, place: str, computed: str, prefill_tokens: int) -> dict[str, Any]:
+    """A row for each context and batch, smallest first, with the threads, the torch version and the processor.
+
+    ``place`` is the device, ``computed`` the dtype; ``prefill_tokens`` are those of all sequences together.
+    """
     torch.manual_seed(_SEED)
     if request.threads:
         torch.set_num_threads(request.threads)
-    device, dtype = torch.device(task.device), getattr(torch, task.dtype)
+    device, dtype = torch.device(place), getattr(torch, computed)
     register_model(str(subject.config.get("model_type")))
     config = AutoConfig.for_model(**subject.config)
     weights = count_parameters(config)
@@ -52,8 +55,8 @@ def run(task: BenchTask) -> dict[str, Any]:
     for context, batch in pairs:
         row: dict[str, Any] = {"context": context, "batch": batch}
         # As much of the context as `prefill_tokens` allows, then as many sequences.
-        length = min(context, task.prefill_tokens)
-        sequences = max(1, min(batch, task.prefill_tokens // length)) if length else 0
+        length = min(context, prefill_tokens)
+        sequences = max(1, min(batch, prefill_tokens // length)) if length else 0
         cost = step_costs(subject, weights, dtype.itemsize, context, batch, sequences * length)
         if free is not None and cost.memory > free:
             row |= {"needed_bytes": cost.memory, "free_bytes": free}
@@ -186,4 +189,4 @@ def end_with_parent() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=end_with_parent, daemon=True).start()
-    Path(sys.argv[2]).write_text(json.dumps(run(pickle.loads(Path(sys.argv[1]).read_bytes()))))
+    Path(sys.argv[2]).write_text(json.dumps(run(*pickle.loads(Path(sys.argv[1]).read_bytes()))))

@@ -3,6 +3,7 @@
 import itertools
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -153,16 +154,19 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
     if request.tasks:
         eval_tasks.check_harness()
     check_sources(filter(None, [request.text]), "text")
-    source, place = open_checkpoint(request.model), choose_device(request.device)
-    samples = request.samples or _SAMPLES[place.type]
-    try:
+    with closing(open_checkpoint(request.model)) as source:
+        place = choose_device(request.device)
+        samples = request.samples or _SAMPLES[place.type]
         tokenizer = load_tokenizer(source, request.trust_remote_code, "an evaluation")
         context = source.config.get("max_position_embeddings") or 2048
-        lengths = chosen_lengths(request.lengths, context, source.origin, place)
+        longest = min(context, _LONGEST_CONTEXT.get(place.type, context))
+        lengths = sorted(set(request.lengths)) or sorted({max(_SHORTEST, longest // part) for part in (8, 4, 2, 1)})
+        if request.lengths and lengths[-1] > context:
+            rule = f"must not exceed the {context} positions supported by {source.origin}"
+            raise option_error("lengths", lengths[-1], rule)
+        lengths = [min(length, context) for length in lengths]
         body, name = _tokens(tokenizer, request.text, lengths[-1] * samples)
         check_vocabulary(body, source.config.get("vocab_size", int(body.max()) + 1), source.origin)
-    finally:
-        source.close()
     asked = [(task, length) for task in TASKS for length in lengths] if request.retrieval else []
     questions = {key: draw_questions(tokenizer, body, *key, samples, request.seed) for key in asked}
     # A model that was trained with a BOS token in front loses much without it.
@@ -194,15 +198,6 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
     return Evaluation(request.model, request.out, name, samples, retrieval, positions, scored)
 
 
-def chosen_lengths(lengths: Sequence[int], context: int, origin: str, device: torch.device) -> list[int]:
-    """``lengths`` in order, or by default parts of ``context``. Raises InputError if one is longer than ``context``."""
-    longest = min(context, _LONGEST_CONTEXT.get(device.type, context))
-    chosen = sorted(set(lengths)) or sorted({max(_SHORTEST, longest // part) for part in (8, 4, 2, 1)})
-    if lengths and chosen[-1] > context:
-        raise option_error("lengths", chosen[-1], f"must not exceed the {context} positions supported by {origin}")
-    return [min(length, context) for length in chosen]
-
-
 def _tokens(tokenizer: Any, text: str | None, wanted: int) -> tuple[Tensor, str]:
     """About ``wanted`` tokens of the text, or all if it is shorter, and the text's name."""
     corpus = open_corpus(text, partial(render, tokenizer), 0, "held_out", "text")
@@ -223,9 +218,8 @@ def _examine(
     stages: Stages,
 ) -> tuple[dict[tuple[str, int], Tensor], Tensor, TaskScores]:
     """One model's right answers by task and length, losses ``[N, T - 1]`` on ``windows``, and harness scores."""
-    checkpoint = open_checkpoint(folder)
-    name = checkpoint.origin
-    try:
+    with closing(open_checkpoint(folder)) as checkpoint:
+        name = checkpoint.origin
         hide_bars(request.quiet)
         with stages(f"loading {name}"):
             dtype = compute_dtype(checkpoint, device, request.dtype)
@@ -241,8 +235,6 @@ def _examine(
             with stages(f"{name}: {', '.join(request.tasks)}"):
                 scores = eval_tasks.harness_scores(model, tokenizer, request)
         return right, losses, scores
-    finally:
-        checkpoint.close()
 
 
 def paired(before: Tensor, after: Tensor) -> Paired:

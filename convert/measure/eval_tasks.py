@@ -99,9 +99,8 @@ def draw_questions(tokenizer: Any, filler: Tensor, task: str, length: int, count
         ending = _encode(tokenizer, _QUESTION.format(name=names[0]))
         room = length - len(prefix) - sum(map(len, sentences)) - len(ending)
         if room < len(sentences):
-            raise option_error(
-                "lengths", length, f": too short for the hidden sentences of task {task!r}; use greater lengths"
-            )
+            rule = f": too short for the hidden sentences of task {task!r}; use greater lengths"
+            raise option_error("lengths", length, rule)
         # A stretch of the filler from a place that is drawn; a short filler is repeated.
         start = order(max(1, len(filler) - room))[0]
         text: list[int] = filler.repeat(-(-(start + room) // len(filler)))[start : start + room].tolist()
@@ -146,9 +145,7 @@ def harness_scores(model: Any, tokenizer: Any, request: EvalRequest) -> TaskScor
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    seeds = dict.fromkeys(
-        ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), request.seed
-    )
+    seeds = {f"{name}_seed": request.seed for name in ("random", "numpy_random", "torch_random", "fewshot_random")}
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=request.batch)
     tasks = [_task(name) for name in request.tasks]
     try:

@@ -38,13 +38,9 @@ def token_windows(tokenizer: Any, text: str, windows: int, length: int) -> Tenso
     return torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(body), -1), body], dim=1)
 
 
-def model_perplexity(model: Any, tokens: Tensor) -> float:
-    """Perplexity: exp of the mean negative log-likelihood of ``tokens [N, T]``, except the first in each row."""
-    return math.exp(token_losses(model, tokens).double().mean())
-
-
 def checkpoint_perplexity(folder: Path, tokens: Tensor) -> float:
-    """``model_perplexity`` for the checkpoint in ``folder``, loaded with stock transformers in float32."""
+    """Perplexity on ``tokens [N, T]`` of the checkpoint in ``folder``, loaded with stock transformers in float32."""
     from transformers import AutoModelForCausalLM
 
-    return model_perplexity(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokens)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return math.exp(token_losses(model, tokens).double().mean())

@@ -64,9 +64,8 @@ def check_verified(done: Verification) -> None:
     """Raises InputError with everything that differs."""
     if done.problems:
         found = f"{len(done.problems)} difference{'s' * (len(done.problems) > 1)}"
-        raise InputError(
-            f"{done.origin} is not what {RECORD} and config.json say: {found}; make it again", done.problems
-        )
+        rule = f"is not what {RECORD} and config.json say: {found}; make it again"
+        raise InputError(f"{done.origin} {rule}", done.problems)
 
 
 def non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:

@@ -28,7 +28,7 @@ def in_process():
     # What is loaded by now need not be searched for garbage between two measurements.
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "run_in_process", lambda task: worker.run(task))
+        patch.setattr(bench, "run_in_process", worker.run)
         yield
     gc.unfreeze()
 
@@ -138,7 +138,7 @@ def test_a_model_whose_process_fails_costs_no_other_its_rows(tiny_family, tmp_pa
     monkeypatch.setattr(
         bench,
         "run_in_process",
-        lambda task: (RUN_IN_PROCESS if task.subject.name.endswith("bad") else worker.run)(task),
+        lambda subject, *settings: (RUN_IN_PROCESS if subject.name.endswith("bad") else worker.run)(subject, *settings),
     )
     good, bad = tiny_family("llama"), tmp_path / "bad"
     shutil.copytree(good, bad)
@@ -155,8 +155,8 @@ def test_a_model_whose_process_fails_costs_no_other_its_rows(tiny_family, tmp_pa
 
 
 def test_where_all_models_fail_the_error_is_the_first(monkeypatch):
-    def failing(task):
-        raise KvfoldError(f"{task.subject.label}: its process failed: out of memory")
+    def failing(subject, *settings):
+        raise KvfoldError(f"{subject.label}: its process failed: out of memory")
 
     monkeypatch.setattr(bench, "run_in_process", failing)
     with pytest.raises(KvfoldError, match=r"^MHA: its process failed: out of memory"):
