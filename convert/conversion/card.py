@@ -224,7 +224,7 @@ optimistic. `kvfold drift {source} .` measures on text that played no part in an
 
 
 def _usage(plan: Plan) -> str:
-    """Return the card's section on loading, fast decoding, serving and further training."""
+
     experts, code, latent = plan.result.experts, plan.layout.code, plan.request.to == "mla"
     loader = "Mistral4ForCausalLM" if experts else "AutoModelForCausalLM"
     parts = [_LOAD.format(loader=loader, options="" if code is None else ", trust_remote_code=True")]

@@ -83,7 +83,7 @@ class Candidate:
 
     @property
     def served_by(self) -> list[str]:
-        """The engines that can serve this candidate."""
+
         return [verdict.engine for verdict in self.plan.engines if verdict.serves]
 
 
@@ -231,7 +231,7 @@ def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, di
 
 
 def split_of(tried: Candidate) -> Split:
-    """The sizes and the measured KL of a tried split."""
+
     return Split(tried.target.kv_rank, tried.target.rope_dim, tried.kl, tried.refined_kl)
 
 
@@ -275,7 +275,7 @@ def _against_free(engine: Candidate, surveyed: Survey, stages: Stages) -> dict[s
 
 
 def _print_trials(plan: Plan, what: str) -> None:
-    """Print to stderr the comparison ``what`` and the number of layers that it converts."""
+
     layers = plan.geometry.layers
     steps = f"; the best are refined, at most {_TRIAL_STEPS} steps each" if plan.request.refine else ""
     if not plan.request.quiet:

@@ -145,8 +145,8 @@ def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -
     >>> done.rows[0].context, done.rows[0].ratio
     (64, 1.0)
     """
+    from kvfold.convert.conversion.record import versions
     from kvfold.convert.device import choose_device
-    from kvfold.convert.measure.machine import software
 
     chosen, device = subjects(request), choose_device(request.device).type
     # All models run in one dtype, so that their times can be compared: few CPUs have units for bfloat16.
@@ -175,8 +175,8 @@ def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -
         speed, base = row.decode_tokens_per_s, first[row.context, row.batch]
         rows[place] = replace(row, ratio=speed / base if speed and base else None)
     names = ("contexts", "batches", "device", "dtype", "cache", "prefill_tokens", "seconds", "threads")
-    options, versions = {name: getattr(request, name) for name in names}, software()
-    about = versions["kvfold"], versions["transformers"], dtype, request.cache
+    options, found = {name: getattr(request, name) for name in names}, versions()
+    about = str(found["kvfold"]), str(found["transformers"]), dtype, request.cache
     return Benchmark(*about, options, rows, **machine)
 
 

@@ -130,16 +130,14 @@ def _layers(report: DriftReport) -> list[str]:
     first, second = zip(*_COLUMNS.values(), strict=True)
     rows = [("layer", *first, "  worst head"), ("", *second, "  and its error")]
     for layer, floor in zip(layers, floors, strict=True):
-        cells = [f"{number(getattr(layer, name))} {_short(getattr(floor, name, None)):>6}" for name in _COLUMNS]
+        cells = []
+        for name in _COLUMNS:
+            low = getattr(floor, name, None)
+            rounding = "-" if low is None else f"{low:.0e}" if low and math.isfinite(low) else f"{low:.0f}"
+            cells.append(f"{number(getattr(layer, name))} {rounding:>6}")
         shown = ""
         if layer.heads:
             worst = max(layer.heads, key=lambda head: head.error)
             shown = f"{worst.head:>5} {number(worst.error):>7}" if worst.error > 0 else f"{'none':>5}"
         rows.append((str(layer.layer), *cells, shown))
     return table(rows, (5, *[13] * len(_COLUMNS)), left=(len(_COLUMNS) + 1,))
-
-
-def _short(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0e}" if value and math.isfinite(value) else f"{value:.0f}"

@@ -91,8 +91,10 @@ class Chart:
 
 
 @contextmanager
-def _chart(title: str, caption: str = "", width: float = 5.6, height: float = 3.4) -> Iterator[tuple[Chart, "Figure"]]:
-    """Yield a new chart and its figure, with the style active: artists get their colors when they are created."""
+def _chart(
+    title: str, caption: str, width: float = 5.6, height: float = 3.4, **grid: Any
+) -> Iterator[tuple[Chart, Any]]:
+    """Yield a new chart and its axes, several with ``grid``, with the style active: artists get their colors here."""
     import matplotlib
 
     # Not pyplot, which keeps every figure alive and looks for a display.
@@ -100,7 +102,7 @@ def _chart(title: str, caption: str = "", width: float = 5.6, height: float = 3.
 
     with matplotlib.rc_context(_STYLE):
         chart = Chart(title, Figure(figsize=(width, height), layout="constrained"), caption)
-        yield chart, chart.figure
+        yield chart, chart.figure.subplots(**grid)
 
 
 def by_place(
@@ -117,8 +119,7 @@ def by_place(
     """
     from matplotlib.ticker import MaxNLocator
 
-    with _chart(title, caption) as (chart, figure):
-        axes = figure.subplots()
+    with _chart(title, caption) as (chart, axes):
         for name, values in lines.items():
             style: dict[str, Any] = {"marker": "o" if len(values) <= 100 else ""}
             if name == _ROUNDING:
@@ -174,15 +175,14 @@ def attention_rows_by_head(drift: "DriftReport") -> Chart | None:
         "inputs, averaged over positions. Good: the scale ends at a small number. A bright cell among dark ones is a "
         "head that no longer attends to the same tokens."
     )
-    with _chart("Attention rows by head", caption) as (chart, figure):
-        axes = figure.subplots()
+    with _chart("Attention rows by head", caption) as (chart, axes):
         # From 0, so that rounding does not look like a difference between heads.
         cells = axes.imshow(rows, aspect="auto", vmin=0)
         axes.grid(visible=False)
         axes.set(xlabel="query head", ylabel="layer")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True))
-        figure.colorbar(cells, label="nats")
+        chart.figure.colorbar(cells, label="nats")
     return chart
 
 
@@ -194,8 +194,7 @@ def cache_by_context(bytes_per_token: Sequence[tuple[str, float]], what: str = "
         f"The KV cache for one sequence{what}; multiply by the batch size. At 128k tokens it is {small} instead of "
         f"{large}. Good: at your context and batch size, the lower line fits into memory along with the weights."
     )
-    with _chart("Cache against context", caption) as (chart, figure):
-        axes = figure.subplots()
+    with _chart("Cache against context", caption) as (chart, axes):
         for name, size in bytes_per_token:
             axes.plot(_CONTEXTS, [size * context / scale for context in _CONTEXTS], marker="o", label=name)
         axes.set(xlabel="context, tokens", ylabel=f"KV cache, {unit}", yscale="log")
@@ -205,31 +204,25 @@ def cache_by_context(bytes_per_token: Sequence[tuple[str, float]], what: str = "
     return chart
 
 
-def rotary_pairs(worth: "RotaryWorth") -> Chart:
-    """Plot the share of the scores' energy that rotates at each frequency, and the part that the target keeps."""
+def rotary_charts(worth: "RotaryWorth") -> tuple[Chart, Chart]:
+    """Plot the energy of rotation at each frequency with the part that is kept, and that of shared rotary keys."""
     total, kept = worth.per_pair, worth.kept_per_pair
     caption = (
         "The share of the scores' energy that would be lost if the keys did not rotate at a frequency, averaged over "
         f"layers. The target's rotary dims keep {100 * sum(kept) / (sum(total) or 1.0):.1f} % of it. Good: little of "
         "the chart has the color for lost energy."
     )
-    with _chart("Rotary slots by frequency", caption) as (chart, figure):
-        axes = figure.subplots()
+    with _chart("Rotary slots by frequency", caption) as (chart, axes):
         axes.bar(range(len(total)), total, 1.0, color=_COLORS[3], label="lost")
         axes.bar(range(len(kept)), kept, 1.0, color=_COLORS[0], label="kept")
         axes.set(xlabel="rotary pair, highest frequency first", ylabel="share of score energy")
         axes.legend()
-    return chart
-
-
-def rotary_spectrum(worth: "RotaryWorth") -> Chart:
-    """Plot the energy of shared rotary keys in descending order, and mark how many the budget keeps."""
     caption = (
         "Each slot is one shared rotary key (2 dims of the cache). Slots left of the cut are kept. Good: the line has "
         "fallen far before the cut; if it is still high there, more rotary dims (--rope-dim) would help."
     )
     title, place = "Spectrum of rotary keys, and the cut", "rotary slot, most valuable first"
-    return by_place(title, {"": worth.sorted}, caption, place, "share of score energy", worth.slots)
+    return chart, by_place(title, {"": worth.sorted}, caption, place, "share of score energy", worth.slots)
 
 
 def latent_spectrum(spectrum: "LatentSpectrum") -> Chart:
@@ -254,8 +247,7 @@ def budget_splits(splits: Sequence["Split"]) -> Chart:
         "The splits of the budget into rank and rotary dims that were tried. Good: the chosen split lies at the bottom "
         "of a wide valley, so that neighboring splits, which kernels may support, cost little more."
     )
-    with _chart(f"Splits of {drawn[0].kv_rank + drawn[0].rope_dim} elements", caption) as (chart, figure):
-        axes = figure.subplots()
+    with _chart(f"Splits of {drawn[0].kv_rank + drawn[0].rope_dim} elements", caption) as (chart, axes):
         axes.plot([split.rope_dim for split in drawn], [split.kl for split in drawn], marker="o")
         labels = [f"{split.kv_rank}\n+{split.rope_dim}" for split in ticked]
         axes.set_xticks([split.rope_dim for split in ticked], labels)
@@ -285,8 +277,7 @@ def excess_by_cache(sweep: "Sweep", within: float) -> Chart:
         "Each target's loss on held-out text minus the source's, with 95 % intervals; smaller caches are further to "
         "the right. Good: far to the right and still below the dashed limit."
     )
-    with _chart("Cache against loss", caption, 7.2, 4.4) as (chart, figure):
-        axes = figure.subplots()
+    with _chart("Cache against loss", caption, 7.2, 4.4) as (chart, axes):
         for color, (label, latent) in enumerate((("GQA, MQA", False), ("MLA", True))):
             of_kind = [row for row in rows if (row.request.to == "mla") == latent]
             if of_kind:
@@ -336,8 +327,7 @@ def uptraining_curve(rows: Sequence["LogRow"]) -> Chart:
     from matplotlib.ticker import EngFormatter
 
     measured, trained = ([row for row in rows if getattr(row, name) is not None] for name in ("eval_loss", "loss"))
-    with _chart("Uptraining", "", 7.2, 6.0) as (chart, figure):
-        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    with _chart("Uptraining", "", 7.2, 6.0, nrows=2, sharex=True, height_ratios=(3, 2)) as (chart, (upper, lower)):
         upper.set_title("held-out text, nats per token" if measured else "held-out loss: not measured (--eval-every 0)")
         if measured:
             _held_out_losses(upper, measured)

@@ -235,7 +235,7 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
 
 
 def _inspect_source(checkpoint: Checkpoint) -> Inspection:
-    """Inspect a model of a supported family, including its targets."""
+
     model = model_of(checkpoint.config, checkpoint.tensors)
     if problems := model.tensor_problems(checkpoint.tensors):
         raise InputError(f"{checkpoint.origin}: its tensors do not match its config.json", problems)
@@ -255,7 +255,7 @@ def _converted_facts(checkpoint: Checkpoint) -> tuple[dict[str, Any], Result, bo
     """For layout ``kvfold``: fields of an ``Inspection``, the result, and True, because engines were tested on it."""
     source, result = converted_model(checkpoint)
     facts = _model_facts(source, checkpoint)
-    facts |= {"family": checkpoint.config["model_type"], "architecture": _architecture(checkpoint)}
+    facts |= {"family": checkpoint.config["model_type"], **_file_facts(checkpoint)}
     if sum(result.split):
         rank, rope = result.split
         facts |= {"attention": "MLA", "kv_rank": rank, "rotary_dims": rope}
@@ -274,9 +274,7 @@ def _latent_facts(checkpoint: Checkpoint) -> tuple[dict[str, Any], Result, bool]
     layers, heads, rope = config["num_hidden_layers"], config["num_attention_heads"], config["qk_rope_head_dim"]
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     facts = {
-        "model": checkpoint.origin,
         "family": config["model_type"],
-        "architecture": _architecture(checkpoint),
         "attention": "MLA",
         "layers": layers,
         "heads": heads,
@@ -293,7 +291,7 @@ def _latent_facts(checkpoint: Checkpoint) -> tuple[dict[str, Any], Result, bool]
         "rope": rotary.get("rope_type") or rotary.get("type") or "default",
         "windows": [],
         "max_context": config.get("max_position_embeddings"),
-        **_weights(checkpoint),
+        **_file_facts(checkpoint),
     }
     # Engines were tried on latent models as kvfold writes them, which these classes can also hold otherwise: they drop
     # the biases and the scaled RoPE of a DeepSeek model silently.
@@ -306,17 +304,11 @@ def _latent_facts(checkpoint: Checkpoint) -> tuple[dict[str, Any], Result, bool]
     return facts, latent_result(config), bool(tried)
 
 
-def _architecture(checkpoint: Checkpoint, default: str = "unknown") -> str:
-    return str((checkpoint.config.get("architectures") or [default])[0])
-
-
 def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
     """The fields of an ``Inspection`` that are determined by family, config and tensors."""
     family, geometry, layers = model.family, model.geometry, model.layers
     return {
-        "model": checkpoint.origin,
         "family": family.model_type,
-        "architecture": _architecture(checkpoint, family.architecture),
         "attention": attention_label(geometry.heads, geometry.kv_heads)[:3],
         "layers": geometry.layers,
         "heads": geometry.heads,
@@ -330,18 +322,20 @@ def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
         "rope": rope_table(model.values, layers[0].type)["rope_type"] if geometry.rotary_dims else "none",
         "windows": sorted({layer.window for layer in layers if layer.window is not None}),
         "max_context": geometry.positions,
-        **_weights(checkpoint),
+        **_file_facts(checkpoint, family.architecture),
     }
 
 
-def _weights(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Dtype, parameters, bytes and files. The dtype is the most common one; cache sizes assume it too."""
+def _file_facts(checkpoint: Checkpoint, architecture: str = "unknown") -> dict[str, Any]:
+    """The fields that need no family. The dtype is the most common one; cache sizes assume it too."""
     infos = checkpoint.tensors.values()
     sizes: Counter[str] = Counter()
     for info in infos:
         if info.dtype in FLOAT_DTYPES:
             sizes[info.dtype] += info.nbytes
     return {
+        "model": checkpoint.origin,
+        "architecture": str((checkpoint.config.get("architectures") or [architecture])[0]),
         "dtype": max(sizes, key=sizes.__getitem__, default="F32"),
         "parameters": sum(math.prod(info.shape) for info in infos),
         "weight_bytes": sum(info.nbytes for info in infos),

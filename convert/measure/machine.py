@@ -93,15 +93,9 @@ def processor(device: torch.device = _CPU) -> str:
     return next(iter(names), "") or platform.processor() or platform.machine()
 
 
-def software() -> dict[str, str]:
-    """The versions of Python, kvfold, transformers and torch."""
-    # The metadata of some builds of torch lack the "+cu124" that tells them apart.
-    packages = {name: metadata.version(name) for name in ("kvfold", "transformers")} | {"torch": torch.__version__}
-    return {"python": platform.python_version(), **packages}
-
-
 def conditions(device: torch.device = _CPU) -> dict[str, Any]:
     """The current ``date``, ``machine`` (including its load average) and software ``versions``."""
+    packages = {name: metadata.version(name) for name in ("kvfold", "transformers")}
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": {
@@ -112,7 +106,8 @@ def conditions(device: torch.device = _CPU) -> dict[str, Any]:
             "load_average": os.getloadavg()[0],
             "kernel": platform.release(),
         },
-        "versions": software(),
+        # The metadata of some builds of torch lack the "+cu124" that tells them apart.
+        "versions": {"python": platform.python_version(), **packages, "torch": torch.__version__},
     }
 
 

@@ -61,7 +61,7 @@ def conversion_page(done: "Conversion", lines: Sequence[str]) -> str:
     drift, worth = done.drift, done.rotary_worth
     charts = [*(_drift_charts(drift) if drift else []), figures.gain_by_layer(done)]
     if worth is not None:
-        charts += [figures.rotary_pairs(worth), figures.rotary_spectrum(worth)]
+        charts += figures.rotary_charts(worth)
     if done.latent_spectrum is not None:
         charts.append(figures.latent_spectrum(done.latent_spectrum))
     if done.splits:
