@@ -146,7 +146,7 @@ def _complete(
     # The attention is dense in any case, converted or not: engines join its projections.
     attention = frozenset(name for layer in range(len(reads)) for name in model.attention_names(layer))
     tensors, config, made_of = layout.tensors, layout.config, checkpoint.made_of
-    kept = len(keepable(tensors, checkpoint, attention))
+    kept = keepable(tensors, checkpoint, attention)
     if request.keep_quantized and not kept:
         rule = (
             "needs FP8 weights outside the attention with a scale for each whole block, or MXFP4 experts, stored the "
@@ -154,9 +154,9 @@ def _complete(
         )
         raise option_error("keep_quantized", True, f"{rule}; remove {opt('keep_quantized', True)}")
     if request.keep_quantized:
-        tensors = kept_tensors(tensors, checkpoint, attention)
+        tensors = kept_tensors(tensors, kept)
         config = kept_config(config, tensors, checkpoint)
-        made_of = (*made_of, f"{kept} of these weights kept as they are stored")
+        made_of = (*made_of, f"{len(kept)} of these weights kept as they are stored")
     # Engines read the written config of a stock class; for other classes only the sizes count.
     if latent is None:
         result = folded_result(model, request.kv_heads or 1)
@@ -176,7 +176,7 @@ def _complete(
         config=config,
         shards=shards,
         own_shards=tuple(shards[number] for number in processes.part(len(shards))),
-        keepable=kept,
+        keepable=len(kept),
         made_of=made_of,
         source_kind=attention_label(model.geometry.heads, model.geometry.kv_heads),
         cache_elements=cache_elements(model.geometry),

@@ -104,12 +104,6 @@ class Model:
         how = self.layers[layer]
         return frequencies(self.values, how.type, context) if how.rotates else ([], 1.0)
 
-    def kv_config(self, kv_heads: int) -> dict[str, int]:
-        """The config change that sets ``kv_heads`` key/value heads, under the key that this config uses."""
-        key = self.family.sizes.kv_heads
-        assert key is not None  # layout kvfold holds the families whose class does not share heads
-        return {self.values.stated(key)[0]: kv_heads}
-
     def as_stored(self, names: Collection[str]) -> "Model":
         """The model with tensor names spelled as in ``names``; some files omit the family's prefix."""
         prefix = self.family.prefix

@@ -296,11 +296,10 @@ def _llama_cpp(result: Result) -> Way:
 
 
 def _mlx_lm(result: Result) -> Way:
+    if result.kind == "free" and result.experts:
+        return Way(False, "it needs a shared expert with a width above 0")
     if result.kind == "free":
-        refusal = (
-            "it needs a shared expert with a width above 0" if result.experts else "Model type youtu not supported"
-        )
-        return Way(False, refusal)
+        return Way(False, "Model type youtu not supported")
     if result.family == "olmo":
         return Way(False, "it supports only the older OLMo checkpoints (hf_olmo)")
     if not result.older_rope:
@@ -318,12 +317,7 @@ ENGINES = (
     Engine("vLLM", "0.32.0", _vllm, ("fold", "free", "engine"), ("free", "engine")),
     # srt/models/deepseek_v2.py (config keys), EntryClass of srt/models/*.py (classes of folds),
     # srt/models/phi.py and olmo.py (key/value heads), srt/model_loader/utils.py (the way to transformers' code)
-    Engine(
-        "SGLang",
-        "0.5.23",
-        _sglang,
-        kept=Way(False, "not tested with FP8 weights and dense attention"),
-    ),
+    Engine("SGLang", "0.5.23", _sglang, kept=Way(False, "not tested with FP8 weights and dense attention")),
     # conversion/deepseek.py, conversion/phi.py (key/value heads), src/models/deepseek2.cpp (query rank),
     # src/llama-model.cpp (number of tensors), conversion/mistral3.py and src/models/mistral4.cpp (experts)
     Engine("llama.cpp", "b11739", _llama_cpp, ("fold", "free", "engine"), ("free", "engine")),

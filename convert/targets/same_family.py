@@ -23,7 +23,9 @@ def folded_layout(
 
     ``dtype`` is the stored dtype in torch's spelling; None keeps the dtype of each tensor.
     """
-    changes: dict[str, Any] = source.kv_config(kv_heads)
+    key = source.family.sizes.kv_heads
+    assert key is not None  # layout kvfold is for the families whose class does not share heads
+    changes: dict[str, Any] = {source.values.stated(key)[0]: kv_heads}
     target = Model(source.family, {**source.config, **changes}, source.tower)
     # Only the keys that change are edited: other readers need the older spellings that a round trip would drop.
     if source.tower is None:

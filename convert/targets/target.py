@@ -5,7 +5,7 @@ with dense attention, because ``modules_to_not_convert`` in the config names the
 copied weights that the output class stores in another form, are dequantized.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,12 +56,9 @@ def keepable(
     return {tensor.name: kept[tensor.source] for tensor in tensors if tensor.source in kept}
 
 
-def kept_tensors(
-    tensors: Sequence[OutputTensor], checkpoint: Checkpoint, attention: Collection[str]
-) -> tuple[OutputTensor, ...]:
-    """``tensors`` with each weight that can remain quantized replaced by its parts in the source's files."""
+def kept_tensors(tensors: Iterable[OutputTensor], kept: Mapping[str, StoredWeight]) -> tuple[OutputTensor, ...]:
+    """``tensors`` with each weight in ``kept`` replaced by its parts in the source's files."""
     parts: list[OutputTensor] = []
-    kept = keepable(tensors, checkpoint, attention)
     for tensor in tensors:
         if (weight := kept.get(tensor.name)) is None:
             parts.append(tensor)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.linalg import input_moment, with_bias
+from kvfold.convert.transforms.linalg import input_moment, split_bias, with_bias
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics
 
 # ``ridge``, in units of ``E|x|^2 / tokens``.
@@ -71,15 +71,8 @@ def linear_heads(
     rows = with_bias(weights.q, weights.q_bias), with_bias(weights.k, weights.k_bias)
     q = _linear(rows[0], weights.q_norm, statistics, slice(heads), q_constant)
     k = _linear(rows[1], weights.k_norm, statistics, slice(heads, None), k_constant)
-    return replace(
-        weights,
-        q=q[..., :-1],
-        k=k[..., :-1],
-        q_bias=q[..., -1] if q_constant else None,
-        k_bias=k[..., -1] if k_constant else None,
-        q_norm=None,
-        k_norm=None,
-    )
+    (q, q_bias), (k, k_bias) = split_bias(q, q_constant), split_bias(k, k_constant)
+    return replace(weights, q=q, k=k, q_bias=q_bias, k_bias=k_bias, q_norm=None, k_norm=None)
 
 
 def divided_heads(
@@ -95,7 +88,8 @@ def divided_heads(
     rows = with_bias(weights.k, weights.k_bias)
     rows, factor = _over_one_number(rows, weights.k_norm, statistics, slice(weights.heads, None))
     linear = linear_heads(replace(weights, k_norm=None), statistics, key_constant=key_constant)
-    return replace(linear, k=rows[..., :-1], k_bias=None if linear.k_bias is None else rows[..., -1]), 1 / factor
+    k, k_bias = split_bias(rows, linear.k_bias is not None)
+    return replace(linear, k=k, k_bias=k_bias), 1 / factor
 
 
 def _linear(rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, heads: slice, constant: bool) -> Tensor:

@@ -42,6 +42,11 @@ def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.cat((weight.double(), column.double()[..., None].to(weight.device)), -1)
 
 
+def split_bias(rows: Tensor, present: bool) -> tuple[Tensor, Tensor | None]:
+    """Split ``rows [n, D, E+1]`` from `with_bias` into weight and bias; None unless the bias is ``present``."""
+    return rows[..., :-1], rows[..., -1] if present else None
+
+
 def joint_moment(rows: Tensor, moment: Tensor) -> Tensor:
     """Second moments ``[n, D, n, D]`` between all dims of all heads, from ``rows [n, D, F]`` and ``moment [F, F]``."""
     flat = rows.flatten(0, 1)

@@ -203,7 +203,7 @@ def bench_walk(arguments: argparse.Namespace) -> dict[str, Any]:
 
     config = config_of(SEVENTY, arguments.layers or 2, 8, arguments.vocabulary, False)
     model, source = model_of(config), weights(config)
-    target = Model(model.family, config | model.kv_config(4))
+    target = Model(model.family, config | {"num_key_value_heads": 4})
     planned = [
         OutputTensor(name, "BF16", tensor.shape, None if "self_attn" in name else name)
         for name, tensor in target.tensors.items()

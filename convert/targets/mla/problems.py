@@ -31,7 +31,7 @@ def latent_problems(model: Model, target: LatentTarget, *, allow_growth: bool = 
         engine = _engine_problems(model) if target.layout == "engine" else ()
         advised = (f"{opt('layout', 'engine')}: {problem}; use {opt('layout', 'free')}" for problem in engine)
         problems = [*model_problems(model), *advised]
-    return [*problems, *_rope_size_problems(model, target), *_size_problems(model, target, allow_growth)]
+    return [*problems, *_size_problems(model, target, allow_growth)]
 
 
 def model_problems(model: Model) -> list[str]:
@@ -164,7 +164,20 @@ def _engine_problems(model: Model) -> Iterator[str]:
 
 def _size_problems(model: Model, target: LatentTarget, allow_growth: bool) -> Iterator[str]:
     size, divisors = model.geometry, cached_divisors(model, target)
-    rank, rope, least = target.kv_rank, target.rope_dim, 1 + target.constant
+    rank, rope, engine, least = target.kv_rank, target.rope_dim, target.layout == "engine", 1 + target.constant
+    most = size.rotary_dims * (1 if engine else size.kv_heads)
+    rule = ""
+    if not most:
+        rule = "must be 0, because the model has no rotary embedding" if rope else ""
+    elif rope < 2:
+        rule = f"must be an even number from 2 to {most}"
+    elif target.rope_kept(size.rotary_dims) > most:
+        times = "" if engine else f" times {size.kv_heads} key/value heads"
+        rule = f"must be at most {most} ({size.rotary_dims} rotary dims per head{times})"
+    elif rope % 2:
+        rule = f"must be even, such as {rope + 1}, because rotary dims come in pairs"
+    if rule:
+        yield option_problem("rope_dim", rope, rule)
     if rank < least:
         why = ", because one channel is constant" * target.constant
         yield option_problem("kv_rank", rank, f"must be at least {least}{why}")
@@ -177,20 +190,3 @@ def _size_problems(model: Model, target: LatentTarget, allow_growth: bool) -> It
     full = full_query_rank(model, target)
     if target.q_rank is not None and not least <= target.q_rank <= full:
         yield option_problem("q_rank", target.q_rank, f"must be from {least} to {full}; {full} is lossless")
-
-
-def _rope_size_problems(model: Model, target: LatentTarget) -> Iterator[str]:
-    size, rope, engine = model.geometry, target.rope_dim, target.layout == "engine"
-    most = size.rotary_dims * (1 if engine else size.kv_heads)
-    if not most:
-        if rope:
-            yield option_problem("rope_dim", rope, "must be 0, because the model has no rotary embedding")
-    elif rope < 2:
-        yield option_problem("rope_dim", rope, f"must be an even number from 2 to {most}")
-    elif target.rope_kept(size.rotary_dims) > most:
-        rule = "" if engine else f" times {size.kv_heads} key/value heads"
-        yield option_problem(
-            "rope_dim", rope, f"must be at most {most} ({size.rotary_dims} rotary dims per head{rule})"
-        )
-    elif rope % 2:
-        yield option_problem("rope_dim", rope, f"must be even, such as {rope + 1}, because rotary dims come in pairs")

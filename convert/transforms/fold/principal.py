@@ -20,7 +20,14 @@ from kvfold.convert.transforms.fold import normed
 from kvfold.convert.transforms.fold.heads import GroupMoments, Objective, SharedHead
 from kvfold.convert.transforms.fold.score_fit import SCORES, distance_moments
 from kvfold.convert.transforms.head_norms import linear_heads
-from kvfold.convert.transforms.linalg import head_moments, input_moment, joint_moment, output_metric, with_bias
+from kvfold.convert.transforms.linalg import (
+    head_moments,
+    input_moment,
+    joint_moment,
+    output_metric,
+    split_bias,
+    with_bias,
+)
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 Groups = Sequence[Sequence[int]]
@@ -142,15 +149,9 @@ def _fold_keys(
     heads = [SharedHead(head.encode * change, head.decode / change) for head in heads]
     encode, decode = _balanced(heads, keys.affine, blocks)
     (k, k_norm), (q, q_norm) = normed.restore(keys, queries, encode, decode, blocks, layer.moment)
-    return replace(
-        source,
-        q=q[..., :-1],
-        k=k[..., :-1],
-        q_bias=None if source.q_bias is None else q[..., -1],
-        k_bias=None if source.k_bias is None else k[..., -1],
-        q_norm=q_norm,
-        k_norm=k_norm,
-    )
+    q, q_bias = split_bias(q, source.q_bias is not None)
+    k, k_bias = split_bias(k, source.k_bias is not None)
+    return replace(source, q=q, k=k, q_bias=q_bias, k_bias=k_bias, q_norm=q_norm, k_norm=k_norm)
 
 
 def _fold_values(
@@ -160,13 +161,8 @@ def _fold_values(
     dims = [torch.arange(source.head_dim, device=source.v.device)]
     encode, decode = _balanced(heads, layer.values[query_order(groups, 1)], dims)
     members = torch.unflatten(with_bias(source.v, source.v_bias), 0, (len(groups), -1))
-    merged = torch.einsum("gmab,gmbf->gaf", encode, members)
-    folded = replace(
-        source,
-        v=merged[..., :-1],
-        o=torch.einsum("ehd,hdc->ehc", source.o.double(), decode),
-        v_bias=None if source.v_bias is None else merged[..., -1],
-    )
+    v, v_bias = split_bias(torch.einsum("gmab,gmbf->gaf", encode, members), source.v_bias is not None)
+    folded = replace(source, v=v, v_bias=v_bias, o=torch.einsum("ehd,hdc->ehc", source.o.double(), decode))
     return _fold_constants(source, folded, layer.moment[-1, :-1])
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvfold.convert.transforms.distances import Distances
 from kvfold.convert.transforms.latent.kernels import Kernel, RotaryRows, kernels
 from kvfold.convert.transforms.latent.weights import LinearLayer
-from kvfold.convert.transforms.linalg import covariance, symmetric_eig
+from kvfold.convert.transforms.linalg import covariance, damped_solve, symmetric_eig
 from kvfold.convert.transforms.weights import Rotary
 
 # Excess loss on held-out text, nats per token (recipes/benchmarks/bench_constants.py), of the reference MHA model at
@@ -93,11 +93,10 @@ def alternate(
     theta: Tensor,
     distances: Distances,
     fit: LatentFit,
-    rounds: int,
     *,
     centered: bool,
 ) -> LatentFit:
-    """Improve ``fit`` by ``rounds`` of least squares for the readings, then the rows; solve the readings once more.
+    """Improve ``fit`` by `ALS_ROUNDS` of least squares for the readings, then the rows; solve the readings once more.
 
     ``queries [H, D, D]`` and ``moment [E+1, E+1]``: second moments of queries and of ``[x; 1]``. ``theta [P/2]``:
     angles of the rotary rows. ``distances``: between queries and keys. ``centered`` as in `LatentProblem`.
@@ -120,7 +119,7 @@ def alternate(
         value_weight=layer.metric * VALUE_WEIGHT,
     )
     # Rows in principal units keep the systems well conditioned without changing what heads read.
-    for _ in range(rounds):
+    for _ in range(ALS_ROUNDS):
         fit = _principal(problem, _solve_rows(problem, _solve_readings(problem, fit)))
     return _solve_readings(problem, fit)
 
@@ -154,9 +153,8 @@ def _regress(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
     # Scale to a unit diagonal, so that one damping suits both rotary rows and weak latent channels.
     scale = gram.diagonal().clamp_min(0).sqrt()
     scale = torch.where(scale > 0, scale, 1.0)
-    damped = gram / torch.outer(scale, scale) + ALS_DAMPING * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    change: Tensor = torch.linalg.solve(damped, ((cross - present @ gram) / scale).mT).mT / scale
-    return present + change
+    residual = ((cross - present @ gram) / scale).mT
+    return present + damped_solve(gram / torch.outer(scale, scale), residual, ALS_DAMPING).mT / scale
 
 
 def _normal_equations(problem: LatentProblem, fit: LatentFit) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.distances import mixed_distances, rotation_gains
+from kvfold.convert.transforms.distances import Distances, mixed_distances, rotation_gains
 from kvfold.convert.transforms.head_norms import divided_heads, has_norms
 from kvfold.convert.transforms.latent import als
 from kvfold.convert.transforms.latent.als import LatentFit
@@ -41,9 +41,11 @@ from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics,
 class FittedLayer:
     """A layer and its fitted latent in ``units``: the ``weights``, the same layer as linear maps, and the ``fit``.
 
-    ``mean [E+1]`` of the inputs ``[x; 1]``. ``centered``: the mean is removed from the latent and moved to the biases.
+    ``source`` is the layer before its norms were replaced. ``mean [E+1]`` of the inputs ``[x; 1]``. ``centered``: the
+    mean is removed from the latent and moved to the biases.
     """
 
+    source: AttentionWeights
     weights: AttentionWeights
     layer: LinearLayer
     mean: Tensor
@@ -62,15 +64,13 @@ def to_latent(
     context: int = 0,
     scale: float | None = None,
     centered: bool = True,
-    rounds: int | None = None,
 ) -> LatentWeights:
     """Convert the layer to latent attention with ``rank`` channels, in float32 or wider.
 
     ``context``: the number of positions to support; 0 means the length of the calibration text. ``centered`` moves the
     mean from the latent to the biases; otherwise the result has only biases that the source has. ``scale`` multiplies
-    scores, by default ``head_dim ** -0.5``. ``rounds`` of alternating least squares (default ``ALS_ROUNDS``); 0 keeps
-    the principal components. A layer without rotation gets zero rotary keys. Norms on queries and keys are kept, which
-    requires ``centered``.
+    scores, by default ``head_dim ** -0.5``. A layer without rotation gets zero rotary keys. Norms on queries and keys
+    are kept, which requires ``centered``.
     """
     source, divisors, statistics = weights, None, statistics.to(weights.q.device)
     if has_norms(source):
@@ -82,14 +82,12 @@ def to_latent(
     layer, split = start.layer, start.split
     down, readout = principal_basis(start.rows, start.root, rank)
     fit = _first_fit(split, apply_gains(split.rest, start.gains, rotary), layer.values, down, readout)
-    rounds = als.ALS_ROUNDS if rounds is None else rounds
+    distances = mixed_distances(statistics.profile, context, als.LATENT_UNIFORM, als.LATENT_TAIL)
     # If nothing is left for the latent, the first fit is exact.
-    if rounds and down.any():
-        distances = mixed_distances(statistics.profile, context, als.LATENT_UNIFORM, als.LATENT_TAIL)
-        moments = start.queries, start.moment
-        fit = als.alternate(layer, *moments, rotary, slots.theta, distances, fit, rounds, centered=centered)
-    fitted = FittedLayer(weights, layer, start.moment[-1], fit, units, centered)
-    return _keep_norms(assemble(fitted, slots), source, fitted, divisors, statistics, rotary, context)
+    if als.ALS_ROUNDS and down.any():
+        fit = als.alternate(layer, start.queries, start.moment, rotary, slots.theta, distances, fit, centered=centered)
+    fitted = FittedLayer(source, weights, layer, start.moment[-1], fit, units, centered)
+    return _keep_norms(assemble(fitted, slots), fitted, divisors, distances, rotary)
 
 
 def svd_latent(
@@ -121,8 +119,9 @@ def svd_latent(
     norm = (down if gain is None else down * gain.to(down)).norm().clamp_min(1e-30)
     keys = split.rest.repeat_interleave(layer.group, 0)
     fit = _first_fit(split, keys, layer.values, down / norm, readout * norm)
-    fitted = FittedLayer(weights, layer, moment[-1], fit, Units(), centered=False)
-    return _keep_norms(assemble(fitted, slots), source, fitted, divisors, blank, rotary)
+    fitted = FittedLayer(source, weights, layer, moment[-1], fit, Units(), centered=False)
+    distances = mixed_distances(blank.profile, 0, als.LATENT_UNIFORM, als.LATENT_TAIL)
+    return _keep_norms(assemble(fitted, slots), fitted, divisors, distances, rotary)
 
 
 def energy_shares(
@@ -177,13 +176,10 @@ def _start(
     # A value's unit is the layer's output: M^{1/2} v.
     in_output, _ = metric_root(layer.metric)
     blocks = split.rest * energy.sqrt()[..., None], in_output @ layer.values
-    return _Start(layer, moment, queries, split, gains, root, joint_rows(blocks, root))
-
-
-def joint_rows(blocks: tuple[Tensor, Tensor], root: Tensor) -> Tensor:
-    """Keys and values ``[G, D, E+1]`` as rows ``[n, E]`` on inputs whitened by ``root``, each with unit energy."""
     rows = [block[..., :-1].flatten(0, 1) @ root for block in blocks]
-    return torch.cat([each / each.norm().clamp_min(torch.finfo(each.dtype).tiny) for each in rows])
+    # Keys and values each get unit energy.
+    joint = torch.cat([each / each.norm().clamp_min(torch.finfo(each.dtype).tiny) for each in rows])
+    return _Start(layer, moment, queries, split, gains, root, joint)
 
 
 def moment_root(moment: Tensor, centered: bool) -> Tensor:
@@ -249,21 +245,14 @@ def assemble(fitted: FittedLayer, slots: Slots) -> LatentWeights:
 
 
 def _keep_norms(
-    latent: LatentWeights,
-    source: AttentionWeights,
-    fitted: FittedLayer,
-    divisors: Tensor | None,
-    statistics: LayerStatistics,
-    rotary: Rotary,
-    context: int = 0,
+    latent: LatentWeights, fitted: FittedLayer, divisors: Tensor | None, distances: Distances, rotary: Rotary
 ) -> LatentWeights:
-    """Add the norms of ``source``, if any, to ``latent``, which was fitted to keys divided by ``divisors [G]``."""
+    """Add the source's norms, if any, to ``latent``, which was fitted to keys divided by ``divisors [G]``."""
+    source, layer, fit, rope = fitted.source, fitted.layer, fitted.fit, latent.rope_dim
     if divisors is None or source.q_norm is None or source.k_norm is None:
         return latent
-    layer, fit, rope = fitted.layer, fitted.fit, latent.rope_dim
     # The constant part of the keys as queries see it over the distances, minus the part in the rotary keys: the latent
     # has no mean.
-    distances = mixed_distances(statistics.profile, context, als.LATENT_UNIFORM, als.LATENT_TAIL)
     constant = (layer.keys @ fitted.mean)[..., None]
     missing = apply_gains(constant, rotation_gains(distances, rotary.theta), rotary)[..., 0]
     if rope:

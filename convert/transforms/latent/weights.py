@@ -12,14 +12,17 @@ that bring everything near one. The units are powers of two, so scaling by them 
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.linalg import output_metric, with_bias
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, Rotary, Tensors
+
+Scaled = TypeVar("Scaled", AttentionWeights, "LatentWeights")
 
 # The squared errors of scores and of values are added in float64, with 53 bits of precision.
 _LARGEST_SCORES = 2.0**16
@@ -174,39 +177,24 @@ def in_units(weights: AttentionWeights, statistics: LayerStatistics) -> tuple[At
     queries, keys, values = (inputs * row for row in rows)
     scores = min(max(queries * keys, 1 / _LARGEST_SCORES), _LARGEST_SCORES)
     wide = weights.map(lambda tensor: tensor.to(torch.promote_types(tensor.dtype, torch.float32)))
-    scaled = replace(
-        wide,
-        q=wide.q * (inputs / queries),
-        k=wide.k * (inputs / keys),
-        v=wide.v * (inputs / values),
-        o=wide.o / outputs,
-        q_bias=_over(wide.q_bias, queries),
-        k_bias=_over(wide.k_bias, keys),
-        v_bias=_over(wide.v_bias, values),
-        o_bias=_over(_over(wide.o_bias, values), outputs),
-    )
+    factors = {"q": inputs / queries, "k": inputs / keys, "v": inputs / values, "o": 1 / outputs}
+    biases = {"q_bias": 1 / queries, "k_bias": 1 / keys, "v_bias": 1 / values, "o_bias": 1 / values / outputs}
     moments = replace(statistics, gram=gram / inputs / inputs, mean=mean / inputs)
-    return scaled, moments, Units(inputs, queries, keys, values, outputs, scores)
+    return _scaled(wide, factors | biases), moments, Units(inputs, queries, keys, values, outputs, scores)
 
 
 def from_units(latent: LatentWeights, units: Units) -> LatentWeights:
     """Convert a latent fitted to a layer `in_units` to weights on the original inputs; the latent keeps its size."""
     # Shared rotary keys have no unit of their own: the queries that read them include it.
     rotary = units.queries * units.keys
-    return replace(
-        latent,
-        down=latent.down / units.inputs,
-        rope_key=latent.rope_key / units.inputs,
-        q_nope=latent.q_nope * (units.queries / units.inputs),
-        q_rope=latent.q_rope * (rotary / units.inputs),
-        uk=latent.uk * units.keys,
-        uv=latent.uv * units.values,
-        o=latent.o * units.outputs,
-        q_nope_bias=_over(latent.q_nope_bias, 1 / units.queries),
-        q_rope_bias=_over(latent.q_rope_bias, 1 / rotary),
-        o_bias=_over(_over(latent.o_bias, 1 / units.values), 1 / units.outputs),
-    )
+    rows = {"down": 1.0, "rope_key": 1.0, "q_nope": units.queries, "q_rope": rotary}
+    factors = {name: unit / units.inputs for name, unit in rows.items()}
+    factors |= {"uk": units.keys, "uv": units.values, "o": units.outputs}
+    biases = {"q_nope_bias": units.queries, "q_rope_bias": rotary, "o_bias": units.values * units.outputs}
+    return _scaled(latent, factors | biases)
 
 
-def _over(bias: Tensor | None, unit: float) -> Tensor | None:
-    return None if bias is None else bias / unit
+def _scaled(part: Scaled, factors: Mapping[str, float]) -> Scaled:
+    """``part`` with the tensors named in ``factors``, if present, multiplied by their factors."""
+    present = {name: tensor for name in factors if (tensor := getattr(part, name)) is not None}
+    return replace(part, **{name: tensor * factors[name] for name, tensor in present.items()})

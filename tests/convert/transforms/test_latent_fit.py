@@ -143,12 +143,13 @@ def test_latent_has_unit_energy_and_mean_zero():
 
 @pytest.mark.parametrize("centered", [True, False])
 @pytest.mark.parametrize(("rope_dim", "rank"), [(4, 8), (8, 14)])
-def test_every_round_lessens_the_error_it_is_about(rope_dim, rank, centered):
+def test_every_round_lessens_the_error_it_is_about(monkeypatch, rope_dim, rank, centered):
     """Over inputs and distances that are independent, as the fit assumes, and as the tokens here are."""
     weights, statistics, x = random_layer(seed=3)
     errors = []
     for rounds in (0, 1, 4, 16):
-        latent = convert(weights, statistics, Rotary(THETA), rope_dim, rank, rounds=rounds, centered=centered)
+        monkeypatch.setattr(latent_fit, "ALS_ROUNDS", rounds)
+        latent = convert(weights, statistics, Rotary(THETA), rope_dim, rank, centered=centered)
         errors.append(output_error(weights, latent, statistics, x))
     assert errors[0] > errors[1] > errors[2] > errors[3]
 
@@ -208,12 +209,13 @@ def test_query_latent_is_exact_at_full_rank_and_smaller_below():
 
 
 @pytest.mark.parametrize("centered", [True, False])
-def test_the_spectrum_is_the_energy_of_the_latents_channels(centered):
+def test_the_spectrum_is_the_energy_of_the_latents_channels(monkeypatch, centered):
     weights, statistics, x = random_layer()
     layer = (weights, statistics, Rotary(THETA), rope_slots.Slots((1, 1, 0, 0), THETA[:2]))
     shares = energy_shares(*layer, centered=centered)
     assert shares.sum().item() == pytest.approx(1)
     assert torch.equal(shares, shares.sort(descending=True).values)
-    latent = to_latent(*layer, 5, centered=centered, rounds=0)
+    monkeypatch.setattr(latent_fit, "ALS_ROUNDS", 0)
+    latent = to_latent(*layer, 5, centered=centered)
     channels = (x @ latent.down.double().T + (latent.down_bias.double() if centered else 0)).square().mean(0)
     torch.testing.assert_close(channels, shares[:5] / shares[:5].sum(), rtol=1e-4, atol=1e-6)
