@@ -8,18 +8,8 @@ from typing import Any, NoReturn
 import click
 from click.core import ParameterSource
 
-from kvfold.convert import processes
+from kvfold.convert import console, processes
 from kvfold.convert.checkpoint.opening import check_opens
-from kvfold.convert.console import (
-    STDOUT,
-    PanelCommand,
-    check_files,
-    json_option,
-    report_option,
-    request_options,
-    run_command,
-    tell,
-)
 from kvfold.convert.measure.commands import bench, eval_command, sweep
 from kvfold.convert.measure.page import conversion_page, drift_page, write_report
 from kvfold.convert.progress import Stages
@@ -58,7 +48,7 @@ def kvfold(ctx: click.Context) -> None:
     "--json",
     "json_file",
     is_flag=False,
-    flag_value=STDOUT,
+    flag_value=console.STDOUT,
     metavar="[FILE|-]",
     help="Write the facts as JSON to FILE; without FILE, or with -, to stdout, with no other output there.",
 )
@@ -71,12 +61,12 @@ def inspect(model: str | None, json_file: str | None) -> None:
 
     # In `--json MODEL`, click took MODEL for the optional file.
     if model is None:
-        model, json_file = json_file, STDOUT
-    if model in (None, STDOUT):
+        model, json_file = json_file, console.STDOUT
+    if model in (None, console.STDOUT):
         raise click.UsageError("missing argument 'MODEL'", click.get_current_context())
-    check_files(json_file)
+    console.check_files(json_file)
     facts = inspect_checkpoint(str(model))
-    tell(json_file, facts.to_dict, facts.summary())
+    console.tell(json_file, facts.to_dict, facts.summary())
 
 
 def _convert_request(options: dict[str, Any], further: dict[str, Any]) -> ConvertRequest:
@@ -99,18 +89,18 @@ _recipe = click.option(
     help="Recipe with default options; options on the command line override its values.",
 )
 _result_files = (
-    json_option("Also write the result to FILE; with -, write only it to stdout."),
-    report_option("charts of the results"),
+    console.json_option("Also write the result to FILE; with -, write only it to stdout."),
+    console.report_option("charts of the results"),
 )
 
 
-@kvfold.command(cls=PanelCommand, short_help="Convert MODEL to a smaller KV cache, into the folder OUT.")
-@request_options(
+@kvfold.command(cls=console.PanelCommand, short_help="Convert MODEL to a smaller KV cache, into the folder OUT.")
+@console.request_options(
     ConvertRequest, before={"allow_growth": [_recipe], "trust_remote_code": _result_files}, build=_convert_request
 )
 def convert(request: ConvertRequest, json_file: str | None, report: str | None) -> None:
     """Convert MODEL and write the result to the folder OUT."""
-    check_files(json_file, report=report)
+    console.check_files(json_file, report=report)
     from kvfold.convert.conversion.run import convert_checkpoint
 
     if not (request.quiet or request.dry_run) and processes.started_first():
@@ -120,19 +110,21 @@ def convert(request: ConvertRequest, json_file: str | None, report: str | None) 
         if processes.is_first():
             if report is not None and not request.dry_run:
                 write_report(conversion_page(result, result.summary().splitlines()), report, request.quiet)
-            tell(json_file, result.to_dict, result.summary() if request.dry_run or not request.quiet else "")
+            console.tell(json_file, result.to_dict, result.summary() if request.dry_run or not request.quiet else "")
 
 
 kvfold.add_command(sweep)
 
 
 @kvfold.command(short_help="Measure the drift of OUT from MODEL, layer by layer.")
-@request_options(DriftRequest, before={"trust_remote_code": [json_option(), report_option("charts of the drift")]})
+@console.request_options(
+    DriftRequest, before={"trust_remote_code": [console.json_option(), console.report_option("charts of the drift")]}
+)
 def drift(request: DriftRequest, json_file: str | None, report: str | None) -> None:
     """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and in the predictions."""
     from kvfold.convert.text.corpus import check_sources
 
-    check_files(json_file, report=report)
+    console.check_files(json_file, report=report)
     check_sources(filter(None, [request.text]), "text")
     if not request.quiet:
         click.echo(f"reading {request.model} and {request.out}", err=True)
@@ -142,12 +134,12 @@ def drift(request: DriftRequest, json_file: str | None, report: str | None) -> N
     measured = drift_checkpoints(request)
     if report is not None:
         write_report(drift_page(measured, heading(measured)), report, request.quiet)
-    tell(json_file, measured.to_dict, drift_table(measured))
+    console.tell(json_file, measured.to_dict, drift_table(measured))
 
 
 @kvfold.command(short_help="Check that OUT is intact: hashes, shapes, finite numbers.")
 @click.argument("out")
-@json_option()
+@console.json_option()
 def verify(out: str, json_file: str | None) -> None:
     """Check that OUT is intact: hashes, shapes, loading, finite numbers.
 
@@ -156,10 +148,10 @@ def verify(out: str, json_file: str | None) -> None:
     """
     from kvfold.convert.measure.verify import check_verified, verify_checkpoint
 
-    check_files(json_file)
+    console.check_files(json_file)
     with Stages()(f"verifying {out}"):
         done = verify_checkpoint(out)
-    tell(json_file, done.to_dict, "" if done.problems else done.summary())
+    console.tell(json_file, done.to_dict, "" if done.problems else done.summary())
     check_verified(done)
 
 
@@ -169,31 +161,31 @@ kvfold.add_command(bench)
 
 
 @kvfold.command(short_help="List the shipped recipes for `kvfold convert --recipe`.")
-@json_option()
+@console.json_option()
 def recipes(json_file: str | None) -> None:
     """List the shipped recipes for `kvfold convert --recipe`."""
     from kvfold.convert.recipes import recipe_list, recipe_table
 
-    tell(json_file, recipe_list, recipe_table())
+    console.tell(json_file, recipe_list, recipe_table())
 
 
 @kvfold.command(short_help="Convert the small shipped model to every target and measure.")
 @click.argument("folder", metavar="[DIR]", required=False)
-@json_option()
+@console.json_option()
 def demo(folder: str | None, json_file: str | None) -> None:
     """Convert the small trained model that ships with kvfold to every target, and measure every result.
 
     The converted checkpoints are kept in DIR; without DIR they are written to a temporary folder and removed.
     """
-    from kvfold.convert.demo import rows_json, run_demo
+    from kvfold.convert.demo import run_demo
 
-    check_files(json_file)
-    rows = run_demo(folder, partial(click.echo, err=json_file == STDOUT))
-    tell(json_file, lambda: rows_json(rows), "")
+    console.check_files(json_file)
+    result = run_demo(folder, partial(click.echo, err=json_file == console.STDOUT))
+    console.tell(json_file, lambda: result, "")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line. Exit status: 0 success, 2 invalid request or input, 1 any other error."""
     command = next(iter(sys.argv[1:] if arguments is None else arguments), "")
     left = () if command in ("convert", "uptrain") else ("nothing was left behind",)
-    run_command(kvfold, "kvfold", arguments, *left)
+    console.run_command(kvfold, "kvfold", arguments, *left)

@@ -1,7 +1,4 @@
-"""The terminal: click options built from requests, a command's exit status, and output files named by options.
-
-Exit status: 0 success, 2 invalid request or input, 1 any other error; users see no traceback.
-"""
+"""The terminal: click options built from requests, a command's exit status, and output files named by options."""
 
 import errno
 import functools

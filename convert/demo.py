@@ -37,8 +37,8 @@ CONVERSIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[DemoRow]:
-    """Inspect, convert and measure. ``echo`` prints each line. Raises InputError if ``folder`` is not empty."""
+def run_demo(folder: str | None, echo: Callable[[str], None]) -> dict[str, Any]:
+    """Inspect, convert and measure; returns JSON values. ``echo`` prints a line. InputError if ``folder`` has files."""
     import torch
 
     from kvfold.convert.data import demo_folder
@@ -70,7 +70,7 @@ def run_demo(folder: str | None, echo: Callable[[str], None]) -> list[DemoRow]:
     if folder is not None:
         echo(f"\nThe converted checkpoints are in {folder}: load them with transformers' AutoModelForCausalLM.")
     echo(f"next: kvfold sweep {model} compares suitable targets; replace the path by your own model")
-    return rows
+    return {"measured_on": f"{_WINDOWS} x {_LENGTH} held-out tokens", "targets": list(map(asdict, rows))}
 
 
 def _measure_all(model: Path, elements: int, place: Path, echo: Callable[[str], None]) -> list[DemoRow]:
@@ -93,11 +93,6 @@ def _measure_all(model: Path, elements: int, place: Path, echo: Callable[[str], 
         label = f"{layout.kind}, {request.resolved_method}" + (f", layout {request.layout}" if request.layout else "")
         rows.append(DemoRow(label, layout.cache_elements, checkpoint_perplexity(place / name, tokens)))
     return rows
-
-
-def rows_json(rows: Sequence[DemoRow]) -> dict[str, Any]:
-    """The rows as JSON values for ``--json``, the original model first."""
-    return {"measured_on": f"{_WINDOWS} x {_LENGTH} held-out tokens", "targets": list(map(asdict, rows))}
 
 
 def _compared(rows: Sequence[DemoRow]) -> list[str]:

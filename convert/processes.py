@@ -112,13 +112,10 @@ def _connected() -> Iterator[None]:
 
 
 def run_on_first(work: Callable[[], Answer]) -> Answer | None:
-    """Call ``work`` on the first process and return its result; the others wait and return None.
-
-    Every process must call this. A KvfoldError from ``work`` is raised on every process.
-    """
+    """Like `from_first`, but only the first process gets the result, the others None; the wait may last hours."""
     if (dist := _distributed()) is None:
         return work()
-    # This wait may last hours, while the collectives in training keep the short timeout that reveals a hung process.
+    # The collectives in training keep the short timeout that reveals a hung process.
     group = dist.new_group(backend="gloo", timeout=_LONGEST_WORK)
     done: list[Answer] = []
     from_first(lambda: done.append(work()), group)
@@ -127,10 +124,9 @@ def run_on_first(work: Callable[[], Answer]) -> Answer | None:
 
 
 def from_first(work: Callable[[], Answer], group: Any = None) -> Answer:
-    """Call ``work`` on the first process and return its result on every process.
+    """Call ``work`` on the first process and return its result, or raise its KvfoldError, on every process.
 
-    Every process must call this, and waits in the process group ``group``. A KvfoldError from ``work`` is raised on
-    every process.
+    Every process must call this, and waits in the process group ``group``.
     """
     if (dist := _distributed()) is None:
         return work()

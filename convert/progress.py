@@ -56,10 +56,7 @@ class Stages:
 
     @contextmanager
     def __call__(self, name: str, total: int = 0, unit: str = "", done: int = 0) -> Iterator[Advance]:
-        """A stage of ``total`` units ("B" means bytes), ``done`` of which were complete before it began.
-
-        Call the yielded function with each step's amount, from any thread.
-        """
+        """A stage of ``total`` units ("B": bytes), ``done`` before it began; yields a function of the next amount."""
         this = _Stage(_STAGE_NAMES.get(name, name), total, unit, done, done)
         shown = self.progress is None and not self.quiet
 

@@ -7,15 +7,8 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from kvfold.convert.errors import InputError, did_you_mean, opt
-from kvfold.convert.methods.registry import (
-    DEFAULT,
-    DEFAULT_OBJECTIVE,
-    Method,
-    find_method,
-    find_objective,
-    methods_of,
-    objectives,
-)
+from kvfold.convert.methods import registry
+from kvfold.convert.methods.registry import DEFAULT, Method
 from kvfold.convert.options import (
     Request,
     device_option,
@@ -54,7 +47,7 @@ def _methods() -> str:
     """The registered methods by target: ``gqa, mqa: principal, mean, first, random; mla: principal, svd``."""
     targets: dict[str, list[str]] = {}
     for to in TARGETS:
-        targets.setdefault(", ".join(methods_of(to)), []).append(to)
+        targets.setdefault(", ".join(registry.methods_of(to)), []).append(to)
     return "; ".join(f"{', '.join(kinds)}: {names}" for names, kinds in targets.items())
 
 
@@ -113,13 +106,13 @@ class ConvertRequest(Request):
         None,
         f"Default: {DEFAULT} (calibrated). {_methods()}; or MODULE:NAME.",
         metavar="NAME",
-        check=_registered(methods_of),
+        check=_registered(registry.methods_of),
     )
     objective: str | None = _fold(
-        f"Error that a fold minimizes (gqa, mqa): {', '.join(objectives())}, or MODULE:NAME. "
-        f"Default: {DEFAULT_OBJECTIVE}.",
+        f"Error that a fold minimizes (gqa, mqa): {', '.join(registry.objectives())}, or MODULE:NAME. "
+        f"Default: {registry.DEFAULT_OBJECTIVE}.",
         metavar="NAME",
-        check=_registered(objectives),
+        check=_registered(registry.objectives),
     )
     group: Literal["similar", "contiguous"] | None = _fold(
         "How to group the heads that will share keys and values: by similarity, or neighbors."
@@ -176,7 +169,7 @@ class ConvertRequest(Request):
     @property
     def chosen_method(self) -> Method:
         """The registered method. Raises InputError if the target has no method with this name."""
-        return find_method(self.resolved_method, self.to)
+        return registry.find_method(self.resolved_method, self.to)
 
     @property
     def resolved_layout(self) -> Layout:
@@ -227,9 +220,9 @@ class ConvertRequest(Request):
                 some = " or ".join(opt("to", target) for target in spec.targets)
                 yield name, f"{opt(name)} needs {some}, not {opt('to', to)}; omit {opt(name)}"
         # An unknown method is reported once; the other checks then assume the default method.
-        method = find_method(DEFAULT, to)
+        method = registry.find_method(DEFAULT, to)
         try:
-            if isinstance(self.method, str) and (":" in self.method or self.method in methods_of()):
+            if isinstance(self.method, str) and (":" in self.method or self.method in registry.methods_of()):
                 method = self.chosen_method
         except InputError as error:
             yield "method", error.message
@@ -238,7 +231,7 @@ class ConvertRequest(Request):
             yield "objective", f"{unused}; omit {opt('objective')}, or use {principal}"
         try:
             if isinstance(self.objective, str) and ":" in self.objective:
-                find_objective(self.objective)
+                registry.find_objective(self.objective)
         except InputError as error:
             yield "objective", error.message
         if to == "mla":

@@ -17,15 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvfold.convert.checkpoint.files import sync_path
-from kvfold.convert.checkpoint.folder import (
-    CONFIG,
-    INDEX,
-    LEGACY_INDEX,
-    RECORD,
-    WEIGHT_SUFFIXES,
-    extra_names,
-    json_beside,
-)
+from kvfold.convert.checkpoint.folder import CONFIG, INDEX, LEGACY, RECORD, WEIGHT_SUFFIXES, extra_names, json_beside
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.signals import DeferredSignals
 from kvfold.convert.sizes import bytes_text
@@ -86,11 +78,7 @@ def check_output(
 
 
 def _check_replaceable(target: Path, overwrite: bool) -> None:
-    """Raise InputError unless ``target`` is an empty folder or, with ``overwrite``, a checkpoint.
-
-    A checkpoint contains weights or a ``kvfold.json``, and otherwise only files that have one of the usual names, are
-    listed in ``kvfold.json``, or define the classes in config.json's ``auto_map``.
-    """
+    """Raise InputError unless ``target`` is an empty folder or, with ``overwrite``, a checkpoint and nothing else."""
     try:
         names = sorted(os.listdir(target))
     except OSError:  # a file, or a folder that nothing may list
@@ -103,7 +91,7 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
         raise InputError(f"{target} is a mount point, which cannot be replaced; choose a folder inside it")
     weights = {name for name in names if Path(name).suffix in WEIGHT_SUFFIXES}
     extra = set(extra_names(names))
-    known = weights | {CONFIG, INDEX, LEGACY_INDEX, RECORD, "README.md", ".gitattributes"}
+    known = weights | {CONFIG, INDEX, *LEGACY, RECORD, "README.md", ".gitattributes"}
     known |= {name for name in extra if not _WIDE.fullmatch(name) or _TOKENIZER.fullmatch(name)}
     known |= {name for name in names if _CODE.fullmatch(name)}
     known |= {name for name in names if name in extra or name.endswith(".py")} & _listed_files(target)
@@ -191,11 +179,7 @@ def output_folder(
 
 
 def free_space_check(path: str | os.PathLike[str], needed_bytes: int, purpose: str = "") -> None:
-    """Raise InputError if fewer than ``needed_bytes`` are free on the disk of ``path`` (or of its nearest parent).
-
-    ``purpose``, such as "for tokens", is added to the message. Space used by a resumed ``path`` counts as free. Call
-    this inside ``output_folder``, which removes stale folders.
-    """
+    """Raise InputError if fewer than ``needed_bytes`` are free for ``path``. Call it inside ``output_folder``."""
     target = Path(path).resolve()
     existing = next(parent for parent in (target, *target.parents) if parent.is_dir())
     free = shutil.disk_usage(existing).free
@@ -286,13 +270,9 @@ def _complete_replacement(path: Path, target: Path) -> None:
 
 
 def _publish(folder: Path, target: Path, overwrite: bool) -> None:
-    """Move the finished ``folder`` to ``target`` and sync the parent folder.
-
-    With ``overwrite``, this is one atomic exchange if the system supports it: the old OUT is then at ``folder``.
-    Otherwise, the old OUT is first moved aside; a run that finds it without an OUT moves it back
-    (``_complete_replacement``).
-    """
+    """Move the finished ``folder`` to ``target`` and sync the parent folder."""
     if overwrite and os.path.lexists(target):
+        # Without an atomic exchange, a run that finds the old OUT aside but no OUT moves it back.
         if not _renameat2(folder, target, _EXCHANGE):
             os.rename(target, folder.with_name(folder.name + _ASIDE))
             sync_path(target.parent)

@@ -1,7 +1,4 @@
-"""Present a quantized checkpoint as the equivalent dense one, with plain tensor names, dtypes and shapes.
-
-A tensor is dequantized each time it is read, and never cached.
-"""
+"""Present a quantized checkpoint as the equivalent dense one, dequantizing a tensor each time it is read."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -51,10 +51,7 @@ def read_parts(file: FileIO, start: int, end: int) -> Iterator[memoryview]:
 def copy_range(
     source: FileIO, start: int, end: int, target: int, position: int, progress: Callable[[int], None]
 ) -> None:
-    """Copy the bytes from ``start`` to ``end`` of one open file to ``position`` in another.
-
-    Calls ``progress`` with the number of bytes copied in each step. Raises InputError if the source is too short.
-    """
+    """Copy bytes of one open file to ``position`` in another. ``progress`` gets the count of every step."""
     done = dropped = 0
     for part in read_parts(source, start, end):
         write_all(target, part, position + done)
@@ -99,10 +96,7 @@ def sync_path(path: Path) -> None:
 
 
 def load_json(data: bytes, **options: Any) -> Any:
-    """Parse a file's bytes as JSON in UTF-8; every string must be valid Unicode too.
-
-    Raises ValueError or RecursionError with the reason.
-    """
+    """Parse bytes as JSON in UTF-8 with valid Unicode strings. Raises ValueError or RecursionError with the reason."""
     value = json.loads(data.decode("utf-8"), **options)
     # JSON can spell half of a surrogate pair, and Python reads it, but it can be neither printed nor written later
     if _SURROGATE.search(data):
@@ -138,10 +132,7 @@ def dump(value: Mapping[str, Any]) -> str:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """A copy of ``config`` with ``dtype`` under each dtype key that it has, or under ``dtype`` if it has none.
-
-    Nested configs that state a dtype are changed too. All other keys keep their values and their order.
-    """
+    """A copy of ``config`` with ``dtype`` under its dtype keys ("dtype" if it has none), in nested configs too."""
     changed = {
         name: with_dtype(value, dtype)
         for name, value in config.items()

@@ -176,10 +176,7 @@ def index_problems(
 
 
 def file_states(paths: Iterable[Path]) -> dict[Path, tuple[int, int, int, int]]:
-    """Map each existing file to its device, inode, size and modification time. Call this before reading the files.
-
-    These values change if a file is replaced or rewritten.
-    """
+    """Map each existing file to its device, inode, size and modification time. Call this before reading the files."""
     # A run reads headers first and weights over hours. A file that changes meanwhile would give a result that belongs
     # to neither version.
     states = {}

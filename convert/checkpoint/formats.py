@@ -127,10 +127,7 @@ def fp8_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
 
 
 def _block_size(shape: Shape, scales: Shape, block: Sequence[int] | None) -> tuple[int, int]:
-    """The number of rows and columns that share a scale. Raises ValueError if the scales do not fit such blocks.
-
-    A single scale for the whole matrix is treated as one scale per row.
-    """
+    """The rows and columns that share a scale (one scale in all: a row). ValueError if the scales do not fit."""
     if len(shape) != 2:
         raise ValueError(f"its shape {list(shape)} must have two dimensions")
     if prod(scales) == 1:

@@ -18,10 +18,7 @@ _POLL = 0.05  # seconds: a tensor is written in less, or takes far longer
 
 
 def file_sha256(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> str:
-    """The SHA-256 of a file or, if ``ranges`` are given, of its bytes from start to end of each range in turn.
-
-    Raises OSError if the file cannot be read, and InputError if it ends before a range does.
-    """
+    """The SHA-256 of a file, or of the bytes in each of ``ranges`` in turn. InputError if it ends before that."""
     with path.open("rb", buffering=0) as file:
         if ranges is None:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -39,36 +36,33 @@ def hashing(folder: Path, shards: Sequence[Shard], written: Container[str]) -> I
     Yields a function that waits for the hashes and returns them by file name; call it after everything is written. It
     raises OSError if a file cannot be read.
     """
-    # what was just written is in the page cache: a finished output need not be read from the disk once more
     stopped = threading.Event()
+
+    def digest(shard: Shard) -> str:
+        hashed, position = hashlib.sha256(shard.header), len(shard.header)
+        with (folder / shard.file).open("rb", buffering=0) as file:
+            for tensor in shard.tensors:
+                while tensor.name not in written:
+                    if stopped.wait(_POLL):  # nobody waits for the hashes any more
+                        raise CancelledError
+                for part in read_parts(file, position, position + tensor.nbytes):
+                    if stopped.is_set():
+                        raise CancelledError
+                    hashed.update(part)
+                position += tensor.nbytes
+        return hashed.hexdigest()
+
+    # what was just written is in the page cache: a finished output need not be read from the disk once more
     with ThreadPoolExecutor(1, "kvfold-hash") as pool:
-        hashes = pool.submit(lambda: {shard.file: _hash(folder, shard, written, stopped) for shard in shards})
+        hashes = pool.submit(lambda: {shard.file: digest(shard) for shard in shards})
         try:
             yield hashes.result
         finally:
             stopped.set()
 
 
-def _hash(folder: Path, shard: Shard, written: Container[str], stopped: threading.Event) -> str:
-    digest, position = hashlib.sha256(shard.header), len(shard.header)
-    with (folder / shard.file).open("rb", buffering=0) as file:
-        for tensor in shard.tensors:
-            while tensor.name not in written:
-                if stopped.wait(_POLL):  # nobody waits for the hashes any more
-                    raise CancelledError
-            for part in read_parts(file, position, position + tensor.nbytes):
-                if stopped.is_set():
-                    raise CancelledError
-                digest.update(part)
-            position += tensor.nbytes
-    return digest.hexdigest()
-
-
 def file_hashes(folder: Path, record: str = RECORD, known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The SHA-256 of every file below ``folder`` by relative path, except ``record``, which will contain the hashes.
-
-    Files whose hashes are ``known`` are not read.
-    """
+    """The SHA-256 of every file below ``folder`` by relative path, except ``record``. Those ``known`` are not read."""
     names, known = _names(folder, record), known or {}
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         hashes = pool.map(lambda name: known[name] if name in known else file_sha256(folder / name), names)

@@ -112,10 +112,11 @@ def _open_local(place: Path | str, dtype: str) -> Checkpoint:
     paths: dict[str, Path] = {}
     aliases: dict[str, str] = {}
     reader: Reader = _SafetensorsReader(paths)
-    if legacy := entry in LEGACY:
+    header_of: Callable[[Path, str], Header] = read_header
+    if entry in LEGACY:
         from kvfold.convert.checkpoint.tensors import LegacyReader, read_legacy_header
 
-        reader = LegacyReader(paths)
+        reader, header_of = LegacyReader(paths), partial(read_legacy_header, aliases=aliases)
 
     def headers(files: Collection[str]) -> dict[str, Header]:
         found = {}
@@ -123,10 +124,7 @@ def _open_local(place: Path | str, dtype: str) -> Checkpoint:
             try:
                 paths[file] = resolve_member(folder, file, entry)
                 states.update(file_states([paths[file]]))
-                if legacy:
-                    found[file] = read_legacy_header(paths[file], file, aliases)
-                else:
-                    found[file] = read_header(paths[file], file)
+                found[file] = header_of(paths[file], file)
             except InputError as error:
                 found[file] = Header(problems=[error.message])
         return found

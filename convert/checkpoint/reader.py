@@ -93,10 +93,7 @@ class Checkpoint:
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def extra_files(self) -> list[Path]:
-        """Paths of the tokenizer, generation, chat template and license files in ``folder``; no Python, no weights.
-
-        To copy them, use ``shutil.copyfile``, because these paths are links in a hub cache.
-        """
+        """Paths of the tokenizer, generation, chat template and license files in ``folder``; no Python, no weights."""
         return [self.folder / name for name in extra_names(os.listdir(self.folder))]
 
     def check_unchanged(self) -> None:

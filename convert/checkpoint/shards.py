@@ -80,10 +80,7 @@ class TensorPlace:
 
 
 def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard]:
-    """Fill shards in the given order, each up to ``max_bytes``; a tensor that is larger gets a file of its own.
-
-    Within a shard, wider dtypes come first.
-    """
+    """Fill shards in the given order, each up to ``max_bytes``; a tensor that is larger gets a file of its own."""
     groups: list[list[OutputTensor]] = []
     used = 0
     for tensor in tensors:

@@ -1,7 +1,4 @@
-"""torch tensors and their bytes: read safetensors files by position, and ``pytorch_model*.bin`` with torch.
-
-This is the only module in this package that imports torch at the top.
-"""
+"""torch tensors and their bytes: read safetensors files by position, and ``pytorch_model*.bin`` with torch."""
 
 import hashlib
 import math
@@ -91,10 +88,7 @@ def cast_chunk(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
 
 
 class LegacyReader(Reader):
-    """Reads legacy files with ``weights_only=True``, one file at a time and memory-mapped.
-
-    A file saved by torch before 1.6 cannot be mapped; it is loaded into memory while in use.
-    """
+    """Reads legacy files with ``weights_only=True``, one file at a time and memory-mapped if possible."""
 
     def __init__(self, paths: dict[str, Path]) -> None:
         self._paths = paths
@@ -135,10 +129,7 @@ def load_state(path: Path) -> dict[Any, Any]:
 
 
 def read_legacy_header(path: Path, file: str, aliases: dict[str, str]) -> Header:
-    """List the tensors of a legacy file.
-
-    If a tensor shares its storage and shape with an earlier one, adds its name and the earlier name to ``aliases``.
-    """
+    """List the tensors of a legacy file. Adds those with the storage and shape of an earlier one to ``aliases``."""
     try:
         state = load_state(path)
     except ValueError as error:

@@ -76,9 +76,9 @@ class ShardWriter:
         self.written.update(name for name, place in self._places.items() if place.tensor.source == ())
 
     def write_own(self, tensors: Mapping[str, "torch.Tensor"]) -> int:
-        """Write the computed ``tensors`` that belong to this process's shards, cast to their planned dtypes.
+        """Write the computed ``tensors`` of this process's shards, cast as planned, and return their bytes.
 
-        Returns the number of bytes written. InputError if a value overflows, KvfoldError if a shape is not as planned.
+        Raises InputError if a value overflows, KvfoldError if a shape is not as planned.
         """
         from kvfold.convert.checkpoint.tensors import cast_chunk, tensor_memory, torch_dtype
 

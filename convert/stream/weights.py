@@ -8,9 +8,6 @@ at a time and reads only the tensors that these need, whichever shards contain t
 
 Every step is differentiable, including ``read`` if it returns tensors that require gradients. Refinement can therefore
 train the tensors of a file: gradients reach their float32 master copies by the path that loading takes, in reverse.
-
-``Parameters`` keeps loaded tensors while a layer is open; ``WeightMap.misfits`` checks the map on the meta device,
-without reading any data.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -58,15 +55,13 @@ class WeightMap:
             if source.converter is not None:
                 first, *others = source.converter.target_patterns
                 self._covered.update(source.target.replace(first, other) for other in others)
-        self._kept_in_float32 = {
-            *(getattr(model, "_keep_in_fp32_modules", None) or ()),
-            *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
-        }
+        kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        self._kept_in_float32 = {module for name in kept for module in getattr(model, name, None) or ()}
 
     def under(self, prefix: str) -> list[WeightSource]:
         """The sources of all parameters whose names begin with ``prefix``. Raises InputError if a source is missing."""
-        missing = [target for target in self.expected if target.startswith(prefix) and target not in self._covered]
-        if missing := [target for target in missing if target not in self.tied]:
+        found = self._covered | self.tied.keys()
+        if missing := [target for target in self.expected if target.startswith(prefix) and target not in found]:
             raise self._lacks(missing)
         return [source for target, source in self.sources.items() if target.startswith(prefix)]
 

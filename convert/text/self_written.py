@@ -19,10 +19,7 @@ _MARK = "kvfold-mark"
 
 
 def first_tokens(tokenizer: Any, model: str) -> list[int]:
-    """The initial tokens of every sequence: the chat template up to the user's message, else the BOS token.
-
-    Raises InputError if the tokenizer has neither.
-    """
+    """The initial tokens of every sequence: the chat template up to the user's message, else BOS, else InputError."""
     if getattr(tokenizer, "chat_template", None) is not None:
         # Templates are code of the checkpoint's author: they refuse such a message, raise anything, or change it.
         with suppress(Exception):

@@ -17,10 +17,7 @@ _BATCH_CHARS = 8 * _BLOCK
 
 
 def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str, otherwise: str = "") -> Any:
-    """Load the checkpoint's tokenizer. Raises InputError if transformers cannot load it.
-
-    The error message says that ``purpose`` needs the tokenizer, and ends with ``otherwise``, what to do without one.
-    """
+    """Load the tokenizer. The InputError says that ``purpose`` needs it, and ``otherwise``, what to do without it."""
     from transformers import AutoTokenizer
 
     try:

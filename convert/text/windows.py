@@ -84,10 +84,7 @@ def load_calibration(
 
 
 def _draw(corpus: Corpus, tokenizer: Any, needed: int, wanted: int, seq_len: int, seed: int) -> Tensor:
-    """Draw up to ``wanted`` sequences at random from one text.
-
-    Reads the text only until it yields ``needed`` sequences; raises InputError if it yields fewer.
-    """
+    """Draw up to ``wanted`` sequences at random from one text. Raises InputError if it yields fewer than ``needed``."""
     prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int64)
     if seq_len <= len(prefix):
         begins = f"every sequence begins with {len(prefix)} special token{'s' * (len(prefix) != 1)}"
