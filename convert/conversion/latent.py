@@ -119,7 +119,7 @@ def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -
             theta = next((thetas[layer] for layer in alike if thetas[layer].numel()), None)
             if theta is None:
                 return rope_slots.NO_SLOTS
-            return rope_slots.stride_slots(theta, plan.geometry.kv_heads, target.rope_dim)
+            return rope_slots.stride_slots(theta, target.rope_dim)
 
         slots = rope_slots.slots_by_layer(thetas, stride)
     frequencies = [each.theta.tolist() for each in slots]

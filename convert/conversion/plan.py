@@ -22,7 +22,6 @@ from kvfold.convert.targets.engines import (
     Verdict,
     alternatives,
     folded_result,
-    latent_result,
     latent_result_of,
     verdicts,
 )
@@ -157,11 +156,7 @@ def _complete(
         tensors = kept_tensors(tensors, kept)
         config = kept_config(config, tensors, checkpoint)
         made_of = (*made_of, f"{len(kept)} of these weights kept as they are stored")
-    # Engines read the written config of a stock class; for other classes only the sizes count.
-    if latent is None:
-        result = folded_result(model, request.kv_heads or 1)
-    else:
-        result = latent_result(layout.config) if layout.code is None else latent_result_of(model, latent)
+    result = folded_result(model, request.kv_heads or 1) if latent is None else latent_result_of(model, latent)
     result = replace(result, kept=request.keep_quantized)
     shards = tuple(assign_shards(tensors, request.shard_bytes))
     return Plan(

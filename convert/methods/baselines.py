@@ -44,8 +44,9 @@ def svd(layer: LatentLayer) -> Fitted:
 
     weights, gain = layer.weights, layer.gain
     if not layer.keeps_norms:
-        weights = linear_heads(weights, blank_statistics(weights.model_dim, weights.heads, scales=gain))
+        weights = linear_heads(weights, blank_statistics(weights, gain))
     latent = svd_latent(weights, layer.rotary, layer.slots, layer.channels, scale=layer.scale, gain=gain)
     # The singular vectors take no account of the norm's gain, nor does the query latent.
-    blank = blank_statistics(weights.model_dim, weights.heads)
-    return Fitted(latent if layer.query_channels is None else query_latent(latent, blank, layer.query_channels))
+    if layer.query_channels is not None:
+        latent = query_latent(latent, blank_statistics(weights), layer.query_channels)
+    return Fitted(latent)

@@ -48,10 +48,9 @@ def source_type(config: Mapping[str, Any]) -> str | None:
 
 
 def own_folded_layout(source: Model, checkpoint: Checkpoint, kv_heads: int, dtype: str | None) -> TargetLayout:
-    """The layout of ``source`` with ``kv_heads`` key/value heads in kvfold's attention modules.
+    """The layout of ``source`` with ``kv_heads`` key/value heads in kvfold's attention modules, stored as ``dtype``.
 
-    ``dtype`` is the stored dtype in torch's spelling; None keeps the dtype of each tensor. Raises InputError if the
-    rotary frequencies depend on the length of the text.
+    Raises InputError if the rotary frequencies depend on the length of the text.
     """
     # Families of this layout rotate all their layers alike, so the first layer's frequencies describe the model.
     frequencies, amplitude = source.frequencies(0)
@@ -91,7 +90,6 @@ def own_latent_layout(
     """The layout of ``source`` with latent attention in kvfold's modules; ``theta [layers][P/2]`` are its frequencies.
 
     It caches ``target.kv_rank + target.rope_dim`` elements, plus ``cached_divisors`` if queries and keys have norms.
-    ``dtype`` works as in ``own_folded_layout``.
     """
     norm, divisors = source.qk_norm, cached_divisors(source, target)
     facts: dict[str, Any] = {

@@ -80,10 +80,9 @@ def divided_heads(
 ) -> tuple[AttentionWeights, Tensor]:
     """Like `linear_heads`, but divide keys by one number per head; return the layer and these numbers ``[G]``.
 
-    The keys are exact up to one factor per token and head. Raises ValueError unless queries and keys both have a norm.
+    The keys, which must have a norm, are exact up to one factor per token and head.
     """
-    if weights.q_norm is None or weights.k_norm is None:
-        raise ValueError("weights: queries and keys must both have a norm; use linear_heads instead")
+    assert weights.k_norm is not None
     statistics = statistics.to(weights.q.device)
     rows = with_bias(weights.k, weights.k_bias)
     rows, factor = _over_one_number(rows, weights.k_norm, statistics, slice(weights.heads, None))

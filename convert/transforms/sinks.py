@@ -46,14 +46,12 @@ def judged(
 
 
 def with_damper(latent: LatentWeights, statistics: LayerStatistics) -> LatentWeights:
-    """Append a latent channel that no weights read and that is large only on attention-sink tokens.
+    """Append the channel described above, with a mean square of one over all tokens.
 
-    Its mean square over all tokens is one. Its only effect is to raise the norm's divisor on sinks. ``statistics`` must
-    weigh all tokens equally and include the averages weighted by received attention; without these, raises ValueError.
+    ``statistics`` weigh all tokens equally and include the averages weighted by received attention.
     """
     statistics = statistics.to(latent.down.device)
-    if statistics.received_gram is None:
-        raise ValueError("statistics: a damper needs averages by received attention, which were not measured")
+    assert statistics.received_gram is not None
     gram = statistics.gram.clone()
     energy = gram.diagonal().mean()
     # All-zero inputs have no sinks; any positive energy works.

@@ -134,29 +134,23 @@ class LayerStatistics(Tensors):
         return self.map(lambda tensor: tensor.to(device))
 
     def counting_received(self, share: float) -> "LayerStatistics":
-        """Return statistics with tokens weighted by ``1 - share + share * received``; received attention averages 1.
-
-        Raises ValueError for a share above 0 if received attention was not measured.
-        """
-        # A share of 0 does not require the measurement.
+        """Return statistics with tokens weighted by ``1 - share + share * received``; received attention averages 1."""
         if share == 0:
             return self
-        if self.received_gram is None or self.received_mean is None:
-            raise ValueError(f"share = {share} needs averages by received attention, which were not measured; use 0")
+        assert self.received_gram is not None
+        assert self.received_mean is not None
         gram, mean = torch.lerp(self.gram, self.received_gram, share), torch.lerp(self.mean, self.received_mean, share)
         if self.normed is None or self.received_normed is None:
             return replace(self, gram=gram, mean=mean)
         return replace(self, gram=gram, mean=mean, normed=torch.lerp(self.normed, self.received_normed, share))
 
 
-def blank_statistics(
-    model_dim: int, heads: int, device: torch.device | str = "cpu", *, scales: Tensor | None = None
-) -> LayerStatistics:
+def blank_statistics(weights: AttentionWeights, scales: Tensor | None = None) -> LayerStatistics:
     """Statistics without text: every token attends only to itself, and inputs are uncorrelated with mean 0.
 
     The standard deviations of the input channels are ``scales [E]``, 1 by default.
     """
-    gram = torch.eye(model_dim, dtype=torch.float64, device=device)
+    gram = torch.eye(weights.model_dim, dtype=torch.float64, device=weights.q.device)
     if scales is not None:
         gram = gram * scales.to(gram).square()
-    return LayerStatistics(gram, gram.new_zeros(model_dim), 0, gram.new_ones(heads, 1))
+    return LayerStatistics(gram, torch.zeros_like(gram[0]), 0, gram.new_ones(weights.heads, 1))

@@ -172,20 +172,20 @@ def _rope(model: Model, target: LatentTarget, theta: Sequence[float]) -> dict[st
     # vLLM's Transformers backend takes head_dim for the size of the latent cache. Youtu and Mistral4 rotate a part of
     # their head_dim dims, rounded down, and otherwise ignore it: where kernels support the cache one value serves all.
     part = {"partial_rotary_factor": (target.rope_dim + 0.5) / head_dim}
+    plain: Literal["default", "yarn", "longrope"] = "longrope" if target.has_kernels else "default"
+    table = stored_rope(theta, positions, "yarn" if model.block.sparse or target.layout == "engine" else plain)
     if model.block.sparse:
         # Mistral4 rotates a part of a head, but not by plain RoPE, and would scale its queries by position.
-        table = stored_rope(theta, positions, plain="yarn")
         return {"head_dim": head_dim, "rope_parameters": {**table, **part, "llama_4_scaling_beta": 0.0}}
     if target.layout == "engine":
         # YaRN of factor 1 changes no frequency and no scale. It is the way of DeepSeek-V3 itself; for plain interleaved
         # RoPE vLLM 0.32 has a kernel on CPUs that rotates several heads wrongly.
-        table = stored_rope(theta, positions, plain="yarn")
         scaling = {name: value for name, value in table.items() if name != "rope_theta"}
         older = {"rope_theta": table["rope_theta"], "rope_scaling": {**scaling, "type": table["rope_type"]}}
         return {**older, "rope_parameters": table}
     if not target.has_kernels:
-        return {"rope_parameters": stored_rope(theta, positions)}
-    return {"head_dim": cached, "rope_parameters": {**stored_rope(theta, positions, plain="longrope"), **part}}
+        return {"rope_parameters": table}
+    return {"head_dim": cached, "rope_parameters": {**table, **part}}
 
 
 def _expert_config(model: Model, target: LatentTarget, width: int) -> dict[str, Any]:

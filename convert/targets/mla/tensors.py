@@ -10,10 +10,6 @@ divides by about ``B / sqrt(R)`` for every token: for a latent ``c``, the relati
 ``B`` and the norm's weight are powers of two, which are exact in bfloat16 and float16; the rest of the factor goes into
 the weights that read the latent.
 
-Training must preserve this. The bias, the channel's row of zeros and the norm's weights are frozen, because gradient
-steps would change them for a slightly lower error. The columns that read the channel have an input ``B`` times larger
-than the others, so their learning rate is ``B`` times lower.
-
 A rotated latent (``transforms/latent/variants.py``) is meant for a quantized cache, whose scale a constant a thousand
 times larger than the other channels would ruin. So the constant's norm weight is zero, which keeps it out of the cache.
 Nothing is lost: constant parts of values move into the output projection's bias, and constant parts of keys change all
@@ -189,7 +185,9 @@ class HeldSlice:
 def held_slices(tensors: Mapping[str, Tensor]) -> dict[str, HeldSlice]:
     """The `HeldSlice` of each tensor that has the constant channel, by name; only shapes are read.
 
-    The bias and the channel's row of zeros are frozen; the columns that read the channel have a lower learning rate.
+    Training must preserve the constant: gradient steps would change the bias and the channel's row of zeros for a
+    slightly lower error, so these are frozen. The columns that read the channel have an input ``B`` times larger than
+    the others, so their learning rate is ``B`` times lower.
     """
     held: dict[str, HeldSlice] = {}
     for name in tensors:

@@ -65,9 +65,7 @@ class Pairs:
 
 
 def contiguous(kv_heads: int, groups: int) -> Partition:
-    """Groups of neighboring heads, in order. Raises ValueError unless ``groups`` divides ``kv_heads``."""
-    if groups < 1 or kv_heads % groups:
-        raise ValueError(f"groups = {groups} must divide {kv_heads} KV heads")
+    """Groups of neighboring heads, in order; ``groups`` divides ``kv_heads``."""
     size = kv_heads // groups
     return tuple(tuple(range(start, start + size)) for start in range(0, kv_heads, size))
 

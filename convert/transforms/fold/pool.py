@@ -17,7 +17,6 @@ def mean(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
     """Average the heads of every group, ``[G, D, E] -> [kv_heads, D, E]``, in float32 (float64 for float64 weights).
 
     Biases and the rows of the key norm (and its bias) are averaged too. Queries and output projection keep their dtype.
-    Raises ``ValueError`` unless ``kv_heads`` divides ``G``.
     """
 
     def average(heads: Tensor) -> Tensor:
@@ -28,8 +27,8 @@ def mean(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
 
 
 def first(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
-    """Keep the first head of every group, bit for bit. Raises ``ValueError`` unless ``kv_heads`` divides ``G``."""
-    size = weights.kv_heads // max(kv_heads, 1)
+    """Keep the first head of every group, bit for bit."""
+    size = weights.kv_heads // kv_heads
     return pool_heads(weights, kv_heads, lambda heads: heads[::size].clone())
 
 
@@ -37,8 +36,7 @@ def random(weights: AttentionWeights, kv_heads: int, *, std: float, seed: int, l
     """Draw keys and values from a normal distribution; set biases to zero and the key norm's gain to one.
 
     ``std`` is the initializer range in the config. The float32 result is drawn on the CPU and depends only on ``seed``,
-    ``layer`` and the shape. A norm shared by all heads is kept. Raises ``ValueError`` unless ``kv_heads`` divides
-    ``G``.
+    ``layer`` and the shape. A norm shared by all heads is kept.
     """
     pooled = pool_heads(weights, kv_heads, lambda heads: torch.zeros(kv_heads, *heads.shape[1:], device=heads.device))
     # Draw on the CPU with a seed per layer, so results do not depend on the device or the order of layers.
@@ -51,12 +49,7 @@ def random(weights: AttentionWeights, kv_heads: int, *, std: float, seed: int, l
 
 
 def pool_heads(weights: AttentionWeights, kv_heads: int, pool: Callable[[Tensor], Tensor]) -> AttentionWeights:
-    """Apply ``pool`` (``[G, ...]`` to ``[kv_heads, ...]``) to keys, values, their biases and the key norm.
-
-    Raises ``ValueError`` unless ``kv_heads`` divides ``G``.
-    """
-    if kv_heads < 1 or weights.kv_heads % kv_heads:
-        raise ValueError(f"kv_heads = {kv_heads} must divide the {weights.kv_heads} key/value heads")
+    """Apply ``pool`` (``[G, ...]`` to ``[kv_heads, ...]``) to keys, values, their biases and the key norm."""
     norm = weights.k_norm
     if norm is not None:
         # A shared norm repeats one stored row: copying it is exact, while averaging might round it.

@@ -107,7 +107,7 @@ def svd_latent(
     ``scale`` as in `to_latent`.
     """
     source, divisors = weights, None
-    blank = blank_statistics(weights.model_dim, weights.heads, weights.q.device, scales=gain)
+    blank = blank_statistics(weights, gain)
     if has_norms(source):
         weights, divisors = divided_heads(source, blank)
     layer = linear_layer(weights, rotary, weights.head_dim**-0.5 if scale is None else scale)

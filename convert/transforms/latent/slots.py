@@ -177,32 +177,22 @@ def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
 def plain_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
     """Slots for engines that only support ``theta_i = base^(-2i/P)``: every ``step``-th pair, for the best step.
 
-    Step 1 keeps the highest frequencies; the largest step spreads the slots over all frequencies. Raises ValueError for
-    more slots than frequencies.
+    Step 1 keeps the highest frequencies; the largest step spreads the slots over all frequencies.
     """
     worth, theta = mean_worth(surveys), next(item.theta for item in surveys if item.theta.numel())
     pairs, slots = len(worth), rope_dim // 2
-    if slots > pairs:
-        raise ValueError(f"rope_dim = {rope_dim} must be at most {2 * pairs}, one slot per frequency")
     longest = max(1, (pairs - 1) // max(1, slots - 1))
     step = max(range(1, longest + 1), key=lambda step: float(worth[::step][:slots, 0].sum()))
     return _slots([int(pair % step == 0 and pair // step < slots) for pair in range(pairs)], theta)
 
 
-def stride_slots(theta: Tensor, kv_heads: int, rope_dim: int) -> Slots:
-    """Slots at a uniform stride over the pairs; if there are more slots than pairs, each pair first gets equally many.
-
-    Raises ValueError for more slots than pairs times heads.
-    """
+def stride_slots(theta: Tensor, rope_dim: int) -> Slots:
+    """Slots at a uniform stride over the pairs; if there are more slots than pairs, each first gets equally many."""
     pairs = theta.numel()
     per_pair, rest = divmod(rope_dim // 2, pairs)
     counts = [per_pair] * pairs
     for index in range(rest):
         counts[index * pairs // rest] += 1
-    if max(counts) > kv_heads:
-        raise ValueError(
-            f"rope_dim = {rope_dim} must be at most {2 * pairs * kv_heads}: 2 x {pairs} pairs x KV heads ({kv_heads})"
-        )
     return _slots(counts, theta)
 
 

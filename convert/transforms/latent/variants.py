@@ -41,11 +41,9 @@ _EXACT = 1e-2
 def live_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
     """``latent`` in the coordinates in which an RMSNorm of weight one changes it least, over ``inputs [..., E]``.
 
-    The RMS is one on average, so the norm's eps does not matter. Raises ``ValueError`` for a latent with a bias,
-    because the norm would apply to it too: the latent must not be centered.
+    The RMS is one on average, so the norm's eps does not matter. The latent must not be centered, because the norm
+    would apply to its bias too.
     """
-    if latent.down_bias is not None:
-        raise ValueError("latent: a live norm requires a latent without down_bias; use to_latent(..., centered=False)")
     down, back = coordinates(latent.down, inputs)
     changed, query = [down, latent.uk.double() @ back, latent.uv.double() @ back], latent.query
     if query is not None:

@@ -84,7 +84,7 @@ def test_a_constant_for_keys_serves_them() -> None:
 def test_without_text_a_map_is_the_projection_over_one_number_per_head() -> None:
     weights = make("rms one row")
     scales = torch.linspace(0.5, 2.0, E)
-    linear = linear_heads(weights, blank_statistics(E, H, scales=scales))
+    linear = linear_heads(weights, blank_statistics(weights, scales))
     rms = (weights.k * scales).square().sum(-1).mean(-1).sqrt()
     expected = weights.k_norm.weight[..., None] * weights.k / rms[:, None, None]
     torch.testing.assert_close(linear.k, expected, **precision.ACTIVATIONS)

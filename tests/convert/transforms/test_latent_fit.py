@@ -187,9 +187,9 @@ def score_error(weights, latent, statistics, x):
 def test_svd_is_exact_at_full_rank_and_worse_than_statistics_below():
     weights, statistics, x = random_layer(bias=True)
     expected = source_output(weights, Rotary(THETA), x[:20])
-    full = svd_latent(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 2, 16), 24)
+    full = svd_latent(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 16), 24)
     assert relative_error(latent_output(full, x[:20]), expected) < 1e-8
-    small = svd_latent(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 2, 4), 8)
+    small = svd_latent(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 4), 8)
     fitted = convert(weights, statistics, Rotary(THETA), 4, 8)
     assert relative_error(latent_output(fitted, x[:20]), expected) < relative_error(
         latent_output(small, x[:20]), expected

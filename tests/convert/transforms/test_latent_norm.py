@@ -70,12 +70,6 @@ def test_new_coordinates_change_nothing_that_is_read():
         torch.testing.assert_close(getattr(found.query, name) @ found.query.down, getattr(query, name) @ query.down)
 
 
-def test_centered_latents_are_refused():
-    latent = replace(random_latent(), down_bias=torch.zeros(6))
-    with pytest.raises(ValueError, match="requires a latent without down_bias"):
-        live_norm(latent, torch.randn(10, 16))
-
-
 @pytest.mark.parametrize("rank", [6, 16])
 @pytest.mark.parametrize("silent", ["weights", "inputs"])
 def test_a_latent_that_is_always_zero_stays_so(rank, silent):

@@ -74,10 +74,3 @@ def test_random_is_fresh_deterministic_and_of_the_requested_spread():
     drawn = pool.random(big, 6, std=0.02, seed=0, layer=0).k
     assert drawn.std().item() == pytest.approx(0.02, rel=0.01)  # 196608 draws: one standard error is 0.16 %
     assert abs(drawn.mean().item()) < 2e-4
-
-
-@pytest.mark.parametrize("groups", [0, 4, 12, -1])
-def test_groups_must_divide_the_heads(groups):
-    for pooled in (pool.mean, pool.first, lambda *layer: pool.random(*layer, std=0.02, seed=0, layer=0)):
-        with pytest.raises(ValueError, match=f"kv_heads = {groups} must divide the 6 key/value heads"):
-            pooled(weights(), groups)
