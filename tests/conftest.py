@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,20 @@ def told(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[object], N
             assert recorded.startswith("\n".join(said)), "pytest --rewrite-messages records a message that was meant"
 
     return compare
+
+
+@pytest.fixture
+def refused(told: Callable[[object], None]) -> Callable[..., AbstractContextManager[None]]:
+    """``with refused():`` asserts an error, by default an InputError, in the block and passes it to ``told``."""
+    from kvfold.convert.errors import InputError
+
+    @contextmanager
+    def refusing(kind: type[Exception] = InputError) -> Iterator[None]:
+        with pytest.raises(kind) as caught:
+            yield
+        told(caught.value)
+
+    return refusing
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

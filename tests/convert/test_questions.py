@@ -75,13 +75,3 @@ def test_a_gguf_model_is_dequantized_by_transformers_then_converted(
     values = "model.layers.0.self_attn.v_proj.weight"
     assert torch.equal(tensors(Path("OUT"))[values], dense[values].float().unflatten(0, (4, -1)).mean(0).bfloat16())
     assert list(Path("OUT").glob("tokenizer*"))
-
-
-@pytest.mark.parametrize(
-    ("file", "way_out"),
-    [("adapter_config.json", "peft's merge_and_unload, then call save_pretrain"), ("model.gguf", DEQUANTIZE)],
-)
-def test_sources_that_are_not_read_are_refused_with_the_way_out(tmp_path: Path, file: str, way_out: str) -> None:
-    (tmp_path / file).write_text("{}")
-    with pytest.raises(InputError, match=re.escape(way_out)):
-        open_headers(tmp_path)

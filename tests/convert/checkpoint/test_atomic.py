@@ -83,10 +83,9 @@ def test_the_new_is_there_whole_or_not_at_all(tmp_path: Path, before: str, error
         assert before != "old" or content(out) == "old"
 
 
-def test_a_file_in_place_of_the_folder_made_meanwhile(tmp_path: Path, out: Path, either: None, told: Told) -> None:
-    with pytest.raises(InputError) as caught, output_folder(out):
+def test_a_file_in_place_of_the_folder_made_meanwhile(tmp_path: Path, out: Path, either: None, refused: Any) -> None:
+    with refused(), output_folder(out):
         fill(out, "theirs")
-    told(caught.value)
     assert content(out) == "theirs"
     assert names(tmp_path) == ["out"]
 
@@ -177,7 +176,7 @@ def test_out_and_model_inside_each_other(tmp_path: Path, overwrite: bool, told: 
     assert check_output(tmp_path / "root" / "model-gqa", model=model) == tmp_path / "root" / "model-gqa"
 
 
-def test_parents_that_cannot_hold_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
+def test_parents_that_cannot_hold_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told, refused) -> None:
     (tmp_path / "file").touch()
     told(refusal(tmp_path / "file" / "out"))
     told(refusal(tmp_path / "file" / "further" / "out"))
@@ -185,9 +184,8 @@ def test_parents_that_cannot_hold_a_folder(tmp_path: Path, monkeypatch: pytest.M
         patched.setattr(os, "access", lambda path, mode: False)  # permissions do not stop root
         told(refusal(tmp_path / "out"))
     monkeypatch.setattr(atomic.os, "open", failing(OSError(30, "Read-only file system")))
-    with pytest.raises(InputError) as caught, output_folder(tmp_path / "out"):
+    with refused(), output_folder(tmp_path / "out"):
         pytest.fail("the run must not begin")
-    told(caught.value)
 
 
 def test_names_that_no_folder_can_have(tmp_path: Path, told: Told) -> None:
@@ -215,7 +213,7 @@ def test_the_longest_name_and_a_link_and_the_umask(tmp_path: Path, name: str) ->
     assert (tmp_path / name).is_symlink() == (name == "link")
 
 
-def test_a_live_run_is_left_alone_and_a_killed_one_cleaned_up(tmp_path: Path, out: Path, told: Told) -> None:
+def test_a_live_run_is_left_alone_and_a_killed_one_cleaned_up(tmp_path: Path, out: Path, refused: Any) -> None:
     def hold() -> None:
         with output_folder(out) as folder:
             (folder / "begun").touch()
@@ -225,9 +223,8 @@ def test_a_live_run_is_left_alone_and_a_killed_one_cleaned_up(tmp_path: Path, ou
     try:
         while not (begun := list(tmp_path.glob(".out.kvfold-*/begun"))):
             time.sleep(0.01)
-        with pytest.raises(InputError) as caught, output_folder(out):
+        with refused(), output_folder(out):
             pytest.fail("the run must not begin")
-        told(caught.value)
         assert begun[0].exists()
     finally:
         os.kill(child, signal.SIGKILL)
@@ -278,13 +275,12 @@ def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert left.exists()  # without a lock it may be in use
 
 
-def test_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
+def test_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any) -> None:
     """What a resumed folder holds counts as room, but for holes."""
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     free_space_check(tmp_path / "out", 1000)
-    with pytest.raises(InputError) as caught:
+    with refused():
         free_space_check(tmp_path / "none" / "out", 1001, "for tokens")
-    told(caught.value)
     folder = tmp_path / ".out.kvfold-00000000"
     folder.mkdir()
     (folder / "weights").write_bytes(bytes(1 << 20))

@@ -49,7 +49,7 @@ def test_values_shared_storage_and_views(folder: Path, zipped: bool) -> None:
     assert all(checkpoint.raw_path(info) is None for info in checkpoint.tensors.values())
 
 
-def test_sharded(folder: Path, told: Any) -> None:
+def test_sharded(folder: Path, refused: Any) -> None:
     weight_map = {}
     for file, name, size in (("pytorch_model-1-of-2.bin", "a", 2), ("pytorch_model-2-of-2.bin", "b", 3)):
         torch.save({name: torch.ones(size)}, folder / file)
@@ -63,9 +63,8 @@ def test_sharded(folder: Path, told: Any) -> None:
     assert open_checkpoint(folder).source_hash() != checkpoint.source_hash()
     weight_map |= {"c": weight_map["b"], "d": "pytorch_model-3-of-3.bin"}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(InputError) as caught:
+    with refused():
         open_checkpoint(folder)
-    told(caught.value)
 
 
 class Payload:
@@ -106,8 +105,7 @@ def test_an_archive_that_unpacks_to_far_more(folder: Path) -> None:
     [[torch.ones(1)], {"model": {"a": torch.ones(1)}}, {3: torch.ones(1)}, {"a": torch.eye(2).to_sparse()}],
     ids=["list", "nested", "number", "sparse"],
 )
-def test_what_is_no_state_dict(folder: Path, told: Any, state: object) -> None:
+def test_what_is_no_state_dict(folder: Path, refused: Any, state: object) -> None:
     torch.save(state, folder / "pytorch_model.bin")
-    with pytest.raises(InputError) as caught:
+    with refused():
         open_checkpoint(folder)
-    told(caught.value)

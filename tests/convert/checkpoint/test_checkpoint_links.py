@@ -58,7 +58,7 @@ def test_links_and_index_entries_inside_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", ["snapshot", "folder"])
-def test_links_that_leave_the_checkpoint(snapshot: Path, tmp_path: Path, kind: str, name: str, told: Any) -> None:
+def test_links_that_leave_the_checkpoint(snapshot: Path, tmp_path: Path, kind: str, name: str, refused: Any) -> None:
     """The blobs of another model's cache are elsewhere too."""
     model, other = (snapshot, tmp_path / "models--team--other" / "blobs")
     if kind == "folder":
@@ -67,20 +67,18 @@ def test_links_that_leave_the_checkpoint(snapshot: Path, tmp_path: Path, kind: s
     fill(other)
     (model / name).unlink()
     (model / name).symlink_to(other / name)
-    with pytest.raises(InputError) as caught:
+    with refused():
         open_checkpoint(model)
-    told(caught.value)
 
 
-def test_a_dangling_link_and_a_pipe(tmp_path: Path, told: Any) -> None:
+def test_a_dangling_link_and_a_pipe(tmp_path: Path, refused: Any) -> None:
     fill(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     os.mkfifo(tmp_path / "tokenizer.json")
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors").symlink_to("gone")
-    with pytest.raises(InputError) as caught:
+    with refused():
         open_checkpoint(tmp_path)
-    told(caught.value)
 
 
 @pytest.mark.parametrize(

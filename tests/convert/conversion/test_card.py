@@ -109,11 +109,10 @@ def test_the_commands_of_a_card_run(tiny_reader, tmp_path, monkeypatch):
 
 
 def test_a_trained_card_begins_with_the_training():
-    card = (
-        "---\nlicense: mit\n---\n\n# Tiny, MQA\n\nText. Everything else comes from the source, byte for byte. More.\n"
-    )
+    front = "---\nlicense: mit\n---\n\n"
+    card = f"{front}# Tiny, MQA\n\nText. Everything else comes from the source, byte for byte. More.\n"
     found = trained_card(card, "out", "Trained for 2 steps.", attention_only=True)
-    assert found.startswith("---\nlicense: mit\n---\n\n# Tiny, MQA, trained further\n\nTrained for 2 steps.\n")
+    assert found.startswith(f"{front}# Tiny, MQA, trained further\n\nTrained for 2 steps.\n")
     assert found.endswith("from the source; the uptraining trained only the attention. More.\n")
     assert "byte for byte" not in found
     assert trained_card("", "out", "Trained.", attention_only=False) == "# out\n\nTrained.\n"
@@ -125,52 +124,36 @@ def test_a_model_of_the_hub_is_the_base_model(tmp_path):
     assert Checkpoint(tmp_path, origin="team/tiny@0123", **opened).hub_id == "team/tiny"
     assert Checkpoint(tmp_path, origin="folder", **opened).hub_id is None
     (tmp_path / "README.md").write_text("---\nbase_model: team/other\nlicense: mit\n---\n")
-    assert (
-        front_matter(Checkpoint(tmp_path, origin="team/tiny@0123", **opened)).splitlines()[0] == "base_model: team/tiny"
-    )
+    found = front_matter(Checkpoint(tmp_path, origin="team/tiny@0123", **opened))
+    assert found.startswith("base_model: team/tiny\n")
 
 
-def test_the_cost_is_told_with_its_interval():
+def test_the_cost_and_the_split_of_a_budget_are_told(told):
     figures = {"perplexities": (40.0, 44.2068), "excess": 0.1, "kl": 0.12345, "agreement": 0.765}
     drift = Mock(sequences=8, length=256, **figures, **{"measured.excess_margin": 0.02})
-    assert cost_text(drift, "text.txt") == (
-        "on 8 x 256 held-out tokens of text.txt: perplexity 40.00 -> 44.21 (+10.5 %, 95 % interval +8.3 to +12.7), "
-        "KL 0.1235 nats, top-1 agreement 76.5 %"
-    )
+    told(cost_text(drift, "text.txt"))
     drift.excess = float("nan")
-    assert "not finite" in cost_text(drift, "text.txt")
-
-
-def test_the_split_of_a_budget_is_told():
-    plan = Mock(**{"request.budget": 32, "latent.kv_rank": 24, "latent.rope_dim": 8})
-    splits = {"splits": [{}, {}, {}]}
-    assert chosen_text(plan, splits) == "--budget 32: chose 24+8 from 3 splits tried, because it drifts least"
+    told(cost_text(drift, "text.txt"))
+    plan, splits = Mock(**{"request.budget": 32, "latent.kv_rank": 24, "latent.rope_dim": 8}), {"splits": [{}, {}, {}]}
+    told(chosen_text(plan, splits))
     other = {"engines": ["vLLM"], "kl": 0.5, "instead_of": {"kv_rank": 16, "rope_dim": 16, "kl": 0.48}}
-    found = chosen_text(plan, {**splits, "preferred_for_engines": other})
-    assert "with a KL of 0.5000 nats" in found
-    assert found.endswith("16+16 has a lower KL of 0.4800, but vLLM would not serve it")
+    told(chosen_text(plan, {**splits, "preferred_for_engines": other}))
     assert chosen_text(Mock(**{"request.budget": None}), splits) == ""
 
 
-def test_the_groups_of_heads_are_told_and_why():
-    def told(groups, **request):
+def test_the_groups_of_heads_are_told_and_why(told):
+    def text_of(groups, **request):
         given = {"group": None, "resolved_method": "principal", "chosen_method.reads_text": True, **request}
         plan = Mock(**{f"request.{name}": value for name, value in given.items()})
         plan.geometry.heads, plan.geometry.kv_heads = 8, 4
         return groups_text(plan, {"groups": groups})
 
     neighbors = [[0, 1], [2, 3]]
-    assert told([neighbors, [[0, 2], [1, 3]]]).startswith(
-        "heads that share: not only neighbors in 1 of 2 layers, for example 0 2 | 1 3 in layer 1; each layer uses"
-    )
-    assert told([neighbors]).endswith("neighbors sharing (--group similar compares other groupings)")
-    assert told([neighbors], group="similar").endswith(
-        "because no other grouping tried has a smaller error on held-out text"
-    )
-    assert told([neighbors], group="contiguous").endswith("in every layer, as requested by --group contiguous")
+    told(text_of([neighbors, [[0, 2], [1, 3]]]))
     pooled = {"resolved_method": "mean", "chosen_method.reads_text": False}
-    assert told([neighbors], **pooled).endswith("because --method mean joins neighbors")
-    assert told([[[0, 1, 2, 3]]]) == groups_text(Mock(), {}) == ""
+    for request in ({}, {"group": "similar"}, {"group": "contiguous"}, pooled):
+        told(text_of([neighbors], **request))
+    assert text_of([[[0, 1, 2, 3]]]) == groups_text(Mock(), {}) == ""
 
 
 def test_a_dry_run_of_a_budget_names_no_split(tmp_path):

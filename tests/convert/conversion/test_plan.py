@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny_models import SIZES
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.headers import TensorInfo
@@ -14,14 +15,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
 from kvfold.convert.request import ConvertRequest
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
+CONFIG = SIZES | {"model_type": "llama", "num_key_value_heads": 4}
 
 
 def headers(layers: int) -> Checkpoint:

@@ -18,7 +18,6 @@ from kvfold.convert.checkpoint.headers import read_header
 from kvfold.convert.cli import main
 from kvfold.convert.conversion import journal, memory, run, source
 from kvfold.convert.data import demo_folder
-from kvfold.convert.signals import interruptible
 
 OPTIONS = {
     "mqa": {"to": "mqa", "group": "contiguous", "refine": 1},
@@ -190,18 +189,3 @@ def test_sigterm_leaves_nothing_but_finished_layers_to_resume(tmp_path, tmp_path
     assert "Traceback" not in end.stderr
     assert len(list(tmp_path.iterdir())) == kept
     assert len(list(tmp_path.glob(".out.kvfold-*/.journal.json"))) == kept
-
-
-def test_handlers_of_sigterm_stay_as_they_were():
-    heard = []
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    with pytest.raises(KeyboardInterrupt), interruptible():
-        signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-    try:
-        with interruptible():
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert heard == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import pytest
 from transformers import AutoConfig
 
-from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import family_of, supported
 from kvfold.convert.families.model import model_of
 
@@ -83,12 +82,11 @@ def values(case) -> str:
     ],
     ids=values,
 )
-def test_a_wrong_value_is_an_error_that_names_its_key(changes, told):
+def test_a_wrong_value_is_an_error_that_names_its_key(changes, refused):
     config = {**LLAMA, "num_key_value_heads": 32, "architectures": None, **changes}
     config = {key: value for key, value in config.items() if value is not ...}
-    with pytest.raises(InputError) as caught:
+    with refused():
         model_of(config).check_values()
-    told(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -104,32 +102,21 @@ def test_a_wrong_value_is_an_error_that_names_its_key(changes, told):
     ],
     ids=values,
 )
-def test_an_unsupported_model_is_told_what_is_missing(config, told):
-    with pytest.raises(InputError) as caught:
+def test_an_unsupported_model_is_told_what_is_missing(config, refused):
+    with refused():
         family_of(config)
-    told(caught.value)
 
 
-def test_tensor_problems_are_all_listed_in_the_terms_of_the_files():
-    config = {
-        **LLAMA,
-        "model_type": "mixtral",
-        "architectures": ["MixtralForCausalLM"],
-        "num_key_value_heads": 8,
-        "num_local_experts": 2,
-    }
+def test_tensor_problems_are_all_listed_in_the_terms_of_the_files(told):
+    experts = {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 8, "num_local_experts": 2}
+    config = {**LLAMA, "model_type": "mixtral", **experts}
     model, tensors = model_of(config), headers(config)
     assert model.tensor_problems(tensors) == []
     del tensors["model.layers.1.block_sparse_moe.experts.1.w1.weight"], tensors["lm_head.weight"]
     tensors["model.layers.0.self_attn.k_proj.weight"] = Header((512, 4096))
     tensors["model.layers.0.block_sparse_moe.experts.2.w1.weight"] = Header((3, 4))
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = Header((64,))
-    assert model.tensor_problems(tensors) == [
-        "missing: lm_head.weight [32000, 4096]",
-        "missing: model.layers.1.block_sparse_moe.experts.1.w1.weight [11008, 4096]",
-        "wrong shape: model.layers.0.self_attn.k_proj.weight is [512, 4096], but config.json says [1024, 4096]",
-        "unknown: model.layers.0.block_sparse_moe.experts.2.w1.weight [3, 4]",
-    ]
+    told("\n".join(model.tensor_problems(tensors)))
 
 
 def test_a_tied_head_may_be_in_the_file_or_not():

@@ -4,26 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_models import SIZES
 
 from kvfold.convert.families.family import load_family
 from kvfold.convert.families.layout import read_layer, write_layer
 from kvfold.convert.families.model import Model
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 16,
-    "hidden_size": 24,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "head_dim": 4,
-    "attention_bias": True,
-}
-
 
 def bound(name: str, **changes) -> Model:
-    return Model(load_family(name), {**CONFIG, "model_type": name, **changes})
+    return Model(load_family(name), {**SIZES, "head_dim": 8, "attention_bias": True, **changes})
 
 
 def stored(model: Model) -> dict[str, torch.Tensor]:
@@ -44,7 +33,7 @@ def test_roles_select_what_is_written_in_the_stored_dtype():
 def test_a_shared_norm_must_stay_the_same_for_all_heads():
     model = bound("qwen3")
     weights = read_layer(model, 0, stored(model).__getitem__)
-    differing = replace(weights.k_norm, weight=torch.randn(6, 4))
+    differing = replace(weights.k_norm, weight=torch.randn(8, 8))
     with pytest.raises(ValueError, match="the k norm is stored once for all heads, but its rows differ between heads"):
         write_layer(model, 0, replace(weights, k_norm=differing))
 

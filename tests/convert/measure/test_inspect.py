@@ -1,13 +1,11 @@
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
 from kvfold.convert.data import demo_folder
-from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import supported
 
 FAMILIES = Path(__file__).resolve().parents[3] / "docs" / "families.md"
@@ -52,24 +50,6 @@ def test_windowed_layers_hold_their_window_only(tiny_family):
     assert facts.cache.bytes["8k"] == width * (windowed * 8 + (facts.layers - windowed) * 8192)
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"num_hidden_layers": 5}, r"missing: model\.layers\.4"),
-        (
-            {"model_type": "deepseek_v3", "num_attention_heads": None, "kv_lora_rank": "x"},
-            r"num_attention_heads must be .*\n.*kv_lora_rank must be .*, not 'x'",
-        ),
-    ],
-)
-def test_a_config_that_does_not_describe_the_tensors_is_refused(tmp_path, changes, problem):
-    folder = Path(shutil.copytree(demo_folder(), tmp_path / "model"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(InputError, match=problem):
-        inspect_checkpoint(folder)
-
-
 def test_the_readme_lists_every_family():
     table = FAMILIES.read_text()
     assert set(supported()) <= set(re.findall(r"[a-z0-9_]+", table))
@@ -79,25 +59,18 @@ def test_the_readme_lists_every_family():
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row[-2])} <= tests
 
 
-def test_latent_models_are_distinguished_and_the_json_has_the_same_keys_for_good(tmp_path, tiny_family):
-    common = ["model", "family", "architecture", "attention", "layers", "heads", "kv_heads", "head_dim", "model_dim"]
-    rest = ["biases", "qk_norm", "rotary_dims", "rotary_layers", "rope", "windows", "max_context"]
-    rest += ["dtype", "parameters", "weight_bytes", "files", "cache", "engines", "targets", "latent"]
+def test_latent_models_are_distinguished(tmp_path, tiny_family):
     facts = inspect_checkpoint(demo_folder()).to_dict()
-    assert list(facts) == [*common, *rest]
-    sizes = ["numbers_per_token_and_layer", "bytes_per_token", "bytes", "per_rank"]
-    assert list(facts["cache"]) == sizes
-    assert {tuple(target) for target in facts["targets"]} == {("options", *sizes, "saves", "engines")}
     assert facts["latent"] == {"possible": True, "numbers_below": 512, "rope_dim_up_to": 256}
     refused = inspect_checkpoint(tiny_family("gemma2")).to_dict()["latent"]
-    assert list(refused) == ["possible", "because"]
+    assert not refused["possible"]
     assert all(reason.startswith("--to mla: gemma2 ") for reason in refused["because"])
     request = {"to": "mla", "kv_rank": 48, "rope_dim": 16, "method": "svd", "quiet": True}
     convert_checkpoint(ConvertRequest(demo_folder(), tmp_path / "latent", **request))
     found = inspect_checkpoint(tmp_path / "latent")
     assert "8 heads over a latent of 48 and a rotary key of 16" in found.summary()
     latent = found.to_dict()
-    assert list(latent) == [*common[:-1], "value_dim", "model_dim", "kv_rank", "q_rank", *rest]
+    assert latent.keys() - facts.keys() == {"value_dim", "kv_rank", "q_rank"}
     assert (latent["attention"], latent["kv_rank"], latent["rotary_dims"], latent["q_rank"]) == ("MLA", 48, 16, None)
     assert (latent["cache"]["numbers_per_token_and_layer"], latent["targets"], latent["latent"]) == (64, [], None)
     assert all(json.loads(json.dumps(values)) == values for values in (facts, latent))

@@ -1,6 +1,7 @@
 """``kvfold verify``: what was written is sound; everything that differs later is named."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def test_what_was_written_is_sound(written, name):
     assert "no kvfold.json with hashes" in source.summary()
 
 
-def test_files_that_changed(out):
+def test_files_that_changed(out, told):
     (out / "tokenizer.json").write_text("{}")
     (out / "generation_config.json").unlink()
     (out / "thesis.tex").touch()
@@ -54,14 +55,10 @@ def test_files_that_changed(out):
         last = file.read(1)[0]
         file.seek(-1, 2)
         file.write(bytes([last ^ 1]))
-    gone, weights, strange, tokenizer = sorted(verify_checkpoint(str(out)).problems)
-    assert gone == f"{out}: the file generation_config.json is missing; download the file again"
-    assert weights.startswith("model.safetensors: changed since it was written")
-    assert strange == "thesis.tex: kvfold did not write this file"
-    assert tokenizer.startswith("tokenizer.json: changed since it was written: its SHA-256 is 44136fa3")
+    told(re.sub("[0-9a-f]{64}", "DIGEST", "\n".join(sorted(verify_checkpoint(str(out)).problems))))
 
 
-def test_tensors_that_are_not_the_configs_or_not_finite(out):
+def test_tensors_that_are_not_the_configs_or_not_finite(out, told, refused):
     (out / "kvfold.json").unlink()
     stored = tensors(out)
     del stored["model.norm.weight"]
@@ -69,12 +66,8 @@ def test_tensors_that_are_not_the_configs_or_not_finite(out):
     stored["model.layers.0.self_attn.kv_a_layernorm.weight"][3] = torch.nan
     save_file(stored, out / "model.safetensors")
     done = verify_checkpoint(str(out))
-    assert len(done.problems) == 3
-    assert done.problems[0] == "missing: model.norm.weight"
-    assert "o_proj.weight has shape [256, 256] according to config.json" in done.problems[1]
-    where = "tensor 'model.layers.0.self_attn.kv_a_layernorm.weight' in model.safetensors"
-    assert done.problems[2] == f"{where} has 1 NaN or infinite element"
-    with pytest.raises(InputError, match=r"is not what kvfold.json and config.json say: 3 differences; make it again"):
+    told("\n".join(done.problems))
+    with refused():
         check_verified(done)
 
 

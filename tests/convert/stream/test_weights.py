@@ -61,21 +61,6 @@ def test_a_fused_tensor_gives_several_parameters(model: Any, tensors: dict[str, 
         assert torch.equal(found[f"model.layers.1.self_attn.{name}_proj.weight"], part)
 
 
-def test_several_tensors_make_one_parameter_in_order(model: Any, tensors: dict[str, Tensor], conversions: Any) -> None:
-    conversions(JOINED)
-    whole = tensors.pop("model.layers.0.mlp.up_proj.weight")
-    tensors["model.layers.0.mlp.low.weight"], tensors["model.layers.0.mlp.high.weight"] = whole[:5], whole[5:]
-    found = load(model, tensors, "model.layers.0.")
-    assert torch.equal(found["model.layers.0.mlp.up_proj.weight"], whole)
-
-
-def test_renamed_tensors_are_found(model: Any, tensors: dict[str, Tensor], conversions: Any) -> None:
-    conversions(WeightRenaming(".feed_forward.", ".mlp."))
-    tensors = {name.replace(".mlp.", ".feed_forward."): tensor for name, tensor in tensors.items()}
-    found = load(model, tensors, "model.layers.0.mlp")
-    assert sorted(name.split(".")[-2] for name in found) == ["down_proj", "gate_proj", "up_proj"]
-
-
 def test_a_base_models_file_lacks_the_prefix(model: Any, tensors: dict[str, Tensor]) -> None:
     tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     found = load(model, tensors, "model.layers.1.")

@@ -154,15 +154,14 @@ def test_messages_go_through_the_chat_template_and_get_one_bos(tmp_path: Path) -
     ],
     ids=["broken", "list", "other fields", "number", "no chat template", "latin-1", "empty", "short"],
 )
-def test_rows_that_give_no_text_are_named_with_their_line(tmp_path: Path, content: bytes, told: Any) -> None:
+def test_rows_that_give_no_text_are_named_with_their_line(tmp_path: Path, content: bytes, refused: Any) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
-    with pytest.raises(InputError) as raised:
+    with refused():
         load_calibration(str(path), byte_tokenizer(eos=False), 1, 32)
-    told(raised.value)
 
 
-def test_too_little_text_and_sequences_that_cannot_be(tmp_path: Path, tokenizer: Any, told: Any) -> None:
+def test_too_little_text_and_sequences_that_cannot_be(tmp_path: Path, tokenizer: Any, refused: Any) -> None:
     (tmp_path / "short.txt").write_text("x" * 1000)
     (tmp_path / "bytes.txt").write_bytes(b"plain\nmore\ncaf\xe9\n")
     for work in (
@@ -173,9 +172,8 @@ def test_too_little_text_and_sequences_that_cannot_be(tmp_path: Path, tokenizer:
         lambda: check_seq_len(65, 64, "tiny"),
         lambda: check_vocabulary(torch.tensor([[3, 97]]), 97, "tiny"),
     ):
-        with pytest.raises(InputError) as raised:
+        with refused():
             work()
-        told(raised.value)
     check_seq_len(64, 64, "tiny")
     check_vocabulary(torch.tensor([3, 96]), 97, "tiny")
     check_vocabulary(torch.empty(0, 4, dtype=torch.int64), 97, "tiny")
@@ -258,11 +256,10 @@ def test_a_dataset_is_streamed_shuffled_by_the_seed(tokenizer: Any, monkeypatch:
 
 
 @pytest.mark.parametrize("rows", [[], [{"body": 1}]], ids=["no dataset", "other fields"])
-def test_a_dataset_that_is_not_there_or_has_other_fields(tokenizer: Any, monkeypatch, rows, told) -> None:
+def test_a_dataset_that_is_not_there_or_has_other_fields(tokenizer: Any, monkeypatch, rows, refused) -> None:
     monkeypatch.setitem(sys.modules, "datasets", FakeDatasets(rows))
-    with pytest.raises(InputError) as raised:
+    with refused():
         load_calibration("someone/something", tokenizer, 1, 8)
-    told(raised.value)
 
 
 @pytest.mark.parametrize("name", ["big.txt", "big.jsonl"])
