@@ -151,6 +151,16 @@ def tiny_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
+def demo_latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that ships in latent attention, 24 + 8 elements per token; copy it to change it."""
+    from kvfold.convert import convert_checkpoint, demo_folder
+
+    out = tmp_path_factory.mktemp("demo") / "latent"
+    convert_checkpoint(demo_folder(), out, to="mla", kv_rank=24, rope_dim=8, method="svd", quiet=True)
+    return out
+
+
+@pytest.fixture(scope="session")
 def tiny_reader(tiny_family: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny llama without biases, of two layers, that reads text by the demo tokenizer; copy it to change it.
 

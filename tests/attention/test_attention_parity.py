@@ -3,14 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3Model,
-    LlamaConfig,
-    LlamaModel,
-    T5Config,
-    T5Model,
-)
+from transformers import DeepseekV3Config, DeepseekV3Model, LlamaConfig, LlamaModel, T5Config, T5Model
 
 from kvfold.attention import GroupedAttention, LatentAttention, rotary_frequencies
 

@@ -68,11 +68,7 @@ def test_the_traced_operator_computes_the_same():
 
 
 B, H, S, DN, P, R, DV = 2, 4, 40, 8, 6, 16, 12
-RAGGED = {
-    "starts": torch.tensor([0, 7]),
-    "lengths": torch.tensor([40, 33]),
-    "offset": torch.tensor([39, 20]),
-}
+RAGGED = {"starts": torch.tensor([0, 7]), "lengths": torch.tensor([40, 33]), "offset": torch.tensor([39, 20])}
 
 
 def step_problem(dtype=torch.float32, queries=1):

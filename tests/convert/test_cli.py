@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.processes import run_python
+from tiny_models import SIZES
 
 from kvfold.convert import cli, demo
 from kvfold.convert.data import demo_folder
@@ -31,12 +32,16 @@ def kvfold(capsys):
     return run
 
 
-def test_the_first_page_of_help_is_whole_at_80_columns(kvfold, monkeypatch):
+def test_help_is_whole_at_80_columns_and_has_panels(kvfold, monkeypatch):
+    """The panels and their options are those of docs/options.md, which test_examples.py compares."""
     monkeypatch.setenv("COLUMNS", "80")
     done = kvfold()
     rows = re.findall(r"^  ([a-z]+) {2,}.*[^.]\.$", done.stdout, re.MULTILINE)
     assert (done.returncode, rows) == (0, list(cli.kvfold.commands))
     assert max(map(len, done.stdout.splitlines())) <= 80
+    for name, command in cli.kvfold.commands.items():
+        panels = {panel for each in command.params if (panel := getattr(each, "panel", None))}
+        assert panels <= {*re.findall(r"^(\w+):$", kvfold(name, "--help").stdout, re.MULTILINE)}
 
 
 def test_help_plans_and_wrong_inputs_import_nothing_heavy(tmp_path):
@@ -46,14 +51,7 @@ def test_help_plans_and_wrong_inputs_import_nothing_heavy(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     (tmp_path / "neox").mkdir()  # a dry run needs no weights
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 48}
-    config = {
-        "architectures": ["GPTNeoXForCausalLM"],
-        "model_type": "gpt_neox",
-        "vocab_size": 97,
-        "max_position_embeddings": 128,
-        **sizes,
-    }
+    config = {**SIZES, "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]}
     (tmp_path / "neox" / "config.json").write_text(json.dumps(config))
     demo, to = str(demo_folder()), ["--to", "mqa"]
     dry = ["convert", demo, "new", *to, "--device", "cpu", "--dry-run"]
@@ -92,22 +90,6 @@ for line in {[*right, *wrong.values()]!r}:
     assert ends == ["0 []"] * len(right) + ["2 []"] * len(wrong), told
     errors = re.findall("^error: (.*)$", told, re.MULTILINE)
     assert [text in error for text, error in zip(wrong, errors, strict=True)] == [True] * len(wrong), errors
-
-
-@pytest.mark.parametrize(
-    ("command", "panels"),
-    [
-        ("convert", {"Target": "--to --recipe", "Calibration": "--seed", "Refinement": "--refine --polish"}),
-        ("sweep", {"Targets": "--layout", "Decision": "--within --out", "Calibration": "--seed", "Refinement": ""}),
-        ("uptrain", {"Text": "--text", "Distillation": "--teacher", "Training": "--clip", "Measurement": "--plot"}),
-    ],
-)
-def test_help_lists_options_by_panels(kvfold, command, panels):
-    text = kvfold(command, "--help").stdout
-    assert re.findall(r"^(\w+):$", text, re.MULTILINE) == [*panels, "Running"]
-    for panel, options in {**panels, "Running": "--device --json --trust-remote-code"}.items():
-        rows = text.split(f"\n{panel}:\n")[1].split("\n\n")[0]
-        assert set(options.split()) <= set(re.findall(r"^  (-[a-z-]+)", rows, re.MULTILINE)), panel
 
 
 def test_exit_status_and_error_of_a_process():

@@ -9,21 +9,13 @@ import torch
 from helpers.checkpoints import tensors
 from safetensors.torch import save_file
 
-from kvfold.convert import ConvertRequest, InputError, convert_checkpoint, drift_checkpoints, inspect_checkpoint
+from kvfold.convert import InputError, drift_checkpoints, inspect_checkpoint
 from kvfold.convert.data import demo_folder
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    out = tmp_path_factory.mktemp("written") / "out"
-    options = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd"}
-    convert_checkpoint(ConvertRequest(str(demo_folder()), str(out), **options, quiet=True))
-    return out
-
-
 @pytest.fixture
-def out(written, tmp_path):
-    return Path(shutil.copytree(written, tmp_path / "out"))
+def out(demo_latent, tmp_path):
+    return Path(shutil.copytree(demo_latent, tmp_path / "out"))
 
 
 def change(folder, **values):

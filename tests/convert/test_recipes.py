@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from helpers.checkpoints import hub_config
 
 from kvfold.convert import ConvertRequest, cli, convert_checkpoint, recipe_request
 from kvfold.convert.conversion import run as run_module
@@ -18,8 +19,6 @@ from kvfold.convert.uptrain.request import UptrainRequest
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 README = (FOLDER / "README.md").read_text()
 SCRIPT = ["accelerate", "launch", "--config_file", "recipes/fsdp.yaml", "recipes/uptrain.py"]
-# The config.json of each model that a recipe names: the keys that its shapes and its target hang on.
-CONFIGS = json.loads(Path(__file__).with_name("recipe_configs.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def shapes_of(tmp_path_factory):
 
     def folder(hub):
         made = tmp_path_factory.mktemp(hub.replace("/", "-"))
-        (made / "config.json").write_text(json.dumps(CONFIGS[hub]))
+        (made / "config.json").write_text(json.dumps(hub_config(hub)))
         return made
 
     return folder
@@ -199,7 +198,7 @@ def test_an_uptraining_line_is_one_that_the_script_takes(name):
     assert (taken["model"], taken["out"], taken["text"]) == ("OUT", "UPTRAINED", "FILE")
     assert taken["teacher"] == about["model"]
     assert taken.pop("json_file") is None
-    assert UptrainRequest(**taken).seq_len <= CONFIGS[about["model"]]["max_position_embeddings"]
+    assert UptrainRequest(**taken).seq_len <= hub_config(about["model"])["max_position_embeddings"]
 
 
 def test_the_line_of_the_readme_is_that_of_a_recipe():

@@ -1,5 +1,6 @@
 """Checkpoint folders in tests: their tensors, and the stock model that they make."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,13 @@ def stock_model(folder: Path, loader: Any = AutoModelForCausalLM, **options: Any
     model, info = loader.from_pretrained(folder, output_loading_info=True, **options)
     assert {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]} == {}
     return model.eval()
+
+
+def hub_config(name: str) -> dict[str, Any]:
+    """What shapes and targets need of the config.json of a hub's model that a recipe names."""
+    file = Path(__file__).parents[1] / "convert" / "recipe_configs.json"
+    config: dict[str, Any] = json.loads(file.read_text())[name]
+    return config
 
 
 def add_demo_tokenizer(folder: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import forked
 from helpers.cases import mostly_slow
-from helpers.checkpoints import add_demo_tokenizer
+from helpers.checkpoints import add_demo_tokenizer, hub_config
 from helpers.processes import run_python
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -24,18 +24,6 @@ from kvfold.convert.data import demo_folder
 from kvfold.convert.walk import passes
 from kvfold.convert.walk.hidden import Spill
 
-LLAMA_2_7B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "num_hidden_layers": 32,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "bfloat16",
-    "architectures": ["LlamaForCausalLM"],
-}
 FOLD = {"to": "gqa", "kv_heads": 8}
 ALONE = """
 import json, sys
@@ -49,7 +37,9 @@ print(1024 * int(status["VmHWM"].split()[0]))
 @pytest.fixture(scope="module")
 def config_only(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama-2-7b")
-    (folder / "config.json").write_text(json.dumps(LLAMA_2_7B))
+    (folder / "config.json").write_text(
+        json.dumps(hub_config("meta-llama/Llama-2-7b-hf") | {"torch_dtype": "bfloat16"})
+    )
     return folder
 
 

@@ -175,10 +175,7 @@ VARIANTS = [
 ]
 
 
-ALL = [
-    *((name, changes) for name in supported() for changes in ({}, {"num_key_value_heads": 2})),
-    *VARIANTS,
-]
+ALL = [*((name, changes) for name in supported() for changes in ({}, {"num_key_value_heads": 2})), *VARIANTS]
 
 
 def check(folder: Path) -> None:

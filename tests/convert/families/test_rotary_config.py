@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tiny_models
 import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -11,15 +12,8 @@ from kvfold.convert.families.family import supported
 from kvfold.convert.families.layout import layer_rotary
 from kvfold.convert.families.model import model_of
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 256,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 4096,
-}
+SIZES = tiny_models.SIZES | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+SIZES |= {"max_position_embeddings": 4096}
 FREQUENCIES = {"rtol": 2e-6, "atol": 0.0}  # transformers computes them in float32
 SCALED = {
     "linear": {"factor": 4.0},

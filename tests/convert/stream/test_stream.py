@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from helpers import precision
 from helpers.cases import mostly_slow
@@ -16,15 +17,8 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import supported
 from kvfold.convert.stream.stream import CheckpointStream
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+SMALL = tiny_models.SIZES | {"hidden_size": 48, "num_hidden_layers": 3}
+SMALL |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64}
 WINDOW = {"sliding_window": 5}
 LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 MODELS: dict[str, dict[str, Any]] = {

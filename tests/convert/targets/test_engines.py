@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.checkpoints import hub_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
@@ -13,18 +14,7 @@ from kvfold.convert.families.model import model_of
 from kvfold.convert.targets import engines as en
 from kvfold.convert.targets.mla.config import LatentTarget, mla_config
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "hidden_act": "silu",
-    "rope_theta": 500000.0,
-}
+LLAMA = hub_config("meta-llama/Meta-Llama-3-8B") | {"architectures": None}
 QWEN = {**LLAMA, "model_type": "qwen2", "vocab_size": 1000}
 
 
