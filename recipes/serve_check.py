@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from kvfold.convert.measure.machine import conditions
+sys.path.append(str(Path(__file__).parent / "benchmarks"))
+from measured import conditions
 
 SCRIPTS = {"vllm": "engine_vllm.py", "mlx": "engine_mlx.py", "llama.cpp": "engine_llama_cpp.py"}
 PYTHONS = {"vllm": "KVFOLD_VLLM_PYTHON", "mlx": "KVFOLD_MLX_PYTHON", "llama.cpp": "KVFOLD_LLAMA_CPP_PYTHON"}

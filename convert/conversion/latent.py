@@ -1,8 +1,4 @@
-"""Convert to latent attention (MLA): survey all layers, choose the split for a budget, fit each layer.
-
-`choose_split` serves both ``kvfold convert --budget N`` and ``kvfold sweep --targets mla:N``. It converts a few layers
-to each candidate and measures the model's drift.
-"""
+"""Convert to latent attention (MLA): survey all layers, choose the split for a budget, fit each layer."""
 
 import math
 import sys
@@ -65,10 +61,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to store the model: its plan, the rotary slots of each layer and, after trials, its drift (KL in nats).
-
-    ``kl`` is the drift as fitted, ``refined_kl`` the drift after a few refinement steps.
-    """
+    """A way to store the model: plan, rotary slots by layer and, after trials, KLs as in `Split`."""
 
     plan: Plan
     target: LatentTarget

@@ -1,8 +1,4 @@
-"""Convert the layers one after another: from weights alone, folded with text, or as latents after a survey.
-
-A method sees one layer at a time (`methods/registry.py`). `Layers` reads that layer of the source and, with text, walks
-the student past it.
-"""
+"""Convert the layers one after another: from weights alone, folded with text, or as latents after a survey."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -32,10 +28,9 @@ from kvfold.convert.walk.walk import Step
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of ``plan``, in which every choice that the request left open is resolved.
+    """The layers of ``plan``, which has no open choices; ``choices`` are those that were made, for ``kvfold.json``.
 
-    ``fit(layer, step)`` transforms a layer; without text, ``walk`` and ``step`` are None. ``choices`` go to
-    ``kvfold.json``.
+    ``fit(layer, step)`` transforms a layer; without text, ``walk`` and ``step`` are None.
     """
 
     plan: Plan

@@ -36,14 +36,12 @@ _SLACK = 1 << 20
 
 @dataclass(frozen=True)
 class Needs:
-    """The bytes that a conversion needs. ``memory`` and ``spilled`` (hidden states on disk) are the peaks of one
-    process, ``scratch`` is on OUT's disk during the run, and ``disk`` is for the output with headers and side files.
-    """
+    """The bytes that a conversion needs; those of memory and of hidden states on disk are the peaks of one process."""
 
     memory: int
     spilled: int
-    scratch: int
-    disk: int
+    scratch: int  # on OUT's disk during the run
+    disk: int  # for the output with headers and side files
 
 
 def needs_of(plan: Plan, processes: int = 1) -> Needs:

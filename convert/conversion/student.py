@@ -1,9 +1,4 @@
-"""The student of a conversion: its walk beside the source, refinement, polishing and measurements.
-
-The student always runs from what the output's files will contain: transformed weights are encoded as the files' tensors
-and rounded to their dtypes before a student layer is built from them. Candidates are judged, layers refined and the
-drift measured on exactly what users of the checkpoint will load.
-"""
+"""The student of a conversion: its walk beside the source (`walk.Student`), refinement, polishing and measurements."""
 
 import math
 import sys

@@ -150,10 +150,7 @@ def filled_cache(model: Any, kind: str, context: int, batch: int) -> Any:
 
 
 def _attention_clock(model: Any, device: torch.device) -> Callable[[int], float]:
-    """Start timing all attention modules.
-
-    Returns a function of a number of steps: the median seconds of attention per step over the last steps that were run.
-    """
+    """Time all attention modules until a call of the returned function: the median seconds over the last steps."""
     clock = Clock(device)
     marks: list[tuple[Any, Any]] = []
     starts: list[Any] = []

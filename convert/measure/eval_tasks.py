@@ -76,10 +76,9 @@ def single_words(tokenizer: Any) -> dict[str, int]:
 
 
 def draw_questions(tokenizer: Any, filler: Tensor, task: str, length: int, count: int, seed: int) -> list[Question]:
-    """Create ``count`` questions of ``length`` tokens with sentences hidden in ``filler [n]``, tokens of ordinary text.
+    """Create ``count`` questions of ``length`` tokens, their answers spread evenly over the ``filler [n]`` of tokens.
 
-    The answers' positions are spread evenly over the text. Raises InputError if ``length`` is too short for the
-    sentences.
+    Raises InputError if ``length`` is too short for the sentences.
     """
     words, prefix = single_words(tokenizer), prefix_tokens(tokenizer)
     # Everything is drawn from one generator, so that a seed gives the same questions to both models.
@@ -137,10 +136,7 @@ def check_harness() -> None:
 
 
 def harness_scores(model: Any, tokenizer: Any, request: EvalRequest) -> TaskScores:
-    """All scores per document from lm-evaluation-harness for the request's ``tasks``.
-
-    Raises InputError for an unknown task.
-    """
+    """All scores per document from lm-evaluation-harness. Raises InputError for an unknown task."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import lm_eval
     from lm_eval.models.huggingface import HFLM

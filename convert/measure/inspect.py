@@ -45,10 +45,9 @@ _NORM_FACTS = ("query_spread", "key_spread", "query_missed", "key_missed")
 
 @dataclass(frozen=True)
 class CacheSize:
-    """The KV-cache size for one sequence: elements per token per layer, bytes per token, and bytes at each context.
+    """The KV-cache size for one sequence; a sliding-window layer caches at most its window.
 
-    A sliding-window layer caches at most its window. ``per_rank`` maps a number of tensor-parallel ranks to the
-    elements per token per layer on each rank.
+    ``bytes`` are by context, ``per_rank`` the elements per token per layer by the number of tensor-parallel ranks.
     """
 
     numbers_per_token_and_layer: int

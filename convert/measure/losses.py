@@ -15,10 +15,7 @@ from kvfold.convert.text.windows import cut
 
 @torch.no_grad()
 def token_losses(model: Any, tokens: Tensor, advance: Callable[[int], None] = lambda amount: None) -> Tensor:
-    """Negative log-likelihood of all ``tokens [N, T]`` except the first in each row, ``[N, T - 1]``, in nats.
-
-    Calls ``advance(1)`` after each row.
-    """
+    """The loss in nats of all ``tokens [N, T]`` but each row's first, ``[N, T - 1]``; ``advance(1)`` after each row."""
     rows = []
     for row in tokens:
         # A row at a time: logits in float32 take 4 bytes for each token and word of the vocabulary.

@@ -1,23 +1,15 @@
-"""Measure time and peak memory, describe this machine, and store measured rows in resumable JSON files."""
+"""Measure time and peak memory, and name the processor."""
 
-import datetime
-import json
-import os
 import platform
 import re
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-
-_CPU = torch.device("cpu")
-# Of a benchmark: names and values.
-Row = dict[str, Any]
 
 
 class Clock:
@@ -83,7 +75,7 @@ def peak_memory(device: torch.device) -> int:
     return (int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) << 10
 
 
-def processor(device: torch.device = _CPU) -> str:
+def processor(device: torch.device) -> str:
     """The name of the GPU or CPU."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
@@ -91,39 +83,3 @@ def processor(device: torch.device = _CPU) -> str:
     info = Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*:\s*(.*\S)", info.read_text()) if info.exists() else []
     return next(iter(names), "") or platform.processor() or platform.machine()
-
-
-def conditions(device: torch.device = _CPU) -> dict[str, Any]:
-    """The current ``date``, ``machine`` (including its load average) and software ``versions``."""
-    packages = {name: metadata.version(name) for name in ("kvfold", "transformers")}
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": {
-            "processor": processor(device),
-            "cpus": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "load_average": os.getloadavg()[0],
-            "kernel": platform.release(),
-        },
-        # The metadata of some builds of torch lack the "+cu124" that tells them apart.
-        "versions": {"python": platform.python_version(), **packages, "torch": torch.__version__},
-    }
-
-
-def continue_rows(
-    path: Path | None, header: Row, rows: Callable[[list[Row]], Iterator[Row]], show: Callable[[Row], None]
-) -> None:
-    """Measure the rows that are missing from the JSON file ``path``, and rewrite the file after each.
-
-    ``rows(done)`` yields the rows that are not in ``done``; ``show`` prints a row. The file contains ``header`` and
-    all ``rows``; without a ``path``, rows are only printed.
-    """
-    done = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
-    for row in done:
-        show(row)
-    for row in rows(list(done)):
-        show(row)
-        done.append(row)
-        if path is not None:
-            path.write_text(json.dumps({**header, "rows": done}, indent=1) + "\n")

@@ -37,10 +37,7 @@ th:first-child, td:first-child { text-align: left; }
 
 
 def write_report(html: str, folder: str, quiet: bool = False) -> None:
-    """Write ``html`` to ``report.html`` in ``folder``, creating the folder if needed.
-
-    Prints the file's path to stderr unless ``quiet``. Raises InputError if the file cannot be written.
-    """
+    """Write ``html`` to ``report.html`` in ``folder``, which is created. Raises InputError if it cannot be written."""
     file = Path(folder) / FILE
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

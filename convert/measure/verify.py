@@ -79,10 +79,9 @@ def non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
 
 def recorded_problems(folder: Path) -> tuple[int, list[str]]:
     """The number of files that the record has hashes of, and the differences from them."""
-    if not (folder / RECORD).exists():
-        return 0, []
-    files = parse_json(folder / RECORD, read_bytes(resolve_member(folder, RECORD))).get("files")
-    if files is None:
+    path = folder / RECORD
+    recorded = parse_json(path, read_bytes(resolve_member(folder, RECORD))) if path.exists() else {}
+    if (files := recorded.get("files")) is None:
         return 0, []
     if not isinstance(files, dict) or not all(isinstance(value, str) for value in files.values()):
         return 0, [f"{RECORD}: files must map names to hashes, not be {short(files)}"]

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from measured import conditions
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from kvfold.attention import blocked, cache_bytes, grouped_attention, latent_attention
 from kvfold.attention.latent import absorb_query, expand_value, latent_decode
-from kvfold.convert.measure.machine import conditions, peak_memory
+from kvfold.convert.measure.machine import peak_memory
 
 BATCH, HEADS, DIM, CONTEXT = 8, 32, 128, 8192
 RANK, ROPE, NOPE, VALUE = 512, 64, 128, 128

@@ -22,8 +22,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from measured import continue_rows
+
 from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.measure.machine import continue_rows
 
 TRANSFORMS = "kvfold.convert.transforms."
 TARGETS: dict[str, dict[str, Any]] = {

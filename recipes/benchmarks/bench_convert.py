@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured import conditions
 
 from kvfold.convert.checkpoint.files import copy_range
 from kvfold.convert.checkpoint.hashing import file_hashes
-from kvfold.convert.measure.machine import conditions
 
 WIDTH, INNER, HEADS, VOCABULARY = 4096, 11008, 32, 32000
 CONFIG = {

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured import conditions
 
 from kvfold.attention.latent import absorb_query, expand_value, latent_decode
 from kvfold.convert.measure.bench import Subject, bench_checkpoints, step_costs, subjects
-from kvfold.convert.measure.machine import Clock, conditions, repeat
+from kvfold.convert.measure.machine import Clock, repeat
 from kvfold.convert.request import BenchRequest
 
 AT_LEAST = 2.0  # GQA-8 and absorbed MLA against MHA

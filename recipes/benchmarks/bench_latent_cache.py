@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured import conditions, continue_rows
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert.data import read_text
 from kvfold.convert.measure.losses import token_windows
-from kvfold.convert.measure.machine import conditions, continue_rows
 from kvfold.convert.transforms.latent.variants import hartley
 
 WINDOWS, LENGTH, BATCH = 48, 256, 8

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured import conditions, continue_rows
 from torch import Tensor
 
 from kvfold.convert.data import read_text
-from kvfold.convert.measure.machine import conditions, continue_rows
 
 OPTIONS = "--to mla --kv-rank 64 --rope-dim 64 --samples 64 --seq-len 256 --refine 100"
 LENGTH, BATCH = 256, 4

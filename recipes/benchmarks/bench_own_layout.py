@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from measured import conditions, continue_rows
 from transformers import AutoTokenizer
 
 from kvfold.attention import register_models
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import read_text
 from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
-from kvfold.convert.measure.machine import conditions, continue_rows
 
 LENGTH = 256
 TARGETS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {

@@ -84,7 +84,7 @@ def main() -> None:
         rows[layers] = bench(layers, arguments.repeats)
         print(f"{layers:6}" + "".join(f"{seconds:12.4f}" for seconds in rows[layers].values()))
     if arguments.json:
-        from kvfold.convert.measure.machine import conditions  # torch, which planning does without
+        from measured import conditions  # torch, which planning does without
 
         arguments.json.write_text(json.dumps({"config": CONFIG, "seconds": rows, **conditions()}, indent=2) + "\n")
 

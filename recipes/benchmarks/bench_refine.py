@@ -22,7 +22,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.measure.machine import conditions, continue_rows
+from measured import conditions, continue_rows
 
 TARGETS = {
     "GQA-4": "--to gqa --kv-heads 4",

@@ -17,8 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from measured import conditions
+
 from kvfold.convert.data import demo_folder
-from kvfold.convert.measure.machine import conditions
 
 
 def cpu_seconds(command: list[str]) -> float:

@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured import conditions
 from torch import Tensor
-
-from kvfold.convert.measure.machine import conditions
 
 ONE = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "head_dim": 64}
 SEVENTY = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "head_dim": 128}

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 import transformers
+from measured import conditions
 from transformers import AutoTokenizer
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
-from kvfold.convert.measure.machine import conditions
 
 WINDOWS, LENGTH, STEPS = 32, 256, 150
 LINEAR = 1e-3  # nats: smaller losses are drawn on a linear scale

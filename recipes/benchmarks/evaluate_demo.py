@@ -9,10 +9,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from measured import conditions
+
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.measure.eval import eval_checkpoints
-from kvfold.convert.measure.machine import conditions
 
 
 def main() -> None:

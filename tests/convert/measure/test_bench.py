@@ -1,8 +1,10 @@
 """``kvfold bench``: models, predictions, measurements, table and plot."""
 
 import gc
+import importlib
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from helpers.quantized import fp8_blocks, fp8_settings, quantized_copy
 from kvfold.convert import ConvertRequest, bench_checkpoints, convert_checkpoint
 from kvfold.convert.cli import kvfold
 from kvfold.convert.errors import InputError, KvfoldError
-from kvfold.convert.measure import bench, machine
+from kvfold.convert.measure import bench
 from kvfold.convert.measure import bench_worker as worker
 from kvfold.convert.measure.bench import step_costs, subjects
 from kvfold.convert.request import BenchRequest
@@ -170,8 +172,9 @@ def test_wrong_requests(options, told):
     told(found)
 
 
-def test_a_second_sitting_measures_the_missing_rows(tmp_path):
-    path, shown = tmp_path / "rows.json", []
+def test_a_second_sitting_measures_the_missing_rows(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[3] / "recipes/benchmarks")
+    script, path, shown = importlib.import_module("measured"), tmp_path / "rows.json", []
 
     def rows(names, end=None):
         def missing(done):
@@ -182,7 +185,7 @@ def test_a_second_sitting_measures_the_missing_rows(tmp_path):
         return missing
 
     with pytest.raises(KeyboardInterrupt):
-        machine.continue_rows(path, {"model": "m"}, rows("ab", KeyboardInterrupt()), shown.append)
-    machine.continue_rows(path, {"model": "m"}, rows("abc"), shown.append)
+        script.continue_rows(path, {"model": "m"}, rows("ab", KeyboardInterrupt()), shown.append)
+    script.continue_rows(path, {"model": "m"}, rows("abc"), shown.append)
     assert [row["name"] for row in shown] == ["a", "b", "a", "b", "c"]
     assert json.loads(path.read_text()) == {"model": "m", "rows": [{"name": name} for name in "abc"]}
