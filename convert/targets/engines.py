@@ -1,8 +1,7 @@
 """The engines that can serve a converted model, and its cache size in them. Does not import torch.
 
-This file contains all facts about engines. A `Result` has the properties of a model that matter to engines. Each row of
-``ENGINES``, at the end, lists the source files that were read and the kinds of results that were run, and names the
-function that judges a result. ``tests/engines`` runs the engines.
+This file contains all facts about engines. Each row of ``ENGINES``, at the end, lists the source files that were read
+and the kinds of results that were run, and names the function that judges a result. ``tests/engines`` runs the engines.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +11,7 @@ from typing import Any, Literal
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import older_rope_keys
 from kvfold.convert.families.wrappers import WRAPPERS
-from kvfold.convert.targets.mla.config import (
-    EXPERT_TYPE,
-    KERNEL_CACHES,
-    KERNEL_HEADS,
-    LatentTarget,
-    cached_divisors,
-)
+from kvfold.convert.targets.mla.config import EXPERT_TYPE, KERNEL_CACHES, KERNEL_HEADS, LatentTarget, cached_divisors
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.same_family import cache_elements
 
@@ -64,13 +57,10 @@ class Result:
 
     def per_rank(self) -> dict[str, int]:
         """``elements`` by number of ranks, for each number in ``RANKS`` that the heads can be divided among."""
-        sizes = {}
-        for ranks in RANKS:
-            # Fewer key/value heads than ranks are repeated, as long as each rank gets a whole number.
-            whole = self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0
-            if self.query_heads % ranks == 0 and whole:
-                sizes[str(ranks)] = self.elements(ranks)
-        return sizes
+        possible = [ranks for ranks in RANKS if self.query_heads % ranks == 0]
+        # Fewer key/value heads than ranks are repeated, as long as each rank gets a whole number.
+        whole = [ranks for ranks in possible if self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0]
+        return {str(ranks): self.elements(ranks) for ranks in whole}
 
 
 def folded_result(model: Model, kv_heads: int | None = None) -> Result:

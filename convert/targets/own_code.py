@@ -130,10 +130,9 @@ def own_config(
     dtype: str | None,
     theta: Sequence[Sequence[float]] = (),
 ) -> dict[str, Any]:
-    """``config.json`` in this layout: the source's, with another model type, other classes and a block ``kvfold``.
+    """Build ``config.json``; ``facts`` are the entries of the block ``kvfold`` that depend on the variant.
 
-    ``facts`` are the entries of the block that depend on the variant; ``theta [layers][P/2]`` are the frequencies of
-    each layer, if they may differ. Raises ValueError if the family does not support this layout.
+    ``theta [layers][P/2]``: each layer's frequencies, if they may differ. Raises ValueError for an unsupported family.
     """
     family, size, file = source.family, source.geometry, CODE.rpartition(".")[2]
     if family.model_type not in SOURCES:
@@ -254,15 +253,13 @@ def _output_tensors(
     # Modules are replaced whole: what the source keeps in them besides weights has no place in the new ones.
     inner = f"{source.family.attention.module}."
     pattern = re.compile(re.escape(inner).replace(r"\{layer\}", r"(\d+)"))
-    stored = {name: layer for layer in range(len(shapes)) for name in source.attention_names(layer)}
     tensors: list[OutputTensor] = []
     made: set[int] = set()
     for info in checkpoint.tensors.values():
         inside = pattern.match(info.name)
-        layer = stored.get(info.name) if inside is None else int(inside[1])
-        if layer is None:
+        if inside is None:
             tensors.append(OutputTensor(info.name, output_dtype(info.dtype, dtype), info.shape, info.name))
-        elif layer not in made:
+        elif (layer := int(inside[1])) not in made:
             made.add(layer)
             tensors += [OutputTensor(name, computed, shape, None) for name, shape in shapes[layer].items()]
     return tuple(tensors)

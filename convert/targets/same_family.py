@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 def folded_layout(
     source: Model, checkpoint: Checkpoint, kv_heads: int, *, roles: Collection[Role], dtype: str | None
 ) -> TargetLayout:
-    """The layout of ``source`` with ``kv_heads`` key/value heads; ``roles`` are the projections that change.
-
-    ``dtype`` is the stored dtype in torch's spelling; None keeps the dtype of each tensor.
-    """
+    """The layout of ``source`` with ``kv_heads`` key/value heads; ``roles`` are the projections that change."""
     key = source.family.sizes.kv_heads
     assert key is not None  # layout kvfold is for the families whose class does not share heads
     changes: dict[str, Any] = {source.values.stated(key)[0]: kv_heads}

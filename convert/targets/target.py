@@ -43,7 +43,7 @@ class TargetLayout:
 
 
 def output_dtype(present: str, dtype: str | None) -> str:
-    """The safetensors dtype of an output tensor: ``dtype`` (torch's spelling) for floats, otherwise ``present``."""
+    """The safetensors dtype of an output tensor: ``present``, or ``dtype`` (torch's spelling) for floats if given."""
     return present if dtype is None or present not in FLOAT_DTYPES else _STORED[dtype]
 
 

@@ -159,7 +159,5 @@ def norms_note(weights: AttentionWeights, statistics: LayerStatistics, *, key_co
     left = energy + ((rows @ moment - 2 * statistics.normed) * rows).sum((1, 2))
     sides = {"query": slice(weights.heads), "key": slice(weights.heads, None)}
     spreads = {f"{name}_spread": float(spread[side].mean()) for name, side in sides.items()}
-    missed = {
-        f"{name}_missed": float(left[side].sum().clamp_min(0) / energy[side].sum()) for name, side in sides.items()
-    }
-    return {"head_norms": spreads | missed}
+    shares = {name: left[side].sum().clamp_min(0) / energy[side].sum() for name, side in sides.items()}
+    return {"head_norms": spreads | {f"{name}_missed": float(share) for name, share in shares.items()}}

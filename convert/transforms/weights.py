@@ -36,8 +36,8 @@ class HeadNorm(Tensors):
 
     ``weight`` and ``bias`` are ``[heads, D]``; ``shared``: the file stores one row ``[D]`` for all heads. ``extent``:
     the vector that is normalized, either each head separately or the flat ``heads * D`` vector of all heads. The gain
-    applied is ``weight + offset`` (gemma stores the gain minus one). ``after_rotary``: the norm follows the rotary
-    embedding; no linear map in front of it can replace its gain, because the gain belongs to rotated dims.
+    applied is ``weight + offset`` (gemma stores the gain minus one). No linear map in front of the rotary embedding can
+    replace the gain of a norm behind it, because that gain belongs to rotated dims.
     """
 
     kind: Literal["rms", "layer"]

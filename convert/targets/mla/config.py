@@ -11,8 +11,6 @@ head, and only dense layers (``first_k_dense_replace`` is the number of layers).
 A model with experts becomes a ``Mistral4ForCausalLM`` in both layouts. Its router computes the softmax of all logits,
 selects the largest probabilities, and optionally divides them by their sum, like mixtral and qwen3_moe (DeepSeek-V3
 uses a sigmoid, and DeepSeek-V2 never divides).
-
-`mla_config` builds the whole ``config.json`` for these three classes.
 """
 
 import math

@@ -6,7 +6,7 @@ The class adds a shared expert to the routed experts, but the source has no shar
 shared expert of width 0, and layout ``engine`` stores zeros, because the loaders of engines expect its tensors.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint.files import with_dtype
@@ -69,7 +69,10 @@ def latent_layout(
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
         from kvfold.convert.targets.mla.tensors import mla_tensors  # needs torch, a plan does not
 
-        made = mla_tensors(weights, layer, target) | mlp_tensors(model, layer, checkpoint.read)
+        made = mla_tensors(weights, layer, target)
+        for fused in model.names.get(("gate_up", layer), ()):
+            for role, half in zip(_GATE_UP, checkpoint.read(fused).chunk(2), strict=True):
+                made[_ROLE_NAMES[role].format(layer=layer)] = half.contiguous()
         return {moved(name): tensor for name, tensor in made.items()}
 
     kind, elements = f"MLA {target.kv_rank}+{target.rope_dim}", target.kv_rank + target.rope_dim
@@ -104,15 +107,6 @@ def layer_shapes(model: Model, target: LatentTarget, layer: int) -> Shapes:
     if model.layers[layer].sparse:
         shapes |= _expert_shapes(model, target, layer)
     return shapes
-
-
-def mlp_tensors(model: Model, layer: int, read: Callable[[str], "Tensor"]) -> dict[str, "Tensor"]:
-    """The computed tensors of ``layer`` outside its attention: gate and up, if the source fuses them in one tensor."""
-    made = {}
-    for fused in model.names.get(("gate_up", layer), ()):
-        for role, half in zip(_GATE_UP, read(fused).chunk(2), strict=True):
-            made[_ROLE_NAMES[role].format(layer=layer)] = half.contiguous()
-    return made
 
 
 def _attention_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, Shape]:

@@ -44,9 +44,15 @@ def norm_weight(rank: int) -> float:
 def mla_tensors(latent: LatentWeights, layer: int, target: LatentTarget) -> dict[str, Tensor]:
     """The attention tensors of ``layer`` by name, with the names and shapes in ``layout.layer_shapes``.
 
-    Raises ``ValueError`` if ``latent`` does not match ``target`` or has a bias that the layout cannot store.
+    Raises ``ValueError`` if ``latent`` has a bias that the layout cannot store.
     """
-    _check(latent, target)
+    # Nothing may be dropped in silence.
+    biases = ("down_bias", "rope_key_bias", "q_nope_bias", "q_rope_bias", "o_bias")
+    placeless = [name for name in biases if getattr(latent, name) is not None]
+    if not target.constant and placeless:
+        raise ValueError(f"latent: layout engine cannot store {', '.join(placeless)}")
+    if latent.q_nope_bias is not None and latent.query is None:
+        raise ValueError("latent: a bias on queries needs a query latent (transforms/latent/variants.py)")
     latent = padded(rotated(latent) if target.rotated else latent, target)
     tensors = {**_queries(latent, target), **_keys_and_values(latent, target)}
     tensors["o_proj.weight"] = latent.o.flatten(1)
@@ -62,20 +68,6 @@ def interleave(rows: Tensor, dim: int) -> Tensor:
     """
     real, imaginary = rows.chunk(2, dim)
     return torch.stack([real, imaginary], dim + 1).flatten(dim, dim + 1)
-
-
-def _check(latent: LatentWeights, target: LatentTarget) -> None:
-    rope = target.rope_kept(latent.rope_dim)
-    if (latent.rank, latent.rope_dim) != (target.channels, rope):
-        raise ValueError(
-            f"latent has {latent.rank} channels and {latent.rope_dim} rotary dims, not {target.channels} and {rope}"
-        )
-    biases = ("down_bias", "rope_key_bias", "q_nope_bias", "q_rope_bias", "o_bias")
-    placeless = [name for name in biases if getattr(latent, name) is not None]
-    if not target.constant and placeless:
-        raise ValueError(f"latent: layout engine cannot store {', '.join(placeless)}")
-    if latent.q_nope_bias is not None and latent.query is None:
-        raise ValueError("latent: a bias on queries needs a query latent (transforms/latent/variants.py)")
 
 
 def _queries(latent: LatentWeights, target: LatentTarget) -> dict[str, Tensor]:

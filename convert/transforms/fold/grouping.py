@@ -84,18 +84,14 @@ def similar(
 
 
 def candidates(pairs: Pairs, groups: int) -> list[Partition]:
-    """A few distinct partitions worth evaluating; `contiguous` is always the first.
-
-    For each of the pairs' loss estimates, add the result of greedy grouping and swaps.
-    """
+    """A few distinct partitions worth evaluating: `contiguous`, then the best by each estimate of the pairs' losses."""
     kv_heads = pairs.layer.weights.kv_heads
     partitions = [contiguous(kv_heads, groups)]
     if groups in (1, kv_heads):
         return partitions
     # Each estimate is best for some layers, so the judge evaluates one candidate from each.
     for loss in pairs.losses:
-        swapped = _swapped(loss, _greedy(loss, groups))
-        partition = tuple(sorted(tuple(sorted(group)) for group in swapped))  # one spelling for equal partitions
+        partition = _least_loss(loss, groups)
         if partition not in partitions:
             partitions.append(partition)
     return partitions
@@ -132,26 +128,19 @@ def _value_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
     return (lost + lost.mT) / energy.sum().clamp(min=TINY), varying.clamp(min=0)
 
 
-def _greedy(loss: Tensor, groups: int) -> Partition:
-    """Build one group at a time: start with the free pair of least loss, then add the head of least loss."""
+def _least_loss(loss: Tensor, groups: int) -> Partition:
+    """Build groups greedily, then swap heads between them as long as a swap lowers the sum of losses within groups."""
     table: list[list[float]] = loss.tolist()
     free, size = set(range(len(table))), len(table) // groups
-    grown: list[tuple[int, ...]] = []
+    grown: list[list[int]] = []
     while free:
         _, first, second = min((table[i][j], i, j) for i, j in itertools.combinations(sorted(free), 2))
         group = [first, second]
         while len(group) < size:
             rest = sorted(free - set(group))
             group.append(min(rest, key=lambda head: sum(table[head][other] for other in group)))
-        grown.append(tuple(group))
+        grown.append(group)
         free -= set(group)
-    return tuple(grown)
-
-
-def _swapped(loss: Tensor, start: Partition) -> Partition:
-    """Swap heads between groups of ``start`` as long as a swap lowers the sum of losses within groups."""
-    table: list[list[float]] = loss.tolist()
-    groups = [list(group) for group in start]
 
     def inside(head: int, group: list[int]) -> float:
         return sum(table[head][other] for other in group if other != head)
@@ -159,12 +148,12 @@ def _swapped(loss: Tensor, start: Partition) -> Partition:
     improved = True
     while improved:
         improved = False
-        for first, second in itertools.combinations(groups, 2):
-            for a, b in itertools.product(range(len(first)), range(len(second))):
-                x, y = first[a], second[b]
-                before = inside(x, first) + inside(y, second)
-                after = inside(x, second) - table[x][y] + inside(y, first) - table[x][y]
+        for one, two in itertools.combinations(grown, 2):
+            for a, b in itertools.product(range(size), repeat=2):
+                x, y = one[a], two[b]
+                before = inside(x, one) + inside(y, two)
+                after = inside(x, two) - table[x][y] + inside(y, one) - table[x][y]
                 if after < before * (1 - 1e-9):
-                    first[a], second[b] = y, x
+                    one[a], two[b] = y, x
                     improved = True
-    return tuple(tuple(group) for group in groups)
+    return tuple(sorted(tuple(sorted(group)) for group in grown))  # one spelling for equal partitions

@@ -1,8 +1,5 @@
 """The shared key and value heads of a group: their maps, the error that they minimize, and their principal components.
 
-A fold replaces the ``m`` key/value heads of a group by one. `SharedHead` contains the maps to and from it,
-`GroupMoments` the second moments used by a fit, and an `Objective` defines the error to minimize.
-
 Rotary embedding multiplies pair ``l`` at position ``t`` by ``e^{i t theta_l}``, which commutes with multiplication by
 any complex number, but not with maps that mix two pairs. `share_keys` therefore approximates each member's key pair by
 a complex multiple of one shared pair, weighted by the energy of the queries that read it. Unrotated dims and values may

@@ -6,8 +6,7 @@ kept bit for bit, and identical heads fold exactly. Rotating value heads, or the
 the output projection and the queries undo it. Norms between projection and rotary embedding (see `normed`) make the
 fold inexact.
 
-Sources may be multi-head or already grouped: the queries of all heads that read a KV head are combined. The error that
-the shared heads minimize is an argument (`heads.Objective`), by default the error of the scores.
+Sources may be multi-head or already grouped: the queries of all heads that read a KV head are combined.
 """
 
 from collections.abc import Sequence
@@ -16,18 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvfold.convert.transforms import linalg
 from kvfold.convert.transforms.fold import normed
 from kvfold.convert.transforms.fold.heads import GroupMoments, Objective, SharedHead
 from kvfold.convert.transforms.fold.score_fit import SCORES, distance_moments
 from kvfold.convert.transforms.head_norms import linear_heads
-from kvfold.convert.transforms.linalg import (
-    head_moments,
-    input_moment,
-    joint_moment,
-    output_metric,
-    split_bias,
-    with_bias,
-)
+from kvfold.convert.transforms.linalg import head_moments, input_moment, joint_moment, output_metric, with_bias
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 Groups = Sequence[Sequence[int]]
@@ -115,8 +108,7 @@ def fold(
     Query heads (and with them the columns of ``o``) are reordered so that query head ``h`` again reads KV head ``h //
     (H // len(groups))``. Computed in float64, returned in float32 on the device of ``weights``. Keys are fitted for all
     distances below ``context``, the number of positions to support (the model's limit, or the layer's window); 0 means
-    the length of the calibration text. ``objective``: the error that the shared heads minimize. Raises ValueError
-    unless ``groups`` is a partition of the KV heads into groups of equal size.
+    the length of the calibration text. Raises ValueError as `ordered` does.
     """
     return fold_moments(layer_moments(weights, statistics, rotary, context), groups, objective)
 
@@ -149,8 +141,8 @@ def _fold_keys(
     heads = [SharedHead(head.encode * change, head.decode / change) for head in heads]
     encode, decode = _balanced(heads, keys.affine, blocks)
     (k, k_norm), (q, q_norm) = normed.restore(keys, queries, encode, decode, blocks, layer.moment)
-    q, q_bias = split_bias(q, source.q_bias is not None)
-    k, k_bias = split_bias(k, source.k_bias is not None)
+    q, q_bias = linalg.split_bias(q, source.q_bias is not None)
+    k, k_bias = linalg.split_bias(k, source.k_bias is not None)
     return replace(source, q=q, k=k, q_bias=q_bias, k_bias=k_bias, q_norm=q_norm, k_norm=k_norm)
 
 
@@ -161,7 +153,7 @@ def _fold_values(
     dims = [torch.arange(source.head_dim, device=source.v.device)]
     encode, decode = _balanced(heads, layer.values[query_order(groups, 1)], dims)
     members = torch.unflatten(with_bias(source.v, source.v_bias), 0, (len(groups), -1))
-    v, v_bias = split_bias(torch.einsum("gmab,gmbf->gaf", encode, members), source.v_bias is not None)
+    v, v_bias = linalg.split_bias(torch.einsum("gmab,gmbf->gaf", encode, members), source.v_bias is not None)
     folded = replace(source, v=v, v_bias=v_bias, o=torch.einsum("ehd,hdc->ehc", source.o.double(), decode))
     return _fold_constants(source, folded, layer.moment[-1, :-1])
 

@@ -75,7 +75,6 @@ def to_latent(
     source, divisors, statistics = weights, None, statistics.to(weights.q.device)
     if has_norms(source):
         weights, divisors = divided_heads(source, statistics, key_constant=True)
-    # Fits square their inputs, which overflows or underflows in float64 for layers far from size one.
     weights, statistics, units = in_units(weights, statistics)
     scale = weights.head_dim**-0.5 if scale is None else scale
     start = _start(weights, statistics, rotary, slots, context, scale * units.scores, centered)
