@@ -3,6 +3,7 @@
 import os
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,19 +25,13 @@ def test_pairs_of_halves_are_characters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "found"),
-    [
-        (f'{{"text": {HALF}}}', "half of a surrogate pair, \\ud800"),
-        (f'{{"messages": [{HALF}]}}', "half of a surrogate pair, \\ud800"),
-        ("[" * 100_000, "not JSON (nested too deeply)"),
-    ],
+    "row", [f'{{"text": {HALF}}}', f'{{"messages": [{HALF}]}}', "[" * 100_000], ids=["text", "messages", "deep"]
 )
-def test_a_row_that_is_no_text(tmp_path: Path, row: str, found: str) -> None:
+def test_a_row_that_is_no_text(tmp_path: Path, row: str, refused: Any) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"text": "good"}}\n{row}\n')
-    with pytest.raises(InputError, match="line 2") as raised:
+    with refused():
         open_corpus(str(path), lambda messages: str(messages[0]), 0).documents(1000)
-    assert found in raised.value.message
 
 
 def test_a_model_of_more_shards_than_a_process_may_open(tmp_path: Path) -> None:
@@ -74,35 +69,29 @@ def test_the_log_is_a_regular_file(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "one\ntwo\n"
 
 
-NO_SPACE = "cannot be read or written (No space left on device); free some space"
+def test_what_the_system_refuses_is_named(told: Any) -> None:
+    for error in (
+        OSError(28, "No space left on device", "/out/x"),
+        RuntimeError("I/O error: No space left on device (os error 28)"),
+        RuntimeError("PytorchStreamWriter failed writing file a"),
+        MemoryError(),
+    ):
+        told(system_failure(error))
+    assert system_failure(ValueError("a fault of kvfold")) is None
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (OSError(28, "No space left on device", "/out/x"), f"/out/x: {NO_SPACE}"),
-        (RuntimeError("I/O error: No space left on device (os error 28)"), f"a file: {NO_SPACE}"),
-        (RuntimeError("PytorchStreamWriter failed writing file a"), "a file cannot be written (PytorchStreamWriter"),
-        (MemoryError(), "no memory left (MemoryError); free some memory, or use a larger machine"),
-        (ValueError("a fault of kvfold"), "None"),
-    ],
-)
-def test_what_the_system_refuses_is_named(error: Exception, message: str) -> None:
-    assert str(system_failure(error)).startswith(message)
-
-
-def test_recipes_that_never_end_or_that_python_does_not_parse(tmp_path: Path) -> None:
+def test_recipes_that_never_end_or_that_python_does_not_parse(tmp_path: Path, refused: Any) -> None:
     os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "zero.toml").symlink_to("/dev/zero")
-    (tmp_path / "number.toml").write_text(f"kv_heads = {'9' * 5000}")
-    (tmp_path / "deep.toml").write_text("[" * 100_000)
     with (tmp_path / "large.toml").open("wb") as file:
         file.truncate(1 << 40)
-    no_file, no_toml = "must be a TOML file, not a pipe or a device", "is not valid TOML: "
-    reasons = {"pipe": no_file, "zero": no_file, "large": "must be at most 1 MiB", "number": no_toml, "deep": no_toml}
-    for name, reason in reasons.items():
-        with pytest.raises(InputError, match=reason):
+    for name in ("pipe", "zero", "large"):
+        with refused():
             read_recipe(str(tmp_path / f"{name}.toml"))
+    for content in (f"kv_heads = {'9' * 5000}", "[" * 100_000):
+        (tmp_path / "odd.toml").write_text(content)
+        with pytest.raises(InputError, match="is not valid TOML: "):  # Python words the reason
+            read_recipe(str(tmp_path / "odd.toml"))
 
 
 @pytest.mark.parametrize("steps", ["\N{SUPERSCRIPT TWO}", "9" * 5000])

@@ -207,12 +207,11 @@ def test_a_split_that_more_engines_serve_is_taken_where_it_costs_at_most_5_perce
     ],
 )
 def test_a_split_is_preferred_by_the_verdict_on_it(rank, dim, layout, preferred, monkeypatch):
+    """It is then refined too, though others have a lower KL."""
     other, size = tried(rank - 64, 128, 0.01, layout, dim), tried(rank, 64, 0.0101, layout, dim)
     assert (splits.preferred([other, size]) is size) is preferred
     better = [tried(40 - rope, rope, 0.001 * rope, layout, dim) for rope in (2, 4, 6, 8)]
-    monkeypatch.setattr(
-        splits, "trial", lambda each, surveyed, refine=False: replace(each, refined_kl=1.0) if refine else each
-    )
+    monkeypatch.setattr(splits, "trial", lambda each, _, refine=False: replace(each, refined_kl=refine or None))
     compared = splits.compare_splits([size, *better], Mock(), Stages(None, quiet=True))
     assert (compared[0].refined_kl is not None) is preferred
 

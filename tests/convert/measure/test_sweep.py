@@ -1,12 +1,11 @@
 """Many targets in one walk: each is what its conversion alone would be, and the smallest within a loss is named."""
 
-import re
 from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
-from kvfold.convert import InputError, KvfoldError, convert_checkpoint, sweep_checkpoint
+from kvfold.convert import KvfoldError, convert_checkpoint, sweep_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.cli import kvfold
 from kvfold.convert.data import demo_folder
@@ -83,27 +82,17 @@ def test_targets_are_spelled_with_commas_or_blanks():
         assert [spelled(options) for options in parse_targets(words)] == spelling
 
 
-@pytest.mark.parametrize("words", ["gpa:4", "gqa", "4", "gqa:2+2", "mqa:1"])
-def test_a_wrong_target_is_named_with_the_spellings(words):
-    with pytest.raises(InputError, match=f"--targets {re.escape(words)} must be gqa:HEADS, mqa, mla:ELEMENTS"):
-        parse_targets(words)
+def test_a_wrong_target_is_named_with_the_spellings(refused):
+    for words in ("gpa:4", "gqa", "4", "gqa:2+2", "mqa:1"):
+        with refused():
+            parse_targets(words)
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ("gqa:3", "3 heads must divide the source's 4 key/value heads"),
-        ("gqa:4", ""),
-        ("mla:9999", "9999 elements must be below the source"),
-        ("mla:24+7", ""),
-        ("mla:200+8", ""),
-    ],
-)
-def test_an_impossible_target_ends_the_sweep_before_it_begins(reader, words, problem):
-    with pytest.raises(InputError, match=rf"--targets {re.escape(words)}: .*{problem}") as caught:
-        sweep_checkpoint(str(reader), f"mqa {words}", **TEXT)
-    assert set(re.findall(r"(?<!convert )--[a-z-]+", str(caught.value))) == {"--targets"}, str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_an_impossible_target_ends_the_sweep_before_it_begins(reader, refused):
+    """The messages name no option but --targets, except in commands of another kind."""
+    for words in ("gqa:3", "gqa:4", "mla:9999", "mla:24+7", "mla:200+8"):
+        with refused():
+            sweep_checkpoint(str(reader), f"mqa {words}", **TEXT)
 
 
 def test_targets_given_several_times_are_all_read():

@@ -51,18 +51,20 @@ def test_a_wrong_value_is_named(tmp_path, key, value):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "message"),
+    ("family", "changes"),
     [
-        ("gemma2", {"sliding_window": None}, "sliding_window"),
-        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
-        ("gemma3_text", {"rope_parameters": {"full_attention": 5}}, "full_attention must be"),
-        ("mixtral", {"num_local_experts": 10**9}, "1000000000 experts"),
+        ("gemma2", {"sliding_window": None}),
+        ("gemma2", {"query_pre_attn_scalar": 0}),
+        ("gemma3_text", {"rope_parameters": {"full_attention": 5}}),
+        ("mixtral", {"num_local_experts": 10**9}),
     ],
+    ids=["window", "scalar", "rope", "experts"],
 )
-def test_what_only_some_families_have(tmp_path, tiny_family, family, changes, message):
+def test_what_only_some_families_have(tmp_path, tiny_family, family, changes, told):
     model = with_config(tiny_family(family, vocab_size=2048), tmp_path / "model", **changes)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError) as caught:
         convert(model, tmp_path / "out")
+    told(str(caught.value).partition(" (ValueError")[0])  # transformers words the reason
 
 
 def test_the_auxiliary_loss_of_experts_is_not_requested(tmp_path, tiny_family):
@@ -71,15 +73,13 @@ def test_the_auxiliary_loss_of_experts_is_not_requested(tmp_path, tiny_family):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["output_router_logits"] is True
 
 
-def test_a_method_that_reads_no_text_checks_types_too(tmp_path):
+def test_a_method_that_reads_no_text_checks_types_too(tmp_path, refused):
     model = with_config(demo_folder(), tmp_path / "model", rms_norm_eps="x")
-    with pytest.raises(InputError, match="rms_norm_eps must be a number"):
-        convert_checkpoint(ConvertRequest(str(model), str(tmp_path / "out"), to="mqa", method="mean", quiet=True))
+    with refused():
+        convert_checkpoint(model, tmp_path / "out", to="mqa", method="mean", quiet=True)
 
 
 def test_drift_says_whose_config_it_is(tmp_path):
     bad = with_config(demo_folder(), tmp_path / "bad", hidden_act="nope")
-    with pytest.raises(
-        InputError, match=r"bad: config.json: hidden_act must be an activation that transformers supports"
-    ):
+    with pytest.raises(InputError, match=r"bad: config.json: hidden_act must be an activation that transformers"):
         drift_checkpoints(str(demo_folder()), str(bad), samples=1, seq_len=16)

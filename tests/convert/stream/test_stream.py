@@ -198,14 +198,12 @@ def test_lower_precision_is_the_stock_model_loaded_in_that_precision(tmp_path: P
     torch.testing.assert_close(run(stream, tokens), expected)
 
 
-def test_missing_tensors_and_unknown_models_are_named() -> None:
+def test_missing_tensors_and_unknown_models_are_named(told: Any, refused: Any) -> None:
     _, config, stored = tiny("mixtral")
     gone = [name for name in stored if "layers.2" in name and ("w2" in name or "q_proj" in name)]
     stream = CheckpointStream(config, stored.__getitem__, set(stored) - set(gone))
     with pytest.raises(InputError) as caught, stream.open_layer(2):
         pass
-    assert caught.value.message == "the checkpoint lacks tensors for 2 parameters of MixtralForCausalLM"
-    lost = ("mlp.experts.down_proj", "self_attn.q_proj.weight")
-    assert set(caught.value.details) == {f"model.layers.2.{name}" for name in lost}
-    with pytest.raises(InputError, match="transformers does not support model_type 'nonesuch'"):
+    told("\n".join([caught.value.message, *sorted(caught.value.details)]))
+    with refused():
         CheckpointStream({"model_type": "nonesuch"}, stored.__getitem__, [])

@@ -68,29 +68,20 @@ def test_a_base_models_file_lacks_the_prefix(model: Any, tensors: dict[str, Tens
 
 
 @pytest.mark.parametrize(
-    ("conversion", "name", "problem"),
-    [
-        (
-            WeightRenaming(".feed_forward.", ".mlp."),
-            "feed_forward.up_proj",
-            "2 stored tensors map to one parameter, ",
-        ),
-        (JOINED, "mlp.low", "is stored both whole and in parts"),
-    ],
+    ("conversion", "name"),
+    [(WeightRenaming(".feed_forward.", ".mlp."), "feed_forward.up_proj"), (JOINED, "mlp.low")],
+    ids=["renamed", "joined"],
 )
-def test_two_ways_to_one_parameter_are_refused(
-    model: Any, tensors: dict[str, Tensor], conversions: Any, conversion: Any, name: str, problem: str
-) -> None:
+def test_two_ways_to_one_parameter_are_refused(model: Any, tensors: Any, conversions: Any, conversion, name, refused):
     conversions(conversion)
-    with pytest.raises(KvfoldError, match=problem):
+    with refused(KvfoldError):
         WeightMap(model, [*tensors, f"model.layers.0.{name}.weight"])
 
 
-def test_a_split_of_the_wrong_size_is_refused(model: Any, tensors: dict[str, Tensor]) -> None:
+def test_a_split_of_the_wrong_size_is_refused(model: Any, tensors: dict[str, Tensor], refused: Any) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     tensors[name] = tensors[name].T
-    expected = rf"{name} has shape \[12, 8\] according to config.json, but \[8, 12\] according to the stored {name}"
-    with pytest.raises(InputError, match=expected):
+    with refused():
         load(model, tensors, "model.layers.0.")
 
 

@@ -381,14 +381,11 @@ def test_files_may_leave_the_prefix_out_and_hold_masks(tiny_family, tmp_path):
         torch.testing.assert_close(stock_model(out)(tokens()).logits, stock_model(source)(tokens()).logits, **TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    ("kv_heads", "message"),
-    [(3, "kv_heads = 3 in 'kvfold' must divide the 8 query heads"), (2, "k_proj.weight must be \\[16, 64\\]")],
-)
-def test_a_config_that_kvfold_did_not_write_is_named(kv_heads, message, tiny_family, tmp_path):
+@pytest.mark.parametrize("kv_heads", [3, 2])
+def test_a_config_that_kvfold_did_not_write_is_named(kv_heads, tiny_family, tmp_path, refused):
     out = convert(tiny_family("gpt_neox"), tmp_path / "out", kv_heads=4)
     config = json.loads((out / "config.json").read_text())
     config["kvfold"]["kv_heads"] = kv_heads
     (out / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=message):
+    with refused():
         inspect_checkpoint(str(out))
