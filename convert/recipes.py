@@ -69,15 +69,13 @@ def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
     displaced = {other for name in overridden for other in _DISPLACES.get(name, ())} - overridden
     if "to" in overridden and overrides["to"] != read.options.get("to"):
         to = overrides["to"]
-        every = specs(ConvertRequest).items()
-        displaced |= {name for name, spec in every if spec.targets and to not in spec.targets}
+        displaced |= {name for name, spec in specs(ConvertRequest).items() if spec.targets and to not in spec.targets}
         if read.options.get("method") not in methods_of(to):
             displaced.add("method")
     values = {name: value for name, value in read.options.items() if name not in displaced} | overrides
     if values.get("to") is None:
-        raise InputError(
-            f'{read.origin} has no target; add a line such as to = "mqa" (or "gqa", "mla"), or use {opt("to")}'
-        )
+        way_out = f'add a line such as to = "mqa" (or "gqa", "mla"), or use {opt("to")}'
+        raise InputError(f"{read.origin} has no target; {way_out}")
     try:
         return ConvertRequest(**values)
     except InputError as error:
@@ -85,10 +83,7 @@ def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
 
 
 def read_recipe(recipe: str) -> Recipe:
-    """The shipped recipe called ``recipe``, or the one in the file ``recipe``.
-
-    Raises InputError if neither exists, or if the file is not TOML or has an unknown key or an invalid value.
-    """
+    """The shipped recipe called ``recipe``, or the one in the file ``recipe``. Raises InputError if it is not valid."""
     known, path, origin = recipe_names(), Path(recipe), recipe
     # Names come first, so that a file with the same name in the current folder does not change their meaning.
     if recipe in known:
@@ -148,6 +143,6 @@ def _problems(options: Mapping[str, Any], about: Any) -> Iterator[str]:
         yield f"'about' must be a table, not {about!r}; write its entries below a line [about]"
         return
     # Other entries are for readers, but an option in [about] would be silently ignored.
-    yield from (
-        f"{key!r} is an option, which has no effect in [about]; write it above [about]" for key in about if key in keys
-    )
+    for key in about:
+        if key in keys:
+            yield f"{key!r} is an option, which has no effect in [about]; write it above [about]"

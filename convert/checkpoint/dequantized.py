@@ -32,10 +32,7 @@ def undeclared_problems(config: Mapping[str, Any], tensors: Mapping[str, TensorI
 
 
 def dequantized(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    """Return ``checkpoint`` as a dense one with floats in the safetensors ``dtype``; an unquantized one is unchanged.
-
-    Raises InputError if the quantization is not supported, or if the tensors contradict the config.
-    """
+    """``checkpoint`` as a dense one with floats in the safetensors ``dtype``. InputError if that is not possible."""
     key = next((key for key in _QUANTIZATION_KEYS if checkpoint.config.get(key)), None)
     if key is None:
         return checkpoint

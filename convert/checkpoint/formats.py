@@ -65,10 +65,7 @@ class StoredWeight:
 def stored_weights(
     formats: tuple[Format, ...], tensors: Mapping[str, TensorInfo]
 ) -> tuple[dict[str, StoredWeight], list[str]]:
-    """Find the quantized weights among ``tensors``. Returns them by dense name, and the problems of incomplete weights.
-
-    A root belongs to the first of ``formats`` whose required tensors are all present.
-    """
+    """The quantized weights among ``tensors`` by dense name, each in the first complete format; and the problems."""
     weights: dict[str, StoredWeight] = {}
     problems = []
     for name, info in tensors.items():
