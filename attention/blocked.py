@@ -18,6 +18,7 @@ between two attentions (``drift/profile.py``) and for decoding over a latent cac
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -115,7 +116,11 @@ class AttentionScores:
             if whole:
                 yield self.whole()
                 return
-            for part in _parts(batch, groups, pairs, one_stride):
+            # a block has all key heads of several sequences, or some key heads of one sequence
+            together = one_stride and (pairs >= 2 * groups or pairs >= batch * groups)
+            sequences, heads = (min(batch, pairs // groups), groups) if together else (1, min(groups, pairs))
+            for row, group in product(range(0, batch, sequences), range(0, groups, heads)):
+                part = slice(row, min(row + sequences, batch)), slice(group, min(group + heads, groups))
                 yield QueryBlock(*part, first, last, low, high)
 
     def whole(self) -> QueryBlock:
@@ -204,22 +209,6 @@ class AttentionScores:
         for part, key in enumerate(self.keys):
             row_products(rows[part], block.keys(key), self.scale, scores, add=part > 0)
         return scores
-
-
-def _parts(batch: int, groups: int, pairs: int, one_stride: bool) -> Iterator[tuple[slice, slice]]:
-    """Split the (sequence, key head) pairs into parts of at most ``pairs``, as slices of sequences and of heads.
-
-    A part contains all heads of several sequences, or some heads of one sequence.
-    """
-    if (pairs >= 2 * groups or pairs >= batch * groups) and one_stride:
-        count = min(batch, pairs // groups)
-        for start in range(0, batch, count):
-            yield slice(start, min(start + count, batch)), slice(0, groups)
-        return
-    count = min(groups, pairs)
-    for sequence in range(batch):
-        for start in range(0, groups, count):
-            yield slice(sequence, sequence + 1), slice(start, min(start + count, groups))
 
 
 def weighted_values(scores: AttentionScores, value: Tensor, kept: Tensor | None = None) -> Tensor:

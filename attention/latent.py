@@ -10,8 +10,7 @@ then the rotary key shared by all heads), ``up_key [H, Dn, R]``, ``up_value [H, 
 Explicit: compute ``W_uk c`` and ``W_uv c`` for all heads and slots. This is best for prefill and training. Absorbed
 (sec. 2.1.2): since ``q_nope . W_uk c = (W_uk^T q_nope) . c`` and ``sum_s a_s W_uv c_s = W_uv sum_s a_s c_s``, attention
 can run over the cache itself, as one key head with ``R + P`` dims whose first ``R`` dims are also the values. This is
-best for decoding. ``latent_decode`` is the absorbed form for latents and rotary keys in two separate tensors, as in
-transformers' cache.
+best for decoding.
 """
 
 from importlib.util import find_spec
@@ -84,8 +83,9 @@ def latent_decode(
 ) -> Tensor:
     """``softmax(scale * (query . latent + query_rope . key_rope) + mask) latent``: ``[B, H, T, R]``, no gradients.
 
-    ``query [B, H, T, R]`` is already absorbed; ``query_rope [B, H, T, P]``, ``latent [B, S, R]``,
-    ``key_rope [B, S, P]``. ``mask [1|B, 1|H, T, S]`` is boolean (True means visible) or is added to the scores.
+    ``query [B, H, T, R]`` is already absorbed; ``query_rope [B, H, T, P]``; ``latent [B, S, R]`` and
+    ``key_rope [B, S, P]`` are separate, as in transformers' cache. ``mask [1|B, 1|H, T, S]`` is boolean (True means
+    visible) or is added to the scores.
     """
     # eagerly, an operator's call is slower than a short step
     if torch.compiler.is_compiling():

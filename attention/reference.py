@@ -179,33 +179,30 @@ def grouped_query_heads(query: Tensor, key: Tensor, value: Tensor, masks: Masks,
 
 
 def latent_heads(
-    nope: Tensor, rope: Tensor, c: Tensor, rope_key: Tensor, w: LatentProjections, masks: Masks, scale: float | None
+    nope: Tensor,
+    rope: Tensor,
+    c: Tensor,
+    rope_key: Tensor,
+    w: LatentProjections,
+    masks: Masks,
+    scale: float | None,
+    absorbed: bool = False,
 ) -> Tensor:
     """``k_h = [W_uk,h c; k_rope]; v_h = W_uv,h c; z_h = attention([q_nope,h; q_rope,h], k_h, v_h)`` (eq. 10-11, 16-18).
 
-    ``nope [H, T, Dn]``, ``rope [H, T, P]``, ``c [S, R]``, ``rope_key [S, P]`` -> ``[H, T, Dv]``.
-    """
-    heads = []
-    for h in range(len(nope)):
-        query = torch.cat([nope[h], rope[h]], -1)
-        key = torch.cat([project(c, w.up_key[h]), rope_key], -1)
-        heads.append(attention(query, key, project(c, w.up_value[h]), masks, scale))
-    return torch.stack(heads)
-
-
-def absorbed_heads(
-    nope: Tensor, rope: Tensor, c: Tensor, rope_key: Tensor, w: LatentProjections, masks: Masks, scale: float | None
-) -> Tensor:
-    """``q_nope . W_uk c = (W_uk^T q_nope) . c`` and ``sum_s a_s W_uv c_s = W_uv sum_s a_s c_s`` (sec. 2.1.2).
-
-    Never computes the keys or values of a head; shapes as in ``latent_heads``.
+    ``nope [H, T, Dn]``, ``rope [H, T, P]``, ``c [S, R]``, ``rope_key [S, P]`` -> ``[H, T, Dv]``. ``absorbed`` never
+    computes the keys or values of a head (sec. 2.1.2).
     """
     scale = (nope.shape[-1] + rope.shape[-1]) ** -0.5 if scale is None else scale
     heads = []
     for h in range(len(nope)):
-        query = torch.cat([project(nope[h], w.up_key[h].T), rope[h]], -1)
-        z = attention(query, torch.cat([c, rope_key], -1), c, masks, scale)
-        heads.append(project(z, w.up_value[h]))
+        if absorbed:
+            # q_nope . W_uk c = (W_uk^T q_nope) . c  and  sum_s a_s W_uv c_s = W_uv sum_s a_s c_s
+            query, key, value = project(nope[h], w.up_key[h].T), c, c
+        else:
+            query, key, value = nope[h], project(c, w.up_key[h]), project(c, w.up_value[h])
+        z = attention(torch.cat([query, rope[h]], -1), torch.cat([key, rope_key], -1), value, masks, scale)
+        heads.append(project(z, w.up_value[h]) if absorbed else z)
     return torch.stack(heads)
 
 
@@ -225,5 +222,4 @@ def latent_attention(
     c_q = x if w.query_down is None else project(x, w.query_down)
     nope, rope = project_heads(c_q, w.query_nope, None), project_heads(c_q, w.query_rope, None, rotary)
     c, rope_key = project(x, w.latent), rotary(project(x, w.rope_key), torch.arange(len(x)))
-    heads = absorbed_heads if absorbed else latent_heads
-    return project_output(heads(nope, rope, c, rope_key, w, masks, scale), w.output)
+    return project_output(latent_heads(nope, rope, c, rope_key, w, masks, scale, absorbed), w.output)

@@ -49,8 +49,11 @@ class SelfAttention(nn.Module):
 
     heads_of: Callable[..., tuple[Tensor, Tensor | None]]
 
-    def __init__(self, config: Any, layer_idx: int, facts: dict[str, Any]) -> None:
+    def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
+        # values of this layer come in addition to the common ones
+        layers = config.kvfold.get("layers")
+        facts = self.facts = {**config.kvfold, **(layers[layer_idx] if layers else {})}
         self.config, self.layer_idx, self.is_causal = config, layer_idx, True
         self.head_dim: int = facts["head_dim"]
         self.o_proj = nn.Linear(facts["heads"] * self.head_dim, facts["model_dim"], bias=facts["o_bias"])
@@ -89,8 +92,8 @@ class GroupedSelfAttention(SelfAttention):
     """GQA, or MQA with one key/value head: ``H`` query heads share ``G`` key/value heads."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
-        facts = facts_of(config, layer_idx)
-        super().__init__(config, layer_idx, facts)
+        super().__init__(config, layer_idx)
+        facts = self.facts
         width, bias = facts["model_dim"], facts["qkv_bias"]
         self.q_proj = nn.Linear(width, facts["heads"] * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, facts["kv_heads"] * self.head_dim, bias=bias)
@@ -143,8 +146,8 @@ class LatentSelfAttention(SelfAttention):
     """
 
     def __init__(self, config: Any, layer_idx: int) -> None:
-        facts = facts_of(config, layer_idx)
-        super().__init__(config, layer_idx, facts)
+        super().__init__(config, layer_idx)
+        facts = self.facts
         if str(config._attn_implementation).startswith("flash"):
             name = config._attn_implementation
             raise ValueError(f"attn_implementation={name!r} requires equal key and value dims; use 'sdpa' or 'eager'")
@@ -251,13 +254,6 @@ def divided(x: Tensor, norm: dict[str, Any]) -> tuple[Tensor, Tensor]:
     x, over = x.float(), (-2, -1) if norm["flat"] else (-1,)
     x = x - x.mean(over, keepdim=True) if norm["kind"] == "layer" else x
     return x, torch.rsqrt(x.square().mean(over, keepdim=True) + norm["eps"])
-
-
-def facts_of(config: Any, layer: int) -> dict[str, Any]:
-    """The ``kvfold`` block of ``config``, updated with the values specific to ``layer``."""
-    block = dict(config.kvfold)
-    layers = block.pop("layers", None)
-    return {**block, **layers[layer]} if layers else block
 
 
 def with_alibi(mask: Tensor | None, query: Tensor, options: dict[str, Any]) -> Any:

@@ -93,8 +93,8 @@ def row_kl(
         raise ValueError("other_query has [B, H, T] = {}; it must be {}, as in query".format(*shapes))
     batch, heads, length, _ = query.shape
     models = (
-        _scores(query, key, scale, window, causal, softcap, expand=True),
-        _scores(other_query, other_key, other_scale, window, causal, other_softcap, expand=True),
+        _scores(query, key, scale, True, window=window, causal=causal, softcap=softcap),
+        _scores(other_query, other_key, other_scale, True, window=window, causal=causal, softcap=other_softcap),
     )
     total = torch.zeros(batch, heads, dtype=torch.float64, device=query.device)
     blocks = list(models[0].blocks(buffers=4))
@@ -122,14 +122,7 @@ def divergence_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _scores(
-    query: Tensor,
-    key: Tensor,
-    scale: float,
-    window: int | None = None,
-    causal: bool = True,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    expand: bool = False,
+    query: Tensor, key: Tensor, scale: float, expand: bool = False, **options: Unpack[ScoreOptions]
 ) -> AttentionScores:
     """Check the inputs and return their scores, in float32 or wider; ``expand`` repeats key heads to ``H``."""
     expect_shape("query", query, "B H T D", {})
@@ -137,14 +130,15 @@ def _scores(
     expect_shape("key", key, "B G T D", {"B": batch, "T": length, "D": dim})
     expect_divides("the number of key heads G", key.shape[1], "the number of query heads H", heads)
     expect_alike("key", key, "query", query)
-    if window is not None:
+    if (window := options.get("window")) is not None:
         expect_at_least("window", window, 1)
     wide = torch.promote_types(query.dtype, torch.float32)
     query, key = query.to(wide), key.to(wide)
     # models to be compared may have other numbers of key heads, so that only query heads correspond
     key = key.repeat_interleave(heads // key.shape[1], 1) if expand else key
     grouped = torch.unflatten(query, 1, (key.shape[1], -1))
-    return AttentionScores((grouped,), (key,), scale, Visibility(causal, 0, window), None, softcap, sinks)
+    rule = Visibility(options.get("causal", True), 0, window)
+    return AttentionScores((grouped,), (key,), scale, rule, None, options.get("softcap"), options.get("sinks"))
 
 
 def sum_by_distance(weights: Tensor, first: int, low: int, total: Tensor) -> None:

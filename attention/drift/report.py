@@ -161,13 +161,10 @@ def measure_drift(
         if number is not None:
             expect_at_least(name, number, 1)
     # a loaded model goes to the GPU by default, a stream stays where it is
-    default = "cuda" if torch.cuda.is_available() else None
-    devices = [
-        device if device not in (None, "auto") else default if isinstance(model, nn.Module) else None
-        for model in (source, student)
-    ]
+    default, chosen = "cuda" if torch.cuda.is_available() else None, None if device == "auto" else device
     teacher, compared = (
-        as_stream(model, device=place, dtype=dtype) for model, place in zip((source, student), devices, strict=True)
+        as_stream(model, device=chosen or (default if isinstance(model, nn.Module) else None), dtype=dtype)
+        for model in (source, student)
     )
     if teacher.layers != compared.layers:
         raise ValueError(
@@ -247,12 +244,7 @@ def _layer(layer: LayerDrift, floor: LayerDrift | None) -> dict[str, Any]:
     """One layer as plain values; its heads have floors only if the floor has the same number of heads."""
     lows = floor.heads if floor is not None and len(floor.heads) == len(layer.heads) else ()
     heads = [
-        {
-            "head": head.head,
-            "student_head": head.student_head,
-            "error": _pair(head, low, "error"),
-            "row_kl": _pair(head, low, "row_kl"),
-        }
+        {**asdict(head), "error": _pair(head, low, "error"), "row_kl": _pair(head, low, "row_kl")}
         for head, low in itertools.zip_longest(layer.heads, lows)
     ]
     return {"layer": layer.layer, **{name: _pair(layer, floor, name) for name in _LAYER_NUMBERS}, "heads": heads}

@@ -190,10 +190,8 @@ def open_tokens(plan: TokenPlan, folder: Path) -> RunTokens | None:
         bytes_there = path.stat().st_size
     except (OSError, ValueError):
         return None
-    if written["made_from"] != plan.made_from():
-        return None
     numbers = (plan.held_out + written["training"]) * plan.length
-    if bytes_there != _TOKEN_BYTES * numbers:
+    if written["made_from"] != plan.made_from() or bytes_there != _TOKEN_BYTES * numbers:
         return None
     tokens = torch.from_file(str(path), size=numbers, dtype=torch.int32).view(-1, plan.length)
     return RunTokens(tokens[plan.held_out :], tokens[: plan.held_out])
@@ -218,11 +216,9 @@ def make_tokens(plan: TokenPlan, folder: Path) -> None:
             yield from rows
 
     count, parts = plan.text.parts()
-    if plan.eval_text is None:
-        # A dataset's length is unknown: all of it may be held out.
-        first = documents(parts if count is None else islice(parts, count // _LARGEST_SHARE))
-    else:
-        first = documents(plan.eval_text.parts()[1])
+    # A dataset's length is unknown: all of it may be held out.
+    some = parts if count is None else islice(parts, count // _LARGEST_SHARE)
+    first = documents(some if plan.eval_text is None else plan.eval_text.parts()[1])
     held_out = list(islice(sequences(first), plan.held_out))
     if len(held_out) < plan.held_out:
         raise InputError(

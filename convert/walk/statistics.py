@@ -46,7 +46,15 @@ class StatisticsAccumulator:
             self._sum("divisors", inputs, *parts.shape).add_(parts)
         weights = {"": inputs.new_ones(len(inputs))}
         if self._with_profile:
-            weights["received_"] = self._add_attention(output)
+            if output.query is None or output.key is None:
+                raise ValueError("output: a distance profile needs the layer's queries and keys; use with_heads")
+            rules = ScoreOptions(window=output.window, causal=output.causal, softcap=output.softcap, sinks=output.sinks)
+            profile, received = attention_sums(output.query, output.key, output.scale, **rules)
+            sequences = len(output.query)
+            self._sum("profile", received, *profile.shape).add_(profile * sequences)
+            self._sum("sequences", received).add_(sequences)
+            # The attention that each token received, on average over the heads.
+            weights["received_"] = received.flatten()
         for name, weight in weights.items():
             self._sum(f"{name}weight", inputs).add_(weight.sum())
             self._sum(f"{name}mean", inputs, width).add_(weight @ inputs)
@@ -58,17 +66,6 @@ class StatisticsAccumulator:
                 cross = self._sum(f"{name}normed", inputs, *normed.shape[1:], width + 1)
                 rows = torch.nn.functional.pad(inputs, (0, 1), value=1.0)
                 cross.flatten(0, 1).addmm_((normed.flatten(1) * weight[:, None]).mT, rows)
-
-    def _add_attention(self, output: LayerOutput) -> Tensor:
-        """Add the batch's distance profile to the sums, and return the attention that each token received ``[N]``."""
-        if output.query is None or output.key is None:
-            raise ValueError("output: a distance profile needs the layer's queries and keys; use with_heads")
-        options = ScoreOptions(window=output.window, causal=output.causal, softcap=output.softcap, sinks=output.sinks)
-        profile, received = attention_sums(output.query, output.key, output.scale, **options)
-        sequences = len(output.query)
-        self._sum("profile", received, *profile.shape).add_(profile * sequences)
-        self._sum("sequences", received).add_(sequences)
-        return received.flatten()
 
     def _sum(self, name: str, like: Tensor, *shape: int) -> Tensor:
         """The running sum ``name``, created as zeros of ``shape`` at the first call."""
