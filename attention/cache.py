@@ -7,7 +7,7 @@ must skip (pass ``lengths=``). Caches are for inference: they reject tensors tha
 """
 
 import math
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ _GROWTH = 1.5
 
 
 class CacheOptions(TypedDict, total=False):
-    """``growing`` (the default) allocates more slots when all ``capacity`` slots are in use, instead of an error."""
+    """``growing`` (the default) allocates more slots when all are in use, instead of an error; float32 by default."""
 
     growing: bool
     dtype: torch.dtype
@@ -30,16 +30,11 @@ class CacheOptions(TypedDict, total=False):
 class SlotCache:
     """Buffers ``[B, ..., C, width]`` filled slot by slot; ``KVCache`` and ``LatentCache`` define what a slot stores."""
 
-    def __init__(
-        self,
-        shapes: list[tuple[int, ...]],
-        growing: bool = True,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self.growing = growing
+    def __init__(self, shapes: list[tuple[int, ...]], **options: Unpack[CacheOptions]) -> None:
+        self.growing = options.get("growing", True)
         self.batch, self.capacity = shapes[0][0], shapes[0][-2]
         expect_at_least("capacity", self.capacity, 0)
+        dtype, device = options.get("dtype", torch.float32), options.get("device")
         self.buffers = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
         self.length = 0
         self.lengths: Tensor | None = None
@@ -159,7 +154,7 @@ def cache_numbers(
 
     ``value_dim`` defaults to ``head_dim``. Raises ValueError if a size required by the variant is missing.
     """
-    needed = {
+    needed: dict[str, dict[str, Any]] = {
         "mha": {"heads": heads, "head_dim": head_dim},
         "gqa": {"kv_heads": kv_heads, "head_dim": head_dim},
         "mqa": {"head_dim": head_dim},
@@ -167,16 +162,15 @@ def cache_numbers(
     }
     if variant not in needed:
         raise ValueError(f"variant is {variant!r}; it must be one of {', '.join(map(repr, needed))}")
-    sizes: dict[str, int] = {}
-    for name, size in needed[variant].items():
+    sizes: dict[str, int] = needed[variant]
+    for name, size in sizes.items():
         if size is None:
-            raise ValueError(f"{name} is missing; variant {variant!r} needs {' and '.join(needed[variant])}")
+            raise ValueError(f"{name} is missing; variant {variant!r} needs {' and '.join(sizes)}")
         expect_at_least(name, size, 0)
-        sizes[name] = size
     if variant == "mla":
         return sum(sizes.values())
     width = sizes.pop("head_dim")
-    return math.prod(sizes.values()) * (width + (width if value_dim is None else value_dim))
+    return math.prod(sizes.values(), start=width + (width if value_dim is None else value_dim))
 
 
 def cache_bytes(

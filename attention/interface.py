@@ -46,8 +46,7 @@ def blockwise_attention(
     in_half = query.device.type == "cpu" and torch.is_autocast_enabled("cpu")
     more = attention_mask is not None or options.get("position_bias") is not None or dropout > 0
     if not unfused and (more or not in_half):
-        context, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
-        return context, None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)[0], None
     # rotary tables are float32 and widen queries and keys
     if in_half:
         query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))

@@ -25,7 +25,6 @@ from kvfold.attention.grouped import attend
 from kvfold.attention.mask import Visibility, visibility
 
 _HAS_TRITON = find_spec("triton") is not None
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 # DeepSeek's sizes; the kernel's tiles are laid out for them
 _KERNEL_RANK, _KERNEL_ROPE = 512, 64
 # decoding steps see the whole cache; what is hidden comes as a mask
@@ -113,7 +112,8 @@ def kernel_takes(query: Tensor, query_rope: Tensor, mask: Tensor | None) -> bool
 
     A mask must be boolean and the same for all heads. Shapes as in ``latent_decode``.
     """
-    if not _HAS_TRITON or query.device.type != "cuda" or query.dtype not in _KERNEL_DTYPES or query.shape[2] != 1:
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if not _HAS_TRITON or query.device.type != "cuda" or not half or query.shape[2] != 1:
         return False
     if query.shape[-1] > _KERNEL_RANK or query_rope.shape[-1] > _KERNEL_ROPE:
         return False

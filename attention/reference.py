@@ -48,16 +48,11 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, interleaved: bool 
     return torch.stack(rows)
 
 
-def no_rotary(x: Tensor, positions: Tensor) -> Tensor:
-    """Return ``x`` unchanged: the choice for models without rotary embedding."""
-    return x
-
-
-def project_heads(x: Tensor, weight: Tensor, bias: Tensor | None, rotary: Rotate = no_rotary) -> Tensor:
+def project_heads(x: Tensor, weight: Tensor, bias: Tensor | None, rotary: Rotate | None = None) -> Tensor:
     """Apply ``project`` with each head of ``weight [H, D, E]`` and ``bias [H, D]``, then rotate: ``[H, T, D]``."""
-    places = torch.arange(len(x))
     biases = [None] * len(weight) if bias is None else bias
-    return torch.stack([rotary(project(x, w, b), places) for w, b in zip(weight, biases, strict=True)])
+    heads = [project(x, w, b) for w, b in zip(weight, biases, strict=True)]
+    return torch.stack(heads if rotary is None else [rotary(head, torch.arange(len(x))) for head in heads])
 
 
 def project_output(heads: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -152,7 +147,7 @@ def grouped_query_attention(
     x: Tensor,
     w: GroupedProjections,
     masks: Masks = CAUSAL,
-    rotary: Rotate = no_rotary,
+    rotary: Rotate | None = None,
     scale: float | None = None,
     memory: Tensor | None = None,
 ) -> Tensor:

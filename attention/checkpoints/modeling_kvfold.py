@@ -193,7 +193,7 @@ class LatentSelfAttention(SelfAttention):
         mask = with_alibi(mask, plain, options)
         # with one query, up-projections of all cached tokens would cost more than attention itself
         if cache is not None and hidden_states.shape[1] == 1:
-            return self.over_latents(plain, turning, latent, rope, scales, mask, options)
+            return self.over_latents((plain, turning), (latent, rope, scales), mask, options)
         key, value = (
             projection(latent[:, 0]).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, S, D]
             for projection in (self.k_up_proj, self.v_up_proj)
@@ -214,20 +214,14 @@ class LatentSelfAttention(SelfAttention):
         return plain, plain @ self.q_rope_proj.weight.view(self.heads, self.rope_dim, self.head_dim).mT
 
     def over_latents(
-        self,
-        plain: Tensor,
-        turning: Tensor,
-        latent: Tensor,
-        rope: Tensor,
-        scales: Tensor,
-        mask: Tensor | None,
-        options: dict[str, Any],
+        self, queries: tuple[Tensor, ...], cached: tuple[Tensor, ...], mask: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """One decoding step (``T = 1``) that attends to the latents without computing keys or values.
 
         The up-projections are applied to query and result instead. The heads become ``H`` queries ``[B, 1, H, R + P]``
         of one key/value head, whose values are the latents.
         """
+        (plain, turning), (latent, rope, scales) = queries, cached
         options = {**options, "is_causal": False}
         if self.norm is not None:
             constant = torch.einsum("bhtn,hn->bht", plain, self.k_up_proj.bias.view(self.heads, -1))

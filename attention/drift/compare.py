@@ -134,8 +134,15 @@ def compare_layer(
         expected[part], actual[part] = output.states, propagated.states
         sequences += len(hidden)
     errors = [relative(*pair) for pair in torch.stack(sums).sum(0).tolist()]
-    mean_kl, of_heads = _head_drifts(heads, sequences)
-    return LayerDrift(index, errors[0], errors[1], errors[2], errors[3], mean_kl, of_heads)
+    rows = [kl for _, _, kl in heads if kl is not None]
+    kls: list[float] = (torch.stack(rows).sum(0) / sequences).tolist() if rows else []
+    drifts: list[HeadDrift] = []
+    if heads:
+        of_heads = [relative(*pair) for pair in torch.stack([each for _, each, _ in heads]).sum(0).tolist()]
+        numbered = itertools.zip_longest(range(len(of_heads)), heads[0][0].tolist(), of_heads, kls)
+        drifts = [HeadDrift(*each) for each in numbered]
+    mean_kl = math.fsum(kls) / len(kls) if kls else None
+    return LayerDrift(index, errors[0], errors[1], errors[2], errors[3], mean_kl, tuple(drifts))
 
 
 # weighted values at the positions of all sequences ``[N, H, Dv]`` and output projection ``[E, H, Dv]``
@@ -167,17 +174,6 @@ def _compare_heads(teacher: LayerOutput, student: LayerOutput, order: Tensor | N
     return order, _squared_errors(pairs), None if rows is None else rows * len(teacher.attention)
 
 
-def _head_drifts(batches: Sequence[_Compared], sequences: int) -> tuple[float | None, tuple[HeadDrift, ...]]:
-    """The mean row KL over heads, and the drift of every head."""
-    if not batches:
-        return None, ()
-    errors = [relative(*pair) for pair in torch.stack([errors for _, errors, _ in batches]).sum(0).tolist()]
-    rows = [kl for _, _, kl in batches if kl is not None]
-    kls: list[float] = (torch.stack(rows).sum(0) / sequences).tolist() if rows else []
-    drifts = itertools.zip_longest(range(len(errors)), batches[0][0].tolist(), errors, kls)
-    return math.fsum(kls) / len(kls) if kls else None, tuple(HeadDrift(*each) for each in drifts)
-
-
 def match_heads(teacher: _Heads, student: _Heads) -> Tensor:
     """The student head that corresponds to each teacher head: ``[H]``.
 
@@ -204,11 +200,7 @@ def match_heads(teacher: _Heads, student: _Heads) -> Tensor:
 
 
 def compare_rows(teacher: LayerOutput, student: LayerOutput, order: Tensor) -> Tensor | None:
-    """Row KL of matched heads ``[H]``, or None if their attention rows cannot be compared.
-
-    The result is None if either model does not provide queries and keys, if their masks differ, or if sinks take part
-    of each row.
-    """
+    """Row KL of matched heads ``[H]``; None without queries and keys, for masks that differ, or with sinks in a row."""
     if teacher.query is None or teacher.key is None or student.query is None or student.key is None:
         return None
     length = teacher.attention.shape[1]

@@ -7,7 +7,7 @@ dim, ``H`` query heads, ``G`` key/value heads, ``D`` query/key dim of a head, ``
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -87,46 +87,37 @@ class OpenLayer:
 
     def __call__(self, hidden: Tensor) -> LayerOutput:
         """Run the whole layer on ``hidden [B, T, E]``."""
-        return run_layer(self.module, hidden, self.arguments(hidden), self.tensors)
+        return self.run(hidden, whole=True)
 
     def attend(self, hidden: Tensor) -> LayerOutput:
         """Run the layer only up to its attention output; ``hidden`` of the result is None."""
-        return run_layer(self.module, hidden, self.arguments(hidden), self.tensors, whole=False)
+        return self.run(hidden, whole=False)
+
+    def run(self, hidden: Tensor, *, whole: bool) -> LayerOutput:
+        """Run the layer as the stock model would; ``whole=False`` stops at the attention output.
+
+        Gradients flow to ``tensors``. ``query`` and ``key`` of the result are None if the model's attention does not
+        use transformers' attention interface, or if its mask contains more than causality and a window. Raises
+        ValueError if the layer never calls its attention module.
+        """
+        layer, arguments = self.module, self.arguments(hidden)
+        with _recording(layer.get_submodule(attention_name(layer)), whole) as recording:
+            try:
+                result = functional_call(layer, self.tensors or {}, (hidden, *arguments.args), arguments.kwargs)
+            except Stop:
+                result = None
+        if recording.output is None or recording.input is None:
+            raise ValueError(f"{type(layer).__name__} never called its attention module, so nothing was recorded")
+        after = result[0] if isinstance(result, tuple) else result
+        return LayerOutput(after, recording.output, recording.input, **recording.call)
 
     def run_submodule(self, name: str, inputs: Tensor) -> Tensor:
         """The output of the layer's submodule ``name`` for ``inputs``."""
         module = self.module.get_submodule(name)
-        prefix = f"{name}."
-        tensors = {
-            key.removeprefix(prefix): value for key, value in (self.tensors or {}).items() if key.startswith(prefix)
-        }
+        prefix, held = f"{name}.", self.tensors or {}
+        tensors = {key.removeprefix(prefix): held[key] for key in held if key.startswith(prefix)}
         result: Tensor = functional_call(module, tensors, (inputs,))
         return result
-
-
-def run_layer(
-    layer: nn.Module,
-    hidden: Tensor,
-    arguments: Arguments,
-    tensors: Mapping[str, Tensor] | None = None,
-    *,
-    whole: bool = True,
-) -> LayerOutput:
-    """Run ``layer`` on ``hidden [B, T, E]`` as the stock model would; ``whole=False`` stops at the attention output.
-
-    ``tensors`` replace the layer's parameters with the same names; gradients flow to them. ``query`` and ``key`` of the
-    result are None if the model's attention does not use transformers' attention interface, or if its mask contains
-    more than causality and a window. Raises ValueError if the layer never calls its attention module.
-    """
-    with _recording(layer.get_submodule(attention_name(layer)), whole) as recording:
-        try:
-            result = functional_call(layer, dict(tensors or {}), (hidden, *arguments.args), arguments.kwargs)
-        except Stop:
-            result = None
-    if recording.output is None or recording.input is None:
-        raise ValueError(f"{type(layer).__name__} never called its attention module, so nothing was recorded")
-    after = result[0] if isinstance(result, tuple) else result
-    return LayerOutput(after, recording.output, recording.input, **recording.call)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,9 +182,7 @@ def measure_drift(
 
     with torch.no_grad():
         measured = compare(teacher, compared, tokens, size, steps("compare"))
-    if not floor or _floor_dtypes(teacher, compared)[1] is None:
-        return report_of(measured, teacher, compared, tokens, some)
-    return report_of(measured, teacher, compared, tokens, some, size, steps("floor"))
+    return report_of(measured, teacher, compared, tokens, some, size, partial(steps, "floor"))
 
 
 def floor_count(tokens: Tensor) -> int:
@@ -200,20 +199,22 @@ def report_of(
     tokens: Tensor,
     floor_tokens: Tensor | None = None,
     batch: int | None = None,
-    step: Callable[[], None] = lambda: None,
+    start: Callable[[], Callable[[], None]] = lambda: lambda: None,
 ) -> DriftReport:
     """The report for a comparison ``measured`` over ``tokens [N, T]``, including its floor and cache bytes.
 
     The floor is measured on ``floor_tokens`` (skipped if empty), by default the first ``floor_count(tokens)``
-    sequences. ``batch`` and ``step`` are passed to ``compare``.
+    sequences. ``start`` is called before it is measured; ``batch`` and the function that it returns go to ``compare``.
     """
     some = tokens[: floor_count(tokens)] if floor_tokens is None else floor_tokens
-    rounded, exact = _floor_dtypes(source, student)
+    coarse = max(source.dtype, student.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     floor = None
-    if exact is not None and len(some):
-        reference, coarse = source.to(dtype=exact), as_stream(source, dtype=rounded)
-        lowest = compare(reference, coarse, some, batch or len(some), step)
-        floor = Floor(_name(rounded), _name(exact), len(some), lowest)
+    # no dtype is wider than float64
+    if coarse != torch.float64 and len(some):
+        exact = torch.float64 if coarse == torch.float32 else torch.float32
+        reference, rounded = source.to(dtype=exact), as_stream(source, dtype=coarse)
+        lowest = compare(reference, rounded, some, batch or len(some), start())
+        floor = Floor(_name(coarse), _name(exact), len(some), lowest)
     return DriftReport(
         sequences=tokens.shape[0],
         length=tokens.shape[1],
@@ -230,14 +231,6 @@ def report_of(
 def perplexity(loss: float) -> float:
     """``e^loss``, or infinity if that exceeds the range of a float."""
     return math.exp(loss) if loss < 700 else math.inf if loss == loss else loss
-
-
-def _floor_dtypes(source: LayerStream, student: LayerStream) -> tuple[torch.dtype, torch.dtype | None]:
-    """The coarser dtype of two streams, and the dtype to measure its rounding against (None if there is none)."""
-    coarse = max(source.dtype, student.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-    if coarse == torch.float64:
-        return coarse, None
-    return coarse, torch.float64 if coarse == torch.float32 else torch.float32
 
 
 def _layer(layer: LayerDrift, floor: LayerDrift | None) -> dict[str, Any]:

@@ -100,7 +100,6 @@ class LoadedStream:
 
     @torch.no_grad()
     def cache_bytes_per_token(self) -> int:
-        """Bytes per token in the model's own cache object and dtype, summed over all layers."""
         # generation runs in the dtype of the model itself, whatever the stream computes in
         if _differs(self.model, self.device, self.dtype):
             return LoadedStream(self.model).cache_bytes_per_token()

@@ -100,8 +100,7 @@ def refit_output(
         if first is None:
             return weights, None
         gram, missing = _sums(present, _regressions(*common, step.calibration, step.student_calibration))
-        fit = partial(_fit, present, gram, missing, chain([first], held_out))
-        fitted, before, after = processes.from_first(fit)
+        fitted, before, after = processes.from_first(partial(_fit, present, gram, missing, chain([first], held_out)))
     if not after < before:
         return weights, OutputFit(before, before)
     size = weights.o[0].numel()

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.attention import blocked
 from kvfold.attention.drift.frame import Arguments
-from kvfold.attention.drift.recording import RECORDER, run_layer
+from kvfold.attention.drift.recording import RECORDER, OpenLayer
 from kvfold.attention.interface import BLOCKWISE, blockwise_attention
 
 
@@ -92,7 +92,7 @@ CAUSAL = ORDER >= 0
 
 
 def recorded(attention: nn.Module, mask: Tensor | None = CAUSAL[None, None]) -> Any:
-    return run_layer(Layer(attention), HIDDEN, Arguments((), {"mask": mask}))
+    return OpenLayer(0, Layer(attention), lambda _: Arguments((), {"mask": mask}))(HIDDEN)
 
 
 @pytest.mark.parametrize(("softcap", "window"), [(None, None), (None, 4), (0.7, 4)])
@@ -164,7 +164,7 @@ def test_nothing_is_left_behind_where_a_layer_fails() -> None:
     skipping = Skipping(Attention())
     for layer, message in ((Layer(Broken()), "broken"), (skipping, "Skipping never called its attention module")):
         with pytest.raises((RuntimeError, ValueError), match=message):
-            run_layer(layer, HIDDEN, Arguments((), {}))
+            OpenLayer(0, layer, lambda _: Arguments((), {}))(HIDDEN)
         assert layer.self_attn.config._attn_implementation == BLOCKWISE
         assert not layer.self_attn._forward_hooks
 
@@ -180,7 +180,7 @@ def test_tensors_take_the_place_of_the_modules_parameters() -> None:
 
     layer = Layer(Projected())
     weight = torch.randn(5, 24, requires_grad=True)
-    found = run_layer(layer, HIDDEN, Arguments((), {}), {"self_attn.o_proj.weight": weight})
+    found = OpenLayer(0, layer, lambda _: Arguments((), {}), {"self_attn.o_proj.weight": weight})(HIDDEN)
     assert torch.equal(found.output_weight, weight.view(5, 4, 6))
     torch.testing.assert_close(found.attention, torch.einsum("bthd,ehd->bte", found.context, found.output_weight))
     found.attention.sum().backward()

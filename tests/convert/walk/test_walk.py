@@ -44,7 +44,7 @@ def test_students_that_share_a_teacher_are_what_each_would_be_alone(
             with walk.step(lesson) as step:
                 before = step.teacher.attend(step.calibration[0]).attention
                 with monkeypatch.context() as patch:
-                    patch.setattr("kvfold.attention.drift.recording.run_layer", lambda *_, **__: calls.append(1))
+                    patch.setattr("kvfold.attention.drift.recording.OpenLayer.run", lambda *_, **__: calls.append(1))
                     assert torch.equal(step.teacher.attend(step.calibration[0]).attention, before)
                 step.convert(case.layer(step.index))
     assert calls == []  # what the source's attention gave is remembered
