@@ -72,7 +72,7 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         with torch.no_grad(), stages("compare", teacher.layers, "layer") as advance:
             measured = compare(teacher, compared, tokens, size, partial(advance, 1))
         with stages("floor", teacher.layers, "layer") as advance:
-            report = report_of(measured, teacher, compared, tokens, step=partial(advance, 1))
+            report = report_of(measured, teacher, compared, tokens, start=lambda: partial(advance, 1))
         models = {
             name: {"name": checkpoint.origin, "sha256": checkpoint.source_hash()}
             for name, checkpoint in (("source", source), ("converted", student))
