@@ -1,7 +1,5 @@
 """Data types for a layer before and after conversion to multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-A fit starts from `LinearLayer` and results in `LatentWeights`, which do not depend on a file layout.
-
 Notation (attention/README.md): ``H`` query heads, ``E`` model dim, ``R`` channels of the latent, ``P`` rotary dims,
 ``N`` unrotated dims of a query head, ``D`` dims of a value head. Only ``c = down x + down_bias`` and one rotary key
 ``RoPE(rope_key x + rope_key_bias)``, shared by all heads, need to be cached per token.
