@@ -1,9 +1,7 @@
 """The device and the dtype for computing with a checkpoint."""
 
 from collections import Counter
-from collections.abc import Iterable
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -13,6 +11,11 @@ from kvfold.convert.errors import opt, option_error
 from kvfold.convert.host import host_memory
 
 _COMPUTED = ("F32", "BF16", "F16")
+# A training step casts its activations too: below this ratio the products' gain is about lost. A choice, not tuned;
+# measured ratios are around 1, or 2 and more.
+BFLOAT16_PAYS = 1.5
+# Multiplications in one timed product, and the number of timings: 0.2 s in all on one core of 100 GFLOP/s.
+_TIMED_PRODUCTS, _TIMED = 1 << 30, 3
 
 
 def choose_device(name: str) -> torch.device:
@@ -46,27 +49,37 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return torch_dtype(max(stored, key=lambda kind: stored[kind])) if stored else torch.float32
 
 
-def training_autocast(checkpoint: Checkpoint, device: torch.device) -> torch.dtype | None:
-    """The ``torch.autocast`` dtype for training: bfloat16, or None to train in float32 without autocast."""
-    stored = stored_dtype(checkpoint)
-    # A CPU without bfloat16 units is slower in bfloat16 than in float32.
-    if device.type == "cpu":
-        return torch.bfloat16 if stored == torch.bfloat16 and has_bfloat16_units() else None
-    return torch.bfloat16 if stored != torch.float32 and torch.cuda.is_bf16_supported() else None
+def training_autocast(checkpoint: Checkpoint, device: torch.device, precision: str = "auto") -> torch.dtype | None:
+    """The ``torch.autocast`` dtype for training steps and calibration passes; None means float32 without autocast.
 
-
-def bfloat16_pays(device: torch.device, stored: Iterable[torch.dtype]) -> bool:
-    """True if a training step on weights of the ``stored`` dtypes should use bfloat16 autocast."""
-    # Weights stored in bfloat16 lose no precision; activations and gradients are rounded to 8 bits, while the
-    # residual stream, its norms and the master weights stay float32. Held-out sequences are evaluated in float32.
-    return device.type == "cpu" and has_bfloat16_units() and set(stored) == {torch.bfloat16}
+    ``auto`` is bfloat16 if the checkpoint is stored in 16 bits and ``device`` multiplies its matrices faster in it.
+    """
+    if precision != "auto":
+        return None if precision == "float32" else torch.bfloat16
+    # Weights that are stored in bfloat16 lose nothing; activations and gradients are rounded to 8 bits, while the
+    # residual stream, its norms and the master weights stay float32.
+    if stored_dtype(checkpoint) not in ((torch.bfloat16,) if device.type == "cpu" else (torch.bfloat16, torch.float16)):
+        return None
+    shapes: Counter[tuple[int, ...]] = Counter()
+    for info in checkpoint.tensors.values():
+        shapes[info.shape] += info.nbytes if len(info.shape) == 2 else 0
+    outputs, inputs = shapes.most_common(1)[0][0]
+    return torch.bfloat16 if bfloat16_speed(device, outputs, inputs) >= BFLOAT16_PAYS else None
 
 
 @cache
-def has_bfloat16_units() -> bool:
-    """True if the CPU has units for bfloat16 matrix products (AMX)."""
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(capabilities.get("amx_bf16"))
+def bfloat16_speed(device: torch.device, outputs: int, inputs: int) -> float:
+    """The measured time of a product ``[n, inputs] [inputs, outputs]`` in float32, relative to bfloat16."""
+    from torch.utils.benchmark import Timer
+
+    # Measured, because no list of processors is complete: AMX, AVX512-BF16 and Arm's units have no flag in common, and
+    # without any a product in bfloat16 takes many times as long.
+    rows, seconds = max(16, min(1024, _TIMED_PRODUCTS // (outputs * inputs))), []
+    for dtype in (torch.float32, torch.bfloat16):
+        left, right = (torch.ones(shape, dtype=dtype, device=device) for shape in ((rows, inputs), (inputs, outputs)))
+        timer = Timer("left @ right", globals={"left": left, "right": right}, num_threads=torch.get_num_threads())
+        seconds.append(min(timer.timeit(2).mean for _ in range(_TIMED)))
+    return seconds[0] / seconds[1]
 
 
 def free_memory(device: torch.device) -> int | None:

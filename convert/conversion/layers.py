@@ -65,7 +65,7 @@ def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
         chosen = candidate(plan, plan.latent, ())
         yield Layers(chosen.plan, partial(fitted_latent, chosen))
     else:
-        tokens, source = load_tokens(plan, scratch, stages), source_stream(plan)
+        tokens, source = load_tokens(plan, scratch, stages), source_stream(plan, scratch)
         with hidden_states(plan.request.spill) as keep:
             if plan.latent is None:
                 walk = StudentWalk(plan, source, tokens, statistics=True, keep=keep)

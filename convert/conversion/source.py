@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.tensors import refuse_non_finite, torch_dtype
-from kvfold.convert.conversion.journal import SELF_TEXT
+from kvfold.convert.conversion.journal import PRECISION, SELF_TEXT
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import text_name
 from kvfold.convert.device import choose_device, compute_dtype, training_autocast
@@ -37,11 +37,33 @@ from kvfold.convert.walk.statistics import ReadHeads, SourceHeads
 from kvfold.convert.walk.walk import Step
 
 
-def source_stream(plan: Plan) -> CheckpointStream:
-    """Open the source as a stream of layers, on the device and in the precision that the request names."""
-    checkpoint, device = plan.checkpoint, choose_device(plan.request.device)
-    dtype = compute_dtype(checkpoint, device)
-    return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, dtype)
+def source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
+    """Open the source as a stream of layers, on the device and in the precision that the request names.
+
+    A precision chosen by measurement is printed, and saved in ``scratch``, so that a resumed run uses it too.
+    """
+    request, checkpoint, device = plan.request, plan.checkpoint, choose_device(plan.request.device)
+    saved = scratch / PRECISION
+
+    def choose() -> torch.dtype | None:
+        if not saved.is_file():
+            # Float32 weights would be rounded to less than they are stored in.
+            name = "float32" if request.precision == "auto" and request.dtype == "float32" else request.precision
+            chosen = training_autocast(checkpoint, device, name) or torch.float32
+            saved.write_text(str(chosen).removeprefix("torch."))
+        chosen = getattr(torch, saved.read_text())
+        return None if chosen == torch.float32 else chosen
+
+    autocast = processes.from_first(choose)
+    if autocast is not None and not request.quiet:
+        other = opt("precision", "float32")
+        print(
+            f"calibration passes and training in bfloat16, which this {device.type} multiplies faster ({other} "
+            "turns it off); held-out text in float32",
+            file=sys.stderr,
+        )
+    names, dtype = list(checkpoint.tensors), compute_dtype(checkpoint, device)
+    return CheckpointStream(checkpoint.config, checkpoint.read, names, device, dtype, autocast=autocast)
 
 
 def source_layer(plan: Plan, layer: int) -> AttentionWeights:
@@ -141,7 +163,7 @@ def _written_tokens(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages) -
         tokens = torch.load(saved, weights_only=True)
     else:
         device = choose_device(request.device)
-        dtype = training_autocast(plan.checkpoint, device) or compute_dtype(plan.checkpoint, device)
+        dtype = training_autocast(plan.checkpoint, device, request.precision) or compute_dtype(plan.checkpoint, device)
         hide_bars(request.quiet)
         model = load_model(plan.checkpoint, dtype, request.trust_remote_code)
         with stages("text", count * (request.seq_len - len(start)), "token") as advance:

@@ -16,13 +16,12 @@ from tqdm import tqdm
 from kvfold.attention.drift.compare import compare, compare_predictions
 from kvfold.attention.drift.report import DriftReport, report_of
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.checkpoint.tensors import torch_dtype
+from kvfold.convert.checkpoint.tensors import dtype_name, torch_dtype
 from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion.fitted import LatentSpectrum
 from kvfold.convert.conversion.journal import POLISH_STATE
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.source import hidden_states, own_sequences, source_heads
-from kvfold.convert.device import training_autocast
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.methods.registry import Notes
 from kvfold.convert.progress import Advance, Stages
@@ -71,6 +70,7 @@ class Calibrated:
                 f"the written checkpoint has a loss of {written:.6f} nats, but the converted model in memory had "
                 f"{expected:.6f} on the same text; the output was discarded, please report this"
             )
+        precisions = (self.stream.autocast or self.stream.dtype, self.stream.dtype)
         losses = {"loss_in_memory": expected, "loss_of_written_checkpoint": written}
         return {
             "calibration": {
@@ -80,6 +80,7 @@ class Calibrated:
                 "held_out": len(tokens.held_out),
                 "tokens_each": tokens.calibration.shape[1],
             },
+            "precision": dict(zip(("training", "held_out"), map(dtype_name, precisions), strict=True)),
             **self.choices,
             "drift": self.drift.to_dict() | {"written": losses},
         }
@@ -218,7 +219,7 @@ def polish_checkpoint(plan: Plan, calibrated: Calibrated, folder: Path, stages: 
 
 @torch.no_grad()
 def source_text(source: CheckpointStream, tokens: Tensor, autocast: torch.dtype | None) -> Text:
-    """Return ``tokens`` with the source's residual streams after its last layer, in the training precision."""
+    """Return ``tokens`` with the source's residual streams after its last layer; products are of dtype ``autocast``."""
     with torch.autocast(source.device.type, autocast, enabled=autocast is not None):
         states = last_states(source, tokens)
     return Text(tokens, torch.cat([hidden.to(autocast or hidden.dtype) for hidden in states]))
@@ -241,11 +242,10 @@ def _reporting(
 
 def _train(plan: Plan, written: Checkpoint, calibrated: Calibrated, saved: Path, stages: Stages) -> FitResult:
     source, request = calibrated.stream, plan.request
-    autocast = training_autocast(written, source.device)
+    autocast = source.autocast
     with stages("running the source over the text to polish on"):
-        training, held_out = (
-            source_text(source, tokens, autocast) for tokens in (calibrated.tokens.training, calibrated.tokens.held_out)
-        )
+        training = source_text(source, calibrated.tokens.training, autocast)
+        held_out = source_text(source, calibrated.tokens.held_out, None)
     dtypes = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.layout.tensors}
     trained = {name: dtypes[name] for names in plan.layout.computed for name in names}
     constant = has_constant(written)

@@ -283,7 +283,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
 def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path, stages: Stages, quiet: bool) -> Sweep:
     first = plans[0]
     with stages("reading the text and the model"):
-        tokens, stream = load_tokens(first, scratch, stages, ""), source_stream(first)
+        tokens, stream = load_tokens(first, scratch, stages, ""), source_stream(first, scratch)
     source = SweptSource(
         name=first.request.model,
         sha256=first.checkpoint.source_hash(),

@@ -12,7 +12,7 @@ casting to the dtype of the computation. So refinement trains exactly what will 
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ class CheckpointStream:
     tensors' names. A converted model uses the same class with its own config and a ``read`` that looks among the new
     tensors first. ``teacher`` is a stream over the same files: tensors that its open layer has in memory are shared,
     except those in ``changed``, for which ``read`` returns other values; ``origins`` maps each name that ``read``
-    renames or combines to the stored tensors behind it. Raises InputError if transformers cannot build a decoder from
-    the config.
+    renames or combines to the stored tensors behind it. ``autocast`` is the dtype of matrix products in ``training``.
+    Raises InputError if transformers cannot build a decoder from the config.
     """
 
     def __init__(
@@ -47,8 +47,10 @@ class CheckpointStream:
         teacher: "CheckpointStream | None" = None,
         changed: Collection[str] = (),
         origins: Mapping[str, Collection[str]] | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self.device, self.dtype, self.read = torch.device(device), dtype, read
+        self.autocast = autocast
         self._config, self._names = config, names
         model = empty_model(config, dtype, self.device)
         shared = None if teacher is None else teacher.parameters
@@ -70,6 +72,12 @@ class CheckpointStream:
         # drops all parameters that stay loaded between calls; opening a layer does it too
         self.release = self.parameters.release
         self._recorded: tuple[int, list[Arguments]] | None = None
+
+    def training(self) -> AbstractContextManager[Any]:
+        """Return a context manager in which calibration passes and training steps run; all else runs in ``dtype``."""
+        # A stream in 16 bits computes in 16 bits anyway.
+        enabled = self.autocast is not None and self.dtype == torch.float32
+        return torch.autocast(self.device.type, self.autocast, enabled=enabled)
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ trained.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -108,7 +107,7 @@ class ModelTrainee(Trainee):
 
     The forward pass runs the stock modules with the master weights rounded to the dtypes in which they will be saved,
     so training and evaluation use the weights that users will load. The decoder layers and the head are run separately,
-    so that only the logits of a few positions are in memory at a time.
+    so that only the logits of a few positions are in memory at a time. Held-out text is evaluated in float32.
     """
 
     def __init__(
@@ -122,7 +121,6 @@ class ModelTrainee(Trainee):
         constant: bool = False,
     ) -> None:
         self.device, self._autocast, self._read = device, autocast, read
-        self._precision = partial(torch.autocast, device.type, autocast, enabled=autocast is not None)
         self.model = empty_model(config, torch.float32, device)
         self._map = WeightMap(self.model, names)
         self.sources = [source for source in self._map.sources.values() if not trained.keys().isdisjoint(source.names)]
@@ -162,10 +160,15 @@ class ModelTrainee(Trainee):
     def error(self, held_out: Text) -> float:
         """The mean KL from the source's next-token distributions on ``held_out``, in nats per token."""
         total, size = 0.0, batch_size(held_out.tokens.shape[1])
-        for tokens, states in zip(
-            *(torch.split(each, size) for each in (held_out.tokens, held_out.states)), strict=True
-        ):
-            total += sum(float(each) for each in self._divergences(self.hidden(tokens), states))
+        autocast, self._autocast = self._autocast, None
+        try:
+            around = _in_float32(self.model)
+            for tokens, states in zip(
+                *(torch.split(each, size) for each in (held_out.tokens, held_out.states)), strict=True
+            ):
+                total += sum(float(each) for each in self._divergences(self.hidden(tokens), states, around))
+        finally:
+            self._autocast = autocast
         return total / held_out.tokens.numel()
 
     def hidden(self, tokens: Tensor) -> Tensor:
@@ -175,7 +178,8 @@ class ModelTrainee(Trainee):
 
         def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
             layer = self._frame.layers[index]
-            output = functional_call(layer, weights[index], (hidden, *arguments.args), arguments.kwargs)
+            tensors = weights[index] if self._autocast is not None else _in_float32(layer) | weights[index]
+            output = functional_call(layer, tensors, (hidden, *arguments.args), arguments.kwargs)
             hidden = output[0] if isinstance(output, tuple) else output
             if index == len(self._frame.layers) - 1:
                 after.append(hidden)
@@ -198,17 +202,30 @@ class ModelTrainee(Trainee):
             self._frame.run(visit, input_ids=tokens.to(self.device))
         return after[0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm and head to the last layer's output ``[B, T, E]``; returns logits ``[B, T, V]``."""
-        with self._precision():
-            return self._frame.logits(hidden, inputs_embeds=hidden.detach())
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None)
 
-    def _divergences(self, hidden: Tensor, states: Tensor) -> Iterator[Tensor]:
+    def logits(self, hidden: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Apply the final norm and head to the last layer's output ``[B, T, E]``; returns logits ``[B, T, V]``.
+
+        ``tensors`` replace parameters outside the layers by name.
+        """
+        with self._precision():
+            return self._frame.logits(hidden, tensors, inputs_embeds=hidden.detach())
+
+    def _divergences(
+        self, hidden: Tensor, states: Tensor, tensors: Mapping[str, Tensor] | None = None
+    ) -> Iterator[Tensor]:
         """Sums of ``KL(source || student)`` over chunks of positions, short enough to limit the memory for logits."""
         count, length = hidden.shape[:2]
         size = max(1, LOGITS // (count * self.model.get_output_embeddings().weight.shape[0]))
         for start in range(0, length, size):
             part = hidden[:, start : start + size]
             with torch.no_grad():
-                expected = self.logits(states[:, start : start + size].to(part.device, part.dtype))
-            yield divergence(self.logits(part).flatten(0, 1), expected.flatten(0, 1))
+                expected = self.logits(states[:, start : start + size].to(part.device, part.dtype), tensors)
+            yield divergence(self.logits(part, tensors).flatten(0, 1), expected.flatten(0, 1))
+
+
+def _in_float32(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the module's parameters that are kept in fewer bits, by name."""
+    return {name: each.float() for name, each in module.named_parameters() if each.element_size() < 4}

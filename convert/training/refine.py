@@ -26,7 +26,6 @@ from torch import Tensor
 
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
-from kvfold.convert.device import bfloat16_pays
 from kvfold.convert.training.fit import Trainee, fit, random_batches
 from kvfold.convert.walk.hidden import Hidden, sequence
 from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, token_weights
@@ -167,7 +166,6 @@ class LayerTrainee(Trainee):
         stored = {name: student.dtypes[name] for name in chosen}
         super().__init__(chosen, stored, self._stream.device, constant=task.constant)
         student.put({**tensors, **self.masters})
-        self._bfloat16 = bfloat16_pays(self._stream.device, stored.values())
 
     def backward(self, training: "Examples", batch: list[int]) -> None:
         """Store a batch's gradients in the masters; with several processes, each computes a share of the sequences."""
@@ -175,7 +173,7 @@ class LayerTrainee(Trainee):
         if own:
             parts = training.inputs, training.targets, training.weights
             drawn = (torch.stack([sequence(states, place) for place in own]) for states in parts)
-            with torch.autocast("cpu", torch.bfloat16, enabled=self._bfloat16):
+            with self._stream.training():
                 missing = self._missing(*drawn)
             # Divided by the root of the count, not by the count: float16 gradients neither vanish nor overflow, and
             # Adam does not see the difference. The count is that of all sequences of the batch.

@@ -55,7 +55,8 @@ def gather(
     accumulator = StatisticsAccumulator(profile, None if source_heads is None else source_heads.weights)
     inputs = torch.empty(0)
     for chunk, hidden in enumerate(states):
-        output = layer(hidden)
+        with source.training():
+            output = layer(hidden)
         accumulator.add(output if source_heads is None else with_heads(output, source_heads, layer.arguments(hidden)))
         inputs = output.attention_input.flatten(0, -2) if chunk == 0 else inputs
         states[chunk] = output.states

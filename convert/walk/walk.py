@@ -98,6 +98,7 @@ class Student:
             teacher=source,
             changed=changed,
             origins=origins,
+            autocast=source.autocast,
         )
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
@@ -211,8 +212,9 @@ class Step:
         """Run the student's calibration sequences through ``layer``, and free everything that only this layer needs."""
         # Nothing is fitted after the last layer.
         if self.index + 1 < self.student.stream.layers:
-            for chunk, hidden in enumerate(self.student_calibration):
-                self.student_calibration[chunk] = layer(hidden).states
+            with self.student.stream.training():
+                for chunk, hidden in enumerate(self.student_calibration):
+                    self.student_calibration[chunk] = layer(hidden).states
         self.outputs = ()
         self.done = True
 
@@ -290,7 +292,8 @@ class Teacher:
                 if self._calibration and self._statistics:
                     statistics, _ = gather(self.stream, layer, self._calibration, self._profile, self._heads)
                 elif self._calibration:
-                    advance(self.stream, layer, self._calibration)
+                    with self.stream.training():
+                        advance(self.stream, layer, self._calibration)
                 held_out = self.held_out
                 self.held_out, outputs = through(layer, held_out)
                 check_finite(self.held_out, self.stream, index)

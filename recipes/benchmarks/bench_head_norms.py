@@ -161,7 +161,9 @@ def show_folds(folder: str, samples: int, kv_heads: int) -> None:
     )
     plan, stages = make_plan(request, open_checkpoint(folder)), Stages(None, quiet=True)
     with TemporaryDirectory() as scratch:
-        walk = StudentWalk(plan, source_stream(plan), load_tokens(plan, Path(scratch), stages), statistics=True)
+        walk = StudentWalk(
+            plan, source_stream(plan, Path(scratch)), load_tokens(plan, Path(scratch), stages), statistics=True
+        )
     groups = grouping.contiguous(plan.geometry.kv_heads, kv_heads)
     for step in walk.steps:
         weights, errors = source_layer(plan, step.index), []
@@ -178,7 +180,9 @@ def show_latents(folder: str, samples: int, splits: list[tuple[int, int]]) -> No
     request = ConvertRequest(model=folder, out=f"{folder}-latents", to="mqa", samples=samples, seq_len=256, quiet=True)
     plan, stages = make_plan(request, open_checkpoint(folder)), Stages(None, quiet=True)
     with TemporaryDirectory() as scratch:
-        walk = StudentWalk(plan, source_stream(plan), load_tokens(plan, Path(scratch), stages), statistics=True)
+        walk = StudentWalk(
+            plan, source_stream(plan, Path(scratch)), load_tokens(plan, Path(scratch), stages), statistics=True
+        )
     for step in walk.steps:
         weights, rotary = source_layer(plan, step.index), source_rotary(plan, step.index)
         inputs = torch.cat([step.teacher.attend(hidden).attention_input.flatten(0, 1) for hidden in step.held_out])

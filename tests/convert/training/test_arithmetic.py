@@ -1,6 +1,8 @@
 """A training step in bfloat16: its attention, when it pays, and that it reaches what float32 reaches."""
 
 import shutil
+from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvfold.attention import interface
 from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert import device
-from kvfold.convert.device import bfloat16_pays
+from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.conversion.source import source_stream
+from kvfold.convert.device import training_autocast
 from kvfold.convert.training.refine import refine_layer
 from tests.convert.training.test_refine import first_step, plan_of, task_of
 
@@ -32,14 +36,30 @@ def test_under_autocast_attention_is_causal_and_rounds_to_bfloat16(heads, groups
         assert float((one - other).detach().norm()) <= 0.01 * float(other.detach().norm()) + 1e-6
 
 
-def test_bfloat16_pays_for_weights_that_are_stored_in_it_on_a_cpu_with_units_for_it(monkeypatch):
-    cpu = torch.device("cpu")
-    for units in (True, False):
-        monkeypatch.setattr(device, "has_bfloat16_units", lambda units=units: units)
-        assert bfloat16_pays(cpu, [torch.bfloat16, torch.bfloat16]) == units
-        assert not bfloat16_pays(cpu, [torch.bfloat16, torch.float32])
-        assert not bfloat16_pays(cpu, [torch.float16])
-        assert not bfloat16_pays(torch.device("cuda"), [torch.bfloat16])
+def test_the_faster_arithmetic_is_measured_and_taken_only_for_weights_stored_in_it(tiny_family, tmp_path, monkeypatch):
+    stored, cpu = in_bfloat16(tiny_family("llama"), tmp_path / "llama"), torch.device("cpu")
+    assert 0.001 < device.bfloat16_speed(cpu, 96, 64) < 1000
+    timed = []
+    with closing(open_checkpoint(stored)) as half, closing(open_checkpoint(tiny_family("llama"))) as single:
+        for speed, expected in ((4.0, torch.bfloat16), (1.1, None)):
+            monkeypatch.setattr(device, "bfloat16_speed", lambda *shape, speed=speed: timed.append(shape) or speed)
+            assert training_autocast(half, cpu) == expected
+            assert training_autocast(single, cpu) is None
+        assert training_autocast(half, cpu, "bfloat16") == torch.bfloat16
+        assert training_autocast(half, cpu, "float32") is None
+        assert timed == [(cpu, 64, 64)] * 2  # the shape of most weights
+
+
+def test_a_resumed_run_uses_the_arithmetic_that_was_measured_first(tiny_family, tmp_path, monkeypatch, capsys):
+    plan = plan_of(in_bfloat16(tiny_family("llama"), tmp_path / "llama"), quiet=False)
+    for speed in (4.0, 0.5):
+        monkeypatch.setattr(device, "bfloat16_speed", lambda *shape, speed=speed: speed)
+        assert source_stream(plan, tmp_path).autocast == torch.bfloat16
+    assert capsys.readouterr().err.count("calibration passes and training in bfloat16") == 2
+    assert (
+        source_stream(replace(plan, request=replace(plan.request, precision="float32")), tmp_path / "llama").autocast
+        is None
+    )
 
 
 def in_bfloat16(folder, copy):
@@ -56,7 +76,7 @@ def test_steps_in_bfloat16_reach_what_those_in_float32_do(tiny_family, tmp_path,
     attend = interface.blocked_attention
     monkeypatch.setattr(interface, "blocked_attention", lambda *args: dtypes.append(args[0].dtype) or attend(*args))
     for fast in (False, True):
-        monkeypatch.setattr(device, "has_bfloat16_units", lambda fast=fast: fast)
+        monkeypatch.setattr(device, "bfloat16_speed", lambda *shape, fast=fast: 4.0 if fast else 1.0)
         _steps, step, tensors = first_step(plan)
         refined = refine_layer(step, tensors, task_of(plan))
         errors[fast] = refined.after

@@ -1,6 +1,8 @@
 """Training a layer's attention against its source: the loss, the trained tensors, the best weights."""
 
 from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -47,7 +49,8 @@ def first_step(plan, tokens=None):
     if tokens is None:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, plan.geometry.vocabulary, (16, 24), generator=generator)
-    source = source_stream(plan)
+    with TemporaryDirectory() as scratch:
+        source = source_stream(plan, Path(scratch))
     student = Student(source, plan.layout.config, plan.layout.tensors)
     walk = Walk(Teacher(source, tokens[:4], tokens[4:], keep_calibration=True), student)
     steps = iter(walk)
