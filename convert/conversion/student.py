@@ -16,7 +16,7 @@ from tqdm import tqdm
 from kvfold.attention.drift.compare import compare, compare_predictions
 from kvfold.attention.drift.report import DriftReport, report_of
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.checkpoint.tensors import dtype_name, torch_dtype
+from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion.fitted import LatentSpectrum
 from kvfold.convert.conversion.journal import POLISH_STATE
@@ -80,7 +80,9 @@ class Calibrated:
                 "held_out": len(tokens.held_out),
                 "tokens_each": tokens.calibration.shape[1],
             },
-            "precision": dict(zip(("training", "held_out"), map(dtype_name, precisions), strict=True)),
+            "precision": dict(
+                zip(("training", "held_out"), (str(each).removeprefix("torch.") for each in precisions), strict=True)
+            ),
             **self.choices,
             "drift": self.drift.to_dict() | {"written": losses},
         }
