@@ -21,6 +21,11 @@ class LogRow:
     eval_kl: float | None = None
     eval_excess: float | None = None
 
+    @property
+    def error(self) -> float | None:
+        """The figure by which states are compared: the KL on held-out text, without a teacher the loss; may be None."""
+        return self.eval_loss if self.eval_kl is None else self.eval_kl
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, without those that are None."""
         return {name: value for name, value in vars(self).items() if value is not None}

@@ -51,7 +51,7 @@ class UptrainRequest(Request):
     batch_tokens: int = option(65536, "Tokens per step, summed over all processes; a multiple of --seq-len.")
     relative_lr: float | None = option(
         None,
-        "Peak learning rate (AdamW) relative to the size of each tensor; default: 0.05 / sqrt(model width).",
+        "Peak learning rate (AdamW) relative to the size of each tensor; default: follows the width and the batch.",
         metavar="RATE",
         spellings=("--lr",),
         check=lambda value: None if 0 < value < 1 else "a number between 0 and 1",

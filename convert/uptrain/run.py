@@ -7,6 +7,7 @@ during training must not affect files that were already checked.
 
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from kvfold.convert.text.windows import check_seq_len
 from kvfold.convert.training.log import LogRow
 from kvfold.convert.training.steps import check_constant
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.work import TokenPlan, TrainingOrder, last_checkpoint, prepare
+from kvfold.convert.uptrain.work import BEST, TokenPlan, TrainingOrder, last_checkpoint, prepare
 
 _SECTION = """
 A converted checkpoint, trained further by kvfold: {what} trained for {steps} steps of {tokens} tokens{text}{teacher}.
@@ -71,9 +72,10 @@ class Uptrained:
 
     @property
     def held_out(self) -> Change[LogRow] | None:
-        """The first and the last row with figures on held-out text; None if it was not measured."""
-        measured = [row for row in self.rows if row.eval_loss is not None]
-        return Change(measured[0], measured[-1]) if measured else None
+        """The rows with figures on held-out text before training and of the state written; None if not measured."""
+        measured = [row for row in self.rows if row.error is not None]
+        # As in `Uptrainer`, the first of equals is the best.
+        return Change(measured[0], min(measured, key=lambda row: row.error or 0.0)) if measured else None
 
     def to_dict(self) -> dict[str, Any]:
         """The record and the rows of the log as plain JSON values."""
@@ -122,6 +124,9 @@ def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles")
     checkpoint = last_checkpoint(request)
     arguments = training_arguments(request, config.hidden_size, checkpoint is not None)
     hide_bars(request.quiet)
+    if not request.quiet and started_first():
+        chosen = "" if request.relative_lr else f", chosen for {request.batch_tokens} tokens per step"
+        print(f"learning rate: {arguments.learning_rate:.2g} of each tensor's size{chosen}", file=sys.stderr)
     teacher = request.teacher and load_teacher(request.teacher, request, source, arguments.device)
     model = load_model(source, torch.float32, request.trust_remote_code)
     held = prepare_model(model, source, request)
@@ -144,7 +149,7 @@ def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles")
         # Only a resumed run needs these.
         for path in request.work.glob("checkpoint-*"):
             shutil.rmtree(path, ignore_errors=True)
-        for path in request.work.glob("tokens.*"):
+        for path in [*request.work.glob("tokens.*"), *request.work.glob(BEST)]:
             path.unlink()
         return Uptrained(record, rows)
 

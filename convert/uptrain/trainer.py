@@ -33,12 +33,14 @@ from kvfold.convert.training.fit import BETAS, distillation_loss, next_token_los
 from kvfold.convert.training.log import LogRow
 from kvfold.convert.training.steps import has_constant, hold_constant, scale_gradients, scale_steps, tensor_sizes
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.work import TrainingOrder, mark_complete
+from kvfold.convert.uptrain.work import BEST, TrainingOrder, mark_complete
 
 # A sixteenth of refinement's: all layers move at once, and the steps of all inputs add up. KL after 40 steps, MLA 24+8
 # of the model that ships: 0.0125 0.231, 0.05 0.165, 0.2 0.172 nats (bench_refine_constants.py
 # --uptrain, 2026-11-22)
 _AT_WIDTH_ONE = 0.05
+# Tokens per step from which on the rate no longer grows: the default of ``--batch-tokens``.
+_FULL_BATCH = 65536
 _LOSS_NAMES = {"loss": "loss", "learning_rate": "lr", "eval_loss": "held-out loss"}
 _LOSS_NAMES |= {"eval_perplexity": "perplexity", "eval_kl": "KL", "eval_excess": "excess"}
 
@@ -60,7 +62,7 @@ def training_arguments(request: UptrainRequest, width: int, resumed: bool) -> Tr
         per_device_train_batch_size=micro,
         per_device_eval_batch_size=request.micro_batch,
         gradient_accumulation_steps=accumulation,
-        learning_rate=request.relative_lr or _AT_WIDTH_ONE / math.sqrt(width),
+        learning_rate=request.relative_lr or default_rate(width, request.batch_tokens),
         lr_scheduler_type=request.schedule if request.schedule != "constant" else "constant_with_warmup",
         warmup_steps=int(request.warmup * request.steps),
         weight_decay=request.weight_decay,
@@ -85,6 +87,12 @@ def training_arguments(request: UptrainRequest, width: int, resumed: bool) -> Tr
         disable_tqdm=True,
         report_to="none",
     )
+
+
+def default_rate(width: int, batch_tokens: int) -> float:
+    """The peak learning rate for hidden size ``width``, relative to each tensor's size."""
+    # The noise of Adam's steps falls with the root of the batch; above the largest the rate is limited by curvature.
+    return _AT_WIDTH_ONE / math.sqrt(width) * min(1.0, math.sqrt(batch_tokens / _FULL_BATCH))
 
 
 def divide_batch(sequences: int, micro_batch: int, replicas: int) -> tuple[int, int]:
@@ -187,11 +195,35 @@ class Uptrainer(Trainer):  # type: ignore[misc]
             )
 
     def run(self, checkpoint: Path | None) -> dict[str, Tensor]:
-        """Train from ``checkpoint`` or from the start; returns the whole tensors on the CPU, on the first process."""
+        """Train from ``checkpoint`` or from the start; returns the whole tensors on the CPU, on the first process.
+
+        They are those of the evaluation with the lowest error, which may be the one before training.
+        """
         with self.run_log.open:
             self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        *earlier, last = self._errors() or [0.0]
+        if last <= min(earlier, default=math.inf):
+            return self._state()
+        saved: dict[str, Tensor] = torch.load(self._request.work / BEST, weights_only=True) if started_first() else {}
+        return saved
+
+    def _state(self) -> dict[str, Tensor]:
         state = self.accelerator.get_state_dict(self.model_wrapped if self.is_fsdp_enabled else self.model)
         return {name: value.detach().cpu() for name, value in (state or {}).items()}
+
+    def _errors(self) -> list[float]:
+        """The errors of all evaluations so far, in order."""
+        return [row.error for row in self.run_log.rows(self.state.log_history) if row.error is not None]
+
+    def _keep_best(self) -> None:
+        """Save the weights if no evaluation so far had a lower error."""
+        *earlier, last = self._errors()
+        if last < min(earlier, default=math.inf):
+            state = self._state()
+            if started_first():
+                place = self._request.work / BEST
+                torch.save(state, place.with_suffix(".new"))
+                os.replace(place.with_suffix(".new"), place)
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
         """A sequential sampler, as ``order`` is already shuffled (no argument selects it before transformers 5.2)."""
@@ -252,6 +284,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
             metrics |= {"eval_kl": others[0], "eval_excess": loss - others[1]}
         # The log adds the epoch to what it is given.
         self.log(dict(metrics))
+        self._keep_best()
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 

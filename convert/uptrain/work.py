@@ -35,6 +35,8 @@ from kvfold.convert.uptrain.request import UptrainRequest
 
 # The last file of a checkpoint, with the hashes of the others: a checkpoint without it is half written.
 COMPLETE = "complete"
+# The weights of the best evaluation so far.
+BEST = "best.pt"
 _REQUEST, _TOKENS, _RECORD = "request.json", "tokens.bin", "tokens.json"
 _TOKEN_BYTES = 4  # int32
 # At most a fifth of a file is held out: chosen, not tuned.
