@@ -5,6 +5,7 @@ import re
 import runpy
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -291,10 +292,22 @@ def test_without_accelerate_the_extra_is_named(converted, text, tmp_path, monkey
         train(converted("gqa"), tmp_path / "out", text)
 
 
-def test_the_default_learning_rate_falls_with_the_root_of_the_width():
+def test_what_is_written_is_the_best_state_even_that_before_training(source, converted, text, tmp_path):
+    options = {"teacher": str(source), "relative_lr": 0.9, "schedule": "constant"}
+    done = train(converted("free"), tmp_path / "out", text, **options)
+    errors = [row.error for row in done.rows if row.error is not None]
+    assert errors[0] < min(errors[1:])
+    assert done.held_out.after == done.held_out.before
+    before, after = tensors(converted("free")), tensors(tmp_path / "out")
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_the_default_learning_rate_falls_with_the_root_of_the_width_and_of_a_small_batch():
     request = UptrainRequest(model="m", out="o", text="t", device="cpu")
     narrow, wide = (training_arguments(request, width, False).learning_rate for width in (256, 4096))
     assert narrow == pytest.approx(4 * wide)
+    small = training_arguments(replace(request, batch_tokens=1024), 256, False).learning_rate
+    assert narrow == pytest.approx(8 * small)
     assert (
         uptrain_command.make_context("uptrain", ["a", "b", "--text", "c", "--lr", "0.02"]).params["relative_lr"] == 0.02
     )
