@@ -20,7 +20,7 @@ from kvfold.convert.options import (
     specs,
     trust_option,
 )
-from kvfold.convert.sizes import parse_size, size_expected
+from kvfold.convert.sizes import parse_size, size_expected, tokens_of
 
 Target = Literal["gqa", "mqa", "mla"]
 Layout = Literal["free", "engine", "kvfold"]
@@ -71,6 +71,7 @@ def _texts_broken(names: str | tuple[Any, ...]) -> str | None:
     return f"either {SELF!r} alone or the names of texts" if SELF in each and len(each) > 1 else None
 
 
+_POLISH_RULE = "a number of steps, a number of tokens such as 200k or 1M, or 'auto'"
 _STEPS: dict[str, Any] = {"metavar": "STEPS|auto", "least": 0, "rule": "a number of steps or auto"}
 _texts = partial(option, None, metavar="FILE|DATASET|self", check=_texts_broken, rule=_TEXTS_RULE)
 _numbers = partial(option, metavar="N,N", rule="positive numbers separated by commas, such as 2048,8192")
@@ -130,7 +131,7 @@ class ConvertRequest(Request):
     allow_growth: bool = option(False, "Allow targets whose cache is not smaller than the source's.", runs=True)
     calibration: str | tuple[str, ...] | None = _texts(
         "Text that resembles the model's use: a text file, a .jsonl file or a dataset name; self: MODEL generates it. "
-        "Repeat the option to use equal shares of several texts.",
+        "Repeat the option to mix several texts, in equal shares or in those of FILE:SHARE.",
         panel="Calibration",
     )
     samples: int = _samples()
@@ -142,9 +143,16 @@ class ConvertRequest(Request):
         panel="Refinement",
         **_STEPS,
     )
-    polish: Steps = option(
-        0, "Then steps of training all layers against MODEL's predictions; needs memory for the whole model.", **_STEPS
+    polish: Steps | str = option(
+        0,
+        "Then steps (or tokens: 200k, 1M) of training all layers against MODEL's predictions; needs memory for the "
+        "whole model.",
+        metavar="STEPS|TOKENS|auto",
+        least=0,
+        rule=_POLISH_RULE,
+        check=lambda value: None if isinstance(value, int) or tokens_of(value) else _POLISH_RULE,
     )
+    repeat_text: bool = option(False, "Polish on the text again where it has fewer tokens than --polish.")
     device: Device = device_option(panel="Running")
     precision: TrainingDtype = option(
         "auto",

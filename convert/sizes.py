@@ -1,4 +1,4 @@
-"""Byte counts formatted and parsed; rows of cells formatted as a table."""
+"""Counts of bytes and tokens formatted and parsed; rows of cells formatted as a table."""
 
 import re
 from collections.abc import Sequence
@@ -36,6 +36,12 @@ def size_expected(value: Any) -> str | None:
     if isinstance(value, str) and value.strip().isdigit() and 0 < int(value) < _LEAST_BARE:
         return f"a size with its unit (did you mean {value.strip()}GB?)"
     return None if parse_size(value) else "a size such as 5GB, 500MB or 2GiB"
+
+
+def tokens_of(text: str | int) -> int | None:
+    """The number of tokens in a string such as ``"200k"``, ``"1M"`` or ``"1.5G"``; None for all else."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([kKmMgG])", str(text), re.ASCII)
+    return None if match is None else int(float(match[1]) * _BY_NAME[f"{match[2].upper()}B"])
 
 
 def table(rows: Sequence[Sequence[str]], least: Sequence[int] = (), left: Sequence[int] = (0,)) -> list[str]:

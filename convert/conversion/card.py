@@ -19,6 +19,7 @@ from kvfold.convert.conversion.record import engine_cost, rank_sizes, text_name,
 from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.options import command_words, run_only
 from kvfold.convert.request import SELF, ConvertRequest
+from kvfold.convert.text.corpus import with_share
 
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
@@ -268,8 +269,10 @@ def _repeating(plan: Plan) -> str:
     given = {name: value for name, value in plan.request.given().items() if name not in run_only(ConvertRequest)}
     if plan.request.texts:
         # Files by their names alone: no path of this machine is in the card.
+        named = [(text, with_share(text)[0]) for text in plan.request.texts]
         given["calibration"] = tuple(
-            portable_name(Path(text)) if text != SELF and Path(text).exists() else text for text in plan.request.texts
+            portable_name(Path(name)) + text.removeprefix(name) if name != SELF and Path(name).exists() else text
+            for text, name in named
         )
     return f"kvfold convert {source_name(plan)} {shlex.join(['converted', *command_words(given)])}"
 

@@ -21,6 +21,7 @@ from kvfold.convert.checkpoint.writer import is_laid_out
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import versions
 from kvfold.convert.errors import opt
+from kvfold.convert.text.corpus import with_share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,7 +132,7 @@ def run_key(plan: Plan) -> str:
     request, folder = plan.request, plan.checkpoint.folder
     names = {info.file for info in plan.checkpoint.tensors.values()} | {"config.json", "tokenizer.json"}
     files: list[list[Any]] = []
-    for path in [*(folder / name for name in sorted(names)), *map(Path, request.texts)]:
+    for path in [*(folder / name for name in sorted(names)), *(Path(with_share(text)[0]) for text in request.texts)]:
         status = path.stat() if path.is_file() else None
         files.append([str(path)] if status is None else [str(path), status.st_size, status.st_mtime_ns])
     settings = {

@@ -12,7 +12,7 @@ from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.host import host_memory, may_have_gpu
 from kvfold.convert.request import SELF, SELF_AT_ONCE, held_out_count
 from kvfold.convert.sizes import bytes_text
-from kvfold.convert.training.budget import LOGITS, batch_size, sequences_of
+from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, batch_size, steps_of
 
 # Libraries and allocators, by tests/convert/conversion/test_memory.py: pooling a model of width 64 peaks at 430 MB
 # (torch's pages that are mapped but shared count); with transformers, a tokenizer and forward passes at 0.9 GB.
@@ -103,8 +103,8 @@ def _whole_model(plan: Plan) -> tuple[int, int]:
         trained = sum(size for name, size in sizes.items() if name in computed)
         model = _FLOAT * (sum(sizes.values()) - trained) + _MASTER * trained
         activations = _ACTIVATIONS * batch_size(request.seq_len) * request.seq_len * shape.layers * shape.model_dim
-        sequences = max(request.samples, sequences_of(request.polish, request.seq_len))
-        states = _FLOAT * sequences * request.seq_len * shape.model_dim
+        steps = min(BLOCK_STEPS, steps_of(request.polish, request.seq_len))
+        states = _FLOAT * steps * batch_size(request.seq_len) * request.seq_len * shape.model_dim
         held = max(held, model + activations + _POLISHED_LOGITS + states)
     return held, trained
 

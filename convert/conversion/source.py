@@ -24,6 +24,7 @@ from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.progress import Stages
 from kvfold.convert.request import SELF, held_out_count
+from kvfold.convert.sizes import tokens_of
 from kvfold.convert.stream.stock import hide_bars, load_model
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.corpus import BUILT_IN
@@ -131,11 +132,13 @@ def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None
         if request.calibration == SELF:
             tokens = _written_tokens(plan, tokenizer, scratch, stages)
         else:
-            # Each step of polishing takes sequences that no other step had.
+            # Each step of polishing takes sequences that no other step had, while there are any.
             wanted = sequences_of(request.polish, request.seq_len) if request.polish else 0
             further = max(0, wanted - request.samples)
             sizes = request.samples, request.seq_len, request.seed
-            tokens = load_calibration(request.calibration, tokenizer, *sizes, further=further)
+            # Only a number of tokens says how much text there must be.
+            enough = tokens_of(request.polish) is None or request.repeat_text
+            tokens = load_calibration(request.calibration, tokenizer, *sizes, further=further, fewer=enough)
         for part in (tokens.training, tokens.held_out):
             check_vocabulary(part, plan.geometry.vocabulary, plan.checkpoint.origin)
         return tokens

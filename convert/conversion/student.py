@@ -29,7 +29,7 @@ from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.training.budget import steps_of
 from kvfold.convert.training.fit import FitResult
-from kvfold.convert.training.polish import ModelTrainee, Text, polish
+from kvfold.convert.training.polish import ModelTrainee, Text, TrainingText, polish
 from kvfold.convert.training.refine import MIN_GAIN, MOST_STEPS, REFINE_ROUND, Refinement, refine_layer
 from kvfold.convert.training.steps import check_constant, has_constant
 from kvfold.convert.walk.hidden import Keep
@@ -246,13 +246,14 @@ def _train(plan: Plan, written: Checkpoint, calibrated: Calibrated, saved: Path,
     source, request = calibrated.stream, plan.request
     autocast = source.autocast
     with stages("running the source over the text to polish on"):
-        training = source_text(source, calibrated.tokens.training, autocast)
         held_out = source_text(source, calibrated.tokens.held_out, None)
+    tokens = calibrated.tokens.training
+    training = TrainingText(tokens, lambda indices: source_text(source, tokens[indices], autocast).states)
     dtypes = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.layout.tensors}
     trained = {name: dtypes[name] for names in plan.layout.computed for name in names}
     constant = has_constant(written)
     trainee = ModelTrainee(written.config, written.read, dtypes, trained, source.device, autocast, constant=constant)
-    steps = steps_of(request.polish)
+    steps = steps_of(request.polish, request.seq_len)
 
     def say(step: int, error: float) -> None:
         if not request.quiet:

@@ -12,6 +12,7 @@ line at fault.
 import codecs
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -187,10 +188,21 @@ class TextFile:
 Corpus = Texts | TextFile
 
 
+def with_share(spec: str, option: str = "calibration") -> tuple[str, float]:
+    """The name and the share of a text given as ``NAME:SHARE``; without a share it is 1. May raise InputError."""
+    name, _, share = spec.rpartition(":")
+    number = re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", share, re.ASCII)
+    if not name or Path(spec).exists() or (number is None and not Path(name).is_file()):
+        return spec, 1.0
+    if number is None or not float(share):
+        raise option_error(option, spec, f": the share after the colon must be a number above 0, not {share!r}")
+    return name, float(share)
+
+
 def check_sources(specs: Iterable[str], option: str = "calibration") -> None:
     """Raise InputError if a file or dataset given with ``option`` does not exist or cannot be read as text."""
     for spec in specs:
-        if fault := _source_fault(path := Path(spec)):
+        if fault := _source_fault(path := Path(with_share(spec, option)[0])):
             raise option_error(option, path if path.is_file() else spec, fault)
 
 
@@ -233,6 +245,7 @@ def open_corpus(
         size = sum(len(text.encode()) for text in texts)
         return Texts(name, "\f".join(texts), lambda: map(Document, texts), size, len(texts))
     check_sources([spec], option)
+    spec, _ = with_share(spec, option)
     path = Path(spec)
     if path.is_file():
         return TextFile(portable_name(path), path, render, seed)

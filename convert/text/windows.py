@@ -1,6 +1,7 @@
 """Non-overlapping token sequences cut from text, each beginning with the tokenizer's special prefix tokens."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.request import held_out_count
-from kvfold.convert.text.corpus import Corpus, TextSplit, open_corpus, permutation
+from kvfold.convert.text.corpus import Corpus, TextSplit, open_corpus, permutation, with_share
 from kvfold.convert.text.tokenizer import prefix_tokens, render, tokenize
 
 # Bytes of a text that are read first, chosen: several times what most tokenizers need, as windows are drawn from all.
@@ -49,33 +50,39 @@ def load_calibration(
     split: TextSplit = "calibration",
     option: str = "calibration",
     further: int = 0,
+    fewer: bool = True,
 ) -> CalibrationTokens:
     """Draw ``samples`` calibration sequences of ``seq_len`` tokens each, and ``held_out`` sequences for evaluation.
 
-    ``held_out`` defaults to ``held_out_count(samples)``. Up to ``further`` additional sequences are drawn, fewer if the
-    text that was read for the others does not contain as many.
+    ``held_out`` defaults to ``held_out_count(samples)``. ``further`` additional sequences are drawn; with ``fewer``, as
+    many of them as the text contains that was read for the others.
 
     ``spec`` is a plain text file (one document), a .jsonl file (``text`` or ``messages`` per line), the name of a
-    dataset, or None for a ``split`` of the text that ships with kvfold. If ``spec`` is a list, each text contributes
-    equal shares of the three sets, shuffled with the seed. Sequences do not cross document boundaries, except that
-    short documents and the remainders of longer ones are packed, separated by the tokenizer's EOS token; without an EOS
-    token they are dropped. Raises InputError, naming ``option``, if a text is unreadable or too short.
+    dataset, or None for a ``split`` of the text that ships with kvfold. If ``spec`` is a list, the texts contribute to
+    each of the three sets by their shares (``NAME:SHARE``), shuffled with the seed. Sequences do not cross document
+    boundaries, except that short documents and the remainders of longer ones are packed, separated by the tokenizer's
+    EOS token; without an EOS token they are dropped. Raises InputError, naming ``option``, if a text is unreadable or
+    too short.
     """
     counts = samples, held_out_count(samples) if held_out is None else held_out, further
     specs = [spec] if spec is None or isinstance(spec, str) else spec
-    if len(specs) > samples:
-        way_out = f"use at least {opt('samples', len(specs))}"
+    weights = [1.0 if each is None else with_share(each, option)[1] for each in specs]
+    shares = [share_counts(count, weights) for count in counts]
+    if 0 in shares[0]:
+        way_out = f"use at least {opt('samples', math.ceil(sum(weights) / min(weights)))}"
         share = f"each of the {len(specs)} {opt(option)} texts must contribute at least one sequence"
         raise option_error("samples", samples, f": {share}; {way_out}")
+    otherwise = f"or lower {opt('samples')} or {opt('seq_len')}"
+    if not fewer:
+        otherwise = f"lower {opt('polish')}, or add {opt('repeat_text', True)}"
     names, digests, parts = [], [], []
-    for number, each in enumerate(specs):
+    for each, own in zip(specs, zip(*shares, strict=True), strict=True):
         corpus = open_corpus(each, partial(render, tokenizer), seed, split, option)
-        # Shares that differ by 1 at most.
-        own = [count // len(specs) + (number < count % len(specs)) for count in counts]
-        drawn = _draw(corpus, tokenizer, sum(own[:2]), sum(own), seq_len, seed)
+        drawn = _draw(corpus, tokenizer, sum(own[:2] if fewer else own), sum(own), seq_len, seed, otherwise)
         parts.append(torch.tensor_split(drawn, [own[0], sum(own[:2])]))
-        names.append(corpus.name)
-        digests.append(corpus.digest())
+        share = "" if each is None else each.removeprefix(with_share(each, option)[0])
+        names.append(corpus.name + share)
+        digests.append(corpus.digest() + share)
     mixed = [torch.cat(each) for each in zip(*parts, strict=True)]
     if specs is spec:
         mixed = [each[permutation(len(each), seed)] for each in mixed]
@@ -83,8 +90,22 @@ def load_calibration(
     return CalibrationTokens(mixed[0], mixed[1], " + ".join(names), digests[0], mixed[2])
 
 
-def _draw(corpus: Corpus, tokenizer: Any, needed: int, wanted: int, seq_len: int, seed: int) -> Tensor:
-    """Draw up to ``wanted`` sequences at random from one text. Raises InputError if it yields fewer than ``needed``."""
+def share_counts(count: int, weights: Sequence[float]) -> list[int]:
+    """Divide ``count`` in proportion to ``weights``; what rounding leaves goes to the largest remainders."""
+    exact = [count * weight / sum(weights) for weight in weights]
+    parts = [int(part) for part in exact]
+    order = sorted(range(len(parts)), key=lambda i: parts[i] - exact[i])
+    for i in order[: count - sum(parts)]:
+        parts[i] += 1
+    return parts
+
+
+def _draw(corpus: Corpus, tokenizer: Any, needed: int, wanted: int, seq_len: int, seed: int, otherwise: str) -> Tensor:
+    """Draw up to ``wanted`` sequences at random from one text.
+
+    Reads the text only until it yields ``needed`` sequences; raises InputError, advising ``otherwise``, if it yields
+    fewer.
+    """
     prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int64)
     if seq_len <= len(prefix):
         begins = f"every sequence begins with {len(prefix)} special token{'s' * (len(prefix) != 1)}"
@@ -103,7 +124,7 @@ def _draw(corpus: Corpus, tokenizer: Any, needed: int, wanted: int, seq_len: int
                 found += " (which cannot be packed because the tokenizer has no EOS token)"
             raise InputError(
                 f"{corpus.name}: too little text: {found} yield {len(windows)} of {needed} sequences of "
-                f"{seq_len} tokens; give more text, or lower {opt('samples')} or {opt('seq_len')}"
+                f"{seq_len} tokens; give more text, {otherwise}"
             )
         limit *= 4
     drawn = windows[permutation(len(windows), seed)[:wanted]]

@@ -8,7 +8,7 @@ trained.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvfold.attention.drift.frame import Arguments, Frame, Stop
 from kvfold.convert.families.layout import Read
 from kvfold.convert.stream.stock import empty_model
 from kvfold.convert.stream.weights import WeightMap
-from kvfold.convert.training.budget import LOGITS, POLISH_ROUND, batch_size
+from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, POLISH_ROUND, batch_size
 from kvfold.convert.training.fit import FitResult, Trainee, divergence, fit, random_batches
 
 # Steps. KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 1 0.1027 / 0.0250, 10 0.1045 / 0.0249:
@@ -48,9 +48,35 @@ class Text:
     states: Tensor
 
 
+class TrainingText:
+    """Training sequences ``tokens [N, T]``; ``run(indices)`` returns the source's residual streams ``[n, T, E]``.
+
+    They are computed for a block of coming batches at a time, so that memory does not grow with the text.
+    """
+
+    def __init__(self, tokens: Tensor, run: Callable[[list[int]], Tensor]) -> None:
+        self.tokens, self._run = tokens, run
+        self._coming: list[int] = []
+        self._places: dict[int, int] = {}
+        self._states = torch.empty(0)
+
+    def announced(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
+        """Yield ``batches``; a block of them is announced at its first."""
+        while block := list(islice(batches, BLOCK_STEPS)):
+            self._coming = sorted({index for batch in block for index in batch})
+            yield from block
+
+    def batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """The tokens and states of the sequences ``indices``."""
+        if not self._places.keys() >= set(indices):
+            self._places = {index: place for place, index in enumerate(self._coming)}
+            self._states = self._run(self._coming)
+        return self.tokens[indices], self._states[[self._places[index] for index in indices]]
+
+
 def polish(
     trainee: "ModelTrainee",
-    training: Text,
+    training: TrainingText,
     held_out: Text,
     steps: int,
     *,
@@ -66,10 +92,10 @@ def polish(
     count, length = training.tokens.shape
 
     def schedule(done: int, errors: Sequence[float]) -> float:
-        peak = polishing_rate(errors[0], training.states.shape[-1], trainee.layers)
+        peak = polishing_rate(errors[0], held_out.states.shape[-1], trainee.layers)
         return peak * slowdown(errors, steps) * min(1.0, (done + 1) / _WARMUP) * (1 - done / steps)
 
-    batches = random_batches(count, batch_size(length), seed)
+    batches = training.announced(islice(random_batches(count, batch_size(length), seed), steps))
     return fit(trainee, training, held_out, schedule, batches, every=POLISH_ROUND, saved=saved, progress=progress)
 
 
@@ -147,8 +173,8 @@ class ModelTrainee(Trainee):
                 tensor = tensor.to(self._autocast)
             module._parameters[kind] = nn.Parameter(tensor, requires_grad=False)
 
-    def backward(self, training: Text, batch: list[int]) -> None:
-        tokens, states = training.tokens[batch], training.states[batch]
+    def backward(self, training: TrainingText, batch: list[int]) -> None:
+        tokens, states = training.batch(batch)
         hidden = self.hidden(tokens)
         # The head's gradients add up here, a few positions at a time, and go through the layers once.
         leaf = hidden.detach().requires_grad_()

@@ -49,7 +49,7 @@ CONSTANTS: list[tuple[Any, str, list[Any]]] = [
 
 def prepared(
     model: Path, calibration: str | None, text: dict[str, int], options: dict[str, Any], place: Path
-) -> tuple[Callable[[], polish.ModelTrainee], polish.Text, polish.Text]:
+) -> tuple[Callable[[], polish.ModelTrainee], polish.TrainingText, polish.Text]:
     """A maker of a converted model to polish, and ``text``'s calibration and held-out sequences."""
     convert_checkpoint(ConvertRequest(model=str(model), out=str(place), calibration=calibration, quiet=True, **options))
     source, written = open_checkpoint(model), open_checkpoint(place)
@@ -66,7 +66,7 @@ def prepared(
         )
 
     training, held_out = (source_text(stream, part, autocast) for part in (tokens.calibration, tokens.held_out))
-    return make, training, held_out
+    return make, polish.TrainingText(training.tokens, lambda indices: training.states[indices]), held_out
 
 
 def main() -> None:

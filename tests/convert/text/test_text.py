@@ -20,7 +20,7 @@ from kvfold.convert.text import tokenizer as tokens_of
 from kvfold.convert.text import windows as text
 from kvfold.convert.text.corpus import BUILT_IN, check_sources, open_corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens
-from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
+from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration, share_counts
 
 BOS, EOS = 256, 257
 
@@ -221,6 +221,29 @@ def test_several_texts_are_mixed_in_equal_shares(tmp_path: Path, tokenizer: Any)
     assert torch.equal(again.calibration, found.calibration)
     assert not torch.equal(other.calibration, found.calibration)
     assert other.digest == found.digest != load_calibration(names[0], tokenizer, 1, 31).digest
+
+
+def test_texts_are_mixed_in_the_shares_given(tmp_path: Path, tokenizer: Any, told: Any) -> None:
+    texts = {"a.txt": numbers(2000), "b:c.txt": numbers(2000, start=50_000)}
+    for name, content in texts.items():
+        (tmp_path / name).write_text(content)
+    first, second = (str(tmp_path / name) for name in texts)
+    found = load_calibration([f"{first}:3", second], tokenizer, 22, 31, further=8)
+    assert found.source == "a.txt:3 + b:c.txt"
+    for part, count in ((found.calibration, 17), (found.further, 6)):
+        assert sum(tokenizer.decode(row[1:]) in texts["a.txt"] for row in part) == count
+    assert found.digest != load_calibration([first, second], tokenizer, 22, 31).digest
+    for spec in (f"{first}:x", f"{first}:0", f"{first}:1e3"):
+        with pytest.raises(InputError) as raised:
+            check_sources([spec])
+        told(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("count", "weights", "parts"), [(7, [1, 1, 1], [3, 2, 2]), (10, [3, 1], [8, 2]), (2, [1, 9], [0, 2])]
+)
+def test_what_rounding_leaves_goes_to_the_largest_remainders(count, weights, parts) -> None:
+    assert share_counts(count, weights) == parts
 
 
 def test_the_built_in_text_is_enough_for_the_default_request(tokenizer: Any) -> None:

@@ -1,5 +1,7 @@
 """Polishing: the model that is trained, the loss, and the learning rate after rounds that gained nothing."""
 
+from itertools import islice
+
 import pytest
 import torch
 from helpers.checkpoints import stock_model
@@ -9,7 +11,7 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.families.model import model_of
 from kvfold.convert.training import polish as module
 from kvfold.convert.training.fit import distillation_loss, divergence, next_token_loss
-from kvfold.convert.training.polish import ModelTrainee, Text, polish, slowdown
+from kvfold.convert.training.polish import ModelTrainee, Text, TrainingText, polish, slowdown
 
 TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -32,6 +34,23 @@ def text(model: ModelTrainee) -> Text:
         states = model.hidden(TOKENS)
     noise = torch.randn(states.shape, generator=torch.Generator().manual_seed(2))
     return Text(TOKENS, states + noise * states.std())
+
+
+def training(model: ModelTrainee) -> TrainingText:
+    states = text(model).states
+    return TrainingText(TOKENS, lambda indices: states[indices])
+
+
+def test_states_are_computed_for_blocks_of_steps_when_one_is_trained_on(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "BLOCK_STEPS", 2)
+    computed, states = [], torch.randn(8, 3, 2)
+    text = TrainingText(torch.arange(24).view(8, 3), lambda indices: computed.append(indices) or states[indices])
+    batches = text.announced(iter([[0, 1], [4, 3], [7, 0], [5, 2], [7, 1]]))
+    for batch in islice(batches, 2, None):  # a resumed run skips steps
+        tokens, found = text.batch(batch)
+        assert torch.equal(tokens, text.tokens[batch])
+        assert torch.equal(found, states[batch])
+    assert computed == [[0, 2, 5, 7], [1, 7]]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +89,7 @@ def test_each_round_takes_the_rate_that_the_rounds_before_leave(tiny_family, mon
     ours = trainee(tiny_family("llama"))
     monkeypatch.setattr(module, "POLISH_ROUND", 5)
     monkeypatch.setattr(module, "slowdown", lambda errors, steps: 1.0 if len(errors) == 1 else 1e-30)
-    found = polish(ours, text(ours), text(ours), 15)
+    found = polish(ours, training(ours), text(ours), 15)
     assert found.errors[1] != found.errors[0]
     assert found.errors[1] == found.errors[2] == found.errors[3]
 
@@ -84,7 +103,7 @@ def test_small_rows_move_in_proportion(tiny_family):
     ours = trainee(tiny_family("llama"), change=change)
     weight = ours.masters[small]
     before = weight.detach().clone()
-    polish(ours, text(ours), text(ours), 1)
+    polish(ours, training(ours), text(ours), 1)
     moved = (weight.detach() - before).abs().mean(-1)
     assert 0 < moved[0] < 2e-3 * moved[1:].mean()
 
