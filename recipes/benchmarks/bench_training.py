@@ -1,0 +1,146 @@
+"""How close calibrated conversions come to the machine's speed: polishing and fitting next to bare stock passes.
+
+    python recipes/benchmarks/bench_training.py polish MODEL CONVERTED --json recipes/results/training_speed.json
+    python recipes/benchmarks/bench_training.py fit MODEL --calibration FILE
+
+`polish` times steps of polishing CONVERTED (a result of `kvfold convert` of MODEL), and, in turn, a forward and
+backward pass of the same checkpoint in stock transformers with the same trained tensors, in the arithmetic that
+`convert.device.training_autocast` chooses, on as many tokens. `fit` divides the processor time of a whole
+`kvfold convert` to MLA by that of stock forward passes over the same calibration tokens in that arithmetic. Both use
+one thread unless --threads says otherwise; times are processor seconds, the least of several rounds.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.conversion.student import source_text
+from kvfold.convert.device import training_autocast
+from kvfold.convert.measure.machine import conditions
+from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.text.tokenizer import load_tokenizer
+from kvfold.convert.text.windows import load_calibration
+from kvfold.convert.training.polish import ModelTrainee, TrainingText
+from kvfold.convert.training.steps import has_constant
+
+CPU = torch.device("cpu")
+
+
+def stock_pass(folder: Path, tokens: Tensor, trained: bool) -> Callable[[], None]:
+    """A forward pass of the checkpoint over ``tokens [N, T]``, with a backward pass to its attention if ``trained``."""
+    checkpoint = open_checkpoint(str(folder))
+    dtype = training_autocast(checkpoint, CPU) or torch.float32
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained and ".self_attn." in name)
+
+    def run() -> None:
+        with torch.set_grad_enabled(trained):
+            logits = model(tokens, use_cache=False).logits
+            if trained:
+                cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+
+    return run
+
+
+def polishing_step(model: Path, converted: Path, tokens: Tensor) -> Callable[[], None]:
+    """A step of polishing ``converted`` on ``tokens [N, T]``; the states of ``model`` are computed beforehand."""
+    source, written = open_checkpoint(str(model)), open_checkpoint(str(converted))
+    autocast = training_autocast(written, CPU)
+    stream = CheckpointStream(source.config, source.read, list(source.tensors), autocast=autocast)
+    states = source_text(stream, tokens, autocast).states
+    trained = {name: torch.bfloat16 for name in written.tensors if ".self_attn." in name}
+    constant = has_constant(written)
+    trainee = ModelTrainee(written.config, written.read, written.tensors, trained, CPU, autocast, constant=constant)
+    training = TrainingText(tokens, lambda indices: states[indices])
+    (batch,) = training.announced(iter([list(range(len(tokens)))]))
+    for group in trainee.optimizer.param_groups:
+        group["lr"] = 1e-6 * group["size"]
+
+    def run() -> None:
+        trainee.optimizer.zero_grad(set_to_none=True)
+        trainee.backward(training, batch)
+        trainee.optimizer.step()
+
+    return run
+
+
+def least_seconds(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """The least processor seconds of each call, after a first one, in ``rounds`` rounds of all in turn."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            started = time.process_time()
+            call()
+            found[name].append(time.process_time() - started)
+    return {name: min(seconds[1:]) for name, seconds in found.items()}
+
+
+def calibration(model: Path, text: str | None, samples: int, length: int) -> Tensor:
+    tokenizer = load_tokenizer(open_checkpoint(str(model)), False, "calibration")
+    return load_calibration(text, tokenizer, samples, length).calibration
+
+
+def bench_polish(arguments: argparse.Namespace) -> dict[str, Any]:
+    tokens = calibration(arguments.model, arguments.calibration, arguments.batch, arguments.seq_len)
+    calls = {
+        "stock": stock_pass(arguments.converted, tokens, True),
+        "polish": polishing_step(arguments.model, arguments.converted, tokens),
+    }
+    seconds = least_seconds(calls, arguments.rounds)
+    rates = {name: tokens.numel() / spent for name, spent in seconds.items()}
+    return {"tokens_per_second": rates, "ratio": rates["polish"] / rates["stock"], "asked": 0.9}
+
+
+def bench_fit(arguments: argparse.Namespace) -> dict[str, Any]:
+    tokens = calibration(arguments.model, arguments.calibration, arguments.samples, arguments.seq_len)
+    parts = [stock_pass(arguments.model, part, False) for part in tokens.split(arguments.batch)[:4]]
+    seconds = least_seconds({str(i): part for i, part in enumerate(parts)}, arguments.rounds)
+    passed = sum(seconds.values()) / len(parts) * len(tokens) / arguments.batch
+    sizes = ["--samples", str(arguments.samples), "--seq-len", str(arguments.seq_len)]
+    text = [] if arguments.calibration is None else ["--calibration", arguments.calibration]
+    with tempfile.TemporaryDirectory(prefix="kvfold-bench-") as work:
+        command = [sys.executable, "-m", "kvfold.convert", "convert", str(arguments.model), f"{work}/out", "--quiet"]
+        subprocess.run([*command, *arguments.options.split(), *sizes, *text], check=True)
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = usage.ru_utime + usage.ru_stime
+    return {"forward_seconds": passed, "fit_seconds": spent, "ratio": spent / passed, "asked": 5.0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["polish", "fit"])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("converted", type=Path, nargs="?", help="of polish")
+    parser.add_argument("--options", default="--to mla --kv-rank 128 --rope-dim 64", help="of fit")
+    parser.add_argument("--calibration", help="default: the text that ships")
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=4, help="sequences in a step or pass")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="adds the figures to this file, under the name of the benchmark")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    result = {"polish": bench_polish, "fit": bench_fit}[arguments.what](arguments)
+    print(json.dumps(result, indent=2))
+    if arguments.json:
+        rows = json.loads(arguments.json.read_text()) if arguments.json.is_file() else {}
+        arguments.json.write_text(json.dumps({**rows, arguments.what: {**result, **conditions()}}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
