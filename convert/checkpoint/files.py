@@ -27,14 +27,21 @@ def open_source(path: Path) -> FileIO:
     try:
         return path.open("rb", buffering=0)
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}); make it readable or download it again") from None
+        raise _unreadable(path, error) from None
 
 
 def read_bytes(path: Path, start: int = 0, length: int = -1) -> bytes:
-    """Read up to ``length`` bytes of a file from ``start``; -1 means all. Raises InputError if it cannot be opened."""
+    """Read up to ``length`` bytes of a file from ``start``; -1 means all. Raises InputError if it cannot be read."""
     with open_source(path) as file:
-        file.seek(start)
-        return file.read(length)
+        try:
+            file.seek(start)
+            return file.read(length)
+        except OSError as error:
+            raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> InputError:
+    return InputError(f"{path} cannot be read ({error.strerror}); make it readable or download it again")
 
 
 def read_parts(file: FileIO, start: int, end: int) -> Iterator[memoryview]:
