@@ -55,11 +55,9 @@ class Journal:
         from safetensors import safe_open
 
         tensors: dict[str, Tensor] = {}
-        for shard in self._shards:
-            stored = [tensor.name for tensor in shard.tensors if tensor.name in self._computed[layer]]
-            if stored:
-                with safe_open(self._folder / shard.file, framework="pt") as file:
-                    tensors.update((name, file.get_tensor(name)) for name in stored)
+        for name in self._computed[layer]:
+            with safe_open(self._folder / self._places[name].shard, framework="pt") as file:
+                tensors[name] = file.get_tensor(name)
         return tensors
 
     def note(self, notes: Mapping[str, Any]) -> None:
@@ -115,11 +113,8 @@ def resumable(plan: Plan) -> Callable[[Path], bool]:
     def same(folder: Path) -> bool:
         layers = _layers(folder, key)
         if layers is None and (folder / _NAME).is_file() and not plan.request.quiet:
-            print(
-                f"{opt('resume', True)}: the interrupted run here used different options, files, device, threads or "
-                "versions; starting over",
-                file=sys.stderr,
-            )
+            why = "the interrupted run here used different options, files, device, threads or versions"
+            print(f"{opt('resume', True)}: {why}; starting over", file=sys.stderr)
         return bool(layers)
 
     return same

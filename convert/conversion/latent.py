@@ -124,8 +124,7 @@ def fitted_latent(
 ) -> Fitted:
     """Fit layer ``index`` as latent attention. ``step`` and ``surveyed`` are None without text.
 
-    With ``spectrum``, its notes have the energy of the latent's principal components and the share ``lost`` beyond its
-    channels, if the method reads text.
+    With ``spectrum``, a note has the energy of the latent's principal components and the share beyond its channels.
     """
     plan, target = chosen.plan, chosen.target
     method, rank = plan.request.chosen_method, query_rank(plan.model, chosen.target)

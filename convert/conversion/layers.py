@@ -55,10 +55,7 @@ class Layers:
 
 @contextmanager
 def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
-    """Open the layers of ``plan``. Temporary files in ``scratch``, the output's folder, are deleted after the block.
-
-    Raises InputError if the model cannot be calibrated.
-    """
+    """Open the layers of ``plan``. Temporary files in ``scratch``, the output's folder, are deleted after the block."""
     if not plan.request.calibrated and plan.latent is None:
         yield Layers(plan, partial(fitted_fold, plan))
     elif not plan.request.calibrated and plan.latent is not None:

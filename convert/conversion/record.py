@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 _SHOWN_FILES = 20  # chosen: a screenful
 _SERVED_BY = "served by (versions and evidence: kvfold.json)"
-_PACKAGES = ("kvfold", "torch", "transformers", "safetensors", "numpy")
 
 
 def versions() -> dict[str, str | None]:
     """The installed versions of the packages that affect a result; None means not installed."""
-    found = {package: next(iter(distributions(name=package)), None) for package in _PACKAGES}
+    packages = "kvfold", "torch", "transformers", "safetensors", "numpy"
+    found = {package: next(iter(distributions(name=package)), None) for package in packages}
     return {package: None if each is None else each.version for package, each in found.items()}
 
 

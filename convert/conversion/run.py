@@ -153,11 +153,8 @@ def _output_folder(plan: Plan) -> Iterator[Path]:
     request = plan.request
     if request.resume and not request.calibrated and not request.quiet:
         # Never an error: methods that read no text, and runs with nothing to resume, start over.
-        print(
-            f"{opt('resume', True)}: {opt('method', request.resolved_method)} reads no text, so no finished layers "
-            "were saved; starting over",
-            file=sys.stderr,
-        )
+        why = f"{opt('method', request.resolved_method)} reads no text, so no finished layers were saved"
+        print(f"{opt('resume', True)}: {why}; starting over", file=sys.stderr)
     resume = resumable(plan) if request.resume and request.calibrated else None
     model = plan.checkpoint.folder
     with ExitStack() as stack:

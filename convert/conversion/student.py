@@ -136,11 +136,8 @@ class StudentWalk(Walk):
         super().__init__(teacher, self._target, calibration=trains)
         self.steps = iter(self)
         if refine == "auto" and not self._quiet:
-            print(
-                f"refining: each layer until its error falls by less than {100 * MIN_GAIN:g} % in {REFINE_ROUND} "
-                f"steps, at most {MOST_STEPS} steps",
-                file=sys.stderr,
-            )
+            until = f"until its error falls by less than {100 * MIN_GAIN:g} % in {REFINE_ROUND} steps"
+            print(f"refining: each layer {until}, at most {MOST_STEPS} steps", file=sys.stderr)
 
     def convert(self, step: Step, weights: Any) -> ConvertedLayer:
         """Return `made` for ``step`` and walk past its layer."""

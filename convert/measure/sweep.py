@@ -54,8 +54,6 @@ from kvfold.convert.sizes import table
 from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.walk.walk import Teacher
 
-# Stands for OUT in requests that write nothing.
-_PLACEHOLDER = "OUT"
 # Options of a sweep that its conversions have too, in the same sense.
 _SHARED = ("model", "calibration", "samples", "seq_len", "seed", "refine", "device", "dtype", "trust_remote_code")
 # Given as arguments of the command, or without influence on the result.
@@ -257,7 +255,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     """
     named = None if request.targets is None else parse_targets(request.targets)
     common: TargetOptions = {name: getattr(request, name) for name in _SHARED}
-    common |= {"out": request.out or _PLACEHOLDER, "quiet": True}
+    common |= {"out": request.out or "OUT", "quiet": True}
     started = time.monotonic()
     with closing(open_checkpoint(request.model, dense_dtype(ConvertRequest(**common, to="mqa")))) as checkpoint:
         if request.out is not None:
