@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measured import conditions
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
@@ -29,7 +30,6 @@ from transformers import AutoModelForCausalLM
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.student import source_text
 from kvfold.convert.device import training_autocast
-from kvfold.convert.measure.machine import conditions
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.tokenizer import load_tokenizer
 from kvfold.convert.text.windows import load_calibration
