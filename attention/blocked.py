@@ -31,9 +31,9 @@ from kvfold.attention.products import FEWEST_IN_STEP, add_spread, fast, is_slow,
 # for four times the memory (recipes/benchmarks/bench_attention.py --budgets). On a GPU 2^26 take 256 MB.
 _CPU_SCORES = 1 << 20
 _GPU_SCORES = 1 << 26
-# Weights that a call keeps for its backward pass, 64 MB in bfloat16. Recomputing them made training steps of 8 x 256
+# Weights that a call keeps for its backward pass, 32 MB in bfloat16. Recomputing them made training steps of 8 x 256
 # and 8 x 512 tokens up to a quarter slower (bench_refine_constants.py --attention); the limit is chosen, not measured.
-_KEPT_WEIGHTS = 1 << 25
+_KEPT_WEIGHTS = 1 << 24
 # Queries of a block: enough rows for fast matrix products, and few enough that causal blocks skip most later keys.
 # Steps of 8 x 512 tokens, ms for 32, 64, 128, 256: MLA 242, 175, 168, 162, MQA 74, 78, 76, 94; 8 x 256: 73, 52, 49, 57
 # and 29, 23, 28, 36 (recipes/benchmarks/bench_refine_constants.py --attention, one CPU core).
@@ -83,10 +83,10 @@ class AttentionScores:
     sinks: Tensor | None = None
 
     def blocks(self, *others: Tensor, buffers: int = 1) -> Iterator[QueryBlock]:
-        """All blocks with visible keys; each stays within the budget of scores unless one key head alone exceeds it.
+        """Yield the blocks that see at least one key, each with as many scores as fit the budget, or one key head's.
 
-        ``others`` are additional tensors ``[B, G, S, ...]`` that the caller reads in blocks. ``buffers`` is the number
-        of tensors as large as a block's scores that the caller keeps in memory at once.
+        ``others`` are further tensors ``[B, G, S, ...]`` of which the caller reads each block's part; they count toward
+        the budget. ``buffers`` is the number of tensors as large as a block's scores that the caller keeps at once.
         """
         batch, groups, members, queries, _ = self.queries[0].shape
         keys, window = self.keys[0].shape[2], self.rule.window

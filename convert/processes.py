@@ -54,10 +54,10 @@ def started_first() -> bool:
 
 @contextmanager
 def joined(device: str) -> Iterator[None]:
-    """Within the block, connect the processes that ``torchrun`` started, with gloo and between GPUs also nccl.
+    """Connect the processes that ``torchrun`` started during the block, by gloo, and between GPUs also by nccl.
 
-    Unless ``device`` is "cpu", each process uses the GPU with its local rank. Raises InputError if a machine has fewer
-    GPUs than processes, KvfoldError if the processes do not connect within 50 seconds.
+    Unless ``device`` is "cpu", each process uses the GPU whose index is its local rank. Raises InputError if a
+    machine has fewer GPUs than processes, KvfoldError if the processes do not connect within 50 seconds.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield
@@ -112,7 +112,7 @@ def _connected() -> Iterator[None]:
 
 
 def run_on_first(work: Callable[[], Answer]) -> Answer | None:
-    """Like `from_first`, but only the first process gets the result, the others None; the wait may last hours."""
+    """Run ``work`` in the first process and return its result there; all others wait, for hours if need be: None."""
     if (dist := _distributed()) is None:
         return work()
     # The collectives in training keep the short timeout that reveals a hung process.

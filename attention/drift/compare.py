@@ -258,7 +258,7 @@ def compare_predictions(
 
 
 def _distances(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
-    """Sums over positions of KL, top-1 matches and both negative log-likelihoods: ``[4, B]``, float64."""
+    """Per-sequence sums: ``KL(logits || other)``, top-1 matches, both negative log-likelihoods; ``[4, B]``, float64."""
     wide = torch.promote_types(torch.promote_types(logits.dtype, other.dtype), torch.float32)
     log_p, log_q = logits.to(wide).log_softmax(-1), other.to(wide).log_softmax(-1)
     return torch.stack(

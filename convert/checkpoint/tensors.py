@@ -138,7 +138,7 @@ def read_legacy_header(path: Path, file: str, aliases: dict[str, str]) -> Header
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             pair = f"{type(name).__name__} {name!r} to {type(tensor).__name__}"
-            header.problems.append(f"{file}: it must map names to tensors, not {pair}")
+            header.problems.append(f"{file} must map names to tensors, not {pair}; save the model with save_pretrained")
             continue
         if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
             kind = "meta" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"

@@ -106,7 +106,7 @@ def layer_of(values: Values, index: int) -> AttentionLayer:
 
 
 def block_of(values: Values, *, sparse: bool) -> Block:
-    """The block around the attention, with its expressions evaluated; ``sparse``: any layer has experts."""
+    """The norms and MLP around the attention, sizes computed from the config; ``sparse``: a layer has experts."""
     block = values.family.block
     routing = None if block.routing is None else evaluated(block.routing, values)
     return evaluated(replace(block, sparse=sparse, routing=routing), values)

@@ -223,7 +223,10 @@ class Sweep:
 
 @dataclass
 class _Target:
-    """A target's student, with its ``split`` if it is MLA, and the splits that were ``tried`` for a budget."""
+    """One target and the student converted to it.
+
+    ``split`` divides an MLA target's cache into rank and rotary dims; ``tried`` are the splits measured for it.
+    """
 
     options: TargetOptions
     plan: Plan

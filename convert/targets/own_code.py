@@ -87,9 +87,10 @@ def own_folded_layout(source: Model, checkpoint: Checkpoint, kv_heads: int, dtyp
 def own_latent_layout(
     source: Model, checkpoint: Checkpoint, target: LatentTarget, theta: Sequence[Sequence[float]], dtype: str | None
 ) -> TargetLayout:
-    """The layout of ``source`` with latent attention in kvfold's modules; ``theta [layers][P/2]`` are its frequencies.
+    """The layout of ``source`` with latent attention in kvfold's modules; ``theta [layers][P/2]``: rotary frequencies.
 
-    It caches ``target.kv_rank + target.rope_dim`` elements, plus ``cached_divisors`` if queries and keys have norms.
+    The cache takes ``target.kv_rank + target.rope_dim`` elements per token per layer, plus `cached_divisors` (divisors
+    of norms) if the source normalizes queries and keys.
     """
     norm, divisors = source.qk_norm, cached_divisors(source, target)
     facts: dict[str, Any] = {

@@ -102,7 +102,8 @@ def refine_layer(
     ``progress(done, error)`` is called before training and after every round, with the number of steps done and the
     error on held-out sequences.
     """
-    training = examples(task.update, step.teacher, step.calibration, step.student_calibration, shared=True)
+    with step.student.stream.training():
+        training = examples(task.update, step.teacher, step.calibration, step.student_calibration, shared=True)
     held_out = examples(task.update, step.teacher, step.held_out, step.student_held_out)
     width = training.inputs[0].shape[-1]
     step.student.put(tensors)

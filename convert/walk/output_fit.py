@@ -99,7 +99,8 @@ def refit_output(
         first = next(held_out, None)
         if first is None:
             return weights, None
-        gram, missing = _sums(present, _regressions(*common, step.calibration, step.student_calibration))
+        with step.student.stream.training():
+            gram, missing = _sums(present, _regressions(*common, step.calibration, step.student_calibration))
         fitted, before, after = processes.from_first(partial(_fit, present, gram, missing, chain([first], held_out)))
     if not after < before:
         return weights, OutputFit(before, before)

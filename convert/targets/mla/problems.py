@@ -54,7 +54,7 @@ def _own_problems(model: Model, target: LatentTarget) -> Iterator[str]:
     """Yield reasons why the model cannot be converted to ``target`` in layout ``kvfold``."""
     attention = [f"{problem}; use {opt('to', 'gqa')} instead" for problem in _own_attention_problems(model)]
     if not attention and (model.family.model_type not in SOURCES or model.tower is not None):
-        yield f"does not support this layout yet; use {opt('layout', 'free')} or {opt('to', 'gqa')} instead"
+        yield f"has no latent modules in this layout yet; use {opt('layout', 'free')} or {opt('to', 'gqa')} instead"
     if target.q_rank is not None:
         yield f"has no query latent in this layout; remove {opt('q_rank')}"
     yield from attention

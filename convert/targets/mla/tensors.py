@@ -49,7 +49,7 @@ def mla_tensors(latent: LatentWeights, layer: int, target: LatentTarget) -> dict
     biases = ("down_bias", "rope_key_bias", "q_nope_bias", "q_rope_bias", "o_bias")
     placeless = [name for name in biases if getattr(latent, name) is not None]
     if not target.constant and placeless:
-        raise ValueError(f"latent: layout engine cannot store {', '.join(placeless)}")
+        raise ValueError(f"latent: layout 'engine' has no tensors for {', '.join(placeless)}")
     if latent.q_nope_bias is not None and latent.query is None:
         raise ValueError("latent: a bias on queries needs a query latent (transforms/latent/variants.py)")
     latent = padded(rotated(latent) if target.rotated else latent, target)
