@@ -58,7 +58,7 @@ def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
 def target_wording(field: str, value: Any = ALONE) -> str | None:
     """An option as errors of a sweep spell it: "4 heads" instead of ``--kv-heads 4``, which is no option of it."""
     if field == "allow_growth":
-        return f"`kvfold convert {as_option(field)}`"
+        return f"{as_option(field)} to `kvfold convert`"
     if field not in _SIZE_WORDS:
         return None
     return _SIZE_WORDS[field] if value is ALONE else f"{value} {_SIZE_WORDS[field]}"

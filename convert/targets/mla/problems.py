@@ -184,7 +184,7 @@ def _size_problems(model: Model, target: LatentTarget, allow_growth: bool) -> It
     present = cache_elements(size)
     if rank + rope + divisors >= present and not allow_growth:
         kept = f" ({divisors} of them for key norms)" if divisors else ""
-        caches = f"{opt('rope_dim', rope)} caches {rank + rope + divisors} elements per token per layer{kept}"
+        caches = f"and {opt('rope_dim', rope)} need {rank + rope + divisors} elements per token per layer{kept}"
         way_out = f"lower either value, or add {opt('allow_growth', True)}"
         yield option_problem("kv_rank", rank, f"{caches}, no fewer than the source's {present}; {way_out}")
     full = full_query_rank(model, target)

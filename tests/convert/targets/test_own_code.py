@@ -309,7 +309,7 @@ def test_a_budget_holds_the_divisors_of_norms(name, divisors, tiny_family):
     size = model.geometry
     present = 2 * size.kv_heads * size.head_dim
     request = replace(request, budget=None, kv_rank=present - divisors - 8, rope_dim=8)
-    with pytest.raises(InputError, match=f"rope-dim 8 caches {present} elements per token"):
+    with pytest.raises(InputError, match=f"rope-dim 8 need {present} elements per token"):
         latent_targets(request, model)
 
 
