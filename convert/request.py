@@ -71,7 +71,7 @@ def _texts_broken(names: str | tuple[Any, ...]) -> str | None:
     return f"either {SELF!r} alone or the names of texts" if SELF in each and len(each) > 1 else None
 
 
-_POLISH_RULE = "a number of steps, a number of tokens such as 200k or 1M, or 'auto'"
+_POLISH_RULE = "a number of steps, a number of tokens above 0 such as 200k or 1M, or 'auto'"
 _STEPS: dict[str, Any] = {"metavar": "STEPS|auto", "least": 0, "rule": "a number of steps or auto"}
 _texts = partial(option, None, metavar="FILE|DATASET|self", check=_texts_broken, rule=_TEXTS_RULE)
 _numbers = partial(option, metavar="N,N", rule="positive numbers separated by commas, such as 2048,8192")
@@ -131,7 +131,7 @@ class ConvertRequest(Request):
     allow_growth: bool = option(False, "Allow targets whose cache is not smaller than the source's.", runs=True)
     calibration: str | tuple[str, ...] | None = _texts(
         "Text that resembles the model's use: a text file, a .jsonl file or a dataset name; self: MODEL generates it. "
-        "Repeat the option to mix several texts, in equal shares or in those of FILE:SHARE.",
+        "Repeat the option to mix several texts, in equal shares or by weight: FILE:3 FILE2:1.",
         panel="Calibration",
     )
     samples: int = _samples()
@@ -145,8 +145,8 @@ class ConvertRequest(Request):
     )
     polish: Steps | str = option(
         0,
-        "Then steps (or tokens: 200k, 1M) of training all layers against MODEL's predictions; needs memory for the "
-        "whole model.",
+        "Then steps of about 1024 tokens (or a number of tokens: 200k, 1M) of training all layers against MODEL's "
+        "predictions; needs memory for the whole model.",
         metavar="STEPS|TOKENS|auto",
         least=0,
         rule=_POLISH_RULE,

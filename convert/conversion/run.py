@@ -30,7 +30,7 @@ from kvfold.convert.errors import InputError, opt
 from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import SELF, ConvertRequest
-from kvfold.convert.text.corpus import check_sources
+from kvfold.convert.text.corpus import check_seq_len, check_sources
 
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
@@ -133,6 +133,8 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
         check_spill(plan)
         if request.dry_run:
             check_output(request.out, overwrite=request.overwrite, model=checkpoint.folder)
+            if request.calibrated:
+                check_seq_len(request.seq_len, plan.geometry.positions, checkpoint.origin)
             return Conversion(plan, None, None, {})
         check_memory(plan)
         with _output_folder(plan) as folder:

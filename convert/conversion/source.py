@@ -27,10 +27,10 @@ from kvfold.convert.request import SELF, held_out_count
 from kvfold.convert.sizes import tokens_of
 from kvfold.convert.stream.stock import hide_bars, load_model
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.text.corpus import BUILT_IN
+from kvfold.convert.text.corpus import BUILT_IN, check_seq_len
 from kvfold.convert.text.self_written import first_tokens, write_sequences
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
-from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration
+from kvfold.convert.text.windows import CalibrationTokens, load_calibration
 from kvfold.convert.training.budget import sequences_of
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary
 from kvfold.convert.walk.hidden import Keep, Spill

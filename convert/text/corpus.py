@@ -195,7 +195,9 @@ def with_share(spec: str, option: str = "calibration") -> tuple[str, float]:
     if not name or Path(spec).exists() or (number is None and not Path(name).is_file()):
         return spec, 1.0
     if number is None or not float(share):
-        raise option_error(option, spec, f": the share after the colon must be a number above 0, not {share!r}")
+        raise option_error(
+            option, spec, f": the share after the colon must be a number above 0, such as 3 or 0.5, not {share!r}"
+        )
     return name, float(share)
 
 
@@ -231,6 +233,13 @@ def _source_fault(path: Path) -> str | None:
         return f": .json is not supported; write {_ROW} on each line of a .jsonl file"
     # Plain text may have any suffix. Faults within a .txt or .jsonl are told with their line when it is read.
     return None if is_text or path.suffix in (".txt", _ROWS_SUFFIX) else f": the file is not UTF-8 text; give {_KINDS}"
+
+
+def check_seq_len(seq_len: int, positions: int, model: str) -> None:
+    """Raise InputError if ``seq_len`` exceeds the ``positions`` supported by ``model``."""
+    if seq_len > positions:
+        exceeded = f"exceeds the {positions} positions supported by the model {model}"
+        raise option_error("seq_len", seq_len, f"{exceeded}; use at most {opt('seq_len', positions)}")
 
 
 def open_corpus(

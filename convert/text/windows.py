@@ -141,10 +141,3 @@ def cut(documents: list[Tensor], length: int, eos: int | None) -> Tensor:
         packed = torch.cat([part for rest in rests for part in (rest, end)])
         windows.append(packed[: len(packed) // length * length].view(-1, length))
     return torch.cat(windows) if windows else torch.empty(0, length, dtype=torch.int64)
-
-
-def check_seq_len(seq_len: int, positions: int, model: str) -> None:
-    """Raise InputError if ``seq_len`` exceeds the ``positions`` supported by ``model``."""
-    if seq_len > positions:
-        exceeded = f"exceeds the {positions} positions supported by the model {model}"
-        raise option_error("seq_len", seq_len, f"{exceeded}; use at most {opt('seq_len', positions)}")

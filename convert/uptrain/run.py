@@ -36,9 +36,8 @@ from kvfold.convert.options import takes
 from kvfold.convert.processes import run_on_first, started_first
 from kvfold.convert.sizes import parse_size
 from kvfold.convert.stream.stock import hide_bars, load_config, load_model
-from kvfold.convert.text.corpus import open_corpus
+from kvfold.convert.text.corpus import check_seq_len, open_corpus
 from kvfold.convert.text.tokenizer import load_tokenizer, render
-from kvfold.convert.text.windows import check_seq_len
 from kvfold.convert.training.log import LogRow
 from kvfold.convert.training.steps import check_constant
 from kvfold.convert.uptrain.request import UptrainRequest

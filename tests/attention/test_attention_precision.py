@@ -74,7 +74,7 @@ def latent_problems(draw) -> tuple[list[Tensor], Case]:
     return [tensor.to(dtype) for tensor in tensors], replace(case, bias=None)
 
 
-@pytest.fixture(params=[1 << 20, 64], ids=["large blocks", "small blocks"])
+@pytest.fixture(params=[1 << 20, pytest.param(64, marks=pytest.mark.slow)], ids=["large blocks", "small blocks"])
 def block_size(request, monkeypatch):
     monkeypatch.setattr(blocked, "_CPU_SCORES", request.param)
     if request.param == 64:

@@ -143,6 +143,7 @@ TARGETS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @many
 @hypothesis.given(changes, splices, st.sampled_from(TARGETS))
 def test_configs(folder: Path, made: Any, splices: Any, target: dict[str, Any]) -> None:

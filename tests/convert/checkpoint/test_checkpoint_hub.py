@@ -150,6 +150,7 @@ def test_headers_come_by_range_requests(hub: Hub, folder: Path, ask) -> None:
     assert ask("show(sorted(open_headers('team/tiny').tensors))") == sorted(tensors)
 
 
+@pytest.mark.slow
 def test_a_download_is_whole_and_then_serves_offline(hub: Hub, folder: Path, ask) -> None:
     stored = 'list(c.raw_path(c.info("b1")).read_bytes()[c.info("b1").start : c.info("b1").end])'
     script = DESCRIBE.replace("OPEN", "open_checkpoint").replace('"torch":', f'"b1": {stored}, "torch":')

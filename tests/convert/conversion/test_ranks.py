@@ -93,6 +93,7 @@ def test_two_processes_calibrate_as_one(requests, tmp_path):
     assert again == two, "as many processes, other bytes"
 
 
+@pytest.mark.slow
 def test_a_process_that_never_comes_ends_the_others(tmp_path, monkeypatch):
     assert timedelta(minutes=1) > processes._CONNECTION
     monkeypatch.setattr(processes, "_CONNECTION", timedelta(seconds=0.5))

@@ -106,6 +106,7 @@ def unbroken(tiny_reader, tmp_path_factory):
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", mostly_slow(["in a round", "while the result is written"], 2))
 def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_path, monkeypatch, killed):
     monkeypatch.setattr(training, "POLISH_ROUND", 2)

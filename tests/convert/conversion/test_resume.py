@@ -71,6 +71,7 @@ KILLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(OPTIONS, 3))
 def test_a_killed_run_goes_on_at_its_last_finished_layer(tmp_path, tmp_path_factory, request_of, child, name):
     options, unbroken = request_of(name, resume=True), tmp_path_factory.mktemp("unbroken") / "out"
@@ -127,6 +128,7 @@ def test_only_an_equal_request_with_resume_goes_on(tmp_path, request_of, monkeyp
     assert not list(tmp_path.iterdir())  # without --resume nothing is left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "damaged"), mostly_slow([("bytes", 2), (None, 0), ("size", 1)], 3))
 def test_layers_that_were_damaged_since_a_failed_run_are_made_again(tmp_path, request_of, capsys, damage, damaged):
     options = request_of("mqa", resume=True) | {"refine": 0}

@@ -72,6 +72,7 @@ def test_a_sweep_decides_and_writes(place, reader, swept):
     assert math.isclose(drift["excess"]["value"], mqa["excess"]["value"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "titles"),
     [

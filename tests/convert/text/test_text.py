@@ -18,9 +18,9 @@ from kvfold.convert.request import held_out_count
 from kvfold.convert.text import corpus
 from kvfold.convert.text import tokenizer as tokens_of
 from kvfold.convert.text import windows as text
-from kvfold.convert.text.corpus import BUILT_IN, check_sources, open_corpus
+from kvfold.convert.text.corpus import BUILT_IN, check_seq_len, check_sources, open_corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens
-from kvfold.convert.text.windows import CalibrationTokens, check_seq_len, load_calibration, share_counts
+from kvfold.convert.text.windows import CalibrationTokens, load_calibration, share_counts
 
 BOS, EOS = 256, 257
 

@@ -153,6 +153,7 @@ def train_rank(folder, out, is_sharded):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_sharded_weights_are_held_too(latent, tmp_path):
     """Two processes, each with half of every tensor (FSDP version 2), train as one does with the whole."""
     torch.set_num_threads(1)  # a fork has one thread

@@ -87,6 +87,7 @@ def score_error(layer):
 BOUNDS = {value_error: 0.195, key_error: 0.38, slot_worth: 0.29, score_error: 0.056}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("figure", BOUNDS)
 def test_a_trained_layer_loses_little(layer, figure):
     if figure is slot_worth:

@@ -100,7 +100,7 @@ def train(model, out, text, **options):
     return uptrain_checkpoint(UptrainRequest(model=str(model), out=str(out), text=str(text), **{**QUICK, **options}))
 
 
-@pytest.mark.parametrize("target", mostly_slow(TARGETS, 2))
+@pytest.mark.parametrize("target", mostly_slow(TARGETS, 5))
 def test_what_convert_writes_is_ready_to_train_and_learns(converted, text, tmp_path, target):
     start, out = converted(target), tmp_path / "out"
     model = stock_model(start)
@@ -319,6 +319,7 @@ def test_the_configuration_for_fsdp_is_one_that_accelerate_reads():
     assert "fsdp_transformer_layer_cls_to_wrap" not in found.fsdp_config
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(source, converted, text, tmp_path):
     """By the recipe's script, in processes that begin as torchrun's do."""
     options = ["--text", text, "--teacher", source, *options_of(steps=4, eval_every=2, micro_batch=4, eval_sequences=7)]
