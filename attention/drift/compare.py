@@ -31,6 +31,8 @@ _GPU_LOGITS = 1 << 27
 _SAMPLED = 1 << 22
 # heads are relabeled when that explains at least half of the difference
 _CLEARLY = 0.5
+# tokens of the first stretch of positions
+_FIRST = 64
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,16 @@ class LayerDrift:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """The ``excess`` loss of tokens ``start`` to ``end`` of each sequence, in nats, with its 95 % ``margin``."""
+
+    start: int
+    end: int
+    excess: float
+    margin: float | None
+
+
+@dataclass(frozen=True)
 class Measurement:
     """A student measured against a teacher, over ``predictions`` predicted tokens.
 
@@ -72,6 +84,7 @@ class Measurement:
     all in nats. ``agreement`` is the top-1 agreement: the fraction of positions with the same most likely token. The
     margins are the half-widths of 95 % confidence intervals for ``kl`` and ``excess`` on similar texts; they treat
     sequences, but not the tokens within one sequence, as independent samples. They are None for a single sequence.
+    ``stretches`` divide the excess by position.
     """
 
     predictions: int
@@ -82,6 +95,7 @@ class Measurement:
     layers: tuple[LayerDrift, ...]
     kl_margin: float | None = None
     excess_margin: float | None = None
+    stretches: tuple[Stretch, ...] = ()
 
     @property
     def excess(self) -> float:
@@ -228,7 +242,7 @@ def compare_predictions(
 
     Raises ValueError if the vocabularies differ.
     """
-    sums, count = [], 0
+    found, bounds = [], stretch_bounds(parts[0].shape[1])
     for hidden, student_hidden, tokens in zip(expected, actual, parts, strict=True):
         labels = tokens[:, 1:].to(teacher.device)
         vocabulary, other = teacher.logits(hidden[:1, :1]).shape[-1], student.logits(student_hidden[:1, :1]).shape[-1]
@@ -239,25 +253,36 @@ def compare_predictions(
             )
         # vocabularies are large: logits of all positions would not fit
         budget = _CPU_LOGITS if teacher.device.type == "cpu" else _GPU_LOGITS
-        of_part = torch.zeros(4, len(tokens), dtype=torch.float64, device=teacher.device)
+        of_part = torch.zeros(len(bounds), 4, len(tokens), dtype=torch.float64, device=teacher.device)
         step = max(1, budget // (len(tokens) * vocabulary))
-        for start in range(0, labels.shape[1], step):
-            span = slice(start, min(start + step, labels.shape[1]))
-            logits = teacher.logits(hidden[:, span])
-            # a model compared with itself, to measure its loss only
-            same = student is teacher and student_hidden is hidden
-            others = logits if same else student.logits(student_hidden[:, span]).to(teacher.device)
-            of_part += _distances(logits, others, labels[:, span])
-        sums.append(of_part)
-        count += labels.numel()
-    each = torch.cat(sums, 1)  # [4, N], by sequence
-    kl, agreement, loss, student_loss = (each.sum(1) / count).tolist()
-    length = count / each.shape[1]
+        for place, (first, last) in enumerate(bounds):
+            for start in range(first - 1, last - 1, step):
+                span = slice(start, min(start + step, last - 1))
+                logits = teacher.logits(hidden[:, span])
+                # a model compared with itself, to measure its loss only
+                same = student is teacher and student_hidden is hidden
+                others = logits if same else student.logits(student_hidden[:, span]).to(teacher.device)
+                of_part[place] += distances(logits, others, labels[:, span])
+        found.append(of_part)
+    by_place = torch.cat(found, 2)  # [stretches, 4, N], by sequence
+    each, length = by_place.sum(0), parts[0].shape[1] - 1
+    kl, agreement, loss, student_loss = (each.sum(1) / (length * each.shape[1])).tolist()
+    stretches = []
+    for (first, last), sums in zip(bounds, by_place, strict=True):
+        excess = (sums[3] - sums[2]) / (last - first)
+        stretches.append(Stretch(first, last, float(excess.mean()), margin(excess)))
     margins = margin(each[0] / length), margin((each[3] - each[2]) / length)
-    return Measurement(count, kl, agreement, loss, student_loss, (), *margins)
+    return Measurement(each.shape[1] * length, kl, agreement, loss, student_loss, (), *margins, tuple(stretches))
 
 
-def _distances(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
+def stretch_bounds(length: int) -> list[tuple[int, int]]:
+    """First and end position of each stretch of the predicted tokens of sequences of ``length``: 1-64, 64-128, ..."""
+    # losses fall with the logarithm of the position, so each stretch is as long as all before it
+    inner = itertools.takewhile(lambda end: end < length, (_FIRST << power for power in itertools.count()))
+    return list(itertools.pairwise([1, *inner, length]))
+
+
+def distances(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
     """Per-sequence sums: ``KL(logits || other)``, top-1 matches, both negative log-likelihoods; ``[4, B]``, float64."""
     wide = torch.promote_types(torch.promote_types(logits.dtype, other.dtype), torch.float32)
     log_p, log_q = logits.to(wide).log_softmax(-1), other.to(wide).log_softmax(-1)

@@ -118,6 +118,10 @@ class DriftReport:
                 "floor": finite(rounding),
                 "margin": finite(measured.excess_margin),
             },
+            "excess_by_position": [
+                {"from": each.start, "to": each.end, "value": finite(each.excess), "margin": finite(each.margin)}
+                for each in measured.stretches
+            ],
             "perplexity": {
                 "source": finite(source),
                 "student": finite(student),
@@ -126,6 +130,12 @@ class DriftReport:
             "cache_bytes_per_token": {"source": self.source_cache_bytes, "student": self.student_cache_bytes},
             "layers": [_layer(layer, lowest) for layer, lowest in layers],
         }
+
+    def positions_text(self) -> str:
+        """One line with the excess loss of each stretch of positions; empty if there is only one."""
+        stretches = self.measured.stretches
+        of_each = ", ".join(f"{each.excess:+.3f} at {each.start}-{each.end}" for each in stretches)
+        return f"excess loss by position, nats per token: {of_each}" if len(stretches) > 1 else ""
 
     def to_json(self) -> str:
         """``to_dict`` as JSON text; equal reports produce identical bytes."""
@@ -214,13 +224,13 @@ def report_of(
         exact = torch.float64 if coarse == torch.float32 else torch.float32
         reference, rounded = source.to(dtype=exact), as_stream(source, dtype=coarse)
         lowest = compare(reference, rounded, some, batch or len(some), start())
-        floor = Floor(_name(coarse), _name(exact), len(some), lowest)
+        floor = Floor(dtype_name(coarse), dtype_name(exact), len(some), lowest)
     return DriftReport(
         sequences=tokens.shape[0],
         length=tokens.shape[1],
         device=source.device.type,
-        source_dtype=_name(source.dtype),
-        student_dtype=_name(student.dtype),
+        source_dtype=dtype_name(source.dtype),
+        student_dtype=dtype_name(student.dtype),
         source_cache_bytes=source.cache_bytes_per_token(),
         student_cache_bytes=student.cache_bytes_per_token(),
         measured=measured,
@@ -251,5 +261,6 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without its module, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -12,7 +12,7 @@ from kvfold.convert.measure.figures import excess_by_cache
 from kvfold.convert.measure.page import sweep_page, write_report
 from kvfold.convert.measure.sweep_targets import WITHIN, parse_targets
 from kvfold.convert.request import SELF, BenchRequest, EvalRequest, SweepRequest
-from kvfold.convert.text.corpus import check_sources
+from kvfold.convert.text.corpus import check_sources, with_share
 
 _TARGET = re.compile(r"[\w+]*[:,][\w:,+]*|\d[\d,+]*|gqa|mqa|mla", re.IGNORECASE)
 _within = click.option(
@@ -76,7 +76,7 @@ def sweep(request: SweepRequest, within: float, json_file: str | None, plot: str
     if request.out is not None:
         check_output(request.out, model=request.model)
     texts = (request.calibration,) if isinstance(request.calibration, str) else request.calibration or ()
-    check_sources(text for text in texts if text != SELF)
+    check_sources(with_share(text)[0] for text in texts if text != SELF)
     if request.targets is not None:
         parse_targets(request.targets)
     if not request.quiet:

@@ -115,6 +115,7 @@ def heading(report: DriftReport) -> list[str]:
     lines = [f"drift over {sequences} of {report.length} tokens, {dtype} on {report.device}", "floor: not measured"]
     if floor is not None:
         lines[1] = f"floor: the source in {floor.dtype} against itself in {floor.reference_dtype}, over {some}"
+    lines += filter(None, [report.positions_text()])
     for name, values in report.about.items():
         others = "".join(f", {key} {value}" for key, value in values.items() if key not in ("name", "sha256"))
         lines.append(f"{name}: {values['name']} (sha256 {values['sha256'][:12]}{others})")

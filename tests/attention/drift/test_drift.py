@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvfold.attention.drift.compare import margin
+from kvfold.attention.drift.compare import margin, stretch_bounds
 from kvfold.attention.drift.report import measure_drift
 from tests.attention.drift.test_drift_streams import some_tokens as random_tokens
 from tests.attention.drift.test_drift_streams import tiny
@@ -219,6 +219,29 @@ def test_margins_are_those_of_the_sequences():
     for count, quantile in ((8, 2.3646), (16, 2.1314), (101, 1.9840)):
         values = torch.arange(count, dtype=torch.float64)
         assert margin(values) == pytest.approx(quantile * values.std().item() / math.sqrt(count), rel=5e-3)
+
+
+def test_stretches_of_positions_are_those_of_stock_losses(monkeypatch):
+    assert stretch_bounds(300) == [(1, 64), (64, 128), (128, 256), (256, 300)]
+    assert stretch_bounds(40) == [(1, 40)]
+    monkeypatch.setattr("kvfold.attention.drift.compare._FIRST", 3)
+    source, tokens = tiny(), some_tokens()
+    student = disturbed(source)
+    report = measure_drift(source, student, tokens, floor=False, batch=2)
+    with torch.no_grad():
+        losses = [
+            F.cross_entropy(model(tokens).logits[:, :-1].mT, tokens[:, 1:], reduction="none")
+            for model in (source, student)
+        ]
+    between = (losses[1] - losses[0]).double()
+    stretches = report.measured.stretches
+    assert [(each.start, each.end) for each in stretches] == [(1, 3), (3, 6), (6, 12)]
+    for each in stretches:
+        values = between[:, each.start - 1 : each.end - 1].mean(1)
+        assert (each.excess, each.margin) == pytest.approx((values.mean().item(), margin(values)), rel=1e-3)
+    first = report.to_dict()["excess_by_position"][0]
+    assert first == {"from": 1, "to": 3, "value": stretches[0].excess, "margin": stretches[0].margin}
+    assert report.positions_text().endswith(f"{stretches[1].excess:+.3f} at 3-6, {stretches[2].excess:+.3f} at 6-12")
 
 
 def test_what_cannot_be_compared_is_an_error(refused):

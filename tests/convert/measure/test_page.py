@@ -16,7 +16,7 @@ from kvfold.convert.measure.figures import attention_rows_by_head, excess_by_cac
 SVG = "{http://www.w3.org/2000/svg}"
 TEXT = ["--samples", 2, "--seq-len", 16]
 DRIFT = ["Drift by layer", "Attention rows by head", "Cache against context"]
-CONVERSION = ["What the fit of the output projection gained", "Rotary slots by frequency"]
+CONVERSION = ["What the fit of the output projection gained", "Polishing", "Rotary slots by frequency"]
 CONVERSION += [f"Spectrum of {what}, and the cut" for what in ("rotary keys", "the latent")]
 
 
@@ -42,7 +42,7 @@ def swept(place, reader):
 @pytest.fixture(scope="module")
 def folder(place, reader, swept):
     """Pages of the sweep, of a conversion by a budget, and of the drift of its result."""
-    budget = ["--to", "mla", "--budget", 6, "--quiet"]
+    budget = ["--to", "mla", "--budget", 6, "--polish", 2, "--quiet"]
     run("convert", reader, place / "out", *budget, *TEXT, "--report", place / "convert")
     run("drift", reader, place / "out", *TEXT, "--report", place / "drift", "--json", place / "drift.json")
     return place
