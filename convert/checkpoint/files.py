@@ -4,20 +4,20 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from kvfold.convert.errors import InputError, first_line
 
-# A small buffer, which fits the second-level cache. copy_file_range would be no faster: source and target positions
-# rarely agree modulo the page size (headers differ), and it then splits every page. Measured on ext4 (Linux 6.18, 2
-# cores), system seconds per GB: copy_file_range 0.4 to 0.5; buffers of 1 MiB 0.6 to 0.8, of 8 MiB 1.7 to 1.9; 1 MiB
-# with dropping what was read from the page cache 0.3.
+# A small buffer, which fits a cache of the processor.
 BUFFER = 1 << 20
-# A conversion reads a source once: dropped pages serve the next reads, and a model larger than the memory does not push
-# everything else out.
-_DROP_EVERY = 8 << 20
+# Bytes that the kernel copies in one call, or that are mapped and hashed at once. A thread that imports torch gives the
+# interpreter's lock away every 5 ms or later, so smaller steps mostly wait for it: during the import, steps of 64 MiB
+# copied 1.8 GB and hashed 1.7, of 1 MiB 0.4 and 0.7 (ext4, Linux 6.18, two busy cores, 2026-11-24). An interrupted run
+# ends after the step, so they are not larger.
+AT_ONCE = 32 << 20
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a surrogate pair as JSON spells it
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
@@ -58,16 +58,26 @@ def read_parts(file: FileIO, start: int, end: int) -> Iterator[memoryview]:
 def copy_range(
     source: FileIO, start: int, end: int, target: int, position: int, progress: Callable[[int], None]
 ) -> None:
-    """Copy bytes of one open file to ``position`` in another. ``progress`` gets the count of every step."""
-    done = dropped = 0
-    for part in read_parts(source, start, end):
-        write_all(target, part, position + done)
-        done += len(part)
-        progress(len(part))
-        if done - dropped >= _DROP_EVERY or start + done == end:
-            if hasattr(os, "posix_fadvise"):  # not on macOS
-                os.posix_fadvise(source.fileno(), start, done, os.POSIX_FADV_DONTNEED)
-            dropped = done
+    """Copy bytes of one open file to ``position`` in another, by the kernel if it can. ``progress`` gets each count.
+
+    What was copied is dropped from the page cache: a conversion reads a source once, the dropped pages serve the next
+    reads, and a model larger than the memory does not push everything else out.
+    """
+    done = start
+    while done < end:
+        stop, place = min(done + AT_ONCE, end), position + done - start
+        try:
+            count = os.copy_file_range(source.fileno(), target, stop - done, done, place)
+        except (AttributeError, OSError):  # macOS has no such call, and some file systems refuse it
+            count = 0
+        if count == 0:  # read and written instead, so that an error says which of the two fails
+            for part in read_parts(source, done, stop):
+                write_all(target, part, place + count)
+                count += len(part)
+        done += count
+        progress(count)
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(source.fileno(), start, done - start, os.POSIX_FADV_DONTNEED)
 
 
 def write_all(target: int, data: memoryview, position: int) -> None:
@@ -89,6 +99,20 @@ def write_file(path: Path, content: bytes | str) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(file)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield ``path`` with ".new" appended: the file that the block writes there replaces ``path`` when the block ends.
+
+    A kill meanwhile leaves the old file, if any, and part of the new one; an exception leaves only the old file.
+    """
+    new = path.with_name(path.name + ".new")
+    try:
+        yield new
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def sync_path(path: Path) -> None:

@@ -159,6 +159,7 @@ def _dequantize_fp8(
         missing = (0, -shape[1] % columns, 0, -len(some) % rows)
         whole = pad(some.view(torch.uint8), missing).view(weight.dtype)
         made = operation.convert({"weight": whole, "weight_scale_inv": scales[first : first + strip]})["weight"]
+        made = made[0] if isinstance(made, list) else made  # transformers 5.17 returns a list
         dense[first * rows : first * rows + len(some)] = made[: len(some), : shape[1]]
     return dense
 

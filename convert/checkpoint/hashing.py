@@ -1,14 +1,16 @@
 """SHA-256 of files and of byte ranges in them, for ``kvfold.json``, ``kvfold verify`` and ``--resume``."""
 
 import hashlib
+import mmap
 import os
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
-from kvfold.convert.checkpoint.files import read_parts
+from kvfold.convert.checkpoint.files import AT_ONCE, read_parts
 from kvfold.convert.checkpoint.folder import RECORD, resolve_member
 from kvfold.convert.checkpoint.shards import Shard
 from kvfold.convert.errors import InputError, short
@@ -29,6 +31,22 @@ def file_sha256(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> 
         return digest.hexdigest()
 
 
+def _update(digest: "hashlib._Hash", file: FileIO, start: int, end: int) -> None:
+    """Add the bytes ``start`` to ``end`` of an open file to ``digest``. Nothing else may shorten the file meanwhile."""
+    first = start - start % mmap.ALLOCATIONGRANULARITY
+    try:
+        # Mapped: read through a buffer, beside a copy, they take 1.1 CPU seconds per GB instead of 0.7 (EPYC with
+        # SHA-NI, 2026-11-24).
+        with (
+            mmap.mmap(file.fileno(), end - first, access=mmap.ACCESS_READ, offset=first) as mapped,
+            memoryview(mapped)[start - first :] as part,
+        ):
+            digest.update(part)
+    except (OSError, ValueError):  # a file system without maps, too little memory for one, or a file that was cut short
+        for part in read_parts(file, start, end):
+            digest.update(part)
+
+
 @contextmanager
 def hashing(folder: Path, shards: Sequence[Shard], written: Container[str]) -> Iterator[Callable[[], dict[str, str]]]:
     """Hash the files of ``shards`` while the block writes them, each tensor once its name is in ``written``.
@@ -45,11 +63,13 @@ def hashing(folder: Path, shards: Sequence[Shard], written: Container[str]) -> I
                 while tensor.name not in written:
                     if stopped.wait(_POLL):  # nobody waits for the hashes any more
                         raise CancelledError
-                for part in read_parts(file, position, position + tensor.nbytes):
+                end = position + tensor.nbytes
+                while position < end:
                     if stopped.is_set():
                         raise CancelledError
-                    hashed.update(part)
-                position += tensor.nbytes
+                    part_end = min(position + AT_ONCE, end)
+                    _update(hashed, file, position, part_end)
+                    position = part_end
         return hashed.hexdigest()
 
     # what was just written is in the page cache: a finished output need not be read from the disk once more

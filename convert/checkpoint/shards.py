@@ -93,9 +93,10 @@ def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard
         used += cost
     count = len(groups)
     names = [SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    # wider dtypes first: every tensor then begins at a multiple of its item size, as memory maps need
+    # wider dtypes first: every tensor then begins at a multiple of its item size, as memory maps need; computed tensors
+    # last: what is copied can be hashed while they are computed
     return [
-        Shard(name, tuple(sorted(group, key=lambda tensor: -DTYPE_BITS[tensor.dtype])))
+        Shard(name, tuple(sorted(group, key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.source is None))))
         for name, group in zip(names, groups, strict=True)
     ]
 

@@ -127,8 +127,12 @@ class ShardWriter:
                 raise KvfoldError("the copy was stopped because the computation beside it failed")
             progress(count)
 
+        def copy() -> None:
+            self.copy_rest(checkpoint, step)
+            self.sync()  # the disk is at work before the last tensor is computed
+
         with ThreadPoolExecutor(1, "kvfold-copy") as pool:
-            self._copying = pool.submit(self.copy_rest, checkpoint, step)
+            self._copying = pool.submit(copy)
             try:
                 yield
             except BaseException:

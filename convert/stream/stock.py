@@ -21,11 +21,12 @@ from kvfold.convert.families.wrappers import WRAPPERS
 
 _LONGEST_REASON = 200  # characters of another library's error text
 
-# transformers 5.23 ships Mistral4ForCausalLM, but AutoModelForCausalLM does not know it yet.
+# transformers 5.23 ships Mistral4ForCausalLM, but AutoModelForCausalLM does not know it yet; `register` of 5.17 ignores
+# its own configs.
 if "mistral4" in CONFIG_MAPPING and "mistral4" not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
     from transformers import Mistral4ForCausalLM
 
-    AutoModelForCausalLM.register(CONFIG_MAPPING["mistral4"], Mistral4ForCausalLM, exist_ok=True)
+    AutoModelForCausalLM._model_mapping._extra_content[CONFIG_MAPPING["mistral4"]] = Mistral4ForCausalLM
 
 
 def auto_class(config: dict[str, Any]) -> Any:
@@ -114,14 +115,16 @@ def blaming(where: str) -> Iterator[None]:
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """Load a causal language model, or its wrapper, in ``dtype``. Raises InputError if it cannot be loaded."""
     classes = auto_class(checkpoint.config)
+    # Below 5.23 gemma2's default, torch's fused attention, leaves out its softcap without a word.
+    attention = {"attn_implementation": "eager"} if checkpoint.config.get("attn_logit_softcapping") else {}
     with blaming(checkpoint.origin):
         # The files of quantized sources hold something else than the model's tensors: these are read and handed over.
         if checkpoint.made_of:
             config = CONFIG_MAPPING[checkpoint.config["model_type"]].from_dict(checkpoint.config)
             tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
             model = classes._model_mapping[type(config)]
-            return model.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
-        return classes.from_pretrained(checkpoint.folder, dtype=dtype, trust_remote_code=trust_remote_code)
+            return model.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **attention)
+        return classes.from_pretrained(checkpoint.folder, dtype=dtype, trust_remote_code=trust_remote_code, **attention)
 
 
 def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:

@@ -16,6 +16,7 @@ from helpers.processes import PATIENCE
 
 from kvfold.convert.checkpoint import atomic
 from kvfold.convert.checkpoint.atomic import check_output, free_space_check, output_folder
+from kvfold.convert.checkpoint.files import replacing
 from kvfold.convert.errors import InputError
 
 WEIGHTS = "model.safetensors"
@@ -289,3 +290,17 @@ def test_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: An
         file.truncate(1 << 30)
     with pytest.raises(InputError, match="too little disk space"):
         free_space_check(folder, 1 << 30)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path) -> None:
+    path = tmp_path / "state.pt"
+    path.write_text("old")
+    with suppress(OSError), replacing(path) as new:
+        new.write_text("ha")
+        raise OSError(28, "No space left on device")
+    assert path.read_text() == "old"
+    with replacing(path) as new:
+        new.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]

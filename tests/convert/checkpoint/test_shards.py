@@ -1,5 +1,6 @@
 """Shards: where tensors go, what is copied, cast or written, and what a half-written folder is worth."""
 
+import errno
 import json
 import resource
 import threading
@@ -18,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from kvfold.convert.checkpoint import writer as writing
-from kvfold.convert.checkpoint.hashing import hashing
+from kvfold.convert.checkpoint.hashing import file_sha256, hashing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor, Shard, assign_shards, tensor_places
 from kvfold.convert.checkpoint.tensors import DTYPE_NAMES
@@ -116,8 +117,10 @@ def test_no_shard_exceeds_the_limit(checkpoint: Checkpoint, out: Path, limit: in
     assert all(torch.equal(again.read(name), checkpoint.read(name)) for name in checkpoint.tensors)
 
 
-def test_shards_are_filled_in_the_given_order_and_wide_tensors_come_first() -> None:
-    """So that each begins at a multiple of its item size."""
+def test_shards_are_filled_in_the_given_order_wide_tensors_come_first_and_computed_ones_last() -> None:
+    """So that each begins at a multiple of its item size, and what is copied is hashed while the rest is computed."""
+    mixed = [OutputTensor(name, "F32", (2,), name if name in "bd" else None) for name in "abcd"]
+    assert [*tensor_places(assign_shards(mixed, GB))] == [*"bdac"]
     shards = assign_shards([OutputTensor(name, "F32", (100,), None) for name in "edcba"], 1200)
     assert [[tensor.name for tensor in shard.tensors] for shard in shards] == [["e", "d"], ["c", "b"], ["a"]]
     assert assign_shards([], 1200) == []
@@ -145,14 +148,26 @@ def test_tensors_renamed_and_put_together_of_several_and_zeros(checkpoint: Check
     assert made["empty"].shape == (0, 8)
 
 
-def test_copying_beside_computing(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress counts the source's bytes, as often as a buffer is full."""
-    monkeypatch.setattr("kvfold.convert.checkpoint.files.BUFFER", 100)
+@pytest.mark.parametrize("refused", [(), ("os.copy_file_range", "mmap.mmap")], ids=["kernel", "read and written"])
+def test_copying_and_hashing_beside_computing(
+    checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, refused: tuple[str, ...]
+) -> None:
+    """Progress counts the source's bytes. Some file systems can neither copy in the kernel nor map a file."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENODEV, "No such device")
+
+    for name in refused:
+        monkeypatch.setattr(name, refuse)
+    for room in ("files", "hashing"):
+        monkeypatch.setattr(f"kvfold.convert.checkpoint.{room}.AT_ONCE", 100)
     steps: list[int] = []
-    writer = ShardWriter(out, assign_shards(with_computed(checkpoint, "c"), 700))
-    with writer.copying_rest(checkpoint, steps.append):
-        writer.write_own({"c": -checkpoint.read("c")})
-    writer.finish()
+    writer = ShardWriter(out, shards := assign_shards(with_computed(checkpoint, "c"), 700))
+    with hashing(out, shards, writer.written) as hashes:
+        with writer.copying_rest(checkpoint, steps.append):
+            writer.write_own({"c": -checkpoint.read("c")})
+        writer.finish()
+        assert hashes() == {shard.file: file_sha256(out / shard.file) for shard in shards}
     found = loaded(out)
     assert torch.equal(found.pop("c"), -checkpoint.read("c"))
     assert all(torch.equal(tensor, checkpoint.read(name)) for name, tensor in found.items())
@@ -161,7 +176,7 @@ def test_copying_beside_computing(checkpoint: Checkpoint, out: Path, monkeypatch
 
 
 def test_an_error_beside_the_copy_stops_it(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvfold.convert.checkpoint.files.BUFFER", 8)
+    monkeypatch.setattr("kvfold.convert.checkpoint.files.AT_ONCE", 8)
     begun, steps = threading.Event(), list[int]()
 
     def progress(count: int) -> None:
@@ -296,11 +311,12 @@ def test_a_disk_that_fills_up(
     checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, name: str, refused: Any
 ) -> None:
     def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     outputs = [tensor for tensor in copies(checkpoint, F32="F16") if tensor.name == name]
     writer = ShardWriter(out, assign_shards(outputs, GB))
-    monkeypatch.setattr("kvfold.convert.checkpoint.files.os.pwrite", full)
+    for call in ("pwrite", "copy_file_range"):
+        monkeypatch.setattr(f"os.{call}", full)
     for write in (lambda: writer.copy_rest(checkpoint), lambda: writer.write_own({name: checkpoint.read(name)})):
         with refused(KvfoldError):
             write()
