@@ -14,8 +14,9 @@ _COMPUTED = ("F32", "BF16", "F16")
 # A training step casts its activations too: below this ratio the products' gain is about lost. A choice, not tuned;
 # measured ratios are around 1, or 2 and more.
 BFLOAT16_PAYS = 1.5
-# Multiplications in one timed product, and the number of timings: 0.2 s in all on one core of 100 GFLOP/s.
-_TIMED_PRODUCTS, _TIMED = 1 << 30, 3
+# Rows of a timed product, and the most of its other two dims, by device. Chosen: enough for products to be limited by
+# arithmetic, and few enough where a CPU emulates bfloat16, at 1 GFLOP/s. And the number of timings.
+_TIMED_SHAPE, _TIMED = {"cpu": (128, 1024), "cuda": (1024, 4096)}, 3
 
 
 def choose_device(name: str) -> torch.device:
@@ -74,9 +75,10 @@ def bfloat16_speed(device: torch.device, outputs: int, inputs: int) -> float:
 
     # Measured, because no list of processors is complete: AMX, AVX512-BF16 and Arm's units have no flag in common, and
     # without any a product in bfloat16 takes many times as long.
-    rows, seconds = max(16, min(1024, _TIMED_PRODUCTS // (outputs * inputs))), []
+    rows, most = _TIMED_SHAPE[device.type]
+    shapes, seconds = ((rows, min(inputs, most)), (min(inputs, most), min(outputs, most))), []
     for dtype in (torch.float32, torch.bfloat16):
-        left, right = (torch.ones(shape, dtype=dtype, device=device) for shape in ((rows, inputs), (inputs, outputs)))
+        left, right = (torch.ones(shape, dtype=dtype, device=device) for shape in shapes)
         timer = Timer("left @ right", globals={"left": left, "right": right}, num_threads=torch.get_num_threads())
         seconds.append(min(timer.timeit(2).mean for _ in range(_TIMED)))
     return seconds[0] / seconds[1]

@@ -27,6 +27,7 @@ Layout = Literal["free", "engine", "kvfold"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 TrainingDtype = Literal["auto", "float32", "bfloat16"]
+Polished = Literal["attention", "norms", "all"]
 Steps = int | Literal["auto"]
 
 TARGETS: tuple[str, ...] = get_args(Target)
@@ -153,6 +154,13 @@ class ConvertRequest(Request):
         check=lambda value: None if isinstance(value, int) or tokens_of(value) else _POLISH_RULE,
     )
     repeat_text: bool = option(False, "Polish on the text again where it has fewer tokens than --polish.")
+    train: Polished = option("attention", "Weights that polishing trains: the attention, also all norms, or all.")
+    teacher: str | None = option(
+        None, "Polish against the predictions of this model, a larger one with MODEL's tokenizer.", metavar="MODEL2"
+    )
+    keep_intervals: bool = option(
+        False, "Leave checkpoints OUT.200k, OUT.500k, OUT.1M ... of polishing on so many tokens.", runs=True
+    )
     device: Device = device_option(panel="Running")
     precision: TrainingDtype = option(
         "auto",
@@ -207,9 +215,9 @@ class ConvertRequest(Request):
 
     def result_options(self) -> dict[str, Any]:
         """The options that determine the result, but not those that only say where and how to run."""
-        left_out = {"calibration", *run_only(type(self))}
+        left_out = {"calibration", "teacher", *run_only(type(self))}
         if not self.calibrated:
-            left_out |= {"samples", "seq_len", "refine", "polish"}
+            left_out |= {"samples", "seq_len", "refine", "polish", "train"}
             if not self.chosen_method.seeded:
                 left_out.add("seed")
         given = {name: value for name, value in vars(self).items() if name not in left_out}
@@ -256,6 +264,13 @@ class ConvertRequest(Request):
             either = f"{opt('keep_quantized', True)} needs {opt('dtype', 'bfloat16')} or auto"
             way_out = f"omit {opt('keep_quantized')}, or change {opt('dtype')}"
             yield "keep_quantized", f"{either}, not {self.dtype}; {way_out}"
+        for name in ("train", "teacher", "repeat_text", "keep_intervals"):
+            if not self.polish and name in self.given():
+                unpolished = f"{opt(name)} has no effect without {opt('polish')}"
+                yield name, f"{unpolished}; omit {opt(name)}, or add {opt('polish', 'auto')}"
+        if self.train != "attention" and self.keep_quantized:
+            frozen = f"{opt('train', self.train)} cannot train the weights that {opt('keep_quantized', True)} keeps"
+            yield "train", f"{frozen}; omit one of the two"
         if not (method.reads_text or self.refine or self.polish):
             unused = f"has no effect, because {named} reads text only with {opt('refine')} or {opt('polish')}"
             if self.calibration is not None:

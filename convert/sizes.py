@@ -44,6 +44,12 @@ def tokens_of(text: str | int) -> int | None:
     return None if match is None else int(float(match[1]) * _BY_NAME[f"{match[2].upper()}B"])
 
 
+def tokens_text(count: int) -> str:
+    """``count`` tokens as `tokens_of` reads them, to three digits: "200k", "1.02M"."""
+    unit, size = ("M", 10**6) if count >= 10**6 else ("k", 10**3)
+    return f"{count / size:.3g}{unit}"
+
+
 def table(rows: Sequence[Sequence[str]], least: Sequence[int] = (), left: Sequence[int] = (0,)) -> list[str]:
     """Lines of a table with the columns ``left`` left-aligned, the others right-aligned; ``least`` has minimum widths.
 

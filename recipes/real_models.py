@@ -9,18 +9,21 @@ bfloat16 as a transformers folder. `table` converts it to every target, in every
 with stock transformers, and compares it with the model on 24 windows of 256 tokens of FILE and of the code that ships
 with kvfold: another domain. Excess is ln(perplexity / perplexity of the model), nats per token; KL is that of the
 next-token distributions, nats; top-1 agreement is the share of tokens for which both predict the same next one. Rows
-that the JSON file holds already are not run again: a table can be made in several sittings.
+that the JSON file holds already are not run again: a table can be made in several sittings, and with --work an
+interrupted row goes on where it was. Rows polished on tokens have the curve of held-out figures, too.
 """
 
 import argparse
 import json
 import math
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,8 @@ STAGES = {
     "refined": "--refine auto",
     "polished": "--refine auto --polish auto",
     "briefly polished on both": "--refine 50 --polish 100",
+    "polished 400k on both": "--polish 400k",  # a quarter is code
+    "polished 1M on both": "--polish 1M --keep-intervals",
     "uptrained": "",  # the fitted checkpoint, trained further
 }
 UPTRAIN = ("--steps", "50", "--batch-tokens", "1024", "--seq-len", "256", "--eval-every", "0", "--quiet")
@@ -116,9 +121,24 @@ def options(args: argparse.Namespace, target: str, stage: str, code: Path) -> li
     if stage == "baseline":
         return [*TARGETS[target].split(), *baseline]
     texts = [args.calibration, *([code] if stage.endswith("on both") else [])]
-    calibration = [word for text in texts if text is not None for word in ("--calibration", str(text))]
+    shares = (":3", ":1") if STAGES[stage].startswith("--polish") else ("", "")
+    named = [f"{text}{share}" for text, share in zip(texts, shares, strict=False) if text is not None]
+    calibration = [word for text in named for word in ("--calibration", text)]
     shape = ["--samples", str(args.samples), "--seq-len", str(LENGTH), "--seed", str(args.seed)]
     return [*TARGETS[target].split(), *STAGES[stage].split(), *calibration, *shape]
+
+
+@contextmanager
+def work_folder(parent: Path | None, name: str) -> Iterator[Path]:
+    """A folder that is deleted after the block; below ``parent`` it is kept when the block raises, for a next run."""
+    if parent is None:
+        with tempfile.TemporaryDirectory() as place:
+            yield Path(place)
+        return
+    folder = parent / name.replace(" ", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    yield folder
+    shutil.rmtree(folder)
 
 
 def run(command: list[str]) -> float:
@@ -137,23 +157,29 @@ def commit() -> str:
 def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tensor]) -> dict[str, Any]:
     """One row of the table."""
     before = conditions()
-    with tempfile.TemporaryDirectory(dir=args.work) as place:
-        out, code = Path(place) / "out", Path(place) / "code.txt"
-        code.write_text(read_text("calibration"), encoding="utf-8")
+    with work_folder(args.work, f"{target} {stage}") as place:
+        out, code = place / "out", place / "code.txt"
+        # What is polished needs more than the calibration split has; the other split trained the model that ships.
+        code.write_text(
+            read_text("train" if STAGES[stage].startswith("--polish") else "calibration"),
+            encoding="utf-8",
+        )
         given = options(args, target, stage, code)
-        seconds = run(["convert", str(args.model), str(out), *given, "--quiet"])
-        elements = json.loads((out / "kvfold.json").read_text())["cache_elements_per_token_per_layer"]
+        seconds = run(["convert", str(args.model), str(out), *given, "--resume", "--quiet"])
+        record = json.loads((out / "kvfold.json").read_text())
+        elements = record["cache_elements_per_token_per_layer"]
         if stage == "uptrained":
-            trained = Path(place) / "trained"
+            trained = place / "trained"
             text = [] if args.calibration is None else ["--text", str(args.calibration)]
             seconds += run(["uptrain", str(out), str(trained), "--teacher", str(args.model), *text, *UPTRAIN])
             out = trained
         model, result = load(args.model), load(out)
         measured = {name: compare(model, result, tokens) for name, tokens in texts.items()}
     before["commit"] = commit()
-    shown = [Path(word).name if word in (str(args.calibration), str(code)) else word for word in given]
+    shown = [Path(word).name if word.startswith((str(args.calibration), str(code))) else word for word in given]
     common = {"target": target, "stage": stage, "options": " ".join(shown), "cache_elements": elements}
     common |= {"uptrain": " ".join(UPTRAIN)} if stage == "uptrained" else {}
+    common |= {"curve": record["polish"]["curve"]} if "polish" in record else {}
     return {**common, "measured": measured, "seconds": round(seconds, 1), **before}
 
 
@@ -206,7 +232,9 @@ def main() -> None:
     measure.add_argument("--stages", default=",".join(STAGES), help="some of: " + ", ".join(STAGES))
     measure.add_argument("--samples", type=int, default=64)
     measure.add_argument("--seed", type=int, default=0)
-    measure.add_argument("--work", type=Path, help="folder for converted checkpoints; default: the system's")
+    measure.add_argument(
+        "--work", type=Path, help="folder for converted checkpoints and interrupted rows; default: the system's"
+    )
     measure.add_argument("--json", type=Path, help="results file; continued where it exists")
     measure.set_defaults(run=table)
     args = parser.parse_args()

@@ -73,8 +73,13 @@ _REFINED = """
 Then each layer's attention was refined to reproduce the source's residual stream on the calibration text,
 without labels."""
 _POLISHED = """
-Then all converted attention was trained together for {steps} steps to reproduce the source's next-token distributions
+Then {what} trained together for {steps} steps to reproduce the next-token distributions of {teacher}
 on this text, without labels."""
+_POLISHED_WHAT = {
+    "attention": "all converted attention was",
+    "norms": "all converted attention and all norms were",
+    "all": "all weights were",
+}
 
 _LOAD = """Run in this folder:
 
@@ -151,7 +156,9 @@ def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None
         how = f"{verdict.how}; instead: `{verdict.instead}`" if verdict.instead else verdict.how
         engines.append(f"| {engine} | {'yes' if verdict.serves else 'no'} | {verdict.cache or ''} | {how} |")
     ranks = [f"| {ranks} | {before} | {after} |" for ranks, before, after in rank_sizes(record)]
-    polished = record.get("polish", {}).get("kept")
+    polish, untouched = record.get("polish", {}), _UNTOUCHED.format(rest=rest)
+    if polish.get("kept") and request.train == "all":
+        untouched = "All other weights started from the source's."
     return _CARD.format(
         front=front_matter(plan.checkpoint),
         name=plan.checkpoint.origin,
@@ -166,9 +173,15 @@ def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None
         engines="\n".join(engines),
         method=request.chosen_method.card,
         refined=_REFINED if request.refine else "",
-        polished=_POLISHED.format(steps=polished) if polished else "",
+        polished=""
+        if not polish.get("kept")
+        else _POLISHED.format(
+            what=_POLISHED_WHAT[request.train],
+            steps=polish["kept"],
+            teacher=f"`{polish['teacher']}`" if "teacher" in polish else "the source",
+        ),
         made_of="".join(f"\nThe source: {line}." for line in plan.checkpoint.made_of),
-        untouched=_UNTOUCHED.format(rest=rest),
+        untouched=untouched,
         command=_repeating(plan),
     )
 
@@ -220,6 +233,7 @@ def _measured(record: Mapping[str, Any], drift: "DriftReport", source: str) -> s
 Measured on {drift.sequences} x {drift.length} held-out tokens of {text_name(record["calibration"]["source"])}.
 These tokens were not used for fitting, but groups, splits and steps were chosen by them, so the figures are slightly
 optimistic. `kvfold drift {source} .` measures on text that played no part in any choice.
+{drift.positions_text()}
 {engine_cost(record, drift)}
 """
 
@@ -274,6 +288,8 @@ def _repeating(plan: Plan) -> str:
             portable_name(Path(name)) + text.removeprefix(name) if name != SELF and Path(name).exists() else text
             for text, name in named
         )
+    if plan.request.teacher is not None and Path(plan.request.teacher).exists():
+        given["teacher"] = f"../{Path(plan.request.teacher).resolve().name}"
     return f"kvfold convert {source_name(plan)} {shlex.join(['converted', *command_words(given)])}"
 
 

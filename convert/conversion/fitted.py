@@ -1,7 +1,7 @@
 """What a calibrated conversion chose and gained, as objects; `fitted_of` reads them from ``kvfold.json``."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
@@ -40,6 +40,18 @@ class Gain:
 
 
 @dataclass(frozen=True)
+class Polishing(Gain):
+    """The KL of polishing (in nats) by round, of ``tokens_per_error`` tokens; further figures of some are in ``curve``.
+
+    A point of the curve has ``tokens``, ``kl``, ``excess``, ``loss`` and ``top_1_agreement`` on held-out text.
+    """
+
+    errors: list[float] = field(default_factory=list)
+    tokens_per_error: int = 0
+    curve: list[dict[str, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class RotaryWorth:
     """The share of the scores' energy per rotary pair, the part kept, and the ``slots`` kept of those ``sorted``."""
 
@@ -65,7 +77,7 @@ class FitReport:
     splits: tuple[Split, ...] = ()
     refinement: tuple[Gain, ...] = ()
     output_fit: tuple[Gain, ...] = ()
-    polish: Gain | None = None
+    polish: Polishing | None = None
     rotary_worth: RotaryWorth | None = None
     latent_spectrum: LatentSpectrum | None = None
 
@@ -77,7 +89,7 @@ def fitted_of(record: Mapping[str, Any]) -> FitReport:
         refinement=tuple(map(_gain, record.get("refinement", ()))),
         output_fit=tuple(map(_gain, record.get("output_fit", ()))),
         splits=tuple(Split(**split) for split in record.get("splits", ())),
-        polish=None if polish is None else _gain(polish),
+        polish=None if polish is None else _polishing(polish),
         rotary_worth=None if worth is None else RotaryWorth(**worth),
         latent_spectrum=None if spectrum is None else LatentSpectrum(**spectrum),
     )
@@ -85,3 +97,8 @@ def fitted_of(record: Mapping[str, Any]) -> FitReport:
 
 def _gain(entry: Mapping[str, Any]) -> Gain:
     return Gain(entry["before"], entry["after"], entry.get("steps", 0), entry.get("kept", 0))
+
+
+def _polishing(entry: Mapping[str, Any]) -> Polishing:
+    names = ("errors", "tokens_per_error", "curve")  # records of earlier versions have none of them
+    return Polishing(**vars(_gain(entry)), **{name: entry[name] for name in names if name in entry})

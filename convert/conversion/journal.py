@@ -5,22 +5,20 @@ resumed run passes the calibration text through the finished layers, which costs
 second survey), and fits the remaining layers. Its output has the same bytes as that of an uninterrupted run.
 """
 
-import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.files import sync_path, write_file
+from kvfold.convert.checkpoint.files import replacing, sync_path, write_file
 from kvfold.convert.checkpoint.hashing import file_sha256
 from kvfold.convert.checkpoint.shards import tensor_places
 from kvfold.convert.checkpoint.writer import is_laid_out
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import versions
-from kvfold.convert.errors import opt
+from kvfold.convert.errors import InputError, opt
 from kvfold.convert.text.corpus import with_share
 
 if TYPE_CHECKING:
@@ -33,6 +31,7 @@ SELF_TEXT = ".text.pt"
 PRECISION = ".precision"
 # The masters, moments and best weights of the last round of a run that polishes.
 POLISH_STATE = ".polish.pt"
+_SETTINGS = {"files": "files of the model or text", "device": "device, threads or processes", "versions": "versions"}
 
 
 class Journal:
@@ -41,7 +40,8 @@ class Journal:
     def __init__(self, folder: Path, plan: Plan) -> None:
         self._folder, self._shards, self._computed = folder, plan.shards, plan.layout.computed
         self._places = tensor_places(plan.shards)
-        self._key = run_key(plan)
+        # Only a calibrated run is resumed, and the settings need torch, which others import once bytes are copied.
+        self._settings = run_settings(plan) if plan.request.calibrated else {}
         own = {tensor.name for shard in plan.own_shards for tensor in shard.tensors}
         self._layers: list[dict[str, Any]] = processes.from_first(self._intact)
         self.notes: list[Mapping[str, Any]] = [layer["notes"] for layer in self._layers]
@@ -66,12 +66,9 @@ class Journal:
         if not processes.is_first():
             return
         self._layers.append({"notes": dict(notes), "sha256": self._hashes(len(self._layers))})
-        # Renamed, so that a killed run leaves the journal of one layer or of the next, never a part of it.
-        path = self._folder / _NAME
-        new = path.with_suffix(".new")
-        write_file(new, json.dumps({"run": self._key, "layers": self._layers}))
-        sync_path(new)
-        os.replace(new, path)
+        with replacing(self._folder / _NAME) as new:
+            write_file(new, json.dumps({"run": self._settings, "layers": self._layers}))
+            sync_path(new)
 
     def _hashes(self, layer: int) -> dict[str, str]:
         """The SHA-256 of the converted tensors of ``layer`` in each shard, by file name."""
@@ -82,7 +79,8 @@ class Journal:
 
     def _intact(self) -> list[dict[str, Any]]:
         """The recorded layers before the first one whose tensors have changed; empty if a shard is incomplete."""
-        layers = _layers(self._folder, self._key) or []
+        journal = _read(self._folder)
+        layers = journal["layers"] if journal is not None and journal["run"] == self._settings else []
         sound = 0
         if all(is_laid_out(self._folder / shard.file, shard) for shard in self._shards):
             for layer in layers:
@@ -101,27 +99,41 @@ class Journal:
 
 def forget(folder: Path) -> None:
     """Remove the files that only a resumed run needs from ``folder``, once the output is complete."""
-    for path in (folder / _NAME, folder / SELF_TEXT, folder / PRECISION, folder / POLISH_STATE):
-        path.unlink(missing_ok=True)
-        path.with_suffix(".new").unlink(missing_ok=True)
+    for name in (_NAME, SELF_TEXT, PRECISION, POLISH_STATE):
+        for path in folder.glob(f"{name}*"):  # what a kill left of a new version too
+            path.unlink()
 
 
 def resumable(plan: Plan) -> Callable[[Path], bool]:
-    """Return a test for folders: True if a killed run of the same request and source left a finished layer there."""
-    key = run_key(plan)
+    """Return a test for folders: True if a killed run of the same request and source left a finished layer there.
+
+    The test raises InputError if the run there was another one, so that nothing of it is lost.
+    """
+    settings = run_settings(plan)
 
     def same(folder: Path) -> bool:
-        layers = _layers(folder, key)
-        if layers is None and (folder / _NAME).is_file() and not plan.request.quiet:
-            why = "the interrupted run here used different options, files, device, threads or versions"
-            print(f"{opt('resume', True)}: {why}; starting over", file=sys.stderr)
-        return bool(layers)
+        journal = _read(folder)
+        if journal is not None and (differing := _differing(journal["run"], settings)):
+            way_out = f"use the same, or omit {opt('resume', True)} to start over"
+            raise InputError(f"{opt('resume', True)}: the interrupted run in {folder} used {differing}; {way_out}")
+        return bool(journal and journal["layers"])
 
     return same
 
 
-def run_key(plan: Plan) -> str:
-    """A digest of everything that affects a run's bytes; weight files count by size and modification time."""
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """What differs between the settings of two runs, in words; None if nothing does."""
+    old, new = before.get("options", {}), now["options"]
+    for name in [*new, *old]:
+        if old.get(name) != new.get(name):
+            return (
+                f"{opt(name, old[name]) if name in old else 'no ' + opt(name)}, not {opt(name, new.get(name, 'unset'))}"
+            )
+    return next((f"other {_SETTINGS[name]}" for name in _SETTINGS if before.get(name) != now[name]), None)
+
+
+def run_settings(plan: Plan) -> dict[str, Any]:
+    """Everything that affects a run's bytes, as JSON values; files count by size and modification time."""
     import torch
 
     request, folder = plan.request, plan.checkpoint.folder
@@ -131,21 +143,20 @@ def run_key(plan: Plan) -> str:
         status = path.stat() if path.is_file() else None
         files.append([str(path)] if status is None else [str(path), status.st_size, status.st_mtime_ns])
     settings = {
-        "options": request.result_options(),
+        "options": request.result_options() | {"calibration": request.calibration, "teacher": request.teacher},
         # Sums are in another order on another device, or with other threads or processes.
         "device": [request.device, torch.cuda.is_available(), torch.get_num_threads(), processes.count()],
         "versions": versions(),
-        "shard": request.shard_bytes,
-        "calibration": request.calibration,
         "files": files,
     }
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    return plain
 
 
-def _layers(folder: Path, key: str) -> list[Any] | None:
-    """The layers that run ``key`` recorded in ``folder``; None if the journal is another run's, damaged or missing."""
+def _read(folder: Path) -> dict[str, Any] | None:
+    """The settings (``run``) and ``layers`` in the journal in ``folder``; None if it is damaged or missing."""
     try:
         journal = json.loads((folder / _NAME).read_bytes())
-        return list(journal["layers"]) if journal["run"] == key else None
+        return {"run": dict(journal["run"]), "layers": list(journal["layers"])}
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from kvfold.convert import processes
+from kvfold.convert.conversion.calibration import own_sequences, source_heads
 from kvfold.convert.conversion.fitted import RotaryWorth, Split
 from kvfold.convert.conversion.plan import Plan, latent_plan, latent_targets
-from kvfold.convert.conversion.source import held_out_error, own_sequences, source_heads, source_layer, source_rotary
+from kvfold.convert.conversion.source import held_out_error, source_layer, source_rotary
 from kvfold.convert.conversion.student import SPECTRUM, StudentWalk
 from kvfold.convert.methods.registry import Fitted, LatentLayer
 from kvfold.convert.progress import Stages

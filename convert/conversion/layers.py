@@ -1,29 +1,25 @@
 """Convert the layers one after another: from weights alone, folded with text, or as latents after a survey."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.journal import Journal
-from kvfold.convert.conversion.latent import candidate, fitted_latent, resolve, survey_layers
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.source import (
-    fold_rotary,
-    held_out_error,
-    hidden_states,
-    load_tokens,
-    source_layer,
-    source_stream,
-)
-from kvfold.convert.conversion.student import ConvertedLayer, StudentWalk
 from kvfold.convert.methods.registry import DEFAULT_OBJECTIVE, Fitted, FoldLayer, Notes, find_objective
 from kvfold.convert.progress import Stages
-from kvfold.convert.transforms.fold.grouping import Pairs, contiguous
-from kvfold.convert.walk.walk import Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvfold.convert.conversion.student import StudentWalk
+    from kvfold.convert.transforms.fold.grouping import Pairs
+    from kvfold.convert.walk.walk import Step
 
 
 @dataclass(frozen=True)
@@ -34,11 +30,11 @@ class Layers:
     """
 
     plan: Plan
-    fit: Callable[[int, Step | None], Fitted]
-    walk: StudentWalk | None = None
+    fit: "Callable[[int, Step | None], Fitted]"
+    walk: "StudentWalk | None" = None
     choices: Notes = field(default_factory=dict)
 
-    def converted(self, journal: Journal) -> Iterator[ConvertedLayer]:
+    def converted(self, journal: Journal) -> "Iterator[tuple[Mapping[str, Tensor], Notes]]":
         """Yield the layers that ``journal`` does not list as finished. Raises InputError for non-finite weights."""
         if self.walk is None:
             # Each process converts the layers that it writes.
@@ -58,7 +54,13 @@ def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
     """Open the layers of ``plan``. Temporary files in ``scratch``, the output's folder, are deleted after the block."""
     if not plan.request.calibrated and plan.latent is None:
         yield Layers(plan, partial(fitted_fold, plan))
-    elif not plan.request.calibrated and plan.latent is not None:
+        return
+    # Here, as in `fitted_fold`: pooling heads needs no transformers, and its bytes are copied while torch is imported.
+    from kvfold.convert.conversion.calibration import hidden_states, load_tokens, source_stream
+    from kvfold.convert.conversion.latent import candidate, fitted_latent, resolve, survey_layers
+    from kvfold.convert.conversion.student import StudentWalk
+
+    if not plan.request.calibrated and plan.latent is not None:
         chosen = candidate(plan, plan.latent, ())
         yield Layers(chosen.plan, partial(fitted_latent, chosen))
     else:
@@ -83,11 +85,16 @@ def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
                     shutil.rmtree(folder)
 
 
-def fitted_fold(plan: Plan, index: int, step: Step | None = None, shared: dict[bool, Pairs] | None = None) -> Fitted:
+def fitted_fold(
+    plan: Plan, index: int, step: "Step | None" = None, shared: "dict[bool, Pairs] | None" = None
+) -> Fitted:
     """Fold the key/value heads of layer ``index``. Returns the weights and notes on the heads that share.
 
     ``step`` is None without text. ``shared`` caches results for folds of the same layer to other numbers of heads.
     """
+    from kvfold.convert.conversion.source import fold_rotary, held_out_error, source_layer
+    from kvfold.convert.transforms.fold.grouping import contiguous
+
     request, geometry = plan.request, plan.geometry
     method, kv_heads = request.chosen_method, request.kv_heads or 1
     window = plan.model.layers[index].window

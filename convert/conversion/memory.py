@@ -100,7 +100,8 @@ def _whole_model(plan: Plan) -> tuple[int, int]:
     if request.polish:
         computed = {name for names in plan.layout.computed for name in names}
         sizes = {tensor.name: prod(tensor.shape) for tensor in plan.layout.tensors}
-        trained = sum(size for name, size in sizes.items() if name in computed)
+        # Norms are too small to count.
+        trained = sum(size for name, size in sizes.items() if name in computed or request.train == "all")
         model = _FLOAT * (sum(sizes.values()) - trained) + _MASTER * trained
         activations = _ACTIVATIONS * batch_size(request.seq_len) * request.seq_len * shape.layers * shape.model_dim
         steps = min(BLOCK_STEPS, steps_of(request.polish, request.seq_len))

@@ -206,11 +206,6 @@ def described(request: ConvertRequest) -> Checkpoint | None:
 def check_processes(plan: Plan) -> None:
     """Raise InputError if several processes run but the request does not support that many."""
     count, request = processes.count(), plan.request
-    if count > 1 and request.polish:
-        raise InputError(
-            f"{opt('polish')} trains the whole model in one process, but {count} are running; run without torchrun, "
-            f"or use {opt('refine')} instead, which shares the work among all processes"
-        )
     if request.calibrated and request.samples < count:
         rule = f"must be at least {count}, one sequence per process; raise it or lower --nproc-per-node"
         raise option_error("samples", request.samples, rule)

@@ -35,6 +35,8 @@ def versions() -> dict[str, str | None]:
 def record(plan: Plan, measured: Mapping[str, Any]) -> dict[str, Any]:
     """The content of ``kvfold.json``. ``measured`` contains the entries from a calibrated run, or is empty."""
     origins = _origins(plan)
+    for name in measured.get("polish", {}).get("trained", ()):
+        origins[name]["origin"] = "trained"
     return {
         "format": 3,
         "request": plan.request.result_options() | ({} if plan.latent is None else {"layout": plan.latent.layout}),
@@ -88,6 +90,7 @@ def summary_text(
     lines = [
         headline(plan),
         "" if drift is None else cost_text(drift, text_name(record["calibration"]["source"])),
+        "" if drift is None else drift.positions_text(),
         chosen_text(plan, record),
         groups_text(plan, record),
         ranks_text(record),

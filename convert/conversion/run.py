@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,8 @@ from kvfold.convert.errors import InputError, opt
 from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import SELF, ConvertRequest
-from kvfold.convert.text.corpus import check_seq_len, check_sources
+from kvfold.convert.text.corpus import check_seq_len, check_sources, with_share
+from kvfold.convert.training.budget import intervals, steps_of
 
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
@@ -117,7 +119,11 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     if not processes.is_first():
         request, progress = replace(request, quiet=True), None
     check_output(request.out, overwrite=request.overwrite, model=request.model)
-    check_sources(text for text in request.texts if text != SELF)
+    if request.keep_intervals:
+        _, *names, _ = intervals(steps_of(request.polish, request.seq_len), request.seq_len).values()
+        for name in names:
+            check_output(f"{request.out}.{name}", overwrite=request.overwrite or request.resume, model=request.model)
+    check_sources(with_share(text)[0] for text in request.texts if text != SELF)
     stages, dtype = Stages(progress, request.quiet or request.dry_run), dense_dtype(request)
     with stages("reading"):
         if request.dry_run:
@@ -140,7 +146,14 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
         with _output_folder(plan) as folder:
             plan, measured, hashes = _write_weights(plan, folder, stages)
             checkpoint.check_unchanged()
-            completed = processes.run_on_first(lambda: _complete(plan, measured, hashes, folder, stages))
+            processes.from_first(lambda: _write_config(plan, folder))
+            if request.polish:
+                from kvfold.convert.conversion.polishing import polish_checkpoint
+
+                assert measured is not None  # a request to polish is calibrated
+                finish = partial(_complete, plan, {}, stages)
+                measured, hashes = polish_checkpoint(plan, measured, folder, stages, finish), {}
+            completed = processes.run_on_first(lambda: _complete(plan, hashes, stages, measured, folder))
     record, drift = completed or ({}, None)
     seconds, fitted = time.monotonic() - started, fitted_of(record)
     done = Conversion(plan, Path(request.out), seconds, record, drift, **vars(fitted))
@@ -210,23 +223,22 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Cal
             writer.finish()
             made = processes.gathered(hashes())
         measured = None
-        if layers.walk is not None and processes.is_first():
+        if layers.walk is not None and (processes.is_first() or plan.request.polish):
             with stages("measuring"):
                 measured = layers.walk.measured(journal.notes, layers.choices)
         return plan, measured, {file: digest for each in made for file, digest in each.items()}
 
 
-def _complete(
-    plan: Plan, measured: "Calibrated | None", hashes: Mapping[str, str], folder: Path, stages: Stages
-) -> "tuple[dict[str, Any], DriftReport | None]":
-    """Add everything but the weights to ``folder``; ``hashes`` are the shards'. Returns the record and the drift."""
+def _write_config(plan: Plan, folder: Path) -> None:
+    """Write what loading the weights in ``folder`` needs."""
     write_index(folder, plan.shards)
     write_file(folder / "config.json", dump(plan.config))
-    if plan.request.polish:
-        from kvfold.convert.conversion.student import polish_checkpoint
 
-        assert measured is not None  # a request to polish is calibrated
-        measured, hashes = polish_checkpoint(plan, measured, folder, stages), {}
+
+def _complete(
+    plan: Plan, hashes: Mapping[str, str], stages: Stages, measured: "Calibrated | None", folder: Path
+) -> "tuple[dict[str, Any], DriftReport | None]":
+    """Add the other files to ``folder``; ``hashes`` are the known ones of its shards. Returns the record, the drift."""
     # Tokenizer and license files, and the modeling code, which is found without importing it: it needs torch.
     for path in plan.checkpoint.extra_files():
         place = folder / path.relative_to(plan.checkpoint.folder)

@@ -1,10 +1,10 @@
-"""The student of a conversion: its walk beside the source (`walk.Student`), refinement, polishing and measurements."""
+"""The student of a conversion: its walk beside the source (`walk.Student`), refinement and measurements."""
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,25 +13,19 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvfold.attention.drift.compare import compare, compare_predictions
-from kvfold.attention.drift.report import DriftReport, report_of
-from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.checkpoint.tensors import torch_dtype
-from kvfold.convert.checkpoint.writer import ShardWriter
+from kvfold.attention.drift.compare import compare_predictions
+from kvfold.attention.drift.report import DriftReport, dtype_name, report_of
+from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.conversion.calibration import hidden_states, own_sequences, source_heads
 from kvfold.convert.conversion.fitted import LatentSpectrum
-from kvfold.convert.conversion.journal import POLISH_STATE
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.source import hidden_states, own_sequences, source_heads
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.methods.registry import Notes
 from kvfold.convert.progress import Advance, Stages
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens
-from kvfold.convert.training.budget import steps_of
-from kvfold.convert.training.fit import FitResult
-from kvfold.convert.training.polish import ModelTrainee, Text, TrainingText, polish
+from kvfold.convert.training.fit import AfterRound, FitResult
 from kvfold.convert.training.refine import MIN_GAIN, MOST_STEPS, REFINE_ROUND, Refinement, refine_layer
-from kvfold.convert.training.steps import check_constant, has_constant
 from kvfold.convert.walk.hidden import Keep
 from kvfold.convert.walk.output_fit import AttentionUpdate, refit_output
 from kvfold.convert.walk.passes import chunk_size, last_states
@@ -80,9 +74,7 @@ class Calibrated:
                 "held_out": len(tokens.held_out),
                 "tokens_each": tokens.calibration.shape[1],
             },
-            "precision": dict(
-                zip(("training", "held_out"), (str(each).removeprefix("torch.") for each in precisions), strict=True)
-            ),
+            "precision": dict(zip(("training", "held_out"), map(dtype_name, precisions), strict=True)),
             **self.choices,
             "drift": self.drift.to_dict() | {"written": losses},
         }
@@ -156,7 +148,7 @@ class StudentWalk(Walk):
         if not steps:
             return tensors, notes
         with Stages(quiet=self._quiet)("refining", MOST_STEPS if steps == "auto" else int(steps), "step") as advance:
-            refined = refine_layer(step, tensors, self._refinement, _reporting(advance))
+            refined = refine_layer(step, tensors, self._refinement, reporting(advance))
         if not self._quiet:
             outcome = f"unchanged after {refined.steps} steps"
             if refined.kept:
@@ -191,71 +183,13 @@ def refinement(plan: Plan, steps: int | str) -> Refinement:
     return Refinement(steps, plan.request.seed, update, constant=plan.latent.constant)
 
 
-def polish_checkpoint(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages) -> Calibrated:
-    """Train all converted attention of the checkpoint in ``folder`` together. Returns ``calibrated`` with new drift."""
-    source, tokens = calibrated.stream, calibrated.tokens
-    with closing(open_checkpoint(folder)) as written:
-        polished = _train(plan, written, calibrated, folder / POLISH_STATE, stages)
-        if has_constant(written):
-            check_constant(polished.tensors, written)
-    if polished.kept:
-        # Every tensor counts as written: the trained ones are replaced in the files that are there.
-        writer = ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.tensors])
-        writer.write_own(polished.tensors)
-        writer.sync()
-    record = {
-        "before": polished.errors[0],
-        "after": min(polished.errors),
-        "steps": polished.steps,
-        "kept": polished.kept,
-        "sequences": len(tokens.training),
-    }
-    with stages("measuring"), written_stream(folder, source) as student:
-        measured = compare(source, student, tokens.held_out, chunk_size(source.device, tokens.held_out.shape[1]))
-        drift = report_of(measured, source, student, tokens.held_out)
-    return replace(calibrated, drift=drift, choices={**calibrated.choices, "polish": record})
-
-
-@torch.no_grad()
-def source_text(source: CheckpointStream, tokens: Tensor, autocast: torch.dtype | None) -> Text:
-    """Return ``tokens`` with the source's residual streams after its last layer; products are of dtype ``autocast``."""
-    with torch.autocast(source.device.type, autocast, enabled=autocast is not None):
-        states = last_states(source, tokens)
-    return Text(tokens, torch.cat([hidden.to(autocast or hidden.dtype) for hidden in states]))
-
-
-def _reporting(
-    advance: Advance, say: Callable[[int, float], None] = lambda step, error: None
-) -> Callable[[int, float], None]:
-    """Return ``progress(step, error)`` for training: it advances the stage to ``step``, then calls ``say``."""
+def reporting(advance: Advance) -> AfterRound:
+    """Return a callback for training that advances the stage to the step of every round."""
     done = 0
 
-    def progress(step: int, error: float) -> None:
+    def progress(fitted: FitResult) -> None:
         nonlocal done
-        advance(step - done)
-        done = step
-        say(step, error)
+        advance(fitted.steps - done)
+        done = fitted.steps
 
     return progress
-
-
-def _train(plan: Plan, written: Checkpoint, calibrated: Calibrated, saved: Path, stages: Stages) -> FitResult:
-    source, request = calibrated.stream, plan.request
-    autocast = source.autocast
-    with stages("running the source over the text to polish on"):
-        held_out = source_text(source, calibrated.tokens.held_out, None)
-    tokens = calibrated.tokens.training
-    training = TrainingText(tokens, lambda indices: source_text(source, tokens[indices], autocast).states)
-    dtypes = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.layout.tensors}
-    trained = {name: dtypes[name] for names in plan.layout.computed for name in names}
-    constant = has_constant(written)
-    trainee = ModelTrainee(written.config, written.read, dtypes, trained, source.device, autocast, constant=constant)
-    steps = steps_of(request.polish, request.seq_len)
-
-    def say(step: int, error: float) -> None:
-        if not request.quiet:
-            tqdm.write(f"polished {step}/{steps} steps: KL {error:.5f} nats on held-out tokens", file=sys.stderr)
-
-    with stages("polish", steps, "step") as advance:
-        saved_at, progress = saved if request.resume else None, _reporting(advance, say)
-        return polish(trainee, training, held_out, steps, seed=request.seed, saved=saved_at, progress=progress)

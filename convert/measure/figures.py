@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvfold.attention.drift.report import DriftReport
-    from kvfold.convert.conversion.fitted import FitReport, LatentSpectrum, RotaryWorth, Split
+    from kvfold.convert.conversion.fitted import FitReport, LatentSpectrum, Polishing, RotaryWorth, Split
     from kvfold.convert.measure.sweep import Sweep, SweptTarget
     from kvfold.convert.training.log import LogRow
 
@@ -265,6 +265,28 @@ def gain_by_layer(fitted: "FitReport") -> Chart | None:
         "Good: the second line is well below the first; where they meet, there was nothing to gain."
     )
     return by_place(f"What {what} gained", lines, caption, unit="relative squared error") if errors else None
+
+
+def polishing_curve(polish: "Polishing") -> Chart:
+    """Plot the KL on held-out text against the tokens polished on, and the excess loss at intervals."""
+    from matplotlib.ticker import EngFormatter
+
+    caption = (
+        "Held-out figures while all layers are trained together; the weights of the lowest KL are kept. Good: the line "
+        "has become flat; while it still falls at the end, more tokens would help (--polish)."
+    )
+    last = polish.curve[-1]["tokens"]
+    with _chart("Polishing", caption) as (chart, axes):
+        axes.plot(
+            [min(i * polish.tokens_per_error, last) for i in range(len(polish.errors))], polish.errors, label="KL"
+        )
+        places = [point["tokens"] for point in polish.curve]
+        axes.plot(places, [point["excess"] for point in polish.curve], marker="o", label="excess loss")
+        axes.set(xlabel="tokens", ylabel="nats per token")
+        axes.xaxis.set_major_formatter(EngFormatter())
+        axes.set_ylim(bottom=min(0.0, *(point["excess"] for point in polish.curve)))
+        axes.legend()
+    return chart
 
 
 def excess_by_cache(sweep: "Sweep", within: float) -> Chart:

@@ -57,6 +57,8 @@ def conversion_page(done: "Conversion", lines: Sequence[str]) -> str:
     """The HTML page for a conversion; ``lines`` are its summary."""
     drift, worth = done.drift, done.rotary_worth
     charts = [*(_drift_charts(drift) if drift else []), figures.gain_by_layer(done)]
+    if done.polish is not None and done.polish.curve:
+        charts.append(figures.polishing_curve(done.polish))
     if worth is not None:
         charts += figures.rotary_charts(worth)
     if done.latent_spectrum is not None:

@@ -28,6 +28,7 @@ from kvfold.attention.drift.report import Measurement, finite, perplexity
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.console import duration
+from kvfold.convert.conversion.calibration import load_tokens, source_heads, source_stream
 from kvfold.convert.conversion.fitted import Split
 from kvfold.convert.conversion.latent import Candidate, choose_split, fitted_latent, split_of, survey_layers
 from kvfold.convert.conversion.layers import fitted_fold
@@ -35,7 +36,6 @@ from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
 from kvfold.convert.conversion.record import percent_text, text_name, versions
 from kvfold.convert.conversion.run import Conversion, convert_checkpoint
-from kvfold.convert.conversion.source import load_tokens, source_heads, source_stream
 from kvfold.convert.conversion.student import StudentWalk
 from kvfold.convert.errors import InputError, KvfoldError, opt, worded
 from kvfold.convert.families.model import model_of

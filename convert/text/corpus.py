@@ -188,29 +188,28 @@ class TextFile:
 Corpus = Texts | TextFile
 
 
-def with_share(spec: str, option: str = "calibration") -> tuple[str, float]:
-    """The name and the share of a text given as ``NAME:SHARE``; without a share it is 1. May raise InputError."""
+def with_share(spec: str) -> tuple[str, float]:
+    """The name and the share of a calibration text ``NAME:SHARE``; without a share it is 1. May raise InputError."""
     name, _, share = spec.rpartition(":")
     number = re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", share, re.ASCII)
     if not name or Path(spec).exists() or (number is None and not Path(name).is_file()):
         return spec, 1.0
     if number is None or not float(share):
-        raise option_error(
-            option, spec, f": the share after the colon must be a number above 0, such as 3 or 0.5, not {share!r}"
-        )
+        rule = f": the share after the colon must be a number above 0, such as 3 or 0.5, not {share!r}"
+        raise option_error("calibration", spec, rule)
     return name, float(share)
 
 
-def check_sources(specs: Iterable[str], option: str = "calibration") -> None:
+def check_sources(names: Iterable[str], option: str = "calibration") -> None:
     """Raise InputError if a file or dataset given with ``option`` does not exist or cannot be read as text."""
-    for spec in specs:
-        if fault := _source_fault(path := Path(with_share(spec, option)[0])):
-            raise option_error(option, path if path.is_file() else spec, fault)
+    for name in names:
+        if fault := _source_fault(Path(name)):
+            raise option_error(option, name, fault)
 
 
 def _source_fault(path: Path) -> str | None:
     if not path.is_file():
-        if path.suffix in (".txt", _ROWS_SUFFIX) and not path.is_dir():
+        if path.suffix.partition(":")[0] in (".txt", _ROWS_SUFFIX) and not path.is_dir():
             return ": no such file; check the path"
         if find_spec("datasets") is not None:
             return None
@@ -254,7 +253,6 @@ def open_corpus(
         size = sum(len(text.encode()) for text in texts)
         return Texts(name, "\f".join(texts), lambda: map(Document, texts), size, len(texts))
     check_sources([spec], option)
-    spec, _ = with_share(spec, option)
     path = Path(spec)
     if path.is_file():
         return TextFile(portable_name(path), path, render, seed)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.errors import InputError, one_line, opt
+from kvfold.convert.errors import InputError, one_line, opt, option_error, short
 from kvfold.convert.stream.stock import empty_model
 from kvfold.convert.text.corpus import Document
 
@@ -89,6 +89,21 @@ def render(tokenizer: Any, messages: list[Mapping[str, Any]]) -> str:
         raise ValueError("it has no chat template; use rows with `text` instead")
     text: str = tokenizer.apply_chat_template(messages, tokenize=False)
     return text
+
+
+def check_teacher(teacher: Checkpoint, student: Checkpoint, tokenizer: Any, trust_remote_code: bool) -> None:
+    """Raise InputError unless ``teacher`` has the ``tokenizer`` of ``student``, and logits for all of its tokens."""
+    use = "use a model of the same family"
+    size, fewest = (each.config.get("vocab_size", 0) for each in (teacher, student))
+    if size < fewest:
+        fewer = f"it has logits for {size} tokens, but {student.origin} for {fewest}"
+        raise option_error("teacher", teacher.origin, f": {fewer}; {use}")
+    own, other = tokenizer.get_vocab(), load_tokenizer(teacher, trust_remote_code, "a teacher").get_vocab()
+    if own != other:
+        token = min(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+        there, here = (ids.get(token, "no token") for ids in (other, own))
+        differs = f"its tokenizer differs from that of {student.origin}: {short(token)} is {there} there, {here} here"
+        raise option_error("teacher", teacher.origin, f": {differs}; {use}")
 
 
 def check_vocabulary(tokens: Tensor, vocabulary: int, model: str) -> None:

@@ -22,22 +22,23 @@ _BYTES_PER_TOKEN = 16
 
 @dataclass(frozen=True)
 class CalibrationTokens:
-    """The token sequences ``calibration [N, T]``, ``held_out [M, T]`` and ``further [K, T]``, int64, without overlap.
+    """The token sequences ``calibration [N, T]``, ``held_out [M, T]`` and ``further [K, T]``, without overlap.
 
     ``source`` is the text's name in messages; ``digest`` is the SHA-256 of the text, or of the name for a dataset.
-    ``further`` are additional sequences for training that needs more than the calibration sequences; K may be 0.
+    ``further`` are additional sequences for training that needs more than the calibration sequences; K may be 0. As
+    they may be many, they are int32, the others int64.
     """
 
     calibration: Tensor
     held_out: Tensor
     source: str
     digest: str
-    further: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
+    further: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
 
     @property
     def training(self) -> Tensor:
-        """The calibration and further sequences, ``[N + K, T]``."""
-        return torch.cat([self.calibration, self.further]) if len(self.further) else self.calibration
+        """The calibration and further sequences, ``[N + K, T]``, int32."""
+        return torch.cat([self.calibration.int(), self.further]) if len(self.further) else self.calibration.int()
 
 
 def load_calibration(
@@ -59,14 +60,15 @@ def load_calibration(
 
     ``spec`` is a plain text file (one document), a .jsonl file (``text`` or ``messages`` per line), the name of a
     dataset, or None for a ``split`` of the text that ships with kvfold. If ``spec`` is a list, the texts contribute to
-    each of the three sets by their shares (``NAME:SHARE``), shuffled with the seed. Sequences do not cross document
-    boundaries, except that short documents and the remainders of longer ones are packed, separated by the tokenizer's
-    EOS token; without an EOS token they are dropped. Raises InputError, naming ``option``, if a text is unreadable or
-    too short.
+    each of the three sets by their shares, shuffled with the seed; ``NAME:SHARE`` gives a text's share if ``option`` is
+    calibration. Sequences do not cross document boundaries, except that short documents and the remainders of longer
+    ones are packed, separated by the tokenizer's EOS token; without an EOS token they are dropped. Raises InputError,
+    naming ``option``, if a text is unreadable or too short.
     """
     counts = samples, held_out_count(samples) if held_out is None else held_out, further
     specs = [spec] if spec is None or isinstance(spec, str) else spec
-    weights = [1.0 if each is None else with_share(each, option)[1] for each in specs]
+    shared = [with_share(each) if each and option == "calibration" else (each, 1.0) for each in specs]
+    weights = [weight for _, weight in shared]
     shares = [share_counts(count, weights) for count in counts]
     if 0 in shares[0]:
         way_out = f"use at least {opt('samples', math.ceil(sum(weights) / min(weights)))}"
@@ -76,18 +78,18 @@ def load_calibration(
     if not fewer:
         otherwise = f"lower {opt('polish')}, or add {opt('repeat_text', True)}"
     names, digests, parts = [], [], []
-    for each, own in zip(specs, zip(*shares, strict=True), strict=True):
-        corpus = open_corpus(each, partial(render, tokenizer), seed, split, option)
+    for each, (name, _), own in zip(specs, shared, zip(*shares, strict=True), strict=True):
+        corpus = open_corpus(name, partial(render, tokenizer), seed, split, option)
         drawn = _draw(corpus, tokenizer, sum(own[:2] if fewer else own), sum(own), seq_len, seed, otherwise)
         parts.append(torch.tensor_split(drawn, [own[0], sum(own[:2])]))
-        share = "" if each is None else each.removeprefix(with_share(each, option)[0])
+        share = (each or "").removeprefix(name or "")
         names.append(corpus.name + share)
         digests.append(corpus.digest() + share)
     mixed = [torch.cat(each) for each in zip(*parts, strict=True)]
     if specs is spec:
         mixed = [each[permutation(len(each), seed)] for each in mixed]
         digests = [hashlib.sha256(" ".join(digests).encode()).hexdigest()]
-    return CalibrationTokens(mixed[0], mixed[1], " + ".join(names), digests[0], mixed[2])
+    return CalibrationTokens(mixed[0].long(), mixed[1].long(), " + ".join(names), digests[0], mixed[2])
 
 
 def share_counts(count: int, weights: Sequence[float]) -> list[int]:
@@ -106,7 +108,7 @@ def _draw(corpus: Corpus, tokenizer: Any, needed: int, wanted: int, seq_len: int
     Reads the text only until it yields ``needed`` sequences; raises InputError, advising ``otherwise``, if it yields
     fewer.
     """
-    prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int64)
+    prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int32)
     if seq_len <= len(prefix):
         begins = f"every sequence begins with {len(prefix)} special token{'s' * (len(prefix) != 1)}"
         raise option_error("seq_len", seq_len, f": {begins}; use at least {opt('seq_len', len(prefix) + 1)}")
@@ -114,7 +116,7 @@ def _draw(corpus: Corpus, tokenizer: Any, needed: int, wanted: int, seq_len: int
     limit = max(_READ_AT_LEAST, needed * seq_len * _BYTES_PER_TOKEN)
     while True:
         documents, complete = corpus.documents(limit)
-        tokens = list(tokenize(tokenizer, prefix.tolist(), documents))
+        tokens = [each.int() for each in tokenize(tokenizer, prefix.tolist(), documents)]
         windows = cut(tokens, seq_len - len(prefix), tokenizer.eos_token_id)
         if len(windows) >= needed:
             break
@@ -137,7 +139,7 @@ def cut(documents: list[Tensor], length: int, eos: int | None) -> Tensor:
     rests = [document[len(document) // length * length :] for document in documents]
     rests = [rest for rest in rests if len(rest)]
     if eos is not None and rests:
-        end = torch.tensor([eos], dtype=torch.int64)
+        end = torch.tensor([eos], dtype=rests[0].dtype)
         packed = torch.cat([part for rest in rests for part in (rest, end)])
         windows.append(packed[: len(packed) // length * length].view(-1, length))
     return torch.cat(windows) if windows else torch.empty(0, length, dtype=torch.int64)

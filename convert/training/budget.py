@@ -1,8 +1,9 @@
 """The steps of polishing, their sequences and logits. Does not import torch, because planning uses this module."""
 
 import math
+from itertools import count, islice, takewhile
 
-from kvfold.convert.sizes import tokens_of
+from kvfold.convert.sizes import tokens_of, tokens_text
 
 # Chosen, not tuned: eight rounds, enough for `training.polish.slowdown` to judge the rate.
 AUTO_POLISH_STEPS = 200
@@ -20,8 +21,25 @@ LOGITS = 6 << 20
 def steps_of(polish: int | str, length: int) -> int:
     """The steps requested by ``polish``: a number, ``"auto"``, or tokens (``"1M"``) in sequences of ``length``."""
     if (tokens := tokens_of(polish)) is not None:
-        return math.ceil(tokens / (batch_size(length) * length))
+        return math.ceil(tokens / step_tokens(length))
     return AUTO_POLISH_STEPS if polish == "auto" else int(polish)
+
+
+def step_tokens(length: int) -> int:
+    """The number of tokens in one step, in sequences of ``length``."""
+    return batch_size(length) * length
+
+
+def intervals(steps: int, length: int) -> dict[int, str]:
+    """The steps after which a run of ``steps`` is measured in full, and their names, the numbers of tokens by then.
+
+    They are the first and the last step, and the ends of rounds at 0.2, 0.5, 1, 2, 5, 10 ... million tokens.
+    """
+    each = step_tokens(length)
+    marks = (digit * 10**power for power in count(5) for digit in (1, 2, 5))
+    reached = takewhile(lambda mark: mark < steps * each, islice(marks, 1, None))
+    found = {POLISH_ROUND * math.ceil(mark / each / POLISH_ROUND): tokens_text(mark) for mark in reached}
+    return {0: "0", **{step: name for step, name in found.items() if step < steps}, steps: tokens_text(steps * each)}
 
 
 def batch_size(length: int) -> int:

@@ -6,7 +6,6 @@ learning rate schedule for `fit`. Uptraining uses the same losses and step sizes
 """
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from kvfold.convert import processes
+from kvfold.convert.checkpoint.files import replacing
 from kvfold.convert.training.steps import channel_scales, hold_constant, scale_steps, tensor_sizes
 
 # The model that ships. Second moment 0.95 and 0.999, refined: MQA +0.0338 and +0.0335; MLA 24+8 +0.0649 and +0.0645
@@ -65,6 +66,17 @@ class Trainee:
         self.optimizer = torch.optim.Adam(list(learning.values()), lr=1.0, betas=BETAS, eps=_EPS, fused=True)
         scale_steps(self.optimizer, lambda: learning, tensor_sizes(learning, held), held, channels)
 
+    def rounded(self) -> dict[str, Tensor]:
+        """Copies of the tensors on the CPU, in the dtypes in which they will be saved."""
+        return {name: each.detach().to("cpu", self.stored[name], copy=True) for name, each in self.masters.items()}
+
+    def sum_gradients(self) -> None:
+        """Replace the gradients by their sums over all processes; some may have had no sequence of the batch."""
+        for master in self.learning.values():
+            if master.grad is None and processes.count() > 1:
+                master.grad = torch.zeros_like(master)
+        processes.add_up(master.grad for master in self.learning.values() if master.grad is not None)
+
 
 @dataclass
 class FitResult:
@@ -72,13 +84,17 @@ class FitResult:
 
     ``errors`` are the errors on held-out sequences, before training and after every round. ``steps`` steps were run,
     and ``tensors`` are the weights after step ``kept``. If training never helped, ``kept`` is 0 and ``tensors`` is
-    empty.
+    empty. ``curve`` has further figures of some rounds, for a ``progress`` to add to.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     errors: list[float] = field(default_factory=list)
     steps: int = 0
     kept: int = 0
+    curve: list[dict[str, float]] = field(default_factory=list)
+
+
+AfterRound = Callable[[FitResult], None]
 
 
 def fit(
@@ -90,15 +106,15 @@ def fit(
     *,
     every: int,
     saved: Path | None = None,
-    progress: Callable[[int, float], None] = lambda step, error: None,
+    progress: AfterRound = lambda fitted: None,
 ) -> FitResult:
     """Train ``trainee`` on ``training`` until ``schedule`` returns 0, and return the best weights seen.
 
-    The error on ``held_out`` is measured before training, after each round of ``every`` steps and after the last step,
-    and is passed to ``progress(step, error)``. The training state is written to the file ``saved`` after every round;
-    if that file already exists, training resumes from it.
+    The error on ``held_out`` is measured before training, after each round of ``every`` steps and after the last step;
+    ``progress`` is then called with the result so far. The training state is written to the file ``saved`` after every
+    round; if that file already exists, training resumes from it. Every process of a run must call this.
     """
-    masters, stored, optimizer = trainee.masters, trainee.stored, trainee.optimizer
+    masters, optimizer = trainee.masters, trainee.optimizer
     if saved is not None and saved.is_file():
         state = torch.load(saved, weights_only=True, map_location="cpu")
         for name, tensor in state.pop("masters").items():
@@ -107,7 +123,7 @@ def fit(
         fitted = FitResult(**state)
     else:
         fitted = FitResult(errors=[trainee.error(held_out)])
-    progress(fitted.steps, fitted.errors[-1])
+    progress(fitted)
     batches = islice(batches, fitted.steps, None)
     while (rate := schedule(fitted.steps, fitted.errors)) > 0:
         for group in optimizer.param_groups:
@@ -121,16 +137,15 @@ def fit(
         error = trainee.error(held_out)
         if error < min(fitted.errors):
             fitted.kept = fitted.steps
-            fitted.tensors = {name: each.detach().to("cpu", stored[name], copy=True) for name, each in masters.items()}
+            fitted.tensors = trainee.rounded()
         # Weights that are no longer finite give no number to compare with.
         fitted.errors.append(error if math.isfinite(error) else math.inf)
-        if saved is not None:
+        progress(fitted)
+        if saved is not None and processes.is_first():
             tensors = {name: master.detach() for name, master in masters.items()}
             state = {**vars(fitted), "masters": tensors, "optimizer": optimizer.state_dict()}
-            # Under another name first: a kill meanwhile leaves the state of the round before.
-            torch.save(state, saved.with_suffix(".new"))
-            os.replace(saved.with_suffix(".new"), saved)
-        progress(fitted.steps, fitted.errors[-1])
+            with replacing(saved) as new:
+                torch.save(state, new)
     return fitted
 
 

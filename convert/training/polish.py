@@ -1,12 +1,12 @@
-"""Polishing: training all converted attention layers jointly to match the source's next-token distributions.
+"""Polishing: training all converted attention layers jointly to match a teacher's next-token distributions.
 
-The loss is ``KL(source || student)`` on calibration text, without labels. The source's residual streams after its last
-layer are computed once; applying the head, which both models share, yields its logits. Only the converted attention is
-trained.
+The teacher is the source, or a larger sibling. The loss is ``KL(teacher || student)`` on calibration text, without
+labels. The teacher's residual streams after its last layer are computed for many steps at once; its head yields its
+logits. The converted attention is trained; norms, or all other weights, can be too.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from kvfold.attention.drift.compare import distances
 from kvfold.attention.drift.frame import Arguments, Frame, Stop
+from kvfold.convert import processes
 from kvfold.convert.families.layout import Read
 from kvfold.convert.stream.stock import empty_model
-from kvfold.convert.stream.weights import WeightMap
+from kvfold.convert.stream.weights import WeightMap, WeightSource
 from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, POLISH_ROUND, batch_size
-from kvfold.convert.training.fit import FitResult, Trainee, divergence, fit, random_batches
+from kvfold.convert.training.fit import AfterRound, FitResult, Trainee, divergence, fit, random_batches
 
 # Steps. KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 1 0.1027 / 0.0250, 10 0.1045 / 0.0249:
 # flat (bench_polish_constants.py, 2026-11-23)
@@ -31,6 +33,10 @@ _WARMUP = 10
 # from 0.1286: 1.2 0.1223, 2.4 0.1281, which `slowdown` then halves.
 # Reference MHA model at an eighth of its cache, 100 steps: 0.0553 -> 3.6 0.0290, 7 0.0276 (all 2026-11-23).
 _RATE = 2.4
+# The rate of runs that train all weights, relative to those that train the attention. SmolLM2-135M, MLA 128+64 fitted
+# on prose and code, the weights of all layers for 60 steps of 4 x 256 tokens, KL on prose, code: 1 0.138, 0.123,
+# 0.5 0.134, 0.114; the attention alone 0.134, 0.115 (from 0.166, 0.128; one thread of an AMD EPYC, 2026-11-24).
+_RATE_OF_ALL = 0.5
 # Parts of a run after each of which the rate is judged, and the least relative gain of one. Model that ships, MLA
 # 24+8, 200 steps (bench_polish_constants.py --only _MIN_GAIN --steps 200 --samples 700, 2026-11-24): each gains 2 %
 # or more, so that 0 gives the same run as 0.01. The rounds of a long run gain less each: judged after every round of
@@ -42,16 +48,17 @@ _MIN_GAIN = 0.01
 
 @dataclass(frozen=True)
 class Text:
-    """The sequences ``tokens [N, T]`` and the source's residual streams after its last layer, ``states [N, T, E]``."""
+    """The sequences ``tokens [N, T]`` and the teacher's residual streams after its last layer, ``states [N, T, E]``."""
 
     tokens: Tensor
     states: Tensor
 
 
 class TrainingText:
-    """Training sequences ``tokens [N, T]``; ``run(indices)`` returns the source's residual streams ``[n, T, E]``.
+    """Training sequences ``tokens [N, T]``; ``run(indices)`` returns the teacher's residual streams ``[n, T, E]``.
 
-    They are computed for a block of coming batches at a time, so that memory does not grow with the text.
+    They are computed for a block of coming batches at a time, so that memory does not grow with the text. Each of
+    several processes takes its share of every batch.
     """
 
     def __init__(self, tokens: Tensor, run: Callable[[list[int]], Tensor]) -> None:
@@ -63,7 +70,7 @@ class TrainingText:
     def announced(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
         """Yield ``batches``; a block of them is announced at its first."""
         while block := list(islice(batches, BLOCK_STEPS)):
-            self._coming = sorted({index for batch in block for index in batch})
+            self._coming = sorted({index for batch in block for index in own_share(batch)})
             yield from block
 
     def batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
@@ -71,7 +78,13 @@ class TrainingText:
         if not self._places.keys() >= set(indices):
             self._places = {index: place for place, index in enumerate(self._coming)}
             self._states = self._run(self._coming)
-        return self.tokens[indices], self._states[[self._places[index] for index in indices]]
+        return self.tokens[indices].long(), self._states[[self._places[index] for index in indices]]
+
+
+def own_share(batch: list[int]) -> list[int]:
+    """This process's share of the sequences of a batch."""
+    own = processes.part(len(batch))
+    return batch[own.start : own.stop]
 
 
 def polish(
@@ -82,7 +95,7 @@ def polish(
     *,
     seed: int = 0,
     saved: Path | None = None,
-    progress: Callable[[int, float], None] = lambda step, error: None,
+    progress: AfterRound = lambda fitted: None,
 ) -> FitResult:
     """Train ``trainee`` for ``steps`` steps; the result's errors are the held-out KL in nats per token.
 
@@ -92,7 +105,7 @@ def polish(
     count, length = training.tokens.shape
 
     def schedule(done: int, errors: Sequence[float]) -> float:
-        peak = polishing_rate(errors[0], held_out.states.shape[-1], trainee.layers)
+        peak = trainee.pace * polishing_rate(errors[0], held_out.states.shape[-1], trainee.layers)
         return peak * slowdown(errors, steps) * min(1.0, (done + 1) / _WARMUP) * (1 - done / steps)
 
     batches = training.announced(islice(random_batches(count, batch_size(length), seed), steps))
@@ -124,12 +137,31 @@ def slowdown(errors: Sequence[float], steps: int) -> float:
     return 0.5 ** sum(error > (1 - _MIN_GAIN) * least for error, least in zip(ends[1:], best, strict=False))
 
 
+def names_to_train(
+    model: nn.Module, attention: Collection[str], sources: Iterable[WeightSource], what: str
+) -> list[str]:
+    """The stored tensors that form the ``attention``, with ``what`` "norms" also all norms, with "all" all weights.
+
+    ``sources`` are those of ``model``'s parameters.
+    """
+    parameters = dict(model.named_parameters())
+    vectors = {name for name, each in parameters.items() if each.dim() < 2}
+    # Of the vectors only those of norms belong to modules of other kinds.
+    others = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))}
+    norms = {name for name in vectors if name.rpartition(".")[0] not in others}
+    chosen = {"attention": set[str](), "norms": norms, "all": parameters.keys()}[what]
+    more = (name for source in sources if source.target in chosen for name in source.names)
+    return list(dict.fromkeys([*attention, *more]))
+
+
 class ModelTrainee(Trainee):
-    """A converted model in memory, with trainable attention tensors and everything else frozen.
+    """A converted model in memory, with some trainable tensors and everything else frozen.
 
     ``config`` is the content of config.json, ``names`` are the checkpoint's tensor names, and ``read`` returns a tensor
-    by name. ``trained`` maps the tensors to train to the dtypes in which they will be saved. ``autocast`` is the dtype
-    of matrix products; None means float32 everywhere. Set ``constant`` to preserve the latents' constant channel.
+    by name. ``stored`` maps the tensors to the dtypes in which they will be saved; those of the ``attention`` are
+    trained, and ``train`` names what else is (`names_to_train`). ``expected`` turns the teacher's residual streams into
+    logits; by default the model's own final norm and head do, which must be the teacher's then. ``autocast`` is the
+    dtype of matrix products; None means float32 everywhere. Set ``constant`` to preserve the latents' constant channel.
 
     The forward pass runs the stock modules with the master weights rounded to the dtypes in which they will be saved,
     so training and evaluation use the weights that users will load. The decoder layers and the head are run separately,
@@ -140,17 +172,22 @@ class ModelTrainee(Trainee):
         self,
         config: dict[str, Any],
         read: Read,
-        names: Mapping[str, object],
-        trained: Mapping[str, torch.dtype],
+        stored: Mapping[str, torch.dtype],
+        attention: Collection[str],
         device: torch.device,
         autocast: torch.dtype | None = None,
+        *,
+        train: str = "attention",
+        expected: Callable[[Tensor], Tensor] | None = None,
         constant: bool = False,
     ) -> None:
-        self.device, self._autocast, self._read = device, autocast, read
+        self.device, self._autocast, self._read, self._expected = device, autocast, read, expected
+        self.pace = _RATE_OF_ALL if train == "all" else 1.0
         self.model = empty_model(config, torch.float32, device)
-        self._map = WeightMap(self.model, names)
-        self.sources = [source for source in self._map.sources.values() if not trained.keys().isdisjoint(source.names)]
-        super().__init__({name: read(name) for name in trained}, trained, device, constant=constant, by_channel=True)
+        self._map = WeightMap(self.model, stored)
+        trained = names_to_train(self.model, attention, self._map.sources.values(), train)
+        self.sources = [source for source in self._map.sources.values() if not set(trained).isdisjoint(source.names)]
+        super().__init__({name: read(name) for name in trained}, stored, device, constant=constant, by_channel=True)
         self._load_frozen()
         self._frame = Frame(self.model)
         self.layers = len(self._frame.layers)
@@ -174,37 +211,53 @@ class ModelTrainee(Trainee):
             module._parameters[kind] = nn.Parameter(tensor, requires_grad=False)
 
     def backward(self, training: TrainingText, batch: list[int]) -> None:
-        tokens, states = training.batch(batch)
-        hidden = self.hidden(tokens)
-        # The head's gradients add up here, a few positions at a time, and go through the layers once.
-        leaf = hidden.detach().requires_grad_()
-        for loss in self._divergences(leaf, states):
-            (loss / tokens.numel()).backward()  # type: ignore[no-untyped-call]
-        hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
+        """Store a batch's gradients in the masters; with several processes, each computes a share of the sequences."""
+        if own := own_share(batch):
+            tokens, states = training.batch(own)
+            weights = self._weights()
+            hidden = self.hidden(tokens, weights)
+            # The gradients of what is behind the layers add up here, a few positions at a time, and those of the
+            # layers' outputs go through the layers once.
+            leaf = hidden.detach().requires_grad_()
+            copies = {tensor: tensor.detach().requires_grad_() for tensor in weights.around.values()}
+            around = {name: copies[tensor] for name, tensor in weights.around.items()}
+            for logits, expected, _ in self._predictions(leaf, states, around):
+                loss = divergence(logits.flatten(0, 1), expected.flatten(0, 1))
+                (loss / (len(batch) * tokens.shape[1])).backward()  # type: ignore[no-untyped-call]
+            ends = {hidden: leaf.grad} | {each: copy.grad for each, copy in copies.items() if copy.grad is not None}
+            torch.autograd.backward(list(ends), list(ends.values()))
+        self.sum_gradients()
+
+    def error(self, held_out: Text) -> float:
+        """The mean KL from the teacher's next-token distributions on ``held_out``, in nats per token."""
+        return processes.from_first(lambda: self.figures(held_out)["kl"])
 
     @torch.no_grad()
-    def error(self, held_out: Text) -> float:
-        """The mean KL from the source's next-token distributions on ``held_out``, in nats per token."""
-        total, size = 0.0, batch_size(held_out.tokens.shape[1])
+    def figures(self, held_out: Text) -> dict[str, float]:
+        """``kl`` from the teacher, ``loss``, ``excess`` over the teacher's loss (nats), ``top_1_agreement``; means."""
+        sums, size = torch.zeros(4, dtype=torch.float64), batch_size(held_out.tokens.shape[1])
         autocast, self._autocast = self._autocast, None
         try:
-            around = _in_float32(self.model)
+            weights, own = self._weights(), _in_float32(self.model)
             for tokens, states in zip(
                 *(torch.split(each, size) for each in (held_out.tokens, held_out.states)), strict=True
             ):
-                total += sum(float(each) for each in self._divergences(self.hidden(tokens), states, around))
+                hidden, labels = self.hidden(tokens, weights)[:, :-1], tokens[:, 1:].to(self.device)
+                for logits, expected, span in self._predictions(hidden, states[:, :-1], own | weights.around):
+                    sums += distances(expected, logits, labels[:, span]).sum(1).cpu()
         finally:
             self._autocast = autocast
-        return total / held_out.tokens.numel()
+        kl, agreement, expected_loss, loss = (sums / held_out.tokens[:, 1:].numel()).tolist()
+        return {"kl": kl, "excess": loss - expected_loss, "loss": loss, "top_1_agreement": agreement}
 
-    def hidden(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, weights: "TrainedWeights | None" = None) -> Tensor:
         """Run the decoder layers on ``tokens [B, T]`` and return the residual stream after them, ``[B, T, E]``."""
         after: list[Tensor] = []
-        weights: list[dict[str, Tensor]] = [{} for _ in self._frame.layers]
+        trained = weights or self._weights()
 
         def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
             layer = self._frame.layers[index]
-            tensors = weights[index] if self._autocast is not None else _in_float32(layer) | weights[index]
+            tensors = trained.layers[index] if self._autocast else _in_float32(layer) | trained.layers[index]
             output = functional_call(layer, tensors, (hidden, *arguments.args), arguments.kwargs)
             hidden = output[0] if isinstance(output, tuple) else output
             if index == len(self._frame.layers) - 1:
@@ -212,21 +265,28 @@ class ModelTrainee(Trainee):
                 raise Stop
             return hidden
 
-        # The trained parameters of every layer, as a reader of the files would make them; gradients pass.
+        with self._precision():
+            self._frame.run(visit, trained.around, input_ids=tokens.to(self.device))
+        return after[0]
+
+    def _weights(self) -> "TrainedWeights":
+        """The trained parameters as a reader of the files would make them; gradients reach the masters."""
         rounded = {name: master.to(self.stored[name]) for name, master in self.masters.items()}
+        weights = TrainedWeights([{} for _ in self._frame.layers], {})
         for source in self.sources:
+            inside = source.target.startswith(f"{self._frame.path}.")
+            # Embeddings and norms outside the layers stay wide, as the residual stream does.
+            dtype = self._autocast if inside and self._autocast else torch.float32
             made = self._map.load(
-                source,
-                lambda name: rounded[name] if name in rounded else self._read(name),
-                self._autocast or torch.float32,
-                self.device,
+                source, lambda name: rounded[name] if name in rounded else self._read(name), dtype, self.device
             )
             for target, tensor in made.items():
                 index, _, name = target.removeprefix(f"{self._frame.path}.").partition(".")
-                weights[int(index)][name] = tensor
-        with self._precision():
-            self._frame.run(visit, input_ids=tokens.to(self.device))
-        return after[0]
+                (weights.layers[int(index)] if inside else weights.around)[name if inside else target] = tensor
+        for name, other in self._map.tied.items():
+            if other in weights.around:
+                weights.around[name] = weights.around[other]
+        return weights
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None)
@@ -239,17 +299,28 @@ class ModelTrainee(Trainee):
         with self._precision():
             return self._frame.logits(hidden, tensors, inputs_embeds=hidden.detach())
 
-    def _divergences(
-        self, hidden: Tensor, states: Tensor, tensors: Mapping[str, Tensor] | None = None
-    ) -> Iterator[Tensor]:
-        """Sums of ``KL(source || student)`` over chunks of positions, short enough to limit the memory for logits."""
+    def _predictions(
+        self, hidden: Tensor, states: Tensor, around: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor, slice]]:
+        """The student's and the teacher's logits for spans of positions, short enough to limit the memory for them."""
         count, length = hidden.shape[:2]
         size = max(1, LOGITS // (count * self.model.get_output_embeddings().weight.shape[0]))
         for start in range(0, length, size):
-            part = hidden[:, start : start + size]
-            with torch.no_grad():
-                expected = self.logits(states[:, start : start + size].to(part.device, part.dtype), tensors)
-            yield divergence(self.logits(part, tensors).flatten(0, 1), expected.flatten(0, 1))
+            span = slice(start, min(start + size, length))
+            with torch.no_grad(), self._precision():
+                taught = states[:, span].to(hidden.device, hidden.dtype)
+                expected = self.logits(taught, around) if self._expected is None else self._expected(taught)
+            logits = self.logits(hidden[:, span], around)
+            # A larger sibling may pad its vocabulary further.
+            yield logits, expected[..., : logits.shape[-1]], span
+
+
+@dataclass(frozen=True)
+class TrainedWeights:
+    """Trained parameters: of each layer, by their names in it, and of what is ``around`` the layers."""
+
+    layers: list[dict[str, Tensor]]
+    around: dict[str, Tensor]
 
 
 def _in_float32(module: nn.Module) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ Memory holds one layer of each model, the master weights and Adam's moments.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
-from kvfold.convert.training.fit import Trainee, fit, random_batches
+from kvfold.convert.training.fit import AfterRound, Trainee, fit, random_batches
 from kvfold.convert.walk.hidden import Hidden, sequence
 from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, token_weights
 from kvfold.convert.walk.walk import Step, Student, energy
@@ -95,12 +95,11 @@ class Refined:
 
 
 def refine_layer(
-    step: Step, tensors: TensorMap, task: Refinement, progress: Callable[[int, float], None] = lambda done, error: None
+    step: Step, tensors: TensorMap, task: Refinement, progress: AfterRound = lambda fitted: None
 ) -> Refined:
     """Train the attention tensors among ``tensors`` for the layer of ``step``, which must have calibration sequences.
 
-    ``progress(done, error)`` is called before training and after every round, with the number of steps done and the
-    error on held-out sequences.
+    ``progress`` is called with the result so far before training and after every round.
     """
     with step.student.stream.training():
         training = examples(task.update, step.teacher, step.calibration, step.student_calibration, shared=True)
@@ -181,10 +180,7 @@ class LayerTrainee(Trainee):
             count = math.sqrt(missing.numel())
             scale = count * (training.energy * math.sqrt(len(batch) / len(own)) or 1.0)
             (missing.square().sum() / scale).backward()  # type: ignore[no-untyped-call]
-        for master in self.learning.values():
-            if master.grad is None and not own:
-                master.grad = torch.zeros_like(master)
-        processes.add_up(master.grad for master in self.learning.values() if master.grad is not None)
+        self.sum_gradients()
 
     @torch.no_grad()
     def error(self, held_out: "Examples") -> float:

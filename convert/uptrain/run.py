@@ -148,7 +148,7 @@ def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles")
         # Only a resumed run needs these.
         for path in request.work.glob("checkpoint-*"):
             shutil.rmtree(path, ignore_errors=True)
-        for path in [*request.work.glob("tokens.*"), *request.work.glob(BEST)]:
+        for path in [*request.work.glob("tokens.*"), *request.work.glob(f"{BEST}*")]:
             path.unlink()
         return Uptrained(record, rows)
 

@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from kvfold.attention.drift.frame import attention_name, layer_list
+from kvfold.convert.checkpoint.files import replacing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device
 from kvfold.convert.errors import InputError, KvfoldError, opt, option_error
@@ -29,6 +30,7 @@ from kvfold.convert.processes import started_first
 from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stock import load_model
 from kvfold.convert.targets.mla.tensors import HeldSlice
+from kvfold.convert.text.tokenizer import check_teacher, load_tokenizer
 from kvfold.convert.training.fit import BETAS, distillation_loss, next_token_loss
 from kvfold.convert.training.log import LogRow
 from kvfold.convert.training.steps import has_constant, hold_constant, scale_gradients, scale_steps, tensor_sizes
@@ -142,14 +144,8 @@ def load_teacher(name: str, request: UptrainRequest, source: Checkpoint, device:
     from accelerate.utils import patch_environment
 
     with closing(open_checkpoint(name)) as opened:
-        own, tokens = source.config.get("vocab_size"), opened.config.get("vocab_size")
-        if own != tokens:
-            raise option_error(
-                "teacher",
-                name,
-                f": its vocabulary has {tokens} tokens, but {request.model} has {own}; use the "
-                f"checkpoint that {request.model} was converted from",
-            )
+        tokenizer = load_tokenizer(source, request.trust_remote_code, "uptraining")
+        check_teacher(opened, source, tokenizer, request.trust_remote_code)
         # Under FSDP transformers loads weights on the first process only; a teacher is not sharded.
         with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
             teacher = load_model(opened, forward_dtype(request), request.trust_remote_code)
@@ -216,14 +212,13 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         return [row.error for row in self.run_log.rows(self.state.log_history) if row.error is not None]
 
     def _keep_best(self) -> None:
-        """Save the weights if no evaluation so far had a lower error."""
+        """Save the weights if all evaluations so far had larger errors; the last step's weights stay in memory."""
         *earlier, last = self._errors()
-        if last < min(earlier, default=math.inf):
+        if last < min(earlier, default=math.inf) and self.state.global_step < self.state.max_steps:
             state = self._state()
             if started_first():
-                place = self._request.work / BEST
-                torch.save(state, place.with_suffix(".new"))
-                os.replace(place.with_suffix(".new"), place)
+                with replacing(self._request.work / BEST) as new:
+                    torch.save(state, new)
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
         """A sequential sampler, as ``order`` is already shuffled (no argument selects it before transformers 5.2)."""
@@ -255,7 +250,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
             loss = loss + (1 - weight) * next_token_loss(logits, tokens)
         if weight > 0:
             with torch.no_grad():
-                teacher = self._teacher(input_ids=tokens, use_cache=False).logits
+                teacher = self._teacher(input_ids=tokens, use_cache=False).logits[..., : logits.shape[-1]]
             loss = loss + weight * distillation_loss(logits, teacher, self._request.temperature)
         return loss
 
@@ -264,7 +259,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         """Loss and perplexity on held-out text; with a teacher, also the KL from it and the excess loss over it."""
         self.model.eval()
         batches, found = self.get_eval_dataloader(), []
-        with self.run_log.stages("measuring on held-out text,", len(batches), "batch") as advance:
+        with self.run_log.stages("evaluate", len(batches), "batch") as advance:
             for inputs in batches:
                 tokens = inputs["input_ids"]
                 logits = self.model(input_ids=tokens, use_cache=False).logits.split(1)
@@ -319,7 +314,7 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # Not before: the measurement ahead of the first step would count as a part of it.
         if self._advance is None:
-            stage = self.stages("training", self._request.steps, "step", state.global_step)
+            stage = self.stages("train", self._request.steps, "step", state.global_step)
             self._advance = self.open.enter_context(stage)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:

@@ -9,7 +9,6 @@ interruptions.
 """
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from kvfold.convert.checkpoint.atomic import free_space_check
-from kvfold.convert.checkpoint.files import parse_json, read_bytes
+from kvfold.convert.checkpoint.files import parse_json, read_bytes, replacing, write_file
 from kvfold.convert.checkpoint.hashing import file_hashes, file_problems
 from kvfold.convert.errors import InputError, Problem, one_line, opt
 from kvfold.convert.options import specs
@@ -137,7 +136,8 @@ def last_checkpoint(request: UptrainRequest) -> Path | None:
 
 def mark_complete(checkpoint: Path) -> None:
     """Write a checkpoint's last file, with the hashes of the others, which marks it complete for ``--resume``."""
-    _replace_file(checkpoint / COMPLETE, [json.dumps(file_hashes(checkpoint, COMPLETE), indent=1).encode()])
+    with replacing(checkpoint / COMPLETE) as new:
+        write_file(new, json.dumps(file_hashes(checkpoint, COMPLETE), indent=1))
 
 
 def prepare(request: UptrainRequest, checkpoint: Path | None, plan: TokenPlan, arguments: Any) -> RunTokens:
@@ -162,7 +162,8 @@ def prepare(request: UptrainRequest, checkpoint: Path | None, plan: TokenPlan, a
         room = plan.held_out * plan.length + min(longest, longest if plan.text.size is None else plan.text.size)
         free_space_check(work, _TOKEN_BYTES * room, "for the tokens of the run, 4 bytes each")
         work.mkdir(parents=True)
-        _replace_file(work / _REQUEST, [(json.dumps(request.result_options(), indent=1) + "\n").encode()])
+        with replacing(work / _REQUEST) as new:
+            write_file(new, json.dumps(request.result_options(), indent=1) + "\n")
         if not request.quiet:
             most = (plan.training + plan.held_out) * plan.length
             print(f"tokenizing {plan.text.name}, at most {most} tokens", file=sys.stderr, flush=True)
@@ -231,7 +232,8 @@ def make_tokens(plan: TokenPlan, folder: Path) -> None:
     # Documents after the last one that the held-out sequences hold a part of.
     others = documents(parts) if plan.eval_text is not None else chain(first, documents(parts))
     rows = islice(chain(held_out, sequences(others)), plan.held_out + plan.training)
-    _replace_file(folder / _TOKENS, (row.to(torch.int32).numpy().tobytes() for row in rows))
+    with replacing(folder / _TOKENS) as new, new.open("wb") as file:
+        file.writelines(row.to(torch.int32).numpy().tobytes() for row in rows)
     made = (folder / _TOKENS).stat().st_size // (_TOKEN_BYTES * plan.length) - plan.held_out
     if not made:
         raise InputError(
@@ -239,7 +241,8 @@ def make_tokens(plan: TokenPlan, folder: Path) -> None:
             f"lower {opt('seq_len')}"
         )
     record = {"made_from": made_from, "held_out": plan.held_out, "training": made}
-    _replace_file(folder / _RECORD, [(json.dumps(record, indent=1) + "\n").encode()])
+    with replacing(folder / _RECORD) as new:
+        write_file(new, json.dumps(record, indent=1) + "\n")
 
 
 def packed(documents: Iterable[Tensor], prefix: list[int], eos: int | None, length: int) -> Iterator[Tensor]:
@@ -258,11 +261,3 @@ def packed(documents: Iterable[Tensor], prefix: list[int], eos: int | None, leng
         rows = cut([stream], length, None)
         rest = stream[:0] if eos is None else stream[rows.numel() :]
         yield rows
-
-
-def _replace_file(path: Path, parts: Iterable[bytes]) -> None:
-    """Write ``parts`` to the file ``path`` atomically: an interruption leaves the old file, if any."""
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.writelines(parts)
-    os.replace(part, path)

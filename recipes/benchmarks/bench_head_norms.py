@@ -33,14 +33,9 @@ from transformers import AutoTokenizer
 from kvfold.attention.drift.recording import LayerOutput
 from kvfold.convert import ConvertRequest
 from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.conversion.calibration import load_tokens, source_stream
 from kvfold.convert.conversion.plan import make_plan
-from kvfold.convert.conversion.source import (
-    fold_rotary,
-    load_tokens,
-    source_layer,
-    source_rotary,
-    source_stream,
-)
+from kvfold.convert.conversion.source import fold_rotary, source_layer, source_rotary
 from kvfold.convert.conversion.student import StudentWalk
 from kvfold.convert.families.layout import read_layer
 from kvfold.convert.families.model import model_of

@@ -82,7 +82,7 @@ def mix_channels(model: nn.Module) -> None:
 def drift(model: nn.Module, windows: Tensor) -> dict[str, tuple[float, float]]:
     """For each cache the excess loss and the KL to the predictions over exact latents, nats per token."""
     latents = [layer.self_attn.kv_a_layernorm for layer in model.model.layers]
-    sums = dict.fromkeys(CACHES, torch.zeros(2, dtype=torch.float64))
+    sums = dict.fromkeys(CACHES, torch.zeros(2, dtype=torch.float64, device=windows.device))
     for batch in windows.split(BATCH):
         exact = predictions(model, batch)
         for name, rounded in CACHES.items():

@@ -20,7 +20,7 @@ import torch
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion.student import source_text
+from kvfold.convert.conversion.polishing import taught_text
 from kvfold.convert.data import demo_folder
 from kvfold.convert.device import training_autocast
 from kvfold.convert.stream.stream import CheckpointStream
@@ -57,15 +57,14 @@ def prepared(
     tokens = load_calibration(calibration, load_tokenizer(source, False, "calibration"), **text)
     device = torch.device("cpu")
     autocast = training_autocast(written, device)
-    trained = {name: torch.bfloat16 for name in written.tensors if ".self_attn." in name}
+    stored = dict.fromkeys(written.tensors, torch.bfloat16)
+    attention = [name for name in written.tensors if ".self_attn." in name]
 
     def make() -> polish.ModelTrainee:
         constant = has_constant(written)
-        return polish.ModelTrainee(
-            written.config, written.read, written.tensors, trained, device, autocast, constant=constant
-        )
+        return polish.ModelTrainee(written.config, written.read, stored, attention, device, autocast, constant=constant)
 
-    training, held_out = (source_text(stream, part, autocast) for part in (tokens.calibration, tokens.held_out))
+    training, held_out = (taught_text(stream, part, autocast) for part in (tokens.calibration, tokens.held_out))
     return make, polish.TrainingText(training.tokens, lambda indices: training.states[indices]), held_out
 
 

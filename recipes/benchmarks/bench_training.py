@@ -12,8 +12,6 @@ one thread unless --threads says otherwise; times are processor seconds, the lea
 
 import argparse
 import json
-import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_walk import timed
 from measured import conditions
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion.student import source_text
+from kvfold.convert.conversion.polishing import taught_text
 from kvfold.convert.device import training_autocast
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.tokenizer import load_tokenizer
@@ -39,11 +38,11 @@ from kvfold.convert.training.steps import has_constant
 CPU = torch.device("cpu")
 
 
-def stock_pass(folder: Path, tokens: Tensor, trained: bool) -> Callable[[], None]:
+def stock_pass(folder: Path, tokens: Tensor, trained: bool, device: torch.device = CPU) -> Callable[[], None]:
     """A forward pass of the checkpoint over ``tokens [N, T]``, with a backward pass to its attention if ``trained``."""
     checkpoint = open_checkpoint(str(folder))
-    dtype = training_autocast(checkpoint, CPU) or torch.float32
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    dtype = training_autocast(checkpoint, device) or torch.float32
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained and ".self_attn." in name)
 
@@ -56,15 +55,15 @@ def stock_pass(folder: Path, tokens: Tensor, trained: bool) -> Callable[[], None
     return run
 
 
-def polishing_step(model: Path, converted: Path, tokens: Tensor) -> Callable[[], None]:
+def polishing_step(model: Path, converted: Path, tokens: Tensor, device: torch.device = CPU) -> Callable[[], None]:
     """A step of polishing ``converted`` on ``tokens [N, T]``; the states of ``model`` are computed beforehand."""
     source, written = open_checkpoint(str(model)), open_checkpoint(str(converted))
-    autocast = training_autocast(written, CPU)
-    stream = CheckpointStream(source.config, source.read, list(source.tensors), autocast=autocast)
-    states = source_text(stream, tokens, autocast).states
-    trained = {name: torch.bfloat16 for name in written.tensors if ".self_attn." in name}
-    constant = has_constant(written)
-    trainee = ModelTrainee(written.config, written.read, written.tensors, trained, CPU, autocast, constant=constant)
+    autocast = training_autocast(written, device)
+    stream = CheckpointStream(source.config, source.read, list(source.tensors), device, autocast=autocast)
+    states = taught_text(stream, tokens, autocast).states
+    stored, constant = dict.fromkeys(written.tensors, torch.bfloat16), has_constant(written)
+    attention = [name for name in written.tensors if ".self_attn." in name]
+    trainee = ModelTrainee(written.config, written.read, stored, attention, device, autocast, constant=constant)
     training = TrainingText(tokens, lambda indices: states[indices])
     (batch,) = training.announced(iter([list(range(len(tokens)))]))
     for group in trainee.optimizer.param_groups:
@@ -76,6 +75,20 @@ def polishing_step(model: Path, converted: Path, tokens: Tensor) -> Callable[[],
         trainee.optimizer.step()
 
     return run
+
+
+def operations(converted: Path, heads: int) -> int:
+    """Operations per token of a step that trains the attention; the head is applied ``heads`` times, once backward.
+
+    Products with weights alone: scores and weighted values are left out, so that shares of a rate are too low.
+    """
+    written = open_checkpoint(str(converted))
+    sizes = {name: info.shape[0] * info.shape[1] for name, info in written.tensors.items() if len(info.shape) == 2}
+    layers = sum(size for name, size in sizes.items() if ".layers." in name)
+    attention = sum(size for name, size in sizes.items() if ".self_attn." in name)
+    head = written.config["vocab_size"] * written.config["hidden_size"]
+    # Forward, the gradients of activations, and those of the trained weights.
+    return 2 * (2 * layers + attention + (heads + 1) * head)
 
 
 def least_seconds(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
@@ -114,9 +127,7 @@ def bench_fit(arguments: argparse.Namespace) -> dict[str, Any]:
     text = [] if arguments.calibration is None else ["--calibration", arguments.calibration]
     with tempfile.TemporaryDirectory(prefix="kvfold-bench-") as work:
         command = [sys.executable, "-m", "kvfold.convert", "convert", str(arguments.model), f"{work}/out", "--quiet"]
-        subprocess.run([*command, *arguments.options.split(), *sizes, *text], check=True)
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = usage.ru_utime + usage.ru_stime
+        spent = timed([*command, *arguments.options.split(), *sizes, *text])["cpu_seconds"]
     return {"forward_seconds": passed, "fit_seconds": spent, "ratio": spent / passed, "asked": 5.0}
 
 

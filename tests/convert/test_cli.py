@@ -1,4 +1,4 @@
-"""The command line: help, exit status, the end of stderr. Three tests start a process of their own."""
+"""The command line: help, exit status, the end of stderr. Four tests start a process of their own."""
 
 import json
 import re
@@ -90,6 +90,18 @@ for line in {[*right, *wrong.values()]!r}:
     assert ends == ["0 []"] * len(right) + ["2 []"] * len(wrong), told
     errors = re.findall("^error: (.*)$", told, re.MULTILINE)
     assert [text in error for text, error in zip(wrong, errors, strict=True)] == [True] * len(wrong), errors
+
+
+def test_pooling_heads_imports_no_transformers(tmp_path):
+    """Beside torch, they take as long to import as a gigabyte to copy."""
+    line = ["convert", str(demo_folder()), str(tmp_path / "out"), "--to", "mqa", "--method", "mean", "--quiet"]
+    script = f"""
+import atexit, sys
+from kvfold.convert import cli
+atexit.register(lambda: print([name for name in ("torch", "transformers") if name in sys.modules]))
+cli.main({line})
+"""
+    assert run_python("-c", script).stdout.splitlines()[-1] == "['torch']"
 
 
 def test_exit_status_and_error_of_a_process():
@@ -217,6 +229,13 @@ def test_drift_runs_a_tokenizers_code_only_when_allowed(kvfold, tmp_path, monkey
     assert ran.exists()
     assert json.loads(done.stdout)["sequences"] == 1
     assert "top-1 agreement" in done.stderr
+
+
+def test_texts_of_measurements_have_no_shares(kvfold, tmp_path):
+    text = tmp_path / "some.txt"
+    text.write_text("some words")
+    done = kvfold("drift", demo_folder(), demo_folder(), "--text", f"{text}:3")
+    assert (done.returncode, done.stderr) == (2, f"error: --text {text}:3: no such file; check the path\n")
 
 
 def test_an_unforeseen_failure_is_one_line_too(kvfold, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,9 @@ def write_gguf(source: Path, file: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in meant.items() if not re.search("q_proj|k_proj", name)}
 
 
+@pytest.mark.skipif(
+    metadata.version("transformers") < "5.23", reason="older versions hand merges over as tokenizers 0.23 refuses them"
+)
 def test_a_gguf_model_is_dequantized_by_transformers_then_converted(
     tiny_family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,7 @@ KINDS = 8  # of faults, that share the cases
 seeds = pytest.mark.parametrize("seed", range(-(-int(os.environ.get("KVFOLD_CASES", "16")) // KINDS)))
 OPTIONS = ["--to", "gqa", "--kv-heads", "4", "--method", "mean", "--max-shard-size", "1MB"]
 CALIBRATED = ["--to", "mqa", "--group", "contiguous", "--samples", "4", "--seq-len", "32", "--resume"]
-READS = ("preadv", "pread")
+READS = ("preadv", "pread", "copy_file_range")
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,9 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 def stock_model(folder: Path, loader: Any = AutoModelForCausalLM, **options: Any) -> PreTrainedModel:
     """The model as transformers loads it, in evaluation mode; no tensor missing, left over or misshapen."""
+    # Below 5.23 gemma2's default in transformers leaves out its softcap.
+    if json.loads((folder / "config.json").read_text()).get("attn_logit_softcapping"):
+        options.setdefault("attn_implementation", "eager")
     model, info = loader.from_pretrained(folder, output_loading_info=True, **options)
     assert {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]} == {}
     return model.eval()

@@ -2,7 +2,7 @@
 
 Layout ``free`` supports any frequencies and attention biases (one latent channel is a constant that makes the latent's
 RMSNorm a known factor). The DeepSeek loaders of inference engines silently drop both, so the output is not a DeepSeek
-model but a ``YoutuForCausalLM`` (transformers 5.1 or later), which has the same attention and tensor names, and dense
+model but a ``YoutuForCausalLM`` (stock in transformers), which has the same attention and tensor names, and dense
 layers.
 
 Layout ``engine`` is a ``DeepseekV3ForCausalLM`` that those loaders read correctly: no biases, plain RoPE, an untied

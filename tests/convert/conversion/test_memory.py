@@ -17,7 +17,7 @@ from kvfold.attention.drift import compare
 from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion import memory
-from kvfold.convert.conversion.journal import run_key
+from kvfold.convert.conversion.journal import run_settings
 from kvfold.convert.conversion.memory import needs_of
 from kvfold.convert.conversion.plan import described, make_plan
 from kvfold.convert.data import demo_folder
@@ -165,4 +165,4 @@ def test_a_folder_without_room_is_told_before_any_work(tmp_path, monkeypatch):
 def test_a_run_resumes_with_another_spill(tmp_path):
     with closing(open_checkpoint(str(demo_folder()))) as checkpoint:
         plan = make_plan(request(tmp_path), checkpoint)
-        assert run_key(replace(plan, request=request(tmp_path, spill=tmp_path))) == run_key(plan)
+        assert run_settings(replace(plan, request=request(tmp_path, spill=tmp_path))) == run_settings(plan)

@@ -31,6 +31,7 @@ TEXT = {"samples": 5, "seq_len": 24}
 CALIBRATED = {
     "gqa": {"to": "gqa", "kv_heads": 2, "group": "contiguous", **TEXT},
     "mla": {"to": "mla", "kv_rank": 8, "rope_dim": 4, **TEXT},
+    "polished": {"to": "mqa", "method": "mean", "polish": 3, "dtype": "float32", **TEXT},
     "refined": {"to": "mqa", "method": "mean", "refine": 1, "dtype": "float32", **TEXT},
 }
 

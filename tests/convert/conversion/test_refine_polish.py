@@ -2,15 +2,17 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
 from helpers.cases import mostly_slow
 from helpers.checkpoints import tensors
+from safetensors.torch import save_file
 
-from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
+from kvfold.convert import ConvertRequest, InputError, convert_checkpoint, verify_checkpoint
 from kvfold.convert.checkpoint.writer import ShardWriter
-from kvfold.convert.conversion import latent, memory, student
+from kvfold.convert.conversion import latent, memory, polishing, run
 from kvfold.convert.data import demo_folder
 from kvfold.convert.targets.mla.tensors import CONSTANT, norm_weight
 from kvfold.convert.training import budget
@@ -57,7 +59,62 @@ def test_polishing_brings_the_model_closer_and_changes_attention_alone(tiny_read
         assert not found[f"{module}.kv_a_proj_with_mqa.weight"][23].any()
         assert found[f"{module}.kv_a_layernorm.weight"].tolist() == [norm_weight(24)] * 24
     card = (tmp_path / "polished" / "README.md").read_text()
-    assert "trained together for 4 steps to reproduce the source's next-token distributions" in card
+    assert "attention was trained together for 4 steps to reproduce the next-token distributions of the source" in card
+
+
+def test_norms_are_trained_when_asked_for(tiny_reader, tmp_path):
+    record = convert(tmp_path / "out", tiny_reader, **MQA, polish=2, train="norms")
+    found, source = tensors(tmp_path / "out"), tensors(tiny_reader)
+    changed = {name for name, entry in record["tensors"].items() if entry["origin"] == "trained"}
+    assert changed == {name for name in source if "norm" in name}
+    for name, entry in record["tensors"].items():
+        assert torch.equal(found[name], source.get(name, found[name])) == (entry["origin"] == "copied"), name
+    assert "all norms were trained together for 2 steps" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_another_model_teaches(tiny_reader, tmp_path):
+    teacher = shutil.copytree(tiny_reader, tmp_path / "teacher")
+    (weights,) = teacher.glob("*.safetensors")
+    save_file({name: 1.1 * each for name, each in tensors(tiny_reader).items()}, weights, {"format": "pt"})
+    record = convert(tmp_path / "out", tiny_reader, **MQA, polish=2, teacher=str(teacher))
+    plain = convert(tmp_path / "plain", tiny_reader, **MQA, polish=2)["polish"]
+    assert (record["polish"]["teacher"], record["request"].get("teacher")) == ("teacher", None)
+    assert record["polish"]["before"] != pytest.approx(plain["before"], rel=0.01)  # from another distribution
+    # by the labels, both are the same model
+    assert record["polish"]["curve"][0]["loss"] == pytest.approx(plain["curve"][0]["loss"])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "the next-token distributions of `teacher`" in card
+    assert "--teacher ../teacher" in card
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tiny_reader, tmp_path):
+    teacher = shutil.copytree(tiny_reader, tmp_path / "teacher")
+    tokenizer = json.loads((teacher / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["zz"] = vocabulary.pop(next(token for token, id in vocabulary.items() if id == 700))
+    tokenizer["model"]["merges"] = []
+    (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(InputError, match=r"--teacher teacher: its tokenizer differs from that of reader: "):
+        convert(tmp_path / "out", tiny_reader, **MQA, polish=2, teacher=str(teacher))
+    assert not (tmp_path / "out").exists()
+
+
+def test_checkpoints_of_intervals_are_complete(tiny_reader, tmp_path, monkeypatch):
+    named = {0: "0", 2: "2k", 4: "4k"}
+    for module in (polishing, run):
+        monkeypatch.setattr(module, "intervals", lambda steps, length: named)
+    monkeypatch.setattr(training, "POLISH_ROUND", 2)
+    record = convert(tmp_path / "out", tiny_reader, **MQA, polish=4, keep_intervals=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.2k", "out.log"]
+    kept = json.loads((tmp_path / "out.2k" / "kvfold.json").read_text())
+    assert verify_checkpoint(tmp_path / "out.2k").problems == []
+    curve = record["polish"]["curve"]
+    assert [point["tokens"] for point in curve] == [0, 2048, 4096]
+    assert kept["polish"]["curve"] == curve[:2]
+    assert kept["drift"]["kl"]["value"] == pytest.approx(curve[1]["kl"], rel=1e-4)
+    shutil.rmtree(tmp_path / "out")
+    with pytest.raises(InputError, match=r"out\.2k already exists"):
+        convert(tmp_path / "out", tiny_reader, **MQA, polish=4, keep_intervals=True)
 
 
 @pytest.mark.slow
@@ -77,7 +134,7 @@ def test_weights_that_get_no_better_stay_as_they_are(tiny_reader, tmp_path, monk
     record = convert(tmp_path / "polished", tiny_reader, **MQA, polish=2, quiet=False)
     assert record["polish"]["kept"] == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("polished")]
-    assert [line.split(":")[0] for line in lines] == ["polished 0/2 steps", "polished 2/2 steps"]
+    assert [line.split(":")[0] for line in lines] == ["polished 0/2 steps, 0 tokens", "polished 2/2 steps, 2048 tokens"]
     convert(tmp_path / "plain", tiny_reader, **MQA)
     polished, plain = tensors(tmp_path / "polished"), tensors(tmp_path / "plain")
     assert all(torch.equal(polished[name], plain[name]) for name in plain)
@@ -120,7 +177,7 @@ def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_pat
 
     with monkeypatch.context() as patch:
         patch.setattr(training.ModelTrainee, "backward", counted)
-        patch.setattr(student, "ShardWriter", HalfWritten)
+        patch.setattr(polishing, "ShardWriter", HalfWritten)
         with pytest.raises(RuntimeError, match="killed"):
             convert(tmp_path / "out", tiny_reader, **POLISHED, resume=True)
     assert len(steps) == (3 if killed == "in a round" else 5)

@@ -16,7 +16,7 @@ from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
 from kvfold.convert.checkpoint import writer
 from kvfold.convert.checkpoint.headers import read_header
 from kvfold.convert.cli import main
-from kvfold.convert.conversion import journal, memory, run, source
+from kvfold.convert.conversion import calibration, journal, memory, run
 from kvfold.convert.data import demo_folder
 
 OPTIONS = {
@@ -49,7 +49,7 @@ def child(tmp_path_factory):
             if layers == 2:
                 writer.ShardWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
             if list(tmp_path_factory.getbasetemp().glob("*/.out.kvfold-*/.text.pt")):
-                source.write_sequences = lambda *_: pytest.fail("the text was written again")
+                calibration.write_sequences = lambda *_: pytest.fail("the text was written again")
             convert_checkpoint(ConvertRequest(**options))
 
         return forked.run(tmp_path_factory.mktemp("log"), work)
@@ -102,11 +102,18 @@ def test_text_that_the_source_cannot_write_is_said_before_anything_is_written(tm
     bare = {name: value for name, value in settings.items() if not name.startswith(("bos", "chat"))}
     (model / "tokenizer_config.json").write_text(json.dumps(bare))
     refused("has neither a chat template nor a BOS token", model=model)
-    monkeypatch.setattr(source, "first_tokens", lambda *_: [1, 2])
+    monkeypatch.setattr(calibration, "first_tokens", lambda *_: [1, 2])
     refused("--seq-len 2 must exceed 2, the length of every text's prefix; raise it", seq_len=2)
     monkeypatch.setattr(memory, "free_bytes", lambda plan: 1 << 20)
     refused("--calibration self needs the whole model in memory: about .* use --calibration FILE")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_what_only_a_resumed_run_needs_is_removed_half_written_files_too(tmp_path):
+    for name in ("config.json", ".journal.json", ".journal.json.new", ".text.pt.new", ".precision", ".polish.pt.new"):
+        (tmp_path / name).touch()
+    journal.forget(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_only_an_equal_request_with_resume_goes_on(tmp_path, request_of, monkeypatch, capsys):
@@ -118,13 +125,17 @@ def test_only_an_equal_request_with_resume_goes_on(tmp_path, request_of, monkeyp
         raise RuntimeError("enough")
 
     monkeypatch.setattr(journal.Journal, "note", stop)
-    for changes, first in (({}, 0), ({}, 1), ({"seed": 1}, 0), ({"resume": False, "seed": 1}, 0)):
+    for changes, first in (({}, 0), ({}, 1), ({"resume": False, "seed": 1}, 0)):
+        if first:
+            for other, used in ({"seed": 1}, "--seed 0, not --seed 1"), ({"polish": 3}, "--polish 0, not --polish 3"):
+                with pytest.raises(
+                    InputError, match=f"--resume: the interrupted run in .* used {used}; use the same, or"
+                ):
+                    convert_checkpoint(ConvertRequest(**{**options, **other}))
         noted.clear()
         with pytest.raises(RuntimeError, match="enough"):
             convert_checkpoint(ConvertRequest(**{**options, **changes}))
         assert noted == [first]
-        said = capsys.readouterr().err
-        assert ("--resume: the interrupted run here used different options" in said) == (changes == {"seed": 1})
     assert not list(tmp_path.iterdir())  # without --resume nothing is left
 
 

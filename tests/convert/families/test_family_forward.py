@@ -13,7 +13,7 @@ from helpers.cases import mostly_slow
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from kvfold.convert.families.family import family_of, supported
@@ -189,6 +189,8 @@ def check(folder: Path) -> None:
 
 @pytest.mark.parametrize(("name", "changes"), ALL, ids=str)
 def test_a_decoder_written_from_the_family_file_agrees_with_the_stock_class(name, changes, tiny_family):
+    if changes.get("hidden_act") == "gelu" and AutoConfig.for_model(name, hidden_act="gelu").hidden_act == "gelu":
+        pytest.skip("below transformers 5.23 gelu of an old gemma is not the approximation that it was trained with")
     check(tiny_family(name, **changes))
 
 

@@ -179,15 +179,22 @@ def test_too_little_text_and_sequences_that_cannot_be(tmp_path: Path, tokenizer:
     check_vocabulary(torch.empty(0, 4, dtype=torch.int64), 97, "tiny")
 
 
-@pytest.mark.parametrize("name", ["no.txt", "some.csv", "some.json", "empty.md", "folder", "folder.txt", "a/b"])
-def test_refused_texts_name_the_option_that_gave_them(tmp_path, monkeypatch, name, told) -> None:
+@pytest.mark.parametrize(
+    "name", ["no.txt", "some.csv", "some.json", "empty.md", "folder", "folder.txt", "a/b", "some.txt:3"]
+)
+def test_refused_texts_name_the_option_that_gave_them(tmp_path, monkeypatch, tokenizer, name, told) -> None:
+    """Only calibration texts have shares."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.chdir(tmp_path)
-    for made, content in (("some.csv", b"a,\0b"), ("some.json", b"[]"), ("empty.md", b"")):
+    for made, content in (("some.csv", b"a,\0b"), ("some.json", b"[]"), ("empty.md", b""), ("some.txt", b"words")):
         (tmp_path / made).write_bytes(content)
     for folder in ("folder", "folder.txt"):
         (tmp_path / folder).mkdir()
-    for refuses in (lambda: check_sources([name], "text"), lambda: open_corpus(name, str, 0, option="text")):
+    for refuses in (
+        lambda: check_sources([name], "text"),
+        lambda: open_corpus(name, str, 0, option="text"),
+        lambda: load_calibration(name, tokenizer, 1, 8, option="text"),
+    ):
         with pytest.raises(InputError) as raised:
             refuses()
         assert raised.value.message.startswith("--text")
@@ -235,7 +242,7 @@ def test_texts_are_mixed_in_the_shares_given(tmp_path: Path, tokenizer: Any, tol
     assert found.digest != load_calibration([first, second], tokenizer, 22, 31).digest
     for spec in (f"{first}:x", f"{first}:0", f"{first}:1e3"):
         with pytest.raises(InputError) as raised:
-            check_sources([spec])
+            load_calibration([spec, second], tokenizer, 22, 31)
         told(raised.value)
 
 

@@ -14,7 +14,7 @@ from kvfold.attention import interface
 from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert import device
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion.source import source_stream
+from kvfold.convert.conversion.calibration import source_stream
 from kvfold.convert.device import training_autocast
 from kvfold.convert.training.refine import refine_layer
 from tests.convert.training.test_refine import first_step, plan_of, task_of

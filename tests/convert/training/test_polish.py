@@ -10,22 +10,24 @@ from torch.nn.functional import kl_div
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.families.model import model_of
 from kvfold.convert.training import polish as module
+from kvfold.convert.training.budget import intervals
 from kvfold.convert.training.fit import distillation_loss, divergence, next_token_loss
 from kvfold.convert.training.polish import ModelTrainee, Text, TrainingText, polish, slowdown
 
 TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
-def trainee(folder, stored=torch.float32, change=lambda name, tensor: tensor):
-    """The model of a checkpoint, its tensors changed, whose attention, but for its norms, is trained."""
+def trainee(folder, stored=torch.float32, change=lambda name, tensor: tensor, **options):
+    """The model of a checkpoint, its tensors changed, whose attention, but for its norms, is trained by default."""
     checkpoint = open_checkpoint(folder)
     model = model_of(checkpoint.config)
-    trained = {name: stored for layer in range(model.geometry.layers) for name in model.attention_names(layer)}
+    attention = [name for layer in range(model.geometry.layers) for name in model.attention_names(layer)]
 
     def read(name):
         return change(name, checkpoint.read(name))
 
-    return ModelTrainee(checkpoint.config, read, checkpoint.tensors, trained, torch.device("cpu"))
+    dtypes = dict.fromkeys(checkpoint.tensors, stored)
+    return ModelTrainee(checkpoint.config, read, dtypes, attention, torch.device("cpu"), **options)
 
 
 def text(model: ModelTrainee) -> Text:
@@ -69,6 +71,34 @@ def test_logits_and_gradients_are_those_of_the_stock_model(tiny_family, family):
         (name,) = source.names
         expected = stock.get_parameter(source.target).grad
         torch.testing.assert_close(ours.masters[name].grad, expected, atol=1e-4, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2", "olmo2"])  # tied, experts in one, norms around
+def test_gradients_of_all_weights_are_those_of_the_stock_model(tiny_family, family):
+    folder = tiny_family(family)
+    stock, head = stock_model(folder), torch.randn(97, 64, generator=torch.Generator().manual_seed(1))
+    states = torch.randn(*TOKENS.shape, 64, generator=torch.Generator().manual_seed(2))
+    ours = trainee(folder, train="all", expected=lambda taught: taught @ head.T)
+    text = TrainingText(TOKENS, lambda indices: states[indices])
+    (batch,) = text.announced(iter([[0, 1]]))
+    ours.backward(text, batch)
+    logits = stock(input_ids=TOKENS, use_cache=False).logits.flatten(0, 1)
+    (divergence(logits, (states @ head.T).flatten(0, 1)) / TOKENS.numel()).backward()
+    sources = [source for source in ours.sources if source.converter is None]
+    assert {source.target for source in sources} >= {"model.embed_tokens.weight", "model.norm.weight"}
+    for source in sources:
+        expected, found = stock.get_parameter(source.target).grad, ours.masters[source.names[0]].grad
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3, msg=source.target)
+
+
+def test_what_is_trained(tiny_family):
+    folder = tiny_family("olmo2")
+    attention, norms, everything = (
+        trainee(folder, train=what).masters.keys() for what in ("attention", "norms", "all")
+    )
+    assert {name for name in norms - attention if "norm" not in name} == set()
+    assert {"model.norm.weight", "model.layers.0.post_feedforward_layernorm.weight"} <= norms - attention
+    assert everything == open_checkpoint(folder).tensors.keys()
 
 
 def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_family):
@@ -130,6 +160,31 @@ def test_losses_of_next_tokens_and_of_distillation():
     torch.testing.assert_close(distillation_loss(student, teacher, 2.0), 4 * (p * (p.log() - q.log())).sum(-1).mean())
     chosen = student.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])
     torch.testing.assert_close(next_token_loss(student, tokens), -chosen.mean())
+
+
+def test_intervals_are_ends_of_rounds_at_round_numbers_of_tokens():
+    assert intervals(200, 512) == {0: "0", 200: "205k"}
+    assert list(intervals(2000, 256).items()) == [
+        (0, "0"),
+        (200, "200k"),
+        (500, "500k"),
+        (1000, "1M"),
+        (1975, "2M"),
+        (2000, "2.05M"),
+    ]
+
+
+def test_figures_are_those_of_the_stock_models_logits(tiny_family):
+    ours, stock = trainee(tiny_family("llama")), stock_model(tiny_family("llama"))
+    held_out = text(ours)
+    found = ours.figures(held_out)
+    with torch.no_grad():
+        log_q = stock(input_ids=TOKENS, use_cache=False).logits[:, :-1].log_softmax(-1)
+        log_p = ours.logits(held_out.states)[:, :-1].log_softmax(-1)
+    losses = [-each.gather(-1, TOKENS[:, 1:, None]).mean() for each in (log_q, log_p)]
+    assert found["kl"] == pytest.approx(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), rel=1e-4)
+    assert (found["loss"], found["excess"]) == pytest.approx((float(losses[0]), float(losses[0] - losses[1])), rel=1e-4)
+    assert found["top_1_agreement"] == (log_p.argmax(-1) == log_q.argmax(-1)).float().mean()
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 
 from kvfold.convert import ConvertRequest
 from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.conversion.calibration import source_stream
 from kvfold.convert.conversion.layers import fitted_fold
 from kvfold.convert.conversion.plan import make_plan
-from kvfold.convert.conversion.source import source_stream
 from kvfold.convert.conversion.student import refinement
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.training import refine as refining
@@ -75,7 +75,7 @@ def refined(llama, **changes):
     """The result on the first layer, and the steps after which progress was told."""
     plan, step, tensors = llama
     told = []
-    return refine_layer(step, tensors, task_of(plan, **changes), lambda done, error: told.append(done)), told
+    return refine_layer(step, tensors, task_of(plan, **changes), lambda fitted: told.append(fitted.steps)), told
 
 
 @pytest.mark.parametrize("family", AFTER_ATTENTION)
@@ -98,7 +98,7 @@ def test_the_error_falls_in_every_family(tiny_family, family):
     plan = plan_of(tiny_family(family))
     _steps, step, tensors = first_step(plan)
     errors = []
-    found = refine_layer(step, tensors, task_of(plan), lambda done, error: errors.append(error))
+    found = refine_layer(step, tensors, task_of(plan), lambda fitted: errors.append(fitted.errors[-1]))
     assert found.before == errors[0]
     assert found.after == min(errors) < 0.95 * found.before
     assert {name: t.shape for name, t in found.tensors.items()} == {name: t.shape for name, t in tensors.items()}

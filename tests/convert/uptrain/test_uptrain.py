@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -191,6 +192,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_pa
         with pytest.raises(OSError, match="No space left"):
             run(resume=True)
     monkeypatch.setattr(uptrain_trainer.Uptrainer, "training_step", None)
+    (work / "best.pt.new").touch()  # killed while it wrote this one
     done = run(resume=True)
     assert done.rows == whole.rows
     assert [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()] == whole.to_dict()["log"]
@@ -199,9 +201,15 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_pa
     assert sorted(path.name for path in work.iterdir()) == ["log.jsonl", "request.json"]
 
 
-def test_distillation_closes_the_drift_and_the_record_and_the_card_say_so(source, converted, text, tmp_path):
-    start, out = converted("engine"), tmp_path / "out"
+def test_distillation_closes_the_drift_and_the_record_and_the_card_say_so(
+    source, converted, text, tmp_path, monkeypatch
+):
+    start, out, kept = converted("engine"), tmp_path / "out", Mock(side_effect=uptrain_trainer.replacing)
+    monkeypatch.setattr(uptrain_trainer, "replacing", kept)
     done = train(start, out, text, teacher=str(source), plot=str(tmp_path / "curve.png"), relative_lr=0.01)
+    errors = [row.error for row in done.rows if row.error is not None]
+    assert errors == sorted(errors, reverse=True)
+    assert kept.call_count == len(errors) - 1  # the last weights are in memory
     drift = done.record["held_out"]
     assert drift["after"]["eval_kl"] < 0.9 * drift["before"]["eval_kl"]
     assert drift["after"]["eval_excess"] < drift["before"]["eval_excess"]
@@ -264,7 +272,7 @@ def options_of(**options):
 
 def test_errors_name_what_to_do(converted, text, tmp_path, tiny_family, monkeypatch, capsys, told):
     """The command line: one `error:` line, status 2, and nothing written."""
-    start, stranger = converted("gqa"), tiny_family("llama", attention_bias=False, mlp_bias=False, vocab_size=101)
+    start, stranger = converted("gqa"), tiny_family("llama", attention_bias=False, mlp_bias=False, vocab_size=61)
     both = (start, tmp_path / "out", "--text", text)
     for arguments in (
         (start,),
@@ -274,12 +282,14 @@ def test_errors_name_what_to_do(converted, text, tmp_path, tiny_family, monkeypa
         (*both, *options_of(precision="float16")),
         (*both, *options_of(eval_text=text)),
         (*both, "--plot", "x.gif"),
+        (start, tmp_path / "out", "--text", f"{text}:3"),
     ):
         monkeypatch.setattr(sys, "argv", ["uptrain", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code == 2
         said = capsys.readouterr().err.strip().splitlines()[-1]
+        said = said.replace(f"--teacher {stranger.name}", "--teacher STRANGER")
         for path, name in ((start, "START"), (stranger, "STRANGER"), (text, "TEXT")):
             said = said.replace(str(path), name)
         told(said)

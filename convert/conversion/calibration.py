@@ -1,0 +1,153 @@
+"""Load what a calibrated conversion needs of its source: its layer stream and its calibration text."""
+
+import hashlib
+import sys
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.drift.report import dtype_name
+from kvfold.convert import processes
+from kvfold.convert.checkpoint.files import replacing
+from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.conversion.journal import PRECISION, SELF_TEXT
+from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.conversion.record import text_name
+from kvfold.convert.conversion.source import source_layer, source_rotary
+from kvfold.convert.device import choose_device, compute_dtype, training_autocast
+from kvfold.convert.errors import opt, option_error
+from kvfold.convert.methods.registry import quick_method
+from kvfold.convert.progress import Stages
+from kvfold.convert.request import SELF, held_out_count
+from kvfold.convert.sizes import tokens_of
+from kvfold.convert.stream.stock import hide_bars, load_model
+from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.text.corpus import BUILT_IN, check_seq_len
+from kvfold.convert.text.self_written import first_tokens, write_sequences
+from kvfold.convert.text.tokenizer import check_teacher, check_vocabulary, load_tokenizer
+from kvfold.convert.text.windows import CalibrationTokens, load_calibration
+from kvfold.convert.training.budget import sequences_of
+from kvfold.convert.walk.hidden import Keep, Spill
+from kvfold.convert.walk.statistics import ReadHeads, SourceHeads
+
+
+def source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
+    """Open the source as a stream of layers, on the device and in the precision that the request names.
+
+    A precision chosen by measurement is printed, and saved in ``scratch``, so that a resumed run uses it too.
+    """
+    request, checkpoint, device = plan.request, plan.checkpoint, choose_device(plan.request.device)
+    saved = scratch / PRECISION
+
+    def choose() -> torch.dtype | None:
+        if not saved.is_file():
+            # Float32 weights would be rounded to less than they are stored in.
+            name = "float32" if request.precision == "auto" and request.dtype == "float32" else request.precision
+            chosen = training_autocast(checkpoint, device, name) or torch.float32
+            with replacing(saved) as new:
+                new.write_text(dtype_name(chosen))
+        chosen = getattr(torch, saved.read_text())
+        return None if chosen == torch.float32 else chosen
+
+    autocast = processes.from_first(choose)
+    if autocast is not None and not request.quiet:
+        other = opt("precision", "float32")
+        print(
+            f"calibration passes and training in bfloat16, which this {device.type} multiplies faster ({other} "
+            "turns it off); held-out text in float32",
+            file=sys.stderr,
+        )
+    names, dtype = list(checkpoint.tensors), compute_dtype(checkpoint, device)
+    return CheckpointStream(checkpoint.config, checkpoint.read, names, device, dtype, autocast=autocast)
+
+
+def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None = None) -> CalibrationTokens:
+    """Load the calibration and held-out sequences, on the first of several processes for all.
+
+    ``scratch`` stores text that the source wrote. Raises InputError without a tokenizer or enough text; the message
+    recommends ``otherwise``, by default a method that reads no text.
+    """
+    request, quick = plan.request, opt("method", quick_method(plan.request.to))
+
+    def load() -> CalibrationTokens:
+        check_seq_len(request.seq_len, plan.geometry.positions, plan.checkpoint.origin)
+        instead = f", or use {quick}, which reads no text" if otherwise is None else otherwise
+        tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration", instead)
+        if request.teacher is not None:
+            with closing(open_checkpoint(request.teacher)) as teacher:
+                check_teacher(teacher, plan.checkpoint, tokenizer, request.trust_remote_code)
+        if request.calibration == SELF:
+            tokens = _written_tokens(plan, tokenizer, scratch, stages)
+        else:
+            # Each step of polishing takes sequences that no other step had, while there are any.
+            wanted = sequences_of(request.polish, request.seq_len) if request.polish else 0
+            further = max(0, wanted - request.samples)
+            sizes = request.samples, request.seq_len, request.seed
+            # Only a number of tokens says how much text there must be.
+            enough = tokens_of(request.polish) is None or request.repeat_text
+            tokens = load_calibration(request.calibration, tokenizer, *sizes, further=further, fewer=enough)
+        for part in (tokens.training, tokens.held_out):
+            check_vocabulary(part, plan.geometry.vocabulary, plan.checkpoint.origin)
+        return tokens
+
+    tokens = processes.from_first(load)
+    if not request.quiet:
+        count, length = tokens.calibration.shape
+        faster = f"({quick} needs no text and is faster, but less accurate)"
+        print(f"calibrating on {count} x {length} tokens of {text_name(tokens.source)} {faster}", file=sys.stderr)
+        if tokens.source == BUILT_IN:
+            better = f"{opt('calibration', 'FILE')}.txt|FILE.jsonl"
+            print(f"text that resembles the model's use calibrates better: {better}", file=sys.stderr)
+    return tokens
+
+
+def _written_tokens(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages) -> CalibrationTokens:
+    """Sample calibration and held-out sequences from the source; a resumed run loads them from ``scratch``."""
+    request, saved = plan.request, scratch / SELF_TEXT
+    start = first_tokens(tokenizer, plan.checkpoint.origin)
+    if request.seq_len <= len(start):
+        rule = f"must exceed {len(start)}, the length of every text's prefix; raise it"
+        raise option_error("seq_len", request.seq_len, rule)
+    count = request.samples + held_out_count(request.samples)
+    if saved.is_file():
+        tokens = torch.load(saved, weights_only=True)
+    else:
+        device = choose_device(request.device)
+        dtype = training_autocast(plan.checkpoint, device, request.precision) or compute_dtype(plan.checkpoint, device)
+        hide_bars(request.quiet)
+        model = load_model(plan.checkpoint, dtype, request.trust_remote_code)
+        with stages("text", count * (request.seq_len - len(start)), "token") as advance:
+            tokens = write_sequences(model.to(device).eval(), start, count, request.seq_len, request.seed, advance)
+        with replacing(saved) as new:
+            torch.save(tokens, new)
+    digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
+    return CalibrationTokens(tokens[: request.samples], tokens[request.samples :], SELF, digest)
+
+
+def source_heads(plan: Plan) -> ReadHeads | None:
+    """Return a function that reads a layer's attention for the statistics; None if they do not need its weights."""
+    model = plan.model
+    # Statistics need the weights if queries and keys are normalized or the attention class does not expose them; other
+    # layers are not read a second time.
+    if model.qk_norm is None and model.family.attention.shown:
+        return None
+
+    def read(layer: int) -> SourceHeads:
+        how = model.layers[layer]
+        return SourceHeads(source_layer(plan, layer), source_rotary(plan, layer), how.scale, how.clip)
+
+    return read
+
+
+def own_sequences(tokens: Tensor) -> Tensor:
+    """This process's share of the sequences ``tokens [N, T]``."""
+    own = processes.part(len(tokens))
+    return tokens[own.start : own.stop]
+
+
+def hidden_states(folder: str | None) -> AbstractContextManager[Keep]:
+    """A context manager that keeps hidden states in memory, or in a file in ``folder`` (``--spill``)."""
+    return nullcontext(list) if folder is None else Spill(folder)

@@ -1,0 +1,156 @@
+"""Polishing a converted checkpoint: the teacher, the progress that is told, and the checkpoints that are written."""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from kvfold.attention.drift.compare import compare
+from kvfold.attention.drift.report import report_of
+from kvfold.convert import processes
+from kvfold.convert.checkpoint.atomic import output_folder
+from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.checkpoint.tensors import torch_dtype
+from kvfold.convert.checkpoint.writer import ShardWriter
+from kvfold.convert.conversion.journal import POLISH_STATE
+from kvfold.convert.conversion.plan import Plan, dense_dtype
+from kvfold.convert.conversion.student import Calibrated, reporting, written_stream
+from kvfold.convert.progress import Advance, Stages
+from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.training.budget import POLISH_ROUND, intervals, step_tokens, steps_of
+from kvfold.convert.training.fit import AfterRound, FitResult
+from kvfold.convert.training.polish import ModelTrainee, Text, TrainingText, polish
+from kvfold.convert.training.steps import check_constant, has_constant
+from kvfold.convert.walk.passes import chunk_size, last_states
+
+# Completes the checkpoint in a folder, whose weights are there.
+Finish = Callable[[Calibrated, Path], Any]
+
+
+def polish_checkpoint(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages, finish: Finish) -> Calibrated:
+    """Train the checkpoint in ``folder`` in place. Returns ``calibrated`` with the new drift, on the first process.
+
+    Every process must call this. ``finish`` completes the checkpoints of intervals, which ``--keep-intervals`` leaves.
+    """
+    request, source, tokens = plan.request, calibrated.stream, calibrated.tokens
+    steps = steps_of(request.polish, request.seq_len)
+    with closing(open_checkpoint(folder)) as written, opened_teacher(plan, source) as teacher:
+        constant, autocast = has_constant(written), source.autocast
+        stored = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.layout.tensors}
+        attention = [name for names in plan.layout.computed for name in names]
+        # The teacher's final norm and head are the student's own, unless it is another model or they are trained.
+        expected = None if teacher is source and request.train == "attention" else teacher.logits
+        trainee = ModelTrainee(
+            written.config,
+            written.read,
+            stored,
+            attention,
+            source.device,
+            autocast,
+            train=request.train,
+            expected=expected,
+            constant=constant,
+        )
+        with stages("running the teacher over held-out text"):
+            held_out = taught_text(teacher, tokens.held_out, None)
+        text = tokens.training
+        training = TrainingText(text, lambda indices: taught_text(teacher, text[indices].long(), autocast).states)
+
+        def keep(name: str, fitted: FitResult) -> None:
+            with output_folder(f"{request.out}.{name}", overwrite=True, model=plan.checkpoint.folder) as place:
+                for file in ("config.json", *(path.name for path in folder.glob("model*.safetensors*"))):
+                    shutil.copyfile(folder / file, place / file)
+                finish(_rewritten(plan, calibrated, place, trainee.rounded(), fitted, stages), place)
+
+        with stages("polish", steps, "step") as advance:
+            progress = _progress(plan, trainee, held_out, advance, keep)
+            saved = folder / POLISH_STATE if request.resume else None
+            fitted = polish(trainee, training, held_out, steps, seed=request.seed, saved=saved, progress=progress)
+        if constant:
+            check_constant(fitted.tensors, written)
+    made = processes.run_on_first(lambda: _rewritten(plan, calibrated, folder, fitted.tensors, fitted, stages))
+    return made or calibrated
+
+
+@contextmanager
+def opened_teacher(plan: Plan, source: CheckpointStream) -> Iterator[CheckpointStream]:
+    """The stream of the model to learn from: ``source``, or that of ``--teacher``, which is closed after the block."""
+    request = plan.request
+    if request.teacher is None:
+        yield source
+        return
+    with closing(open_checkpoint(request.teacher, dense_dtype(request))) as opened:
+        names = list(opened.tensors)
+        yield CheckpointStream(opened.config, opened.read, names, source.device, source.dtype, autocast=source.autocast)
+
+
+@torch.no_grad()
+def taught_text(teacher: CheckpointStream, tokens: Tensor, autocast: torch.dtype | None) -> Text:
+    """``tokens`` with the teacher's residual streams after its last layer, whose products are of dtype ``autocast``."""
+    with torch.autocast(teacher.device.type, autocast, enabled=autocast is not None):
+        states = last_states(teacher, tokens)
+    return Text(tokens, torch.cat([hidden.to(autocast or hidden.dtype) for hidden in states]))
+
+
+def _progress(
+    plan: Plan, trainee: ModelTrainee, held_out: Text, advance: Advance, keep: Callable[[str, FitResult], None]
+) -> AfterRound:
+    """Return the callback of every round, which prints the KL and, at intervals, measures and keeps the weights."""
+    request, named = plan.request, intervals(steps_of(plan.request.polish, plan.request.seq_len), plan.request.seq_len)
+    shown, last = reporting(advance), max(named)
+
+    def progress(fitted: FitResult) -> None:
+        shown(fitted)
+        if not processes.is_first():
+            return
+        tokens, line = fitted.steps * step_tokens(request.seq_len), ""
+        # A resumed run has measured the round that it starts from.
+        measured = bool(fitted.curve) and fitted.curve[-1]["tokens"] >= tokens
+        if fitted.steps in named and not measured:
+            found = trainee.figures(held_out)
+            fitted.curve.append({"tokens": tokens, **found})
+            line = f", excess {found['excess']:+.5f} nats, top-1 agreement {found['top_1_agreement']:.1%}"
+            if request.keep_intervals and 0 < fitted.steps < last:
+                keep(named[fitted.steps], fitted)
+        if not request.quiet:
+            done = f"polished {fitted.steps}/{last} steps, {tokens} tokens"
+            tqdm.write(f"{done}: KL {fitted.errors[-1]:.5f} nats on held-out tokens{line}", file=sys.stderr)
+
+    return progress
+
+
+def _rewritten(
+    plan: Plan, calibrated: Calibrated, folder: Path, tensors: Mapping[str, Tensor], fitted: FitResult, stages: Stages
+) -> Calibrated:
+    """Replace ``tensors`` in the files in ``folder``; returns ``calibrated`` with their drift and the record."""
+    request, source, tokens = plan.request, calibrated.stream, calibrated.tokens
+    if tensors:
+        # Every tensor counts as written: the trained ones are replaced in the files that are there.
+        writer = ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.tensors])
+        writer.write_own(tensors)
+        writer.sync()
+    record = {
+        "before": fitted.errors[0],
+        "after": min(fitted.errors),
+        "steps": fitted.steps,
+        "kept": fitted.kept,
+        "sequences": len(tokens.training),
+        "errors": fitted.errors,
+        "tokens_per_error": POLISH_ROUND * step_tokens(request.seq_len),
+        "curve": fitted.curve,
+    }
+    if others := sorted(tensors.keys() - {name for names in plan.layout.computed for name in names}):
+        record["trained"] = others
+    if request.teacher is not None:
+        record["teacher"] = Path(request.teacher).resolve().name
+    with stages("measuring"), written_stream(folder, source) as student:
+        measured = compare(source, student, tokens.held_out, chunk_size(source.device, tokens.held_out.shape[1]))
+        drift = report_of(measured, source, student, tokens.held_out)
+    return replace(calibrated, drift=drift, choices={**calibrated.choices, "polish": record})
