@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 from tiny_models import SIZES
 
 from kvfold.convert import processes
@@ -36,9 +35,8 @@ def test_weights_of_whole_numbers_are_refused(refused):
         make_plan(ConvertRequest("m", "o", "gqa", kv_heads=2), checkpoint)
 
 
-@pytest.mark.parametrize("options", [{"polish": 10}, {"samples": 3}], ids=str)
-def test_what_several_processes_cannot_share_is_refused(options, monkeypatch, refused):
-    plan = make_plan(ConvertRequest(model="m", out="o", to="mqa", **options), headers(2))
+def test_fewer_sequences_than_processes_are_refused(monkeypatch, refused):
+    plan = make_plan(ConvertRequest(model="m", out="o", to="mqa", samples=3), headers(2))
     check_processes(plan)
     monkeypatch.setattr(processes, "count", lambda: 4)
     with refused():
