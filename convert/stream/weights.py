@@ -99,7 +99,8 @@ class WeightMap:
             # As from_pretrained does with the modules that a class lists.
             keeps_float32 = not self._kept_in_float32.isdisjoint(name.split("."))
             loaded = torch.float32 if keeps_float32 else dtype
-            made[name] = tensor.to(device, loaded if tensor.is_floating_point() else None)
+            # The next layer's tensors are read while a device still computes: nothing waits for these to arrive.
+            made[name] = tensor.to(device, loaded if tensor.is_floating_point() else None, non_blocking=True)
         return made
 
     def misfits(self, stored: Mapping[str, TensorInfo]) -> list[str]:

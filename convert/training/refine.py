@@ -186,7 +186,7 @@ class LayerTrainee(Trainee):
     def error(self, held_out: "Examples") -> float:
         """The error on held-out sequences, computed by the first process and sent to the others."""
         batches = zip(held_out.inputs, held_out.targets, held_out.weights, strict=True)
-        missing = processes.from_first(lambda: sum(energy(self._missing(*batch)) for batch in batches))
+        missing = processes.from_first(lambda: float(sum(energy(self._missing(*batch)) for batch in batches)))
         return missing / held_out.numbers / held_out.energy if held_out.energy else missing
 
     def _missing(self, hidden: Tensor, target: Tensor, weight: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def examples(
     sequences, and sums and counts cover all processes.
     """
     targets, weights = student_hidden[:0], student_hidden[:0]  # in a file where these are in one
-    size, inherited, numbers, count = 0.0, 0.0, 0, 0
+    energies, numbers, count = torch.zeros(2, dtype=torch.float64), 0, 0
     for inputs, student_inputs in zip(hidden, student_hidden, strict=True):
         added = update.of(teacher, teacher.attend(inputs))
         wide = torch.promote_types(added.dtype, torch.float32)
@@ -243,11 +243,10 @@ def examples(
         weight = token_weights(residual + added, student_residual)
         weights.append(weight)
         targets.append((added + before if correct else added).to(student_inputs.dtype))
-        size += energy(added * weight)
-        inherited += energy(before * weight)
+        energies = energies.to(added.device) + torch.stack([energy(added * weight), energy(before * weight)])
         numbers += added.numel()
         count += len(added)
-    own = range(count)
+    own, (size, inherited) = range(count), energies.tolist()
     if shared:
         sums = torch.tensor([size, inherited, numbers, count], dtype=torch.float64)
         processes.add_up([sums])

@@ -102,14 +102,14 @@ def tensor_sizes(named: Named, held: Held) -> dict[str, float]:
 
     They are ignored because the constant channel is large but hardly moves, and the zeros of padded heads never move.
     """
-    sizes: dict[str, float] = {}
+    squares: list[Tensor] = []
     for name, tensor in named.items():
-        free = tensor.detach()
+        free = tensor.detach().float()
         if name in held:
-            others = torch.arange(free.shape[held[name].axis], device=free.device) != held[name].index
-            free = free.index_select(held[name].axis, others.nonzero()[:, 0])
-        filled = free if free.all() else free[free != 0]
-        sizes[name] = float(filled.float().square().mean().sqrt()) if filled.numel() else 0.0
+            free = free.clone()
+            free.select(held[name].axis, held[name].index).zero_()
+        squares.append(free.square().sum() / (free != 0).sum().clamp_min(1))
+    sizes: dict[str, float] = dict(zip(named, torch.stack(squares).sqrt().tolist(), strict=True)) if squares else {}
     weights = {name: name.removesuffix(".bias") + ".weight" if name.endswith(".bias") else name for name in sizes}
     return {name: max(_LEAST_SIZE, sizes.get(weights[name], size)) for name, size in sizes.items()}
 

@@ -65,16 +65,16 @@ def rotary_moments(distances: Distances, speed: Tensor) -> Tensor:
     This is the second moment of the waves ``e^{-i speed delta}`` for ``speed [n]`` in radians per position. A speed of
     0 yields their means, a pair of speeds ``w, -w`` the averages over sums of angles.
     """
-    speed = speed.double()
     # Pass speeds to the cached function as a tuple: tensors hash by identity.
-    common = _common_moment(distances.reach, distances.tail, distances.flat, tuple(speed.tolist()))
+    common = _common_moment(distances.reach, distances.tail, distances.flat, tuple(speed.double().tolist()))
+    speed, common = (each.to(distances.profile.device) for each in (speed.double(), common))
     share = 1 - distances.tail - distances.flat
-    return torch.stack([share * _wave_moment(row, speed) + common.to(speed.device) for row in distances.profile])
+    return torch.stack([share * _wave_moment(row, speed) + common for row in distances.profile])
 
 
 def rotation_gains(distances: Distances, theta: Tensor) -> Tensor:
     """``m_{h,l} = E e^{-i theta_l delta}``, complex ``[H, L]``: each head's mean rotation for each of ``theta [L]``."""
-    speed = theta.double().to(distances.profile.device)
+    speed = theta.double()
     return rotary_moments(distances, torch.cat([speed, speed.new_zeros(1)]))[:, :-1, -1]
 
 

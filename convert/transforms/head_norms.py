@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.linalg import input_moment, split_bias, with_bias
+from kvfold.convert.transforms.linalg import input_moment, solve, split_bias, with_bias
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics
 
 # ``ridge``, in units of ``E|x|^2 / tokens``.
@@ -109,7 +109,7 @@ def _linear(rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, he
     # The fewer tokens, the stronger the pull toward L_0.
     ridge = SHRINK * statistics.gram.trace() / max(statistics.tokens, 1)
     moment[:-1, :-1].diagonal().add_(ridge)
-    change = torch.linalg.solve(moment[:size, :size], residual.flatten(0, 1)[:, :size].mT).mT
+    change = solve(moment[:size, :size], residual.flatten(0, 1)[:, :size].mT).mT
     return start + torch.nn.functional.pad(change, (0, len(moment) - size)).reshape(rows.shape)
 
 

@@ -95,8 +95,16 @@ def damped_solve(gram: Tensor, residual: Tensor, damping: float) -> Tensor:
     level = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
     level = torch.where(level > 0, level, 1.0)[..., None, None]
     damped = gram + damping * level * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    change: Tensor = torch.linalg.solve(damped, residual)
-    return change
+    return solve(damped, residual)
+
+
+def solve(matrix: Tensor, right: Tensor) -> Tensor:
+    """``X [..., n, m]`` with ``matrix X = right``; ``matrix [..., n, n]`` must not be singular.
+
+    On a CPU that is an error. On a GPU, which a check would wait for, ``X`` is then not finite.
+    """
+    result: Tensor = torch.linalg.solve_ex(matrix, right, check_errors=matrix.device.type == "cpu").result
+    return result
 
 
 def fit_output(present: Tensor, gram: Tensor, missing: Tensor) -> Tensor:

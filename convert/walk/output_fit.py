@@ -150,9 +150,9 @@ def _sums(present: Tensor, parts: Iterator[_Regression]) -> tuple[Tensor, Tensor
         weighted = heads * weight[:, None]
         gram.addmm_(weighted.mT, heads)
         cross.addmm_(target.mT, weighted)
-        total += float(weight.sum())
+        total += weight.sum()
     processes.add_up([gram, cross, total])
-    total = total if total else torch.ones_like(total)
+    total = torch.where(total != 0, total, 1.0)
     return gram / total, (cross - present @ gram) / total
 
 
@@ -161,10 +161,11 @@ def _fit(
 ) -> tuple[Tensor, float, float]:
     """Return the fitted projection and the weighted mean squared errors of ``present`` and of the fitted projection."""
     fitted = fit_output(present, gram, missing)
-    before = after = numbers = 0.0
+    errors, numbers = present.new_zeros(2), 0
     # One chunk is in memory at a time.
     for heads, target, weight in held_out:
-        before += float(((target - heads @ present.mT).square().sum(1) * weight).sum())
-        after += float(((target - heads @ fitted.mT).square().sum(1) * weight).sum())
+        for place, tried in enumerate((present, fitted)):
+            errors[place] += ((target - heads @ tried.mT).square().sum(1) * weight).sum()
         numbers += target.numel()
-    return fitted, before / numbers, after / numbers
+    before, after = (errors / numbers).tolist()
+    return fitted, before, after

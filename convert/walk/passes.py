@@ -117,7 +117,8 @@ def check_finite(states: Iterable[Tensor], stream: CheckpointStream, layer: int 
 
     ``states`` are the outputs of ``layer`` for finite inputs; None means the embeddings or the output head.
     """
-    if all(bool(torch.isfinite(state).all()) for state in states):
+    finite = [torch.isfinite(state).all() for state in states]
+    if not finite or torch.stack(finite).all():
         return
     where = "before the first layer or after the last" if layer is None else f"in layer {layer}"
     # Read stored tensors only after a failure: checking all of them would take as long as the conversion.

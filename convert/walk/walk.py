@@ -158,17 +158,18 @@ class Step:
         Only the first 2048 or so tokens are used: candidates rank the same on more text.
         """
         self.student.put(tensors)
-        error = norm = 0.0
+        sums = torch.zeros(2, dtype=torch.float64, device=self.student.stream.device)
         left = max(1, _JUDGED_TOKENS // self.held_out[0].shape[1])
         with self.student.stream.open_layer(self.index) as layer:
             for hidden, output in zip(self.held_out, self.outputs, strict=True):
                 expected = output.attention[:left]
-                error += energy(layer.attend(hidden[:left]).attention - expected)
-                norm += energy(expected)
+                wrong = layer.attend(hidden[:left]).attention - expected
+                sums += torch.stack([energy(wrong), energy(expected)]).to(sums.device)
                 left -= len(expected)
                 if left == 0:
                     break
-        return error / norm if norm else error
+        error, norm = sums.tolist()
+        return float(error / norm if norm else error)
 
     @torch.no_grad()
     def convert(self, tensors: Mapping[str, Tensor]) -> compare.LayerDrift:
@@ -195,8 +196,8 @@ class Step:
             for chunk, hidden in enumerate(self.student_held_out):
                 self.student_held_out[chunk] = layer(hidden).states
             self._finish(layer)
-        wrong = sum(float(compare.squares(a - b)) for a, b in zip(expected, self.student_held_out, strict=True))
-        return compare.relative(wrong, sum(float(compare.squares(each)) for each in expected))
+        wrong = sum(compare.squares(a - b) for a, b in zip(expected, self.student_held_out, strict=True))
+        return compare.relative(float(wrong), float(sum(map(compare.squares, expected))))
 
     @torch.no_grad()
     def skip(self) -> None:
@@ -362,6 +363,6 @@ class Walk:
         return replace(measured, layers=tuple(self.drifts))
 
 
-def energy(tensor: Tensor) -> float:
-    """The sum of squares of ``tensor``, computed in float64."""
-    return float(tensor.double().square().sum())
+def energy(tensor: Tensor) -> Tensor:
+    """The sum of squares of ``tensor``, computed in float64 and left on its device: reading it would wait for it."""
+    return tensor.double().square().sum()

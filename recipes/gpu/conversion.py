@@ -1,9 +1,11 @@
 """Stages that convert and train: fits by part and layer, refinement and polishing, the loss by tokens, uptraining."""
 
+import math
 import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise, product
+from pathlib import Path
 
 import bench_syncs
 import bench_training
@@ -77,15 +79,15 @@ def train(check: Check) -> Iterator[Row]:
     """Refinement and polishing: tokens/s, share of the bfloat16 rate, memory; KL and excess by tokens of polishing."""
     splits = ((24, 8),) if check.rehearse else ((128, 64), (64, 64), (48, 48))
     steps, sample = 2 if check.rehearse else 50, check.sample
+    reset_peak(check.device)
     with timed({(student, "refine_layer"): "refining"}, check.device) as parts:
         done = check.convert("refined", to="mla", kv_rank=splits[0][0], rope_dim=splits[0][1], refine=steps)
     depth = len(done.plan.layout.computed)
     tokens = depth * steps * min(REFINE_BATCH, sample["samples"]) * sample["seq_len"]
-    yield {
-        "refining": tokens,
-        "tokens_per_s": tokens / parts["refining"],
-        "seconds_per_layer": parts["refining"] / depth,
-    }
+    rate = tokens / parts["refining"]
+    share = rate * _refined_elements(check.work / "refined") * 4 / depth / rates(check.device, check.rehearse)[1]
+    row = {"refining": tokens, "tokens_per_s": rate, "seconds_per_layer": parts["refining"] / depth, "of_bf16": share}
+    yield {**row, "peak_bytes": peak_memory(check.device), **_aim(True, share)}
     for sequences, length in ((2, 32),) if check.rehearse else ((4, 256), (16, 512), (64, 512)):
         yield from _speeds(check, sequences, length)
     rate = 0.0
@@ -106,6 +108,15 @@ def train(check: Check) -> Iterator[Row]:
         rate, record = amount / parts["polishing"], done.record["polish"]
         row |= {"tokens_per_s": rate, "kl_fitted": record["before"], "kept": record["kept"], "curve": record["curve"]}
         yield {**row, "kl": done.drift.kl, "excess": done.drift.excess}
+
+
+def _refined_elements(converted: Path) -> int:
+    """Elements of the matrices of all attention layers: two operations for each and token, and two for its gradient.
+
+    The gradients of activations, scores and the source's own pass are left out, so that shares of a rate are too low.
+    """
+    stored = open_checkpoint(str(converted)).tensors.items()
+    return sum(math.prod(info.shape) for name, info in stored if ".self_attn." in name and len(info.shape) == 2)
 
 
 def _speeds(check: Check, sequences: int, length: int) -> Iterator[Row]:

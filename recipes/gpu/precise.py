@@ -64,7 +64,7 @@ def attention(check: Check) -> Iterator[Row]:
     for dtype in DTYPES:
         for queries in ("all", 5, 1):
             for variant, calls, inputs, options in _variants(check, dtype, queries):
-                mask = next(iter(options), "causal")
+                mask = "none" if "causal" in options else next(iter(options), "causal")
                 about = {"variant": variant, "dtype": str(dtype)[6:], "queries": queries, "mask": mask}
                 yield from _judged(about, calls, inputs, options)
         yield from _cached_modules(check, dtype)
@@ -78,15 +78,17 @@ def _variants(check: Check, dtype: torch.dtype, queries: int | str) -> Iterator[
     batch, heads, slots, dim, rank, rope = (2, 4, 24, 16, 32, 8) if check.rehearse else (2, 16, 512, 128, 512, 64)
     count = slots if queries == "all" else int(queries)
     starts = torch.tensor([0, slots // 3], device=check.device)
-    masks: list[Masks] = [{}, {"window": slots // 4}] if queries == "all" else [{}, {"starts": starts}]
+    masks: list[Masks] = [{}, {"starts": starts}, {"lengths": slots - starts}]
+    if queries == "all":
+        masks = [{}, {"window": slots // 4}, {"causal": False}]
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape).to(check.device, dtype)
 
     for groups in (heads, heads // 4, 1):
         inputs = [random(batch, heads, count, dim), *(random(batch, groups, slots, dim) for _ in range(2))]
-        name = {heads: "MHA", 1: "MQA"}.get(groups, f"GQA-{groups}")
-        yield from ((name, (grouped_attention, naive), inputs, options) for options in masks)
+        name, bias = {heads: "MHA", 1: "MQA"}.get(groups, f"GQA-{groups}"), {"bias": random(1, heads, count, slots)}
+        yield from ((name, (grouped_attention, naive), inputs, options) for options in (*masks, bias))
     shapes = (batch, heads, count, dim), (batch, heads, count, rope), (batch, slots, rank + rope)
     inputs = [*(random(*shape) for shape in shapes), *(random(heads, dim, rank) / rank**0.5 for _ in range(2))]
     for form in ("explicit", "absorbed"):

@@ -62,7 +62,7 @@ def naive(query: Tensor, key: Tensor, value: Tensor, case: Case, scale: float | 
     share = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
     score = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    score = score if case.bias is None else score + case.bias
+    score = score if case.bias is None else score + case.bias.to(score)
     seen = case.visible(query.shape[0], query.shape[2], key.shape[2]).to(query.device)
     some = seen.any(-1, keepdim=True)
     # rows that see nothing are kept finite, for their gradients' sake, and cut away after the softmax

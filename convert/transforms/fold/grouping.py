@@ -101,12 +101,19 @@ def _score_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
     """``[G, G]``: the score error of all queries of head ``j`` when it shares with ``i``; ``[G]``: its score energy."""
     heads = layer.weights.kv_heads
     lost, total = layer.moment.new_zeros(heads, heads), layer.moment.new_zeros(heads)
-    for i, j in itertools.combinations(range(heads), 2):
-        both = layer.group([i, j])
+
+    def sharing(pair: Tensor) -> tuple[Tensor, Tensor]:
+        both = layer.group(pair)
         losses = score_losses(fit_scores(principal_keys(both), both, PAIR_ROUNDS), both)
         errors, energies = (torch.unflatten(part, 0, (2, -1)).sum(1) for part in losses)
-        lost[j, i], lost[i, j] = errors
-        total[[i, j]] = energies
+        return errors, energies
+
+    # All partners of a head at once: one decomposition instead of one for each, of which a device waits for every one.
+    for i in range(heads - 1):
+        others = torch.arange(i + 1, heads, device=lost.device)
+        errors, energies = torch.vmap(sharing)(torch.stack([torch.full_like(others, i), others], 1))
+        lost[i + 1 :, i], lost[i, i + 1 :] = errors.unbind(1)
+        total[i], total[i + 1 :] = energies[0, 0], energies[:, 1]
     return lost, total
 
 
@@ -121,9 +128,10 @@ def _value_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
     lost = layer.moment.new_zeros(heads, heads)
     # Two heads lose the principal components of both together beyond the first D.
     for i in range(heads - 1):
-        joints = torch.stack([layer.joint_values[[i, j]][:, :, [i, j]] for j in range(i + 1, heads)])
-        roots = torch.stack([root[[i, j]] for j in range(i + 1, heads)])
-        stacked = torch.einsum("pjab,pjbkc,pkcd->pjakd", roots, joints, roots).flatten(3).flatten(1, 2)
+        others = torch.arange(i + 1, heads, device=lost.device)
+        pairs = torch.stack([torch.full_like(others, i), others], 1)
+        joints, roots = layer.joint_values[pairs[:, :, None], :, pairs[:, None]], root[pairs]
+        stacked = torch.einsum("pjab,pjkbc,pkcd->pjakd", roots, joints, roots).flatten(3).flatten(1, 2)
         lost[i, i + 1 :] = torch.linalg.eigvalsh(stacked)[:, :dims].clamp(min=0).sum(1)
     return (lost + lost.mT) / energy.sum().clamp(min=TINY), varying.clamp(min=0)
 

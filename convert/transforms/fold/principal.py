@@ -50,9 +50,11 @@ class LayerMoments:
     metric: Tensor
     amplitude: Tensor
 
-    def group(self, members: Sequence[int]) -> GroupMoments:
-        """The moments of the KV heads ``members`` and of the queries that read them."""
-        chosen, readers = list(members), query_order([members], self.weights.heads // self.weights.kv_heads)
+    def group(self, members: Sequence[int] | Tensor) -> GroupMoments:
+        """The moments of the KV heads ``members [m]`` and of the queries that read them."""
+        repeat, device = self.weights.heads // self.weights.kv_heads, self.moment.device
+        chosen = torch.as_tensor(members, device=device)
+        readers = (chosen[:, None] * repeat + torch.arange(repeat, device=device)).flatten()
         return GroupMoments(
             keys=self.joint_keys[chosen][:, :, chosen],
             queries=self.query_moments[readers],
@@ -132,7 +134,7 @@ def _fold_keys(
     dims, device = source.head_dim, source.q.device
     pairs, rest = layer.rotary.dims // 2, torch.arange(layer.rotary.dims, dims, device=device)
     # Sets of dims that share one scale factor: each rotary pair, and all unrotated dims together.
-    blocks = [torch.tensor([pair, pair + pairs], device=device) for pair in range(pairs)]
+    blocks = list(torch.arange(2 * pairs, device=device).view(2, pairs).mT)
     blocks = [*blocks, rest] if rest.numel() else blocks
     kv, readers = query_order(groups, 1), query_order(groups, source.heads // source.kv_heads)
     keys, queries = layer.keys.map(lambda part: part[kv]), layer.queries.map(lambda part: part[readers])
@@ -198,13 +200,13 @@ def ordered(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
 
     Raises ValueError unless ``groups`` splits the KV heads into parts of equal size.
     """
-    kv = query_order(groups, 1)
-    if sorted(kv) != list(range(weights.kv_heads)) or len({len(group) for group in groups}) != 1:
+    if sorted(query_order(groups, 1)) != list(range(weights.kv_heads)) or len({len(group) for group in groups}) != 1:
         raise ValueError(
             f"groups = {[list(group) for group in groups]} must contain each of the {weights.kv_heads} KV heads once, "
             "in groups of equal size"
         )
-    q = query_order(groups, weights.heads // weights.kv_heads)
+    repeat, device = weights.heads // weights.kv_heads, weights.q.device
+    q, kv = (torch.tensor(query_order(groups, times), device=device) for times in (repeat, 1))
     orders = dict.fromkeys(("q", "q_bias", "sinks"), q) | dict.fromkeys(("k", "v", "k_bias", "v_bias"), kv)
     present = {name: value for name in orders if (value := getattr(weights, name)) is not None}
     return replace(

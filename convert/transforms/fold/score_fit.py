@@ -96,7 +96,7 @@ def score_losses(head: SharedHead, group: GroupMoments) -> tuple[Tensor, Tensor]
 
 def distance_moments(profile: Tensor, context: int, rotary: Rotary, dims: int) -> Tensor:
     """``phi_h(w_a - w_b) = E e^{-i (w_a - w_b) delta}``, ``[H, D, D]``, for ``profile [H, S]`` and ``context``."""
-    theta = rotary.theta.double().to(profile.device)
+    theta = rotary.theta.double()
     speed = torch.cat((theta, -theta, theta.new_zeros(dims - rotary.dims)))
     return rotary_moments(mixed_distances(profile, context), speed)
 

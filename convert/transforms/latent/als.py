@@ -17,7 +17,7 @@ from torch import Tensor
 from kvfold.convert.transforms.distances import Distances
 from kvfold.convert.transforms.latent.kernels import Kernel, RotaryRows, kernels
 from kvfold.convert.transforms.latent.weights import LinearLayer
-from kvfold.convert.transforms.linalg import covariance, damped_solve, symmetric_eig
+from kvfold.convert.transforms.linalg import covariance, damped_solve, solve, symmetric_eig
 from kvfold.convert.transforms.weights import Rotary
 
 # Excess loss on held-out text, nats per token (recipes/benchmarks/bench_constants.py), of the reference MHA model at
@@ -111,7 +111,7 @@ def alternate(
         layer=layer,
         covariance=cov,
         mean=mean,
-        mean_weight=None if centered else torch.linalg.solve(cov, mean[:-1]),
+        mean_weight=None if centered else solve(cov, mean[:-1, None])[:, 0],
         cached=cached,
         kernels=kernels(distances, cached, source),
         centered=centered,
@@ -201,11 +201,11 @@ def _solve_rows(problem: LatentProblem, fit: LatentFit) -> LatentFit:
     damping = torch.diag(torch.where(energy > 0, energy * ALS_DAMPING, 1.0))
     V, c = V + damping, problem.mean_weight
     if c is None:
-        moved = fit.rows @ problem.mean + torch.linalg.solve(M + damping, p)
-        linear = linear + torch.linalg.solve(V, P)
+        moved = fit.rows @ problem.mean + solve(M + damping, p[:, None])[:, 0]
+        linear = linear + solve(V, P)
         return replace(fit, rows=torch.cat([linear, (moved - linear @ mean)[:, None]], 1))
-    u = torch.linalg.solve(V + (mean @ c) * M, P @ mean + (mean @ c) * p)
-    linear = linear + torch.linalg.solve(V, P + torch.outer(p - M @ u, c))
+    u = solve(V + (mean @ c) * M, (P @ mean + (mean @ c) * p)[:, None])[:, 0]
+    linear = linear + solve(V, P + torch.outer(p - M @ u, c))
     return replace(fit, rows=torch.cat([linear, fit.rows[:, -1:]], 1))
 
 
@@ -234,13 +234,14 @@ def _principal_units(moment: Tensor, importance: Tensor) -> tuple[Tensor, Tensor
     """``forth [R, R]`` to uncorrelated channels, sized by importance, of total energy one; and its inverse ``back``."""
     energy, axes = symmetric_eig(moment)
     used = energy > energy[0].clamp_min(torch.finfo(energy.dtype).tiny) * 1e-12
-    root = energy[used].sqrt()
-    axes = axes[:, used]
-    counts, turn = symmetric_eig(root[:, None] * (axes.mT @ importance @ axes) * root)
+    root = torch.where(used, energy, 0.0).sqrt()
+    counted = root[:, None] * (axes.mT @ importance @ axes) * root
+    # Channels without energy come last and are zero in both results. Their number would be read from the device.
+    counted = counted - torch.diag(torch.where(used, 0.0, counted.diagonal().max().clamp_min(1e-300)))
+    counts, turn = symmetric_eig(counted)
     size = counts.clamp_min(counts[0].clamp_min(1e-300) * 1e-12).sqrt()
-    size = size / size.norm()
-    forth = (size[:, None] * turn.mT) @ (axes / root).mT
-    back = (axes * root) @ turn / size
-    # Channels without energy are zero in both.
-    spare = len(moment) - len(root)
-    return torch.nn.functional.pad(forth, (0, 0, 0, spare)), torch.nn.functional.pad(back, (0, spare))
+    size = torch.where(used, size, 0.0)
+    size = size / size.norm().clamp_min(torch.finfo(size.dtype).tiny)
+    forth = (size[:, None] * turn.mT) @ (axes / torch.where(used, root, torch.inf)).mT
+    back = torch.where(used, (axes * root) @ turn / size, 0.0)
+    return forth, back

@@ -195,12 +195,12 @@ def principal_basis(rows: Tensor, root: Tensor, rank: int) -> tuple[Tensor, Tens
     """
     _, sigma, vectors = torch.linalg.svd(rows, full_matrices=False)
     # Directions at the level of rounding errors would get a readout of 1e12: leave these channels zero.
-    used = min(rank, int((sigma > sigma.max() * 1e-12).sum()))
-    sigma, vectors = sigma[:used], vectors[:used]
+    used, vectors = (sigma > sigma.max() * 1e-12)[:rank], vectors[:rank]
+    sigma = torch.where(used, sigma[:rank], 0.0)
     sigma = sigma / sigma.norm().clamp_min(torch.finfo(sigma.dtype).tiny)
     down = torch.linalg.solve_triangular(root, vectors, upper=False, left=False) * sigma[:, None]
-    readout = root @ vectors.mT / sigma
-    spare = rank - used
+    readout = torch.where(used, root @ vectors.mT / sigma, 0.0)
+    spare = rank - len(sigma)
     return torch.nn.functional.pad(down, (0, 0, 0, spare)), torch.nn.functional.pad(readout, (0, spare))
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvfold.convert.transforms.latent.latent import moment_root, principal_basis
 from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
-from kvfold.convert.transforms.linalg import input_moment, symmetric_eig
+from kvfold.convert.transforms.linalg import input_moment, solve, symmetric_eig
 from kvfold.convert.transforms.weights import LayerStatistics
 
 # Excess loss in layout engine at 48 + 16, nats per token, by recipes/benchmarks/bench_constants.py.
@@ -67,7 +67,7 @@ def coordinates(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
         gram = squares.mT @ squares
         energy = gram.diagonal().mean()
         gram.diagonal().add_(1e-12 * torch.where(energy > 0, energy, 1.0))
-        scales = torch.linalg.solve(gram, squares.sum(0))
+        scales = solve(gram, squares.sum(0)[:, None])[:, 0]
         uneven = float((squares @ scales - 1).square().mean().sqrt())
         if uneven < _EXACT and scales.min() > 0:
             root, pad = (scales * rank).sqrt(), torch.nn.functional.pad

@@ -170,7 +170,7 @@ def in_units(weights: AttentionWeights, statistics: LayerStatistics) -> tuple[At
     gram, mean = statistics.gram.double(), statistics.mean.double()
     parts = [part.double().flatten(0, 1).norm(dim=-1).mean() for part in (weights.q, weights.k, weights.v)]
     root = weights.o.double().square().mean().sqrt()
-    sizes = [float(size) for size in (gram.diagonal().mean().clamp_min(0).sqrt(), *parts, root)]
+    sizes = torch.stack([gram.diagonal().mean().clamp_min(0).sqrt(), *parts, root]).tolist()
     inputs, *rows, outputs = (2.0 ** round(math.log2(size)) if size > 0 else 1.0 for size in sizes)
     queries, keys, values = (inputs * row for row in rows)
     scores = min(max(queries * keys, 1 / _LARGEST_SCORES), _LARGEST_SCORES)

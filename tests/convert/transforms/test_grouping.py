@@ -1,5 +1,6 @@
 """The choice of heads that share: candidate partitions, and the judge's decision."""
 
+import itertools
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from kvfold.convert.transforms.fold import grouping, principal
 from kvfold.convert.transforms.fold.principal import layer_moments
+from kvfold.convert.transforms.fold.score_fit import fit_scores, principal_keys, score_losses
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 
 E, D, TOKENS = 48, 8, 20
@@ -70,3 +72,15 @@ def test_similar_is_the_judged_best_of_the_candidates():
     assert choice.groups == PAIRS
     assert torch.equal(choice.weights.k, wanted.k)
     assert choice.errors[grouping.contiguous(8, 4)] > 0
+
+
+def test_losses_of_all_partners_at_once_are_those_of_each_pair():
+    layer = pairs_of(alike(((0, 2), (1, 3)), 2)).layer
+    lost, total = grouping._score_losses(layer)
+    for i, j in itertools.permutations(range(4), 2):
+        both = layer.group([i, j])
+        losses = score_losses(fit_scores(principal_keys(both), both, grouping.PAIR_ROUNDS), both)
+        errors, energies = (part.view(2, -1).sum(1) for part in losses)
+        # A difference of large numbers, so rounding is relative to the energy.
+        torch.testing.assert_close(lost[j, i], errors[0], rtol=0, atol=1e-9 * float(energies[0]))
+        torch.testing.assert_close(total[i], energies[0], rtol=1e-12, atol=0)

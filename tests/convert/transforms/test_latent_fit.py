@@ -219,3 +219,17 @@ def test_the_spectrum_is_the_energy_of_the_latents_channels(monkeypatch, centere
     latent = to_latent(*layer, 5, centered=centered)
     channels = (x @ latent.down.double().T + (latent.down_bias.double() if centered else 0)).square().mean(0)
     torch.testing.assert_close(channels, shares[:5] / shares[:5].sum(), rtol=1e-4, atol=1e-6)
+
+
+def test_channels_without_energy_come_last_and_are_zero():
+    """As many channels as the latent has energy for are uncorrelated; reading them back gives the latent."""
+    generator = torch.Generator().manual_seed(5)
+    rows, seen = (torch.randn(6, rank, dtype=torch.float64, generator=generator) for rank in (4, 6))
+    moment = rows @ rows.mT
+    forth, back = latent_fit._principal_units(moment, seen @ seen.mT)
+    assert not forth[4:].any()
+    assert not back[:, 4:].any()
+    torch.testing.assert_close(back @ forth @ moment, moment)
+    counts = forth @ moment @ forth.mT
+    torch.testing.assert_close(counts, torch.diag(counts.diagonal()), rtol=0, atol=1e-12)
+    assert counts.trace().item() == pytest.approx(1)
