@@ -1,16 +1,19 @@
-"""Signals that end a command, and how to defer them in code that they must not interrupt.
+"""Signals that end a command, how to defer them in code that they must not interrupt, and limits for foreign code.
 
 A handler may raise KeyboardInterrupt between any two bytecodes of the main thread: even between the call that creates
 a folder and the ``try`` whose ``finally`` removes it, or inside that ``finally``. ``DeferredSignals`` prevents both.
 """
 
+import ctypes
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
@@ -108,3 +111,38 @@ def interruptible() -> Iterator[None]:
         sys.unraisablehook = hook
         for each in ours:
             signal.signal(each, before[each])
+
+
+def _resident_memory() -> int:
+    """The bytes of memory that this process uses; 0 if the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+@contextmanager
+def limited(seconds: float, most_bytes: int = 512 << 20) -> Iterator[None]:
+    """Raise TimeoutError in the block if it takes more than ``seconds`` or ``most_bytes`` of memory, in any thread.
+
+    For data from a checkpoint that Python code interprets, such as a chat template: a single operation in C is not
+    interrupted.
+    """
+    ended, thread = threading.Event(), threading.get_ident()
+    most_bytes += _resident_memory()
+
+    def watch() -> None:
+        last = time.monotonic() + seconds
+        while not ended.wait(0.05):
+            if time.monotonic() > last or _resident_memory() > most_bytes:
+                # no signal: it would reach only the main thread
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
+                return
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()

@@ -26,6 +26,50 @@ SAME_NAMES = {  # files that may repeat the public names of others, and why
 }
 
 
+READS = {
+    "open",
+    "open_source",
+    "read_bytes",
+    "read_text",
+    "safe_open",
+    "load",
+    "from_file",
+    "from_pretrained",
+    "ZipFile",
+}
+READERS = {  # the calls of READS in convert/, by file, and why none lets a file of MODEL by the checks of `read_member`
+    "checkpoint/files.py": "the functions that open",
+    "checkpoint/folder.py": "read_member",
+    "checkpoint/opening.py": "weights: a path of resolve_member",
+    "checkpoint/tensors.py": "weights: a path of resolve_member, which open_source has looked at",
+    "checkpoint/writer.py": "weights: a path of resolve_member; and what it writes, without following links",
+    "checkpoint/hashing.py": "what was written, or a path of resolve_member",
+    "checkpoint/atomic.py": "the lock, without following a link",
+    "console.py": "files that options name",
+    "conversion/calibration.py": "the folder of the run",
+    "conversion/journal.py": "the folder of the run",
+    "conversion/latent.py": "the folder of the run",
+    "conversion/run.py": "the modeling file that kvfold ships",
+    "training/fit.py": "the folder of the run",
+    "uptrain/trainer.py": "OUT.training",
+    "uptrain/work.py": "OUT.training",
+    "text/corpus.py": "the user's text",
+    "text/tokenizer.py": "transformers reads the tokenizer's files, which were checked when the checkpoint was opened",
+    "stream/stock.py": "transformers reads config and weights, which were checked when the checkpoint was opened",
+    "measure/losses.py": "what the demo wrote",
+    "measure/eval_tasks.py": "the user's tasks",
+    "measure/bench.py": "the results of its worker",
+    "measure/bench_worker.py": "its task",
+    "measure/machine.py": "/proc",
+    "host.py": "/proc",
+    "signals.py": "/proc",
+    "recipes.py": "recipes",
+    "demo.py": "what the demo wrote",
+    "data/__init__.py": "what ships",
+    "families/schema.py": "what ships",
+}
+
+
 @dataclass(frozen=True)
 class Import:
     """One import: in which file and line, of which module, and the file of the packages that it reaches, if any."""
@@ -130,6 +174,25 @@ def test_attention_needs_torch_alone_but_for_rooms_that_know_transformers(import
     rooms = {*KNOW_TRANSFORMERS, "kernel"}  # the kernel needs Triton
     seen = [each for each in imports if each.file.startswith("attention/") and room(each.file)[10:] not in rooms]
     assert [str(each) for each in seen if each.target is None and each.module.split(".")[0] not in TENSORS] == []
+
+
+def reads_a_file(node: ast.AST) -> bool:
+    """True for a call of READS; a method named ``open`` counts if its argument can be a mode."""
+    if not isinstance(node, ast.Call):
+        return False
+    function, first = ast.unparse(node.func), node.args[0] if node.args else None
+    mode = isinstance(first, ast.Constant) and isinstance(first.value, str)
+    return (
+        function.split(".")[-1] in READS
+        or function in ("open", "os.open", "torch.load")
+        or (function.endswith(".open") and mode)
+    )
+
+
+def test_files_of_models_are_read_by_one_function() -> None:
+    trees = {file: ast.parse((REPOSITORY / file).read_text()) for file in modules().values() if file[0] == "c"}
+    reading = {file.removeprefix("convert/") for file, tree in trees.items() if any(map(reads_a_file, ast.walk(tree)))}
+    assert reading == READERS.keys(), "read files of MODEL with read_member, others with a reason in READERS"
 
 
 def defined(tree: ast.Module) -> set[str]:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
@@ -23,11 +24,16 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def open_source(path: Path) -> FileIO:
-    """Open a source file for unbuffered reading. Raises InputError if it cannot be read."""
+    """Open a regular file for unbuffered reading. Raises InputError if it is none or cannot be read."""
     try:
-        return path.open("rb", buffering=0)
+        # a pipe would block until somebody writes into it, and a device may never end
+        file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except OSError as error:
         raise _unreadable(path, error) from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise InputError(f"{path} must be a regular file; replace it with one")
+    return file
 
 
 def read_bytes(path: Path, start: int = 0, length: int = -1) -> bytes:

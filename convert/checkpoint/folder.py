@@ -15,7 +15,7 @@ from kvfold.convert.checkpoint.headers import Header
 from kvfold.convert.errors import InputError, short
 from kvfold.convert.sizes import bytes_text
 
-CONFIG, RECORD = "config.json", "kvfold.json"
+CONFIG, RECORD, CARD = "config.json", "kvfold.json", "README.md"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LEGACY = LEGACY_SINGLE, LEGACY_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz"}
@@ -46,6 +46,10 @@ _SHARD_NAMES = {
     LEGACY_INDEX: re.compile(r"pytorch_model-\d+-of-\d+\.bin"),
 }
 _LARGEST_CONFIG = 16 << 20  # a thousand times the usual size
+_LARGEST_FILE = 64 << 20  # of those without weights: the largest tokenizers and indices have half as much
+# Twice the deepest published model: classes build layers one by one, so that a billion would keep a command for hours
+MOST_LAYERS = 1024
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 
 
 def raise_problems(problems: list[str]) -> None:
@@ -87,10 +91,25 @@ def resolve_member(folder: Path, name: str, named_by: str = "the checkpoint") ->
     return path
 
 
+def read_member(
+    folder: Path, name: str, named_by: str = "the checkpoint", length: int = -1, most: int = _LARGEST_FILE
+) -> bytes:
+    """The first ``length`` bytes of a checkpoint's file without weights, or all. InputError as in ``resolve_member``,
+
+    and if the file has more than ``most`` bytes. Every such file of a checkpoint is read by this function.
+    """
+    path = resolve_member(folder, name, named_by)
+    if (size := path.stat().st_size) > most:
+        raise InputError(
+            f"{folder / name} has {bytes_text(size)}, but at most {bytes_text(most)} are read; download it again"
+        )
+    return read_bytes(path, length=size if length < 0 else length)
+
+
 def json_beside(folder: Path, name: str) -> dict[str, Any]:
     """The JSON object in the file ``name`` of ``folder``, or an empty dict if the file is missing or damaged."""
     try:
-        return parse_json(folder / name, read_bytes(resolve_member(folder, name)))
+        return parse_json(folder / name, read_member(folder, name))
     except InputError:
         return {}
 
@@ -100,13 +119,17 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     path = folder / CONFIG
     if not os.path.lexists(path):
         raise InputError(f"{folder}: a checkpoint needs a {CONFIG}; {_instead_of_config(folder)}")
-    # one byte more than allowed: a file beyond the limit is told without reading all of it
-    data = read_bytes(resolve_member(folder, CONFIG), length=_LARGEST_CONFIG + 1)
-    if len(data) > _LARGEST_CONFIG:
-        raise InputError(
-            f"{path} exceeds {bytes_text(_LARGEST_CONFIG)}, the limit for configs; download the file again"
-        )
-    return parse_json(path, data), hashlib.sha256(data).hexdigest()
+    data = read_member(folder, CONFIG, most=_LARGEST_CONFIG)
+    config = parse_json(path, data)
+    inside = [config]  # configs of wrappers contain others
+    for table in inside:
+        inside += [value for value in table.values() if isinstance(value, dict)]
+        for key in _LAYER_KEYS:
+            if isinstance(layers := table.get(key), int) and layers > MOST_LAYERS:
+                raise InputError(
+                    f"{path}: {key} is {short(layers)}, but models of at most {MOST_LAYERS} layers are read; correct it"
+                )
+    return config, hashlib.sha256(data).hexdigest()
 
 
 def _instead_of_config(folder: Path) -> str:
@@ -144,7 +167,7 @@ def weight_file(names: Collection[str], where: object) -> str:
 
 def read_index(folder: Path, name: str) -> dict[str, str]:
     """Read the ``weight_map`` of the index ``name``. Returns a dict from tensor names to file names."""
-    weight_map = parse_json(folder / name, read_bytes(resolve_member(folder, name))).get("weight_map")
+    weight_map = parse_json(folder / name, read_member(folder, name)).get("weight_map")
     if isinstance(weight_map, dict) and weight_map and all(isinstance(file, str) for file in weight_map.values()):
         return weight_map
     raise InputError(f"{folder / name} needs a 'weight_map' from tensor names to file names; download the file again")

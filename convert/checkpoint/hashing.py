@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
-from kvfold.convert.checkpoint.files import AT_ONCE, read_parts
+from kvfold.convert.checkpoint.files import AT_ONCE, open_source, read_parts
 from kvfold.convert.checkpoint.folder import RECORD, resolve_member
 from kvfold.convert.checkpoint.shards import Shard
 from kvfold.convert.errors import InputError, short
@@ -21,7 +21,7 @@ _POLL = 0.05  # seconds: a tensor is written in less, or takes far longer
 
 def file_sha256(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> str:
     """The SHA-256 of a file, or of the bytes in each of ``ranges`` in turn. InputError if it ends before that."""
-    with path.open("rb", buffering=0) as file:
+    with open_source(path) as file:
         if ranges is None:
             return hashlib.file_digest(file, "sha256").hexdigest()
         digest = hashlib.sha256()
@@ -52,13 +52,13 @@ def hashing(folder: Path, shards: Sequence[Shard], written: Container[str]) -> I
     """Hash the files of ``shards`` while the block writes them, each tensor once its name is in ``written``.
 
     Yields a function that waits for the hashes and returns them by file name; call it after everything is written. It
-    raises OSError if a file cannot be read.
+    raises InputError if a file cannot be read.
     """
     stopped = threading.Event()
 
     def digest(shard: Shard) -> str:
         hashed, position = hashlib.sha256(shard.header), len(shard.header)
-        with (folder / shard.file).open("rb", buffering=0) as file:
+        with open_source(folder / shard.file) as file:
             for tensor in shard.tensors:
                 while tensor.name not in written:
                     if stopped.wait(_POLL):  # nobody waits for the hashes any more
@@ -104,6 +104,14 @@ def file_problems(folder: Path, expected: Mapping[str, str], record: str = RECOR
 
 
 def _names(folder: Path, record: str) -> list[str]:
-    """The relative paths of all files below ``folder``, except ``record`` and top-level hidden ones (``.git``)."""
-    files = (Path(root, name).relative_to(folder) for root, _, names in os.walk(folder) for name in names)
+    """The relative paths of all files below ``folder``, except ``record`` and top-level hidden ones (``.git``).
+
+    A link to a folder is a file here: what is behind it is not part of ``folder``.
+    """
+    walked = ((Path(root), below, names) for root, below, names in os.walk(folder))
+    files = (
+        (root / name).relative_to(folder)
+        for root, below, names in walked
+        for name in (*names, *(each for each in below if (root / each).is_symlink()))
+    )
     return sorted(str(file) for file in files if str(file) != record and not file.parts[0].startswith("."))

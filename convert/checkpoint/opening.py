@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from kvfold.convert.checkpoint import hub
 from kvfold.convert.checkpoint.dequantized import check_libraries, dequantized, undeclared_problems
-from kvfold.convert.checkpoint.files import open_source, portable_name, read_bytes
+from kvfold.convert.checkpoint.files import open_source, portable_name
 from kvfold.convert.checkpoint.folder import (
+    CARD,
     CONFIG,
     DEQUANTIZE,
     LEGACY,
@@ -24,6 +25,7 @@ from kvfold.convert.checkpoint.folder import (
     raise_problems,
     read_config,
     read_index,
+    read_member,
     resolve_member,
     weight_file,
 )
@@ -131,13 +133,19 @@ def _open_local(place: Path | str, dtype: str) -> Checkpoint:
 
     problems = []
     # a tokenizer that cannot be copied is told now, not after hours of converting
-    for name in extra:
+    for name in (*extra, *({CARD} & {*names}), *_templates(folder)):
         try:
-            read_bytes(resolve_member(folder, name), length=1)
+            read_member(folder, name, length=1)
         except InputError as error:
             problems.append(error.message)
     opened = Checkpoint(folder, config, {}, origin, {CONFIG: digest}, reader, aliases, states)
     return dequantized(_with_tensors(opened, names, entry, headers, problems), dtype)
+
+
+def _templates(folder: Path) -> list[str]:
+    """The chat templates in a folder of their own, which tokenizers load."""
+    below = folder / "additional_chat_templates"
+    return sorted(f"{below.name}/{path.name}" for path in below.glob("*.jinja"))
 
 
 def _with_tensors(

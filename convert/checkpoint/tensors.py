@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kvfold.convert.checkpoint.files import open_source
 from kvfold.convert.checkpoint.headers import Header, TensorInfo
 from kvfold.convert.checkpoint.reader import Reader
 from kvfold.convert.errors import InputError, KvfoldError, first_line
@@ -113,7 +114,7 @@ class LegacyReader(Reader):
 def load_state(path: Path) -> dict[Any, Any]:
     """Load the pickled dict of tensors. Raises ValueError with a one-line reason if the file contains anything else."""
     try:
-        with path.open("rb") as file:
+        with open_source(path) as file:
             zipped = file.read(4) == b"PK\x03\x04"  # an archive of torch 1.6 or newer can be mapped
         if zipped:
             with zipfile.ZipFile(path) as archive:

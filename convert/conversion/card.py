@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint.files import portable_name
+from kvfold.convert.checkpoint.folder import CARD, read_member
 from kvfold.convert.checkpoint.hub import HUB_ID
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.plan import Plan
@@ -19,11 +20,13 @@ from kvfold.convert.conversion.record import engine_cost, rank_sizes, text_name,
 from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.options import command_words, run_only
 from kvfold.convert.request import SELF, ConvertRequest
+from kvfold.convert.signals import limited
 from kvfold.convert.text.corpus import with_share
 
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
 
+_CARD_SECONDS = 3.0
 _CARD = """---
 {front}
 ---
@@ -188,12 +191,17 @@ def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None
 
 def front_matter(source: Checkpoint) -> str:
     """Return the card's metadata as YAML: the source's license and languages, and its base model on the hub."""
-    from huggingface_hub import ModelCardData, metadata_load
+    import yaml
+    from huggingface_hub import ModelCardData
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
+    known: dict[str, Any] = {}
     try:
-        known = metadata_load(source.folder / "README.md") or {}
+        block = REGEX_YAML_BLOCK.search(read_member(source.folder, CARD).decode())
+        with limited(_CARD_SECONDS):  # YAML takes a minute for a few megabytes
+            known = {} if block is None else dict(yaml.safe_load(block[2]))
     except Exception:  # no card, or no YAML in it, whatever its parser raises: no reason to stop a conversion
-        known = {}
+        pass
 
     def texts(name: str, sound: Callable[[str], object] = bool) -> str | list[str] | None:
         """Return the string or strings under ``name``; None for any other value, or if a string is not ``sound``."""

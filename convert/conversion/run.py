@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import check_output, free_space_check, output_folder
-from kvfold.convert.checkpoint.files import dump, read_bytes, write_file
-from kvfold.convert.checkpoint.folder import RECORD
+from kvfold.convert.checkpoint.files import dump, write_file
+from kvfold.convert.checkpoint.folder import RECORD, read_member
 from kvfold.convert.checkpoint.hashing import file_hashes, hashing
 from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers
 from kvfold.convert.checkpoint.writer import ShardWriter, write_index
@@ -243,7 +243,7 @@ def _complete(
     for path in plan.checkpoint.extra_files():
         place = folder / path.relative_to(plan.checkpoint.folder)
         place.parent.mkdir(exist_ok=True)
-        write_file(place, read_bytes(path))
+        write_file(place, read_member(plan.checkpoint.folder, path.name))
     if plan.layout.code is not None and (spec := find_spec(plan.layout.code)) is not None:
         code = Path(str(spec.origin))
         write_file(folder / code.name, code.read_bytes())

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.checkpoint.files import parse_json, read_bytes
-from kvfold.convert.checkpoint.folder import RECORD, resolve_member
+from kvfold.convert.checkpoint.files import parse_json
+from kvfold.convert.checkpoint.folder import RECORD, read_member
 from kvfold.convert.checkpoint.hashing import file_problems
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError, short
@@ -80,7 +80,7 @@ def non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
 def recorded_problems(folder: Path) -> tuple[int, list[str]]:
     """The number of files that the record has hashes of, and the differences from them."""
     path = folder / RECORD
-    recorded = parse_json(path, read_bytes(resolve_member(folder, RECORD))) if path.exists() else {}
+    recorded = parse_json(path, read_member(folder, RECORD)) if os.path.lexists(path) else {}
     if (files := recorded.get("files")) is None:
         return 0, []
     if not isinstance(files, dict) or not all(isinstance(value, str) for value in files.values()):

@@ -290,6 +290,8 @@ def _document_of(row: Any, render: Render) -> Document:
     elif isinstance(messages := fields.get("messages"), list):
         try:
             document = Document(render(messages), rendered=True)
+        except InputError:
+            raise
         except Exception as error:  # templates are code of the checkpoint's author and raise anything
             reason = first_line(error)
             raise ValueError(f"the tokenizer cannot render the chat messages ({reason})") from error

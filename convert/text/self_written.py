@@ -6,7 +6,6 @@ an EOS token, because training text is packed in the same way.
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.request import SELF_AT_ONCE
+from kvfold.convert.text.tokenizer import render
 
 _MARK = "kvfold-mark"
 
@@ -21,13 +21,15 @@ _MARK = "kvfold-mark"
 def first_tokens(tokenizer: Any, model: str) -> list[int]:
     """The initial tokens of every sequence: the chat template up to the user's message, else BOS, else InputError."""
     if getattr(tokenizer, "chat_template", None) is not None:
-        # Templates are code of the checkpoint's author: they refuse such a message, raise anything, or change it.
-        with suppress(Exception):
-            text: str = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
-            start, found, _ = text.partition(_MARK)
+        try:
+            start, found, _ = render(tokenizer, [{"role": "user", "content": _MARK}]).partition(_MARK)
             tokens: list[int] = list(tokenizer(start, add_special_tokens=False)["input_ids"])
             if found and tokens:
                 return tokens
+        except InputError:
+            raise
+        except Exception:  # templates are code of the checkpoint's author: they refuse such a message, raise anything
+            pass
     if tokenizer.bos_token_id is not None:
         return [int(tokenizer.bos_token_id)]
     lacks = f"{model} has neither a chat template nor a BOS token to sample from"

@@ -8,11 +8,14 @@ from torch import Tensor
 
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, one_line, opt, option_error, short
+from kvfold.convert.signals import limited
 from kvfold.convert.stream.stock import empty_model
 from kvfold.convert.text.corpus import Document
 
 # Chosen, not tuned: a tokenizer's records take many times the text's memory, so that batches are small.
 _BLOCK = 1 << 16  # characters
+_RENDER_SECONDS = 5.0
+_RENDERED = 1 << 26  # characters
 _BATCH_CHARS = 8 * _BLOCK
 
 
@@ -21,7 +24,9 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
+        prefix_tokens(tokenizer)  # values of a wrong type are noticed in use only
+        return tokenizer
     # transformers raises whatever its parsers raise.
     except Exception as error:
         # It reads config.json first: a bad one is not the tokenizer's fault.
@@ -84,11 +89,32 @@ def _blocks(text: str) -> Iterator[str]:
 
 
 def render(tokenizer: Any, messages: list[Mapping[str, Any]]) -> str:
-    """Render ``messages`` with the tokenizer's chat template. Raises ValueError if it has no chat template."""
+    """Render ``messages`` with the tokenizer's chat template. ValueError without one, InputError if it does not end."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("it has no chat template; use rows with `text` instead")
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    from transformers.utils.chat_template_utils import _compile_jinja_template  # cached: what renders below
+
+    try:
+        with limited(_RENDER_SECONDS):
+            _compile_jinja_template(tokenizer.get_chat_template()).environment.concat = _joined
+            text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    except (TimeoutError, MemoryError):
+        raise InputError(
+            f"{tokenizer.name_or_path}: the chat template (chat_template.jinja or tokenizer_config.json) needs more "
+            f"than {_RENDER_SECONDS:g} s or {_RENDERED} characters for a document; correct it, or use rows with `text`"
+        ) from None
     return text
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    """Join what a template writes; TimeoutError if it is more than a chat can be."""
+    kept, size = [], 0
+    for piece in pieces:
+        kept.append(piece)
+        size += len(piece)
+        if size > _RENDERED:
+            raise TimeoutError
+    return "".join(kept)
 
 
 def check_teacher(teacher: Checkpoint, student: Checkpoint, tokenizer: Any, trust_remote_code: bool) -> None:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.checkpoint.atomic import check_output, output_folder, output_lock
-from kvfold.convert.checkpoint.files import dump, parse_json, portable_name, read_bytes, write_file
-from kvfold.convert.checkpoint.folder import RECORD, raise_problems, resolve_member
+from kvfold.convert.checkpoint.files import dump, parse_json, portable_name, write_file
+from kvfold.convert.checkpoint.folder import CARD, RECORD, raise_problems, read_member
 from kvfold.convert.checkpoint.hashing import file_hashes
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
@@ -55,7 +55,6 @@ _CARD_ROWS = {
     "eval_excess": ("excess loss over the teacher's, nats", "{:+.4f}"),
     "eval_kl": ("KL from the teacher, nats", "{:.4f}"),
 }
-_CARD_FILE = "README.md"
 
 
 @dataclass(frozen=True)
@@ -225,21 +224,21 @@ def read_side_files(source: Checkpoint) -> SideFiles:
     """
     names = ["config.json", *(str(path.relative_to(source.folder)) for path in source.extra_files())]
     names += sorted(path.name for path in source.folder.glob("*.py"))
-    own = [name for name in (RECORD, _CARD_FILE) if os.path.lexists(source.folder / name)]
+    own = [name for name in (RECORD, CARD) if os.path.lexists(source.folder / name)]
     contents: dict[str, bytes] = {}
     problems = []
     for name in dict.fromkeys([*names, *own]):
         try:
-            contents[name] = read_bytes(resolve_member(source.folder, name))
+            contents[name] = read_member(source.folder, name)
         except InputError as error:
             problems.append(error.message)
     raise_problems(problems)
     record = parse_json(source.folder / RECORD, contents[RECORD]) if RECORD in contents else {"format": 2}
     try:
-        card = contents.get(_CARD_FILE, b"").decode("utf-8")
+        card = contents.get(CARD, b"").decode("utf-8")
     except UnicodeDecodeError as error:
         problem = f"byte {error.start} is not UTF-8; save the file as UTF-8 or remove it"
-        raise InputError(f"{source.folder / _CARD_FILE}: {problem}") from None
+        raise InputError(f"{source.folder / CARD}: {problem}") from None
     return SideFiles({name: contents[name] for name in names}, record, card)
 
 
@@ -270,9 +269,7 @@ def write_trained(
             record["drift_before_uptraining"] = record.pop("drift")
         record["uptraining"] = {**training, "versions": versions()}
         name, only = portable_name(Path(request.out)), request.train == "attention"
-        write_file(
-            folder / _CARD_FILE, trained_card(side_files.card, name, _section(request, training), attention_only=only)
-        )
+        write_file(folder / CARD, trained_card(side_files.card, name, _section(request, training), attention_only=only))
         record["files"] = file_hashes(folder)
         write_file(folder / RECORD, dump(record))
         _check(source, folder, stored)

@@ -229,15 +229,15 @@ def test_index_and_shards_that_disagree_are_reported_at_once(sharded: Path, told
 
 
 def test_side_files_that_cannot_be_read(sharded: Path, monkeypatch: pytest.MonkeyPatch, told: Any) -> None:
-    opened = Path.open
+    opened = os.open
 
-    def denied(path: Path, *arguments: Any, **options: Any) -> Any:
-        if path.name == "tokenizer.json":  # by its mode it could be: tests may run as root, who reads everything
+    def denied(path: str | Path, *arguments: Any, **options: Any) -> Any:
+        if Path(path).name == "tokenizer.json":  # by its mode it could be: tests may run as root, who reads everything
             raise PermissionError(13, "Permission denied", str(path))
         return opened(path, *arguments, **options)
 
     (sharded / "tokenizer.json").touch()
-    monkeypatch.setattr(Path, "open", denied)
+    monkeypatch.setattr(os, "open", denied)
     told("\n".join(problems_of(sharded)))
 
 

@@ -10,16 +10,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kvfold.convert.checkpoint.files import open_source
+from kvfold.convert.checkpoint.hashing import file_problems
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError
 
-FILES = ["config.json", "model.safetensors", "tokenizer.json"]
+FILES = ["config.json", "model.safetensors", "tokenizer.json", "README.md"]
 
 
 def fill(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n")
     save_file({"w": torch.arange(3.0)}, folder / "model.safetensors")
 
 
@@ -96,3 +99,50 @@ def test_index_entries_that_leave_the_folder_or_cannot_be_files(tmp_path: Path, 
     with pytest.raises(InputError) as caught:
         open_checkpoint(tmp_path / "model")
     told(re.sub(r"\(.*\)", "(REASON)", str(caught.value)))  # Python words the reason
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "tokenizer.json", "README.md", "model.safetensors.index.json", "additional_chat_templates/a.jinja"],
+)
+@pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
+def test_every_file_is_regular_and_of_a_sensible_size(tmp_path: Path, name: str, kind: str, refused: Any) -> None:
+    fill(tmp_path)
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    if name.endswith("index.json"):
+        (tmp_path / "model.safetensors").unlink()
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        with file.open("wb") as sparse:
+            sparse.truncate(8 << 30)
+    with refused():
+        open_checkpoint(tmp_path)
+
+
+def test_a_file_that_became_a_pipe_is_not_waited_for(tmp_path: Path, refused: Any) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with refused():
+        open_source(tmp_path / "pipe")
+
+
+def test_a_link_to_a_folder_is_no_part_of_a_result(tmp_path: Path) -> None:
+    (tmp_path / "out" / "sub").mkdir(parents=True)
+    (tmp_path / "out" / "elsewhere").symlink_to("/etc")
+    (tmp_path / "out" / "sub" / "above").symlink_to(tmp_path)
+    names = ["elsewhere", "sub/above"]
+    assert list(file_problems(tmp_path / "out", {})) == [f"{name}: kvfold did not write this file" for name in names]
+
+
+@pytest.mark.parametrize("config", [{"num_hidden_layers": 10**9}, {"text_config": {"n_layer": 1025}}])
+def test_a_config_of_more_layers_than_any_model(tmp_path: Path, config: dict[str, Any], refused: Any) -> None:
+    fill(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 1024}))
+    assert open_checkpoint(tmp_path).config["num_hidden_layers"] == 1024
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with refused():
+        open_checkpoint(tmp_path)

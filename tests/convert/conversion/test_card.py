@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.cli import kvfold
+from kvfold.convert.conversion import card
 from kvfold.convert.conversion.card import front_matter, trained_card
 from kvfold.convert.conversion.record import chosen_text, cost_text, groups_text
 from kvfold.convert.data import demo_folder
@@ -58,6 +59,11 @@ def test_license_and_base_model_are_kept(front, card, kept):
 @pytest.mark.parametrize("text", [None, "# Tiny\n", "---\n[broken: yaml\n---\n", "---\n- a\n---\n", b"---\n\xff\n---"])
 def test_a_source_without_metadata(front, text):
     assert front(text) == OURS
+
+
+def test_metadata_that_takes_minutes_to_read(front, monkeypatch):
+    monkeypatch.setattr(card, "_CARD_SECONDS", 0.2)
+    assert front(f"---\nlicense: mit\nx: [{200_000 * '1, '}]\n---\n") == OURS
 
 
 def test_the_card_has_commands_without_places_to_fill_in(tiny_reader, tmp_path):

@@ -1,5 +1,7 @@
 """Text that a model writes itself: where it begins, that it is the model's, and that it is the seed's."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers.checkpoints import stock_model
@@ -8,6 +10,8 @@ from transformers import AutoTokenizer
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
 from kvfold.convert.text import self_written
+from kvfold.convert.text import tokenizer as text_tokenizer
+from kvfold.convert.text.corpus import open_corpus
 from kvfold.convert.text.self_written import first_tokens, write_sequences
 
 
@@ -27,6 +31,27 @@ def test_text_begins_with_the_chat_template_or_the_bos_token():
     tokenizer.bos_token = None
     with pytest.raises(InputError, match=r"m has neither a chat template nor a BOS token to sample from; use"):
         first_tokens(tokenizer, "m")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{{ 'a' * 100000 }}{% endfor %}",
+    ],
+    ids=["time", "output"],
+)
+def test_a_chat_template_that_does_not_end_is_named(template, tmp_path, monkeypatch):
+    monkeypatch.setattr(text_tokenizer, "_RENDER_SECONDS", 0.5)
+    tokenizer = AutoTokenizer.from_pretrained(demo_folder(), chat_template=template)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    corpus = open_corpus(str(rows), partial(text_tokenizer.render, tokenizer), 0)
+    for use in (lambda: first_tokens(tokenizer, "m"), lambda: corpus.documents(100)):
+        with pytest.raises(
+            InputError, match=r"demo: the chat template \(chat_template.jinja or .* characters for a doc"
+        ):
+            use()
 
 
 def test_equal_seeds_give_equal_text_in_steps_of_the_batch(model, monkeypatch):
