@@ -32,7 +32,6 @@ READS = {
     "read_bytes",
     "read_text",
     "safe_open",
-    "load",
     "from_file",
     "from_pretrained",
     "ZipFile",
