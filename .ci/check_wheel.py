@@ -7,6 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+PACKAGES = ("convert", "attention", "recipes")
 MODULES = ("convert/**/*.py", "attention/**/*.py")
 DATA = (
     "*/py.typed",
@@ -24,7 +25,8 @@ MUST = ("convert/data/demo/model.safetensors", "recipes/llama-2-7b-gqa-8.toml", 
 def matching(root: Path, patterns: tuple[str, ...]) -> set[str]:
     """Names in the wheel of the files under ``root`` that match one of the patterns."""
     found = (path.relative_to(root).as_posix() for pattern in patterns for path in root.glob(pattern))
-    return {f"kvfold/{name}" for name in found if name.split("/")[0] in ("convert", "attention", "recipes")}
+    packaged = (name.removeprefix("convert/package/") for name in found if name.split("/")[0] in PACKAGES)
+    return {f"kvfold/{name}" for name in packaged}
 
 
 def problems(root: Path, found: set[str]) -> list[str]:

@@ -1,6 +1,5 @@
 """The ``kvfold`` command. Commands import heavy modules themselves, so that ``--help`` and ``inspect`` stay quick."""
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -114,13 +113,15 @@ def convert(request: ConvertRequest, json_file: str | None, report: str | None) 
 
 
 kvfold.add_command(sweep)
+_layers = click.option("--layers", is_flag=True, help="Print every layer, the rounding floor and what the terms mean.")
 
 
 @kvfold.command(short_help="Measure the drift of OUT from MODEL, layer by layer.")
 @console.request_options(
-    DriftRequest, before={"trust_remote_code": [console.json_option(), console.report_option("charts of the drift")]}
+    DriftRequest,
+    before={"trust_remote_code": [_layers, console.json_option(), console.report_option("charts of the drift")]},
 )
-def drift(request: DriftRequest, json_file: str | None, report: str | None) -> None:
+def drift(request: DriftRequest, layers: bool, json_file: str | None, report: str | None) -> None:
     """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and in the predictions."""
     from kvfold.convert.text.corpus import check_sources
 
@@ -134,7 +135,7 @@ def drift(request: DriftRequest, json_file: str | None, report: str | None) -> N
     measured = drift_checkpoints(request)
     if report is not None:
         write_report(drift_page(measured, heading(measured)), report, request.quiet)
-    console.tell(json_file, measured.to_dict, drift_table(measured))
+    console.tell(json_file, measured.to_dict, drift_table(measured, layers))
 
 
 @kvfold.command(short_help="Check that OUT is intact: hashes, shapes, finite numbers.")
@@ -186,6 +187,4 @@ def demo(folder: str | None, json_file: str | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line. Exit status: 0 success, 2 invalid request or input, 1 any other error."""
-    command = next(iter(sys.argv[1:] if arguments is None else arguments), "")
-    left = () if command in ("convert", "uptrain") else ("nothing was left behind",)
-    console.run_command(kvfold, "kvfold", arguments, *left)
+    console.run_command(kvfold, "kvfold", arguments)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import click
 
 from kvfold.convert.errors import ALONE, KvfoldError, as_option, one_line, option_error, system_failure, worded
+from kvfold.convert.host import set_threads
 from kvfold.convert.options import Option, Request, specs
 from kvfold.convert.signals import interruptible
 
@@ -123,46 +124,53 @@ def run_command(
     command: click.Command,
     name: str,
     arguments: Sequence[str] | None = None,
-    interrupted: str = "nothing was left behind except the state for --resume; run the same command again",
 ) -> NoReturn:
     """Run a click command. An error sets the exit status and prints ``error: ...`` with indented details to stderr.
 
-    ``interrupted`` is the text of that error after a signal. SIGTERM, which job schedulers and containers send, and
-    SIGHUP end the command as Ctrl-C does.
+    SIGTERM, which job schedulers and containers send, and SIGHUP end the command as Ctrl-C does. The notes of an
+    exception say what an ended run left behind.
     """
+    set_threads()
     words = sys.argv[1:] if arguments is None else arguments
-    stopped = (f"interrupted: {interrupted}", 1)
-    outcome: tuple[str | None, int] = stopped
+    left, stopped = "nothing was left behind", True
+    outcome: tuple[str | None, int] = None, 1
     with suppress(KeyboardInterrupt), interruptible():
         try:
             with worded(as_option):
                 command.main(args=words, prog_name=name, standalone_mode=False)
-            outcome = None, 0
-        except (KeyboardInterrupt, click.Abort):
+            outcome, stopped = (None, 0), False
+        except (KeyboardInterrupt, click.Abort) as error:
+            left = _notes(error) or left
             # A signal may arrive between a context manager's ``yield`` and its block. The manager then cleans up when
             # it is freed, together with the exception; the garbage collection below frees managers in cycles.
-            pass
         except KvfoldError as error:
-            outcome = str(error), error.exit_status
+            outcome, stopped = (str(error), error.exit_status), False
         except click.ClickException as error:
-            outcome = _usage(error, command, name, words), 2
+            outcome, stopped = (_usage(error, command, name, words), 2), False
         except BrokenPipeError:
             # The interpreter flushes stdout once more at its end, which would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            outcome = None, 1
+            stopped = False
         except Exception as error:
             if os.environ.get("KVFOLD_TRACEBACK"):
                 raise
             advice = "set KVFOLD_TRACEBACK=1 to see the traceback, and please report it"
-            outcome = system_failure(error) or f"unexpected {type(error).__name__}: {one_line(error)} ({advice})", 1
-        if outcome is stopped:
+            text = system_failure(error) or f"unexpected {type(error).__name__}: {one_line(error)} ({advice})"
+            outcome, stopped = (text + "".join(f"; {kept}" for kept in [_notes(error)] if kept), 1), False
+        if stopped:
             gc.collect()
-    message, status = outcome
+    message, status = (f"interrupted: {left}; run the same command again", 1) if stopped else outcome
     if message is not None:
         # Otherwise the error could appear before output that was printed earlier.
         sys.stdout.flush()
         print(f"error: {message}", file=sys.stderr)
     raise SystemExit(status)
+
+
+def _notes(error: BaseException) -> str:
+    """The notes of an exception, or of the KeyboardInterrupt that click replaced by its own, as a clause."""
+    notes: list[str] = getattr(error, "__notes__", []) or getattr(error.__cause__, "__notes__", [])
+    return "; ".join(notes)
 
 
 def _usage(error: click.ClickException, command: click.Command, name: str, arguments: Sequence[str]) -> str:

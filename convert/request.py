@@ -178,7 +178,8 @@ class ConvertRequest(Request):
         runs=True,
     )
     dry_run: bool = option(False, "Print the plan, memory and disk space; write nothing.", runs=True)
-    resume: bool = option(False, "Resume an interrupted calibrated run after its last finished layer.", runs=True)
+    resume: bool = option(False, "Has no effect: an interrupted calibrated run always resumes.", runs=True)
+    fresh: bool = option(False, "Discard the finished layers of an interrupted run of OUT and start over.", runs=True)
     overwrite: bool = option(False, "Replace OUT; the old one stays intact until the new one is on disk.", runs=True)
     quiet: bool = option(False, "Print no progress and no summary.", runs=True)
     trust_remote_code: bool = trust_option()
@@ -264,6 +265,8 @@ class ConvertRequest(Request):
             either = f"{opt('keep_quantized', True)} needs {opt('dtype', 'bfloat16')} or auto"
             way_out = f"omit {opt('keep_quantized')}, or change {opt('dtype')}"
             yield "keep_quantized", f"{either}, not {self.dtype}; {way_out}"
+        if self.resume and self.fresh:
+            yield "fresh", f"{opt('fresh', True)} discards what {opt('resume', True)} continues; omit one of the two"
         for name in ("train", "teacher", "repeat_text", "keep_intervals"):
             if not self.polish and name in self.given():
                 unpolished = f"{opt(name)} has no effect without {opt('polish')}"

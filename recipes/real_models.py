@@ -165,7 +165,7 @@ def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tens
             encoding="utf-8",
         )
         given = options(args, target, stage, code)
-        seconds = run(["convert", str(args.model), str(out), *given, "--resume", "--quiet"])
+        seconds = run(["convert", str(args.model), str(out), *given, "--quiet"])
         record = json.loads((out / "kvfold.json").read_text())
         elements = record["cache_elements_per_token_per_layer"]
         if stage == "uptrained":

@@ -220,5 +220,5 @@ def test_few_files_at_the_root_and_none_named_like_the_standard_library(package:
 
 def test_every_file_is_in_a_package_of_pyproject() -> None:
     listed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {file.rpartition("/")[0] for file in modules().values()}
-    assert {"kvfold." + folder.replace("/", ".") for folder in folders} | {"kvfold.recipes"} == {*listed}
+    folders = {file.rpartition("/")[0] for file in modules().values()} - {"convert/package"}
+    assert {"kvfold." + folder.replace("/", ".") for folder in folders} | {"kvfold", "kvfold.recipes"} == {*listed}

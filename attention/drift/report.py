@@ -76,6 +76,11 @@ class DriftReport:
         return self.measured.excess
 
     @property
+    def perplexity(self) -> float:
+        """Perplexity of the student."""
+        return self.perplexities[1]
+
+    @property
     def perplexities(self) -> tuple[float, float]:
         """Perplexity of the source and of the student."""
         return perplexity(self.measured.teacher_loss), perplexity(self.measured.student_loss)

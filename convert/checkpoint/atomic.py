@@ -140,13 +140,15 @@ def output_folder(
     overwrite: bool = False,
     model: str | os.PathLike[str] | None = None,
     resume: Callable[[Path], bool] | None = None,
+    fresh: bool = False,
 ) -> Iterator[Path]:
     """Yield a temporary folder that becomes OUT when the block ends, and is removed if the block raises.
 
     On success, the folder is synced and renamed to OUT; with ``overwrite``, an existing OUT stays intact until the two
     are exchanged. Folders that killed runs left behind for this OUT are removed, except the newest one that
     ``resume(folder)`` accepts: it is yielded instead of a new one. If the block raises, the folder is kept for a later
-    run if ``resume`` accepts it. Raises InputError as ``check_output`` does, and if another process is writing OUT.
+    run if ``resume`` accepts it; with ``fresh``, earlier ones are removed in any case. Raises InputError as
+    ``check_output`` does, and if another process is writing OUT.
     """
     target = check_output(out, overwrite=overwrite, model=model)
     with DeferredSignals() as signals, _parents(target), output_lock(target) as locked:
@@ -158,7 +160,7 @@ def output_folder(
             _complete_replacement(path, target)
         # once more: OUT may have appeared while nobody held the lock, or just now, back from a replacement cut short
         check_output(out, overwrite=overwrite, model=model)
-        folder = _work_folder(target, stale, resume)
+        folder = _work_folder(target, stale, None if fresh else resume)
         published = False
         try:
             signals.deliver()

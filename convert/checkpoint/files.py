@@ -50,9 +50,9 @@ def _unreadable(path: Path, error: OSError) -> InputError:
     return InputError(f"{path} cannot be read ({error.strerror}); make it readable or download it again")
 
 
-def read_parts(file: FileIO, start: int, end: int) -> Iterator[memoryview]:
+def read_parts(file: FileIO, start: int, end: int, size: int = BUFFER) -> Iterator[memoryview]:
     """Yield the bytes ``start`` to ``end`` in parts, each valid until the next. InputError if the file is too short."""
-    buffer = memoryview(bytearray(min(BUFFER, end - start)))
+    buffer = memoryview(bytearray(min(size, max(end - start, 0))))
     while start < end:
         count = os.preadv(file.fileno(), [buffer[: end - start]], start)
         if count == 0:
@@ -62,12 +62,11 @@ def read_parts(file: FileIO, start: int, end: int) -> Iterator[memoryview]:
 
 
 def copy_range(
-    source: FileIO, start: int, end: int, target: int, position: int, progress: Callable[[int], None]
+    source: FileIO, start: int, end: int, target: int, position: int, copied: Callable[[int, int], None]
 ) -> None:
-    """Copy bytes of one open file to ``position`` in another, by the kernel if it can. ``progress`` gets each count.
+    """Copy bytes of one open file to ``position`` in another, by the kernel if it can.
 
-    What was copied is dropped from the page cache: a conversion reads a source once, the dropped pages serve the next
-    reads, and a model larger than the memory does not push everything else out.
+    ``copied`` is called with the first and last position in ``source`` of each step.
     """
     done = start
     while done < end:
@@ -80,10 +79,18 @@ def copy_range(
             for part in read_parts(source, done, stop):
                 write_all(target, part, place + count)
                 count += len(part)
+        copied(done, done + count)
         done += count
-        progress(count)
-        if hasattr(os, "posix_fadvise"):  # not on macOS
-            os.posix_fadvise(source.fileno(), start, done - start, os.POSIX_FADV_DONTNEED)
+
+
+def drop_cached(path: Path, start: int, end: int) -> None:
+    """Drop bytes of a file that nobody reads again from the page cache.
+
+    The dropped pages serve the next reads, and a model larger than the memory does not push everything else out.
+    """
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        with open_source(path) as file:
+            os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
 
 
 def write_all(target: int, data: memoryview, position: int) -> None:

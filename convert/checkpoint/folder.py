@@ -198,6 +198,11 @@ def index_problems(
     return problems
 
 
+def stamps(paths: Iterable[Path]) -> list[list[Any]]:
+    """Path, size and modification time of each existing file, as JSON values, to tell whether it changed since."""
+    return [[str(path), *state[2:]] for path, state in file_states(paths).items()]
+
+
 def file_states(paths: Iterable[Path]) -> dict[Path, tuple[int, int, int, int]]:
     """Map each existing file to its device, inode, size and modification time. Call this before reading the files."""
     # A run reads headers first and weights over hours. A file that changes meanwhile would give a result that belongs

@@ -9,8 +9,9 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
+from queue import SimpleQueue
 
-from kvfold.convert.checkpoint.files import AT_ONCE, open_source, read_parts
+from kvfold.convert.checkpoint.files import AT_ONCE, drop_cached, open_source, read_parts
 from kvfold.convert.checkpoint.folder import RECORD, resolve_member
 from kvfold.convert.checkpoint.shards import Shard
 from kvfold.convert.errors import InputError, short
@@ -79,6 +80,48 @@ def hashing(folder: Path, shards: Sequence[Shard], written: Container[str]) -> I
             yield hashes.result
         finally:
             stopped.set()
+
+
+@contextmanager
+def hashing_source(
+    files: Iterable[Path], found: dict[Path, str], copied_first: bool
+) -> Iterator[Callable[[Path, int, int], None]]:
+    """Hash ``files`` in a thread while the block reads them, and add the hashes to ``found`` when it ends.
+
+    Yields a function for the bytes of a file that the block has copied, in the order of the file: they are hashed and
+    dropped while they are still in memory. With ``copied_first``, the rest waits for the end of the block.
+    """
+    copies: SimpleQueue[tuple[Path, int, int] | None] = SimpleQueue()
+    stopped, digests, ends = threading.Event(), {path: hashlib.sha256() for path in files}, dict[Path, int]()
+
+    def update(path: Path, end: int | None) -> None:
+        # Not mapped: a program that cut the file short meanwhile would kill this one.
+        with open_source(path) as file:
+            start = ends.get(path, 0)
+            ends[path] = max(start, os.fstat(file.fileno()).st_size if end is None else end)
+            for part in read_parts(file, start, ends[path], AT_ONCE // 8):
+                if stopped.is_set():
+                    raise CancelledError
+                digests[path].update(part)
+
+    def work() -> None:
+        for path, start, end in iter(copies.get, None) if copied_first else ():
+            if path in digests:
+                update(path, end)
+            drop_cached(path, start, end)
+        for path in digests:
+            update(path, None)
+
+    with ThreadPoolExecutor(1, "kvfold-hash-source") as pool:
+        hashed = pool.submit(work)
+        try:
+            yield lambda path, start, end: copies.put((path, start, end))
+            copies.put(None)
+            hashed.result()
+        finally:
+            stopped.set()
+            copies.put(None)
+    found.update({path: digest.hexdigest() for path, digest in digests.items()})
 
 
 def file_hashes(folder: Path, record: str = RECORD, known: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -4,7 +4,6 @@ Format: the header length in 8 little-endian bytes, a JSON object ``{name: {dtyp
 spaces, then the bytes of all tensors without gaps (https://huggingface.co/docs/safetensors).
 """
 
-import hashlib
 import math
 import struct
 from collections import Counter
@@ -59,11 +58,10 @@ class TensorInfo:
 
 @dataclass
 class Header:
-    """The header of one file: its tensors in byte order, the problems found, and a digest of the header."""
+    """The header of one file: its tensors in byte order, and the problems found."""
 
     tensors: list[TensorInfo] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    digest: str = ""
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -92,7 +90,7 @@ def parse_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Hea
             raise ValueError("its header must be a JSON object")
     except (ValueError, RecursionError) as error:
         return Header(problems=[f"{file}: not a valid safetensors file: {first_line(error)}; download the file again"])
-    header = Header(digest=hashlib.sha256(raw).hexdigest())
+    header = Header()
     metadata = entries.pop("__metadata__", None)  # null is what the safetensors library takes for no metadata
     if metadata is not None and not (
         isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())

@@ -81,9 +81,9 @@ def remote_files(model: str) -> RemoteFiles:
 
 def remote_headers(files: RemoteFiles, shards: Collection[str]) -> dict[str, Header]:
     """Fetch the headers of safetensors files with range requests, several at a time."""
-    # The hub library's parse_safetensors_file_metadata gives neither the file's size (a truncated file would pass) nor
-    # the header's bytes (their digest is part of the source's hash), does not check for gaps, overlaps and repeated
-    # names, and reads a whole shard from a server that ignores the range.
+    # The hub library's parse_safetensors_file_metadata does not give the file's size (a truncated file would pass),
+    # does not check for gaps, overlaps and repeated names, and reads a whole shard from a server that ignores the
+    # range.
     with ThreadPoolExecutor(_HUB_THREADS) as pool:
         return dict(zip(shards, pool.map(partial(_remote_header, files), shards), strict=True))
 

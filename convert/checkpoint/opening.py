@@ -73,9 +73,7 @@ def open_headers(model: str | os.PathLike[str], dtype: str = "BF16") -> Checkpoi
             if entry not in LEGACY:
                 config, digest = read_config(files.folder)
                 # no states: a commit on the hub does not change
-                opened = Checkpoint(
-                    files.folder, config, {}, f"{place.partition('@')[0]}@{files.commit}", {CONFIG: digest}
-                )
+                opened = Checkpoint(files.folder, config, {}, f"{place.partition('@')[0]}@{files.commit}", digest)
                 return dequantized(_with_tensors(opened, files.names, entry, partial(hub.remote_headers, files)), dtype)
     return _open_local(place, dtype)
 
@@ -138,7 +136,7 @@ def _open_local(place: Path | str, dtype: str) -> Checkpoint:
             read_member(folder, name, length=1)
         except InputError as error:
             problems.append(error.message)
-    opened = Checkpoint(folder, config, {}, origin, {CONFIG: digest}, reader, aliases, states)
+    opened = Checkpoint(folder, config, {}, origin, digest, reader, aliases, states, paths=paths)
     return dequantized(_with_tensors(opened, names, entry, headers, problems), dtype)
 
 
@@ -163,8 +161,7 @@ def _with_tensors(
         found += index_problems(entry, weight_map, headers, names)
     tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
     raise_problems([*found, *undeclared_problems(opened.config, tensors)])
-    digests = {file: header.digest for file, header in headers.items()}
-    return replace(opened, tensors=tensors, digests={**opened.digests, **digests})
+    return replace(opened, tensors=tensors)
 
 
 class _SafetensorsReader(Reader):

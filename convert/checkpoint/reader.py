@@ -2,13 +2,15 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.checkpoint.folder import extra_names, file_states
+from kvfold.convert.checkpoint.folder import CONFIG, extra_names, file_states
+from kvfold.convert.checkpoint.hashing import hashing_source
 from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.errors import InputError, KvfoldError
 
@@ -49,21 +51,23 @@ class Checkpoint:
     """An opened checkpoint.
 
     ``tensors`` are in byte order, file by file. ``origin`` names the source without a local path: ``id@commit`` for a
-    hub model, else the folder's name. ``digests`` has the SHA-256 of config.json and of each file's header. ``aliases``
-    maps a tensor to an earlier one of the same shape if they share storage (legacy files only; both are in
-    ``tensors``). ``states`` describes every local file before it was read. ``made_of`` has one line for each stored
-    format from which weights were dequantized.
+    hub model, else the folder's name. ``config_hash`` is the SHA-256 of config.json, and ``hashes`` has those of the
+    weight files, by path in ``paths``, once they are computed. ``aliases`` maps a tensor to an earlier one of the same
+    shape if they share storage (legacy files only; both are in ``tensors``). ``states`` describes every local file
+    before it was read. ``made_of`` has one line for each stored format from which weights were dequantized.
     """
 
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     origin: str
-    digests: dict[str, str]
+    config_hash: str
     reader: Reader = field(default_factory=Reader)
     aliases: dict[str, str] = field(default_factory=dict)
     states: dict[Path, tuple[int, int, int, int]] = field(default_factory=dict)
     made_of: tuple[str, ...] = ()
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    hashes: dict[Path, str] = field(default_factory=dict)
 
     @property
     def hub_id(self) -> str | None:
@@ -87,9 +91,27 @@ class Checkpoint:
         """The file with the tensor's bytes at ``start`` .. ``end``; None for legacy, remote and ``made`` tensors."""
         return None if info.made else self.reader.raw.get(info.file)
 
+    @contextmanager
+    def hashing(
+        self, share: range | None = None, copied_first: bool = False
+    ) -> Iterator[Callable[[Path, int, int], None]]:
+        """Hash the weight files, or a ``share`` of them, while the block reads them: see ``hashing_source``."""
+        paths = [self.paths[name] for name in sorted(self.paths)]
+        chosen = paths if share is None else [paths[number] for number in share]
+        with hashing_source([path for path in chosen if path not in self.hashes], self.hashes, copied_first) as copied:
+            yield copied
+
     def source_hash(self) -> str:
-        """The SHA-256 of config.json and all headers, which identifies the checkpoint without reading its weights."""
-        lines = [f"{file}\0{value}\n" for file, value in sorted(self.digests.items())]
+        """The SHA-256 of what ``sha256sum`` prints for config.json and every weight file, in the order of their names.
+
+        Reads the files unless ``hashing`` has. Raises KvfoldError if only headers were fetched.
+        """
+        if self.tensors and not self.paths:
+            raise KvfoldError(f"{self.origin} cannot be hashed: only headers were fetched; use open_checkpoint")
+        with self.hashing():
+            pass
+        hashes = {CONFIG: self.config_hash} | {name: self.hashes[path] for name, path in self.paths.items()}
+        lines = [f"{value}  {name}\n" for name, value in sorted(hashes.items(), key=lambda item: item[0])]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def extra_files(self) -> list[Path]:

@@ -1,6 +1,5 @@
 """torch tensors and their bytes: read safetensors files by position, and ``pytorch_model*.bin`` with torch."""
 
-import hashlib
 import math
 import os
 import zipfile
@@ -152,7 +151,4 @@ def read_legacy_header(path: Path, file: str, aliases: dict[str, str]) -> Header
         first = storages.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), name)
         if first != name and length:
             aliases[name] = first
-    # what a safetensors header would hold, and the file's size
-    entries = [f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}" for tensor in header.tensors]
-    header.digest = hashlib.sha256("\n".join([*entries, str(path.stat().st_size)]).encode()).hexdigest()
     return header

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvfold.convert.checkpoint.files import copy_range, open_source, write_all, write_file
+from kvfold.convert.checkpoint.files import copy_range, drop_cached, open_source, write_all, write_file
 from kvfold.convert.checkpoint.folder import INDEX
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TensorInfo, tensor_bytes
 from kvfold.convert.checkpoint.opening import Checkpoint
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 OnBytes = Callable[[int], None]  # called with the number of source bytes of every step
+OnCopied = Callable[[Path, int, int], None]  # called with a source file and the bytes of it that were copied
 _CAST_ELEMENTS = 8 << 20
 
 
@@ -95,7 +96,9 @@ class ShardWriter:
             self.written.add(name)
         return sum(place.tensor.nbytes for place in own)
 
-    def copy_rest(self, checkpoint: Checkpoint, progress: OnBytes = lambda count: None) -> None:
+    def copy_rest(
+        self, checkpoint: Checkpoint, progress: OnBytes = lambda count: None, copied: OnCopied = drop_cached
+    ) -> None:
         """Copy every tensor that has a source and is not written yet, in the order of the source's bytes."""
         rest = [place for name, place in self._places.items() if name not in self.written]
         moves = [move for place in rest for move in _moves(place, checkpoint)]
@@ -103,12 +106,14 @@ class ShardWriter:
         left = Counter(move.place.tensor.name for move in moves)
         for run in _runs(moves):
             with self._opened(run[0].place.shard) as target:
-                _copy_run(run, checkpoint, target, progress)
+                _copy_run(run, checkpoint, target, progress, copied)
             left.subtract(move.place.tensor.name for move in run)
             self.written.update(name for move in run if left[name := move.place.tensor.name] == 0)
 
     @contextmanager
-    def copying_rest(self, checkpoint: Checkpoint, progress: OnBytes = lambda count: None) -> Iterator[None]:
+    def copying_rest(
+        self, checkpoint: Checkpoint, progress: OnBytes = lambda count: None, copied: OnCopied = drop_cached
+    ) -> Iterator[None]:
         """Run ``copy_rest`` in a thread while the block reads the checkpoint and writes the tensors that it computes.
 
         An error in the block stops the copy; an error in the copy is raised by the next ``write_own`` or when the block
@@ -117,7 +122,7 @@ class ShardWriter:
         """
         if any(checkpoint.raw_path(info) is None for info in checkpoint.tensors.values()):
             yield
-            self.copy_rest(checkpoint, progress)
+            self.copy_rest(checkpoint, progress, copied)
             return
         # copying waits for the disk, computing for the processor: together they take little longer than the slower one
         stopped = threading.Event()
@@ -128,7 +133,7 @@ class ShardWriter:
             progress(count)
 
         def copy() -> None:
-            self.copy_rest(checkpoint, step)
+            self.copy_rest(checkpoint, step, copied)
             self.sync()  # the disk is at work before the last tensor is computed
 
         with ThreadPoolExecutor(1, "kvfold-copy") as pool:
@@ -217,12 +222,17 @@ def _runs(moves: Iterable[_Move]) -> Iterator[list[_Move]]:
         yield run
 
 
-def _copy_run(run: Sequence[_Move], checkpoint: Checkpoint, target: int, progress: OnBytes) -> None:
+def _copy_run(run: Sequence[_Move], checkpoint: Checkpoint, target: int, progress: OnBytes, copied: OnCopied) -> None:
     """Copy a run to the open shard ``target``: as bytes in one piece, or cast in chunks to limit memory use."""
-    first, end = run[0], run[-1].info.end
-    if first.raw is not None:
-        with open_source(first.raw) as source:
-            copy_range(source, first.info.start, end, target, first.start, progress)
+    first, end, raw = run[0], run[-1].info.end, run[0].raw
+    if raw is not None:
+
+        def step(start: int, stop: int) -> None:
+            progress(stop - start)
+            copied(raw, start, stop)
+
+        with open_source(raw) as source:
+            copy_range(source, first.info.start, end, target, first.start, step)
         return
     from kvfold.convert.checkpoint.tensors import cast_chunk, tensor_memory, torch_dtype
 

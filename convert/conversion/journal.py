@@ -1,4 +1,4 @@
-"""The journal of a calibrated run: a list of its finished layers, so that a killed run can resume after the last one.
+"""The journal of a calibrated run: a list of its finished layers, so that the same command resumes after the last one.
 
 Until the output is complete, the journal is in the temporary folder, beside the shards with these layers' tensors. A
 resumed run passes the calibration text through the finished layers, which costs two forward passes (for MLA, after a
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.files import replacing, sync_path, write_file
+from kvfold.convert.checkpoint.folder import stamps
 from kvfold.convert.checkpoint.hashing import file_sha256
 from kvfold.convert.checkpoint.shards import tensor_places
 from kvfold.convert.checkpoint.writer import is_laid_out
@@ -31,7 +32,7 @@ SELF_TEXT = ".text.pt"
 PRECISION = ".precision"
 # The masters, moments and best weights of the last round of a run that polishes.
 POLISH_STATE = ".polish.pt"
-_SETTINGS = {"files": "files of the model or text", "device": "device, threads or processes", "versions": "versions"}
+_SETTINGS = {"device": "device or number of processes", "versions": "versions"}
 
 
 class Journal:
@@ -89,7 +90,7 @@ class Journal:
                 sound += 1
         if sound < len(layers):
             text = f"layer {sound + 1} of the interrupted run is damaged; converting again from this layer"
-            print(f"{opt('resume', True)}: {text}", file=sys.stderr)
+            print(text, file=sys.stderr)
         if layers and not sound:
             # Without a finished layer the shards are created again.
             for shard in self._shards:
@@ -105,20 +106,43 @@ def forget(folder: Path) -> None:
 
 
 def resumable(plan: Plan) -> Callable[[Path], bool]:
-    """Return a test for folders: True if a killed run of the same request and source left a finished layer there.
+    """Return a test for folders: True if a run of the same request and source left a finished layer there.
 
-    The test raises InputError if the run there was another one, so that nothing of it is lost.
+    The test raises InputError if the run there had another request, so that nothing of it is lost. If files of the
+    model or text have changed since, its layers are of no use: a line on stderr says so.
     """
-    settings = run_settings(plan)
 
     def same(folder: Path) -> bool:
         journal = _read(folder)
-        if journal is not None and (differing := _differing(journal["run"], settings)):
-            way_out = f"use the same, or omit {opt('resume', True)} to start over"
-            raise InputError(f"{opt('resume', True)}: the interrupted run in {folder} used {differing}; {way_out}")
-        return bool(journal and journal["layers"])
+        if journal is None or not journal["layers"]:
+            return False
+        _use_threads(journal["run"])
+        before, now, count = journal["run"], run_settings(plan), len(journal["layers"])
+        if differing := _differing(before, now):
+            way_out = f"use the same to continue after its layer {count}, or {opt('fresh', True)} to discard it"
+            raise InputError(f"the interrupted run in {folder} used {differing}; {way_out}")
+        if changed := [Path(file[0]).name for file in now["files"] if file not in before["files"]]:
+            files = f"{', '.join(changed)} changed since then"
+            print(f"discarding {count} finished layers in {folder}: {files}; they start over", file=sys.stderr)
+        return not changed
 
     return same
+
+
+def finished_layers(folder: Path) -> int:
+    """The number of finished layers in the temporary ``folder`` of a run."""
+    journal = _read(folder)
+    return 0 if journal is None else len(journal["layers"])
+
+
+def _use_threads(before: Mapping[str, Any]) -> None:
+    """Compute with the number of threads of the run ``before``: sums in another order would give other bytes."""
+    import torch
+
+    threads = before["device"][2]
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+        print(f"computing with {threads} threads, as the interrupted run did", file=sys.stderr)
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
@@ -136,18 +160,13 @@ def run_settings(plan: Plan) -> dict[str, Any]:
     """Everything that affects a run's bytes, as JSON values; files count by size and modification time."""
     import torch
 
-    request, folder = plan.request, plan.checkpoint.folder
-    names = {info.file for info in plan.checkpoint.tensors.values()} | {"config.json", "tokenizer.json"}
-    files: list[list[Any]] = []
-    for path in [*(folder / name for name in sorted(names)), *(Path(with_share(text)[0]) for text in request.texts)]:
-        status = path.stat() if path.is_file() else None
-        files.append([str(path)] if status is None else [str(path), status.st_size, status.st_mtime_ns])
+    request = plan.request
     settings = {
         "options": request.result_options() | {"calibration": request.calibration, "teacher": request.teacher},
         # Sums are in another order on another device, or with other threads or processes.
         "device": [request.device, torch.cuda.is_available(), torch.get_num_threads(), processes.count()],
         "versions": versions(),
-        "files": files,
+        "files": stamps([*plan.checkpoint.states, *(Path(with_share(text)[0]) for text in request.texts)]),
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return plain
@@ -157,6 +176,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
     """The settings (``run``) and ``layers`` in the journal in ``folder``; None if it is damaged or missing."""
     try:
         journal = json.loads((folder / _NAME).read_bytes())
-        return {"run": dict(journal["run"]), "layers": list(journal["layers"])}
-    except (OSError, ValueError, KeyError, TypeError):
+        run = {**journal["run"], "files": list(journal["run"]["files"]), "device": list(journal["run"]["device"])}
+        return {"run": run, "layers": list(journal["layers"])} if int(run["device"][2]) > 0 else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None

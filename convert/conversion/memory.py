@@ -24,8 +24,8 @@ _FIT_SQUARES, _FIT_SQUARES_OF_TEXT = 12, 36
 # Logits compared at once on a CPU, as `attention.drift.compare` has them (importing that takes torch); bytes each,
 # measured with SmolLM2-135M: 12 x 4.
 _LOGITS, _LOGIT = 1 << 23, 16 * 4
-# Bytes per trained element: master, gradient, Adam's moments, rounded copies; and on disk for --resume without copies.
-_MASTER, _SAVED = 4 + 4 + 8 + 4 + 4, 4 + 8 + 4
+# Bytes per trained element: master, gradient, Adam's moments, rounded copies.
+_MASTER = 4 + 4 + 8 + 4 + 4
 # Bytes per token, layer and model dim in float32 (Korthikanti et al., 2022: 34 in 16 bit).
 _ACTIVATIONS = 68
 # Bytes of logits, and of their gradients, in a step of polishing: 8 tensors.
@@ -78,21 +78,21 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
     layer = (sum(sizes) - ends) // shape.layers
     in_layers = fit + _FLOAT * (max(2 * layer, ends) + 5 * attention * refined)
     at_end = 4 * _FLOAT * ends + _LOGIT * min(_LOGITS, held_out * shape.vocabulary)
-    whole, trained = _whole_model(plan)
+    whole = _whole_model(plan)
     # A survey stores two Gram matrices of every layer.
     surveyed = shape.layers * 2 * _DOUBLE * width**2 if latent else 0
     return Needs(
         memory=_BASE_WITH_TEXT + max(held + max(in_layers, at_end), whole),
         spilled=_FLOAT * states if request.spill else 0,
-        scratch=surveyed + (_SAVED * trained if request.resume else 0),
+        scratch=surveyed,
         disk=disk,
     )
 
 
-def _whole_model(plan: Plan) -> tuple[int, int]:
-    """The bytes for polishing or ``--calibration self``, which keep the whole model, and the trained elements."""
+def _whole_model(plan: Plan) -> int:
+    """The bytes for polishing or ``--calibration self``, which keep the whole model."""
     request, shape = plan.request, plan.geometry
-    held = trained = 0
+    held = 0
     if request.calibration == SELF:
         cached = plan.cache_elements * shape.layers * request.seq_len + 4 * shape.vocabulary
         model = sum(prod(tensor.shape) for tensor in plan.model.tensors.values())
@@ -107,7 +107,7 @@ def _whole_model(plan: Plan) -> tuple[int, int]:
         steps = min(BLOCK_STEPS, steps_of(request.polish, request.seq_len))
         states = _FLOAT * steps * batch_size(request.seq_len) * request.seq_len * shape.model_dim
         held = max(held, model + activations + _POLISHED_LOGITS + states)
-    return held, trained
+    return held
 
 
 def check_memory(plan: Plan) -> None:

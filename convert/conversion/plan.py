@@ -200,7 +200,7 @@ def described(request: ConvertRequest) -> Checkpoint | None:
     for tensor in model_of(config).tensors.values():
         start, end = end, end + tensor_bytes(dtype, tensor.shape)
         infos[tensor.name] = TensorInfo(tensor.name, dtype, tensor.shape, SINGLE, start, end)
-    return Checkpoint(folder, config, infos, portable_name(folder), {CONFIG: digest})
+    return Checkpoint(folder, config, infos, portable_name(folder), digest)
 
 
 def check_processes(plan: Plan) -> None:

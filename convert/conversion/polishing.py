@@ -23,6 +23,7 @@ from kvfold.convert.conversion.journal import POLISH_STATE
 from kvfold.convert.conversion.plan import Plan, dense_dtype
 from kvfold.convert.conversion.student import Calibrated, reporting, written_stream
 from kvfold.convert.progress import Advance, Stages
+from kvfold.convert.sizes import bytes_text
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.training.budget import POLISH_ROUND, intervals, step_tokens, steps_of
 from kvfold.convert.training.fit import AfterRound, FitResult
@@ -71,12 +72,25 @@ def polish_checkpoint(plan: Plan, calibrated: Calibrated, folder: Path, stages: 
 
         with stages("polish", steps, "step") as advance:
             progress = _progress(plan, trainee, held_out, advance, keep)
-            saved = folder / POLISH_STATE if request.resume else None
+            saved = _state_file(trainee, folder)
             fitted = polish(trainee, training, held_out, steps, seed=request.seed, saved=saved, progress=progress)
         if constant:
             check_constant(fitted.tensors, written)
     made = processes.run_on_first(lambda: _rewritten(plan, calibrated, folder, fitted.tensors, fitted, stages))
     return made or calibrated
+
+
+def _state_file(trainee: ModelTrainee, folder: Path) -> Path | None:
+    """The file for the state from which an interrupted run resumes; None, with a line that says so, without room."""
+    path = folder / POLISH_STATE
+    # Masters, two moments and the best weights; a new version is whole before the old one is removed.
+    needed = 2 * sum(16 * each.numel() for each in trainee.learning.values())
+    free = shutil.disk_usage(folder).free
+    if free < needed and not path.is_file():
+        figures = f"{bytes_text(needed)} needed, {bytes_text(free)} free"
+        print(f"too little disk space to keep the state of polishing ({figures}): it cannot resume", file=sys.stderr)
+        return None
+    return path
 
 
 @contextmanager

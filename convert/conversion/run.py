@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from glob import escape, glob
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from kvfold.convert.checkpoint.writer import ShardWriter, write_index
 from kvfold.convert.console import append_line
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.fitted import Change, FitReport, fitted_of
-from kvfold.convert.conversion.journal import Journal, forget, resumable
+from kvfold.convert.conversion.journal import Journal, finished_layers, forget, resumable
 from kvfold.convert.conversion.memory import check_memory, check_spill, free_disk, needs_of
 from kvfold.convert.conversion.plan import Plan, check_processes, dense_dtype, described, make_plan
 from kvfold.convert.conversion.record import headline, plan_text, summary_text
@@ -86,7 +87,7 @@ class Conversion(FitReport):
                 "memory_bytes": needs.memory,
                 "spilled_bytes": needs.spilled,
                 "scratch_bytes": needs.scratch,
-                **record_of(plan, {}),
+                **record_of(plan),
             }
         else:
             size = sum(tensor.nbytes for tensor in plan.tensors)
@@ -122,7 +123,9 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     if request.keep_intervals:
         _, *names, _ = intervals(steps_of(request.polish, request.seq_len), request.seq_len).values()
         for name in names:
-            check_output(f"{request.out}.{name}", overwrite=request.overwrite or request.resume, model=request.model)
+            # An interrupted run may have left them.
+            left = glob(f"{escape(str(Path(request.out).parent))}/.{escape(Path(request.out).name)}.kvfold-*")
+            check_output(f"{request.out}.{name}", overwrite=request.overwrite or bool(left), model=request.model)
     check_sources(with_share(text)[0] for text in request.texts if text != SELF)
     stages, dtype = Stages(progress, request.quiet or request.dry_run), dense_dtype(request)
     with stages("reading"):
@@ -165,28 +168,28 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
 @contextmanager
 def _output_folder(plan: Plan) -> Iterator[Path]:
     """Create the temporary folder that becomes OUT after the block; all processes share the first one's folder."""
-    request = plan.request
-    if request.resume and not request.calibrated and not request.quiet:
-        # Never an error: methods that read no text, and runs with nothing to resume, start over.
-        why = f"{opt('method', request.resolved_method)} reads no text, so no finished layers were saved"
-        print(f"{opt('resume', True)}: {why}; starting over", file=sys.stderr)
-    resume = resumable(plan) if request.resume and request.calibrated else None
-    model = plan.checkpoint.folder
-    with ExitStack() as stack:
+    request, model = plan.request, plan.checkpoint.folder
+    opened = partial(output_folder, overwrite=request.overwrite, model=model, fresh=request.fresh)
+    folder: Path | None = None
+    try:
+        with ExitStack() as stack:
 
-        def make() -> Path:
-            made = output_folder(request.out, overwrite=request.overwrite, model=model, resume=resume)
-            folder, needs = stack.enter_context(made), needs_of(plan)
-            free_space_check(folder, needs.disk + needs.scratch)
-            return folder
+            def make() -> Path:
+                folder, needs = stack.enter_context(opened(request.out, resume=resumable(plan))), needs_of(plan)
+                free_space_check(folder, needs.disk + needs.scratch)
+                return folder
 
-        folder = processes.from_first(make)
-        if not folder.is_dir():
-            raise InputError(
-                f"{folder}: this machine cannot see the temporary folder that the first process created; choose an OUT "
-                "on a file system that all machines share"
-            )
-        yield folder
+            folder = processes.from_first(make)
+            if not folder.is_dir():
+                raise InputError(
+                    f"{folder}: this machine cannot see the temporary folder that the first process created; choose an "
+                    "OUT on a file system that all machines share"
+                )
+            yield folder
+    except BaseException as error:
+        if folder is not None and folder.exists():
+            error.add_note(f"{finished_layers(folder)} finished layers are kept for the same request")
+        raise
 
 
 def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Calibrated | None", dict[str, str]]:
@@ -199,16 +202,18 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Cal
         journal, count = Journal(folder, plan), plan.geometry.layers
         done = len(journal.notes)
         if done and not plan.request.quiet:
-            print(f"resuming after layer {done} of {count} of the interrupted run", file=sys.stderr)
+            start_over = f"({opt('fresh', True)} starts over)"
+            print(f"resuming after layer {done} of {count} of the interrupted run {start_over}", file=sys.stderr)
         sizes = {tensor.name: tensor.nbytes for shard in plan.own_shards for tensor in shard.tensors}
         resumed = sum(sizes[name] for name in journal.written)
         writer = ShardWriter(folder, plan.own_shards, journal.written)
         # Beside the converted layers the other tensors are copied; each of several processes writes its own shards.
         with (
             hashing(folder, plan.own_shards, writer.written) as hashes,
+            plan.checkpoint.hashing(processes.part(len(plan.checkpoint.paths)), copied_first=True) as copied,
             stages("write", sum(sizes.values()), "B", resumed) as wrote,
         ):
-            with writer.copying_rest(plan.checkpoint, wrote):
+            with writer.copying_rest(plan.checkpoint, wrote, copied):
                 # The walk of a resumed run passes the finished layers with the tensors that are already written.
                 again = itertools.islice(layers.walk.steps, done) if layers.walk is not None and done else ()
                 for step in stages.over("again", again, done, "layer") if again else ():
@@ -222,6 +227,8 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Cal
                         journal.note(notes)
             writer.finish()
             made = processes.gathered(hashes())
+        for found in processes.gathered(plan.checkpoint.hashes):
+            plan.checkpoint.hashes.update(found)
         measured = None
         if layers.walk is not None and (processes.is_first() or plan.request.polish):
             with stages("measuring"):

@@ -73,6 +73,8 @@ def _unsupported(config: Mapping[str, Any]) -> str:
     heads = config.get("architectures")
     if str(config.get("model_type")).startswith("kvfold_"):
         return "output of kvfold in layout kvfold, which cannot be converted again; convert its source instead"
+    if config.get("kv_lora_rank"):
+        return "an MLA model already, which cannot be converted again; convert the model that it was made from instead"
     if config.get("is_encoder_decoder") is True:
         return f"not a causal language model (is_encoder_decoder is true); {_ONLY}"
     if towers := sorted(key for key in config if _TOWERS.search(key) and config[key] is not None):

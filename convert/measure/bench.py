@@ -130,7 +130,24 @@ class Benchmark:
         rows = sorted(self.rows, key=lambda row: (row.context, row.batch)) if many else self.rows
         head = f"{self.device}, {self.threads} threads, {self.dtype}, {self.cache} cache"
         versions = f"kvfold {self.kvfold}, torch {self.torch}, transformers {self.transformers}"
-        return "\n".join([f"{head}; {versions}", "", *table([_HEAD, *(row.cells() for row in rows)])])
+        return "\n".join([f"{head}; {versions}", "", *table([_HEAD, *(row.cells() for row in rows)]), *self._notes()])
+
+    def _notes(self) -> list[str]:
+        """What ``absorbed`` means, and how much faster it decodes, if there are such rows."""
+        absorbed = [row for row in self.rows if row.form == "absorbed"]
+        if not absorbed:
+            return []
+        speeds = {(row.model, row.context, row.batch): row.decode_tokens_per_s for row in self.rows}
+        gains = []
+        for row in absorbed:
+            stock = speeds.get((row.model.replace(", absorbed", ", stock"), row.context, row.batch))
+            if stock and row.decode_tokens_per_s:
+                gains.append(row.decode_tokens_per_s / stock)
+        gain = f", which decodes {min(gains):.1f} to {max(gains):.1f} times as fast here" if gains else ""
+        return [
+            "",
+            f"stock: as transformers loads it; absorbed: after kvfold.attention.absorb(model){gain}",
+        ]
 
 
 @takes(BenchRequest)

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -30,6 +30,7 @@ _COLUMNS = {
     "residual_propagated": ("residual,", "propagated"),
     "row_kl": ("attention", "rows, KL"),
 }
+_WORST = 3  # layers in the summary: chosen
 _LEGEND = (
     "attention, residual: relative error of the attention's output, and of the residual stream after",
     "  the layer, against the source; local: with the source's inputs;",
@@ -69,10 +70,11 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         if not request.quiet:
             print(f"comparing on {sequences} x {length} tokens of {read.source}", file=sys.stderr, flush=True)
         stages, size = Stages(progress, request.quiet), max(1, TOKENS_AT_ONCE // length)
-        with torch.no_grad(), stages("compare", teacher.layers, "layer") as advance:
-            measured = compare(teacher, compared, tokens, size, partial(advance, 1))
-        with stages("floor", teacher.layers, "layer") as advance:
-            report = report_of(measured, teacher, compared, tokens, start=lambda: partial(advance, 1))
+        with source.hashing(), student.hashing():
+            with torch.no_grad(), stages("compare", teacher.layers, "layer") as advance:
+                measured = compare(teacher, compared, tokens, size, partial(advance, 1))
+            with stages("floor", teacher.layers, "layer") as advance:
+                report = report_of(measured, teacher, compared, tokens, start=lambda: partial(advance, 1))
         models = {
             name: {"name": checkpoint.origin, "sha256": checkpoint.source_hash()}
             for name, checkpoint in (("source", source), ("converted", student))
@@ -94,14 +96,25 @@ def layer_stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> Ch
     return stream
 
 
-def drift_table(report: DriftReport) -> str:
-    """The report as text: totals, then a line per layer; each value is followed by its rounding floor."""
-    lines = [*heading(report), "", *table(totals(report), (36, 11, 11, 11, 11))]
-    measured = report.measured
+def drift_table(report: DriftReport, layers: bool = False) -> str:
+    """The report as text: a summary and the layers with the largest errors, or with ``layers`` everything."""
+    measured, rows = report.measured, totals(report)
+    about = heading(report)
+    if not layers:
+        about = [line for line in about if not line.startswith("floor: ")]
+        rows = [row for row in rows if not row[0].startswith("loss")]
+    lines = [*about, *([""] if layers else []), *table(rows, (36, 11, 11, 11, 11))]
     if measured.excess_margin is not None:
         least, most = (percent(measured.excess + side * measured.excess_margin) for side in (-1, 1))
         lines.append(f"95 % interval of the drift in perplexity, over sequences: {least} to {most}")
-    return "\n".join([*lines, "", *_layers(report), "", *_LEGEND])
+    if layers:
+        return "\n".join([*lines, "", *_layers(report, range(len(measured.layers))), "", *_LEGEND])
+    # Of errors that are not finite, the first layer's is the cause.
+    error = {index: layer.residual_local for index, layer in enumerate(measured.layers)}
+    worst = sorted(error, key=lambda index: error[index] if math.isfinite(error[index]) else math.inf, reverse=True)
+    several = "" if len(worst) <= _WORST else f"the {_WORST} with the largest local error of {len(worst)} layers; "
+    note = f"{several}--layers: all of them, the terms and the floor"
+    return "\n".join([*lines, "", *_layers(report, worst[:_WORST]), note])
 
 
 def heading(report: DriftReport) -> list[str]:
@@ -118,27 +131,28 @@ def heading(report: DriftReport) -> list[str]:
     lines += filter(None, [report.positions_text()])
     for name, values in report.about.items():
         others = "".join(f", {key} {value}" for key, value in values.items() if key not in ("name", "sha256"))
-        lines.append(f"{name}: {values['name']} (sha256 {values['sha256'][:12]}{others})")
+        hashed = "" if name == "text" else " of config.json and weights"
+        lines.append(f"{name}: {values['name']} (sha256{hashed} {values['sha256'][:12]}{others})")
     if report.identical:
         lines.append("the two are identical: every drift is exactly 0")
     return lines
 
 
-def _layers(report: DriftReport) -> list[str]:
-    """Table lines with each layer's errors, each with its rounding floor, and the head with the largest error."""
+def _layers(report: DriftReport, shown: Iterable[int]) -> list[str]:
+    """Table lines with the errors of layers, each with its rounding floor, and the head with the largest error."""
     layers = report.measured.layers
     floors: Sequence[LayerDrift | None] = [None] * len(layers) if report.floor is None else report.floor.measured.layers
     first, second = zip(*_COLUMNS.values(), strict=True)
     rows = [("layer", *first, "  worst head"), ("", *second, "  and its error")]
-    for layer, floor in zip(layers, floors, strict=True):
+    for layer, floor in ((layers[index], floors[index]) for index in shown):
         cells = []
         for name in _COLUMNS:
             low = getattr(floor, name, None)
             rounding = "-" if low is None else f"{low:.0e}" if low and math.isfinite(low) else f"{low:.0f}"
             cells.append(f"{number(getattr(layer, name))} {rounding:>6}")
-        shown = ""
+        head = ""
         if layer.heads:
             worst = max(layer.heads, key=lambda head: head.error)
-            shown = f"{worst.head:>5} {number(worst.error):>7}" if worst.error > 0 else f"{'none':>5}"
-        rows.append((str(layer.layer), *cells, shown))
+            head = f"{worst.head:>5} {number(worst.error):>7}" if worst.error > 0 else f"{'none':>5}"
+        rows.append((str(layer.layer), *cells, head))
     return table(rows, (5, *[13] * len(_COLUMNS)), left=(len(_COLUMNS) + 1,))

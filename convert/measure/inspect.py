@@ -20,6 +20,7 @@ from kvfold.convert.measure.converted import converted_model, latent_faults
 from kvfold.convert.request import DEFAULT_LAYOUT
 from kvfold.convert.sizes import bytes_text, table
 from kvfold.convert.targets.engines import (
+    RANKS,
     Result,
     Verdict,
     alternatives,
@@ -192,13 +193,15 @@ class Inspection:
         # Elements on each tensor-parallel rank: heads are shared out, a latent is whole on every rank.
         ranks = list(self.cache.per_rank)
         if len(ranks) == 1:
-            lines += ["", "tensor parallelism: not possible, because the heads cannot be divided evenly among ranks"]
+            numbers = f"neither {', '.join(map(str, RANKS[1:-1]))} nor {RANKS[-1]}"
+            heads = f"{self.heads} query and {self.kv_heads} key/value heads"
+            lines += ["", f"tensor parallelism: {numbers} ranks divide {heads}"]
         else:
             note = "(tensor parallelism: each rank stores the whole latent)"
             caches = {"now": self.cache, **{target.options: target for target in self.targets}}
             counts = [(name, *(f"{size.per_rank.get(n, '-')}" for n in ranks), "") for name, size in caches.items()]
-            heads = ("elements on each of N ranks", *(f"N = {n}" for n in ranks), note)
-            lines += ["", *table([heads, *counts], (len(rows[0][0]), *[7] * len(ranks)), left=(0, len(ranks) + 1))]
+            titles = ("elements on each of N ranks", *(f"N = {n}" for n in ranks), note)
+            lines += ["", *table([titles, *counts], (len(rows[0][0]), *[7] * len(ranks)), left=(0, len(ranks) + 1))]
         refused: dict[str, str] = {}
         for target in self.targets:
             for verdict in target.engines:

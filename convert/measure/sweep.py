@@ -111,6 +111,21 @@ class SweptTarget:
         return self.measured.excess
 
     @property
+    def kl(self) -> float:
+        """Mean KL divergence of the target's next-token distributions from the source's, in nats."""
+        return self.measured.kl
+
+    @property
+    def agreement(self) -> float:
+        """Fraction of held-out positions at which target and source predict the same next token."""
+        return self.measured.agreement
+
+    @property
+    def perplexity(self) -> float:
+        """The target's perplexity on held-out text."""
+        return perplexity(self.measured.student_loss)
+
+    @property
     def interval(self) -> tuple[float, float] | None:
         """The 95 % confidence interval of ``excess``; None for a single sequence."""
         half = self.measured.excess_margin
@@ -132,9 +147,9 @@ class SweptTarget:
             "cache_elements_per_token_per_layer": self.elements,
             "saving": 1 - self.elements / source.elements,
             "excess": {"value": finite(self.excess), "low": finite(low), "high": finite(high)},
-            "perplexity": finite(perplexity(self.measured.student_loss)),
-            "kl": {"value": finite(self.measured.kl), "margin": finite(self.measured.kl_margin)},
-            "agreement": self.measured.agreement,
+            "perplexity": finite(self.perplexity),
+            "kl": {"value": finite(self.kl), "margin": finite(self.measured.kl_margin)},
+            "agreement": self.agreement,
             "seconds": self.seconds,
             "residual_by_layer": [finite(distance) for distance in self.distances],
             **({"splits": [split.to_dict() for split in self.splits]} if self.splits else {}),
@@ -274,11 +289,12 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
             except InputError as error:
                 raise error.prefixed(opt("targets", spelled(options))) from error
         check_memory(plans[0])
-        with tempfile.TemporaryDirectory(prefix="kvfold-sweep-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="kvfold-sweep-") as scratch, checkpoint.hashing():
             found = _sweep(chosen, plans, Path(scratch), Stages(progress, request.quiet), request.quiet)
         # A file that was replaced while its layers were read would give numbers of no model.
         checkpoint.check_unchanged()
-    return replace(found, seconds=time.monotonic() - started)
+        source = replace(found.source, sha256=checkpoint.source_hash())
+    return replace(found, source=source, seconds=time.monotonic() - started)
 
 
 def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path, stages: Stages, quiet: bool) -> Sweep:
@@ -287,7 +303,7 @@ def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path
         tokens, stream = load_tokens(first, scratch, stages, ""), source_stream(first, scratch)
     source = SweptSource(
         name=first.request.model,
-        sha256=first.checkpoint.source_hash(),
+        sha256="",  # not known before every byte is read
         kind=first.source_kind,
         elements=first.cache_elements,
         layers=first.geometry.layers,

@@ -50,7 +50,15 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
     from kvfold.convert.stream.stock import empty_model
     from kvfold.convert.stream.weights import WeightMap
 
-    with closing(open_checkpoint(out)) as checkpoint:
+    try:
+        opened = open_checkpoint(out)
+    except InputError as error:
+        # Of a checkpoint that kvfold wrote, say first which file changed since.
+        files, problems = recorded_problems(Path(out)) if Path(out).is_dir() else (0, [])
+        if not problems:
+            raise
+        return Verification(Path(out).name, files, 0, 0, [*problems, error.message, *error.details])
+    with closing(opened) as checkpoint:
         files, problems = recorded_problems(checkpoint.folder)
         # The class of config.json takes every tensor as it is.
         problems += WeightMap(empty_model(checkpoint.config), checkpoint.tensors).misfits(checkpoint.tensors)

@@ -188,11 +188,23 @@ def verdicts(result: Result, alternatives: Mapping[str, Result] | None = None) -
     made = []
     for engine in ENGINES:
         way, runs = engine.way(result), engine.ran_experts if result.experts else engine.ran
-        others = (options for options, other in (alternatives or {}).items() if engine.way(other).serves)
+        # A result with a larger cache is not what was asked for.
+        smaller = {
+            options: other for options, other in (alternatives or {}).items() if other.elements() <= result.elements()
+        }
+        others = (options for options, other in smaller.items() if engine.way(other).serves)
         cache, instead = (result.elements(), None) if way.serves else (None, next(others, None))
         ran = result.kind in runs and result.family in ("", "llama") and not way.read
         made.append(Verdict(engine.name, engine.version, way.serves, cache, way.how, instead, ran))
     return made
+
+
+def served_text(answers: Sequence[Verdict]) -> str:
+    """One line with the engines that serve a result, those that do not, and an asterisk for what was not run."""
+    served = [each.engine + "*" * (not each.ran) for each in answers if each.serves]
+    others = [each.engine for each in answers if not each.serves]
+    note = " (*: according to its source code, not run)" if any(name.endswith("*") for name in served) else ""
+    return f"served by {', '.join(served)}{note}" + (f"; not by {', '.join(others)}" if others else "")
 
 
 def alternatives(model: Model, target: LatentTarget | None = None) -> dict[str, Result]:

@@ -76,11 +76,11 @@ def load_calibration(
         raise option_error("samples", samples, f": {share}; {way_out}")
     otherwise = f"or lower {opt('samples')} or {opt('seq_len')}"
     if not fewer:
-        otherwise = f"lower {opt('polish')}, or add {opt('repeat_text', True)}"
+        otherwise = f"lower {opt('polish')}{{}}, or add {opt('repeat_text', True)}"
     names, digests, parts = [], [], []
     for each, (name, _), own in zip(specs, shared, zip(*shares, strict=True), strict=True):
         corpus = open_corpus(name, partial(render, tokenizer), seed, split, option)
-        drawn = _draw(corpus, tokenizer, sum(own[:2] if fewer else own), sum(own), seq_len, seed, otherwise)
+        drawn = _draw(corpus, tokenizer, own, fewer, seq_len, seed, otherwise)
         parts.append(torch.tensor_split(drawn, [own[0], sum(own[:2])]))
         share = (each or "").removeprefix(name or "")
         names.append(corpus.name + share)
@@ -102,12 +102,16 @@ def share_counts(count: int, weights: Sequence[float]) -> list[int]:
     return parts
 
 
-def _draw(corpus: Corpus, tokenizer: Any, needed: int, wanted: int, seq_len: int, seed: int, otherwise: str) -> Tensor:
-    """Draw up to ``wanted`` sequences at random from one text.
+def _draw(
+    corpus: Corpus, tokenizer: Any, wanted: Sequence[int], fewer: bool, seq_len: int, seed: int, otherwise: str
+) -> Tensor:
+    """Draw sequences at random from one text: ``wanted`` for calibration, held out and further ones.
 
-    Reads the text only until it yields ``needed`` sequences; raises InputError, advising ``otherwise``, if it yields
-    fewer.
+    Reads the text only until it yields these, with ``fewer`` without the further ones; raises InputError, advising
+    ``otherwise``, if it yields fewer.
     """
+    kinds = dict(zip(("to calibrate on", "held out", "more to polish on"), wanted, strict=True))
+    needed = sum(wanted[:2] if fewer else wanted)
     prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int32)
     if seq_len <= len(prefix):
         begins = f"every sequence begins with {len(prefix)} special token{'s' * (len(prefix) != 1)}"
@@ -124,12 +128,16 @@ def _draw(corpus: Corpus, tokenizer: Any, needed: int, wanted: int, seq_len: int
             found = f"{sum(map(len, tokens))} tokens in {len(tokens)} document{'s' * (len(tokens) != 1)}"
             if tokenizer.eos_token_id is None and len(tokens) > 1:
                 found += " (which cannot be packed because the tokenizer has no EOS token)"
+            parts = [f"{count} {kind}" for kind, count in kinds.items() if count and not (fewer and kind[0] == "m")]
+            divided = f" ({', '.join(parts)})" if len(parts) > 1 else ""
+            most = (len(windows) - wanted[1]) * seq_len // 1000
+            limit_text = f" to {most}k tokens at most" if most > 0 else ""
             raise InputError(
                 f"{corpus.name}: too little text: {found} yield {len(windows)} of {needed} sequences of "
-                f"{seq_len} tokens; give more text, {otherwise}"
+                f"{seq_len} tokens{divided}; give more text, {otherwise.format(limit_text)}"
             )
         limit *= 4
-    drawn = windows[permutation(len(windows), seed)[:wanted]]
+    drawn = windows[permutation(len(windows), seed)[: sum(wanted)]]
     return torch.cat([prefix.expand(len(drawn), -1), drawn], dim=1)
 
 

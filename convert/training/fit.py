@@ -6,6 +6,7 @@ learning rate schedule for `fit`. Uptraining uses the same losses and step sizes
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -27,6 +28,10 @@ BETAS = (0.9, 0.95)
 # Chosen, not tuned: gradients of a relative error over many tokens are small; Adam's default of 1e-8 would shorten
 # their steps.
 _EPS = 1e-12
+
+# Seconds of training for each second that writing the state took: a 7B model's is tens of GB, a round of it seconds on
+# a GPU. Chosen, not tuned.
+_SAVING = 20
 
 # The learning rate of a step, relative to the size of each tensor, from the number of steps done and the errors of all
 # rounds so far, the one before training included. The fit ends where it is 0.
@@ -111,8 +116,9 @@ def fit(
     """Train ``trainee`` on ``training`` until ``schedule`` returns 0, and return the best weights seen.
 
     The error on ``held_out`` is measured before training, after each round of ``every`` steps and after the last step;
-    ``progress`` is then called with the result so far. The training state is written to the file ``saved`` after every
-    round; if that file already exists, training resumes from it. Every process of a run must call this.
+    ``progress`` is then called with the result so far. The training state is written to the file ``saved`` after the
+    first and the last round, and between them as often as writing takes a small part of the time; if that file already
+    exists, training resumes from it. Every process of a run must call this.
     """
     masters, optimizer = trainee.masters, trainee.optimizer
     if saved is not None and saved.is_file():
@@ -124,6 +130,7 @@ def fit(
     else:
         fitted = FitResult(errors=[trainee.error(held_out)])
     progress(fitted)
+    next_save = 0.0
     batches = islice(batches, fitted.steps, None)
     while (rate := schedule(fitted.steps, fitted.errors)) > 0:
         for group in optimizer.param_groups:
@@ -141,11 +148,14 @@ def fit(
         # Weights that are no longer finite give no number to compare with.
         fitted.errors.append(error if math.isfinite(error) else math.inf)
         progress(fitted)
-        if saved is not None and processes.is_first():
+        ended = schedule(fitted.steps, fitted.errors) == 0
+        if saved is not None and processes.is_first() and (ended or time.monotonic() >= next_save):
+            began = time.monotonic()
             tensors = {name: master.detach() for name, master in masters.items()}
             state = {**vars(fitted), "masters": tensors, "optimizer": optimizer.state_dict()}
             with replacing(saved) as new:
                 torch.save(state, new)
+            next_save = time.monotonic() + _SAVING * (time.monotonic() - began)
     return fitted
 
 

@@ -21,7 +21,6 @@ from kvfold.convert.processes import leave_processes, started_first
 from kvfold.convert.text.corpus import check_sources
 from kvfold.convert.uptrain.request import UptrainRequest
 
-INTERRUPTED = "OUT was not written; continue with --resume"
 _json = json_option("Also write the record and the log to FILE; with -, write only these, to stdout.")
 
 
@@ -55,7 +54,7 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
 
 def main() -> NoReturn:
     """Run the command for ``torchrun`` and ``accelerate launch``; exits with the same status as ``kvfold``."""
-    run_command(uptrain, "python -m kvfold.convert.uptrain", sys.argv[1:], INTERRUPTED)
+    run_command(uptrain, "python -m kvfold.convert.uptrain", sys.argv[1:])
 
 
 if __name__ == "__main__":

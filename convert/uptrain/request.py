@@ -70,7 +70,10 @@ class UptrainRequest(Request):
     eval_sequences: int = option(64, "Number of held-out sequences.", least=1)
     log_every: int = option(10, "Steps between log rows.", metavar="N", least=1, runs=True)
     plot: str | None = option(
-        None, "Training curve (PNG, SVG or PDF); default: OUT.training/curve.png.", metavar="FILE", runs=True
+        None,
+        "Training curve (PNG, SVG or PDF); default: OUT.training/curve.png, if matplotlib is installed.",
+        metavar="FILE",
+        runs=True,
     )
     device: Device = device_option(panel="Running")
     precision: Precision = option(
@@ -80,12 +83,17 @@ class UptrainRequest(Request):
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
     save_every: int = option(200, "Steps between checkpoints; 0 disables them.", metavar="N", least=0, runs=True)
     max_shard_size: int | str = option("5GB", "Maximum size per shard.", metavar="SIZE", check=size_expected, runs=True)
-    resume: bool = option(False, "Resume an interrupted run from its last checkpoint.", runs=True)
-    overwrite: bool = option(False, "Replace OUT; without --resume also discard an interrupted run.", runs=True)
+    resume: bool = option(
+        False, "Has no effect: an interrupted run always resumes from its last checkpoint.", runs=True
+    )
+    fresh: bool = option(False, "Discard an interrupted run and start over.", runs=True)
+    overwrite: bool = option(False, "Replace OUT.", runs=True)
     quiet: bool = option(False, "Do not print progress or a summary.", runs=True)
     trust_remote_code: bool = trust_option()
 
     def problems(self) -> Iterator[tuple[str, str]]:
+        if self.resume and self.fresh:
+            yield "fresh", f"{opt('fresh', True)} discards what {opt('resume', True)} continues; omit one of the two"
         if self.distill_weight is not None and self.teacher is None:
             weight = opt("distill_weight")
             missing = f"{weight} needs {opt('teacher')}, the checkpoint to distill from; add it, or omit {weight}"

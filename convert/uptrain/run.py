@@ -109,7 +109,14 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
         # No second run may write to the same folder meanwhile.
         if started_first():
             locks.enter_context(output_lock(request.work.absolute()))
-        return _train(request, source, read_side_files(source))
+        try:
+            return _train(request, source, read_side_files(source))
+        except BaseException as error:
+            if checkpoints := [*request.work.glob("checkpoint-*")]:
+                error.add_note(f"{len(checkpoints)} checkpoints in {request.work} are kept for the same request")
+            elif request.work.exists():
+                error.add_note(f"{request.work} is kept for the same request")
+            raise
 
 
 def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles") -> Uptrained:
@@ -119,18 +126,28 @@ def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles")
     positions = getattr(config, "max_position_embeddings", None)
     check_seq_len(request.seq_len, positions or request.seq_len, source.origin)
     plan = _token_plan(request, source, config.vocab_size)
-    checkpoint = last_checkpoint(request)
+    files = list(source.states)
+    if request.teacher is not None:
+        with closing(open_checkpoint(request.teacher)) as teacher:
+            files += teacher.states
+    checkpoint = last_checkpoint(request, files)
     arguments = training_arguments(request, config.hidden_size, checkpoint is not None)
     hide_bars(request.quiet)
     if not request.quiet and started_first():
+        if checkpoint is not None:
+            after = f"{checkpoint.name.removeprefix('checkpoint-')} of {request.steps}"
+            print(
+                f"resuming after step {after} of the interrupted run ({opt('fresh', True)} starts over)",
+                file=sys.stderr,
+            )
         chosen = "" if request.relative_lr else f", chosen for {request.batch_tokens} tokens per step"
         print(f"learning rate: {arguments.learning_rate:.2g} of each tensor's size{chosen}", file=sys.stderr)
-    teacher = request.teacher and load_teacher(request.teacher, request, source, arguments.device)
+    distilled = request.teacher and load_teacher(request.teacher, request, source, arguments.device)
     model = load_model(source, torch.float32, request.trust_remote_code)
     held = prepare_model(model, source, request)
-    tokens = prepare(request, checkpoint, plan, arguments)
+    tokens = prepare(request, files, checkpoint, plan, arguments)
     order = TrainingOrder(tokens.training, plan.training, plan.seed)
-    trainer = Uptrainer(model, arguments, request, order, tokens.held_out.long(), teacher, held)
+    trainer = Uptrainer(model, arguments, request, order, tokens.held_out.long(), distilled, held)
     state = trainer.run(checkpoint)
 
     def write() -> Uptrained:
@@ -199,7 +216,10 @@ def _record(request: UptrainRequest, plan: TokenPlan, held_out: Change[LogRow] |
 def summary(request: UptrainRequest, done: Uptrained) -> str:
     """A summary of the result for users, one to three lines long."""
     tokens = request.steps * request.batch_tokens
-    lines = [f"wrote {request.out}: {request.steps} steps, {tokens} tokens; log and curve in {request.work}"]
+    curve = Path(request.plot or request.work / "curve.png")
+    drawn = f", curve in {curve}" if curve.exists() else ""
+    log = request.work / "log.jsonl"
+    lines = [f"wrote {request.out}: {request.steps} steps, {tokens} tokens; log in {log}{drawn}"]
     if (drift := done.held_out) is not None:
         # Distillation lowers the KL; the loss of few sequences says less.
         names = {"eval_excess": "excess loss over the teacher's", "eval_kl": "KL from the teacher"}

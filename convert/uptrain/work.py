@@ -1,4 +1,4 @@
-"""The folder ``OUT.training``, which contains the options of a run, its tokens and its checkpoints for ``--resume``.
+"""The folder ``OUT.training``: the options of a run, its tokens, and the checkpoints from which it resumes.
 
 The number of tokens is known in advance, so they are created once and read through a memory map. Documents are
 tokenized in a random order determined by the seed. Each gets the tokenizer's prefix and EOS token, and the documents
@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 
 from kvfold.convert.checkpoint.atomic import free_space_check
 from kvfold.convert.checkpoint.files import parse_json, read_bytes, replacing, write_file
+from kvfold.convert.checkpoint.folder import stamps
 from kvfold.convert.checkpoint.hashing import file_hashes, file_problems
 from kvfold.convert.errors import InputError, Problem, one_line, opt
 from kvfold.convert.options import specs
@@ -97,27 +98,28 @@ class TrainingOrder(Dataset[dict[str, Tensor]]):
         return {"input_ids": self._sequences[self._permutation[place]].long()}
 
 
-def last_checkpoint(request: UptrainRequest) -> Path | None:
+def last_checkpoint(request: UptrainRequest, sources: Iterable[Path]) -> Path | None:
     """The newest complete checkpoint to resume from, or None. Does not change any file.
 
-    Raises InputError if options have changed, if there are checkpoints but neither --resume nor --overwrite is given,
-    or if the folder was not created by a run.
+    None too if the files ``sources`` of MODEL and the teacher have changed, which is told. Raises InputError if options
+    have, or if the folder was not created by a run.
     """
-    work, started, again = request.work, request.work / _REQUEST, opt("overwrite", True)
+    work, started = request.work, request.work / _REQUEST
     if work.exists() and not (work.is_dir() and (not any(work.iterdir()) or any(work.glob(f"{_REQUEST}*")))):
         raise InputError(f"{work}: the run needs this folder, but it contains other files; choose another OUT")
-    if not (request.resume and started.is_file()):
-        if not request.overwrite and any(work.glob("checkpoint-*")):
-            way_out = f"continue it with {opt('resume', True)}, or discard it with {again}"
-            raise InputError(f"{work} contains checkpoints of an interrupted run; {way_out}")
+    if request.fresh or not (started.is_file() and any(work.glob("checkpoint-*"))):
         return None
-    before, now = parse_json(started, read_bytes(started)), request.result_options()
+    before, now = parse_json(started, read_bytes(started)), started_with(request, sources)
     for name in specs(UptrainRequest):
         old, new = (options.get(name, "absent") for options in (before, now))
         if old != new:
-            differs = f"{opt(name)} is {new}, but the run being resumed was started with {old}"
-            way_out = f"use the same options, or {again} to start over"
-            raise InputError(Problem(f"{opt('resume', True)} {work}: {differs}; {way_out}", name, new))
+            differs = f"{opt(name)} is {new}, but the interrupted run there was started with {old}"
+            way_out = f"use the same options to continue it, or {opt('fresh', True)} to discard it"
+            raise InputError(Problem(f"{work}: {differs}; {way_out}", name, new))
+    if changed := [Path(file[0]).name for file in now["files"] if file not in before.get("files", [])]:
+        files = f"{', '.join(changed)} changed since then"
+        print(f"discarding the interrupted run in {work}: {files}; training starts over", file=sys.stderr, flush=True)
+        return None
     for checkpoint in sorted(work.glob("checkpoint-[0-9]*"), key=lambda path: int(path.name[11:]), reverse=True):
         complete = checkpoint / COMPLETE
         # A run that was killed while it wrote this one.
@@ -129,18 +131,27 @@ def last_checkpoint(request: UptrainRequest) -> Path | None:
             problem = one_line(error)
         if problem is None:
             return checkpoint
-        message = f"{opt('resume', True)}: skipping {checkpoint.name}, which is damaged ({problem})"
+        message = f"skipping {checkpoint.name}, which is damaged ({problem})"
         print(message, file=sys.stderr, flush=True)
     return None
 
 
+def started_with(request: UptrainRequest, sources: Iterable[Path]) -> dict[str, Any]:
+    """The options of a run, and its source files by size and modification time, as JSON values."""
+    return {**request.result_options(), "files": stamps(sources)}
+
+
 def mark_complete(checkpoint: Path) -> None:
-    """Write a checkpoint's last file, with the hashes of the others, which marks it complete for ``--resume``."""
+    """Write a checkpoint's last file, with the hashes of the others, which marks it complete."""
     with replacing(checkpoint / COMPLETE) as new:
+        # A run that was killed while it wrote this checkpoint before may have left it: it is not one of the others.
+        new.unlink(missing_ok=True)
         write_file(new, json.dumps(file_hashes(checkpoint, COMPLETE), indent=1))
 
 
-def prepare(request: UptrainRequest, checkpoint: Path | None, plan: TokenPlan, arguments: Any) -> RunTokens:
+def prepare(
+    request: UptrainRequest, sources: Iterable[Path], checkpoint: Path | None, plan: TokenPlan, arguments: Any
+) -> RunTokens:
     """Start or resume the run and open its tokens, which the first process creates while the others wait.
 
     Raises InputError if the text cannot be used, after removing the new folder, or if the run being resumed was started
@@ -149,12 +160,14 @@ def prepare(request: UptrainRequest, checkpoint: Path | None, plan: TokenPlan, a
     work = request.work
     if checkpoint is not None and open_tokens(plan, work) is None:
         raise InputError(
-            f"{opt('resume', True)} {work}: the text or the tokenizer has changed since the run was started, or the "
-            f"run's tokens are damaged; use the same text and tokenizer, or {opt('overwrite', True)} to start over"
+            f"{work}: the text or the tokenizer has changed since the interrupted run there was started, or its tokens "
+            f"are damaged; use the same text and tokenizer to continue it, or {opt('fresh', True)} to discard it"
         )
 
     def start() -> None:
-        if request.resume and open_tokens(plan, work) is not None:
+        options = json.dumps(started_with(request, sources), indent=1) + "\n"
+        kept = not request.fresh and (work / _REQUEST).is_file() and (work / _REQUEST).read_text() == options
+        if kept and open_tokens(plan, work) is not None:
             return
         shutil.rmtree(work, ignore_errors=True)
         # A text that is shorter than planned has at most a token per byte.
@@ -163,7 +176,7 @@ def prepare(request: UptrainRequest, checkpoint: Path | None, plan: TokenPlan, a
         free_space_check(work, _TOKEN_BYTES * room, "for the tokens of the run, 4 bytes each")
         work.mkdir(parents=True)
         with replacing(work / _REQUEST) as new:
-            write_file(new, json.dumps(request.result_options(), indent=1) + "\n")
+            write_file(new, options)
         if not request.quiet:
             most = (plan.training + plan.held_out) * plan.length
             print(f"tokenizing {plan.text.name}, at most {most} tokens", file=sys.stderr, flush=True)

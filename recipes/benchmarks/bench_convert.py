@@ -200,7 +200,7 @@ def copying_cpu(source: Path, work: Path) -> float:
     began = time.process_time()
     for path in source.glob("*.safetensors"):
         with path.open("rb", buffering=0) as file, (work / "copied").open("wb", buffering=0) as target:
-            copy_range(file, 0, path.stat().st_size, target.fileno(), 0, lambda count: None)
+            copy_range(file, 0, path.stat().st_size, target.fileno(), 0, lambda start, end: None)
     used = time.process_time() - began
     (work / "copied").unlink()
     return used

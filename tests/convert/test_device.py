@@ -1,5 +1,7 @@
-"""The dtype in which a checkpoint is computed."""
+"""The dtype in which a checkpoint is computed, and what is known of the machine without torch."""
 
+import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -32,3 +34,51 @@ def test_whether_there_may_be_a_gpu_is_known_without_torch(tmp_path, monkeypatch
     assert not host.may_have_gpu()
     (tmp_path / "nvidia0").touch()
     assert host.may_have_gpu()
+
+
+@pytest.mark.parametrize(
+    ("files", "own", "expected"),
+    [
+        ({}, "0::/\n", 3),
+        ({"cpu.max": "max 100000"}, "0::/\n", 3),
+        ({"a/b/cpu.max": "150000 100000", "a/cpu.max": "max 100000"}, "0::/a/b\n", 2),
+        ({"a/cpu.max": "50000 100000"}, "0::/a/b\n", 1),
+        (
+            {"cpu/job/cpu.cfs_quota_us": "200000", "cpu/job/cpu.cfs_period_us": "100000"},
+            "3:cpu,cpuacct:/job\n0::/\n",
+            2,
+        ),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, "3:cpu:/\n4:memory:/x\n", 3),
+    ],
+)
+def test_the_cores_that_a_process_may_use(tmp_path, monkeypatch, files, own, expected):
+    """Processors 4 and 5 are two threads of one core; the quotas of the group and of those above it count."""
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: {1, 2, 4, 5})
+    for name, place in (("_CORE", "cpus"), ("_GROUPS", "groups"), ("_OWN_GROUPS", "own")):
+        monkeypatch.setattr(host, name, tmp_path / place)
+    (tmp_path / "own").write_text(own)
+    for cpu, siblings in {1: "1", 2: "2", 4: "4-5", 5: "4-5"}.items():
+        (topology := tmp_path / "cpus" / f"cpu{cpu}" / "topology").mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(siblings)
+    for name, content in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(content)
+    assert host.usable_cores() == expected
+
+
+@pytest.mark.parametrize("chosen", [{}, {"MKL_NUM_THREADS": "7"}, {"GOMP_SPINCOUNT": "5", "OMP_NUM_THREADS": "6"}])
+def test_threads_are_set_before_torch_unless_the_user_chose_them(monkeypatch, chosen):
+    for name in (*host._THREADS, *host._WAITING):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    host.set_threads()  # torch is imported: too late
+    assert dict(os.environ) == before
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(host, "usable_cores", lambda: 3)
+    threads = {} if host._THREADS[0] in chosen or host._THREADS[1] in chosen else {"OMP_NUM_THREADS": "3"}
+    waiting = {} if "GOMP_SPINCOUNT" in chosen else {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+    monkeypatch.setattr(host.os, "environ", dict(before))
+    host.set_threads()
+    assert host.os.environ == {**before, **threads, **waiting}

@@ -11,7 +11,14 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.wrappers import WRAPPERS
-from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors, context, full_query_rank
+from kvfold.convert.targets.mla.config import (
+    KERNEL_CACHES,
+    KERNEL_HEADS,
+    LatentTarget,
+    cached_divisors,
+    context,
+    full_query_rank,
+)
 from kvfold.convert.targets.same_family import cache_elements
 
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
@@ -174,6 +181,9 @@ def _size_problems(model: Model, target: LatentTarget, allow_growth: bool) -> It
     elif target.rope_kept(size.rotary_dims) > most:
         times = "" if engine else f" times {size.kv_heads} key/value heads"
         rule = f"must be at most {most} ({size.rotary_dims} rotary dims per head{times})"
+        if engine and rope in {dims for _, dims, _ in KERNEL_HEADS} and rope % size.rotary_dims == 0:
+            ranks = ", ".join(str(cache - rope) for cache in KERNEL_CACHES)
+            rule += f", except with {opt('kv_rank')} {ranks}, whose kernels take zeros in the rest"
     elif rope % 2:
         rule = f"must be even, such as {rope + 1}, because rotary dims come in pairs"
     if rule:

@@ -1,5 +1,6 @@
 """Opening local checkpoints: what is read, what is refused and in which words."""
 
+import hashlib
 import json
 import os
 import struct
@@ -97,13 +98,30 @@ def test_tensor_positions_are_those_of_the_file(sharded: Path) -> None:
         checkpoint.read("nope")
 
 
-def test_source_hash_follows_config_and_headers(sharded: Path) -> None:
-    hashes = [open_headers(sharded).source_hash()]
-    assert open_checkpoint(sharded).source_hash() == hashes[0]
+def test_source_hash_is_of_config_and_of_every_weight_byte(sharded: Path) -> None:
+    """It is what ``sha256sum config.json *.safetensors | sha256sum`` prints."""
+    found = {open_headers(sharded).source_hash()}
+    names = ["config.json", *sorted(path.name for path in sharded.glob("*.safetensors"))]
+    lines = [f"{hashlib.sha256((sharded / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    assert found == {hashlib.sha256("".join(lines).encode()).hexdigest()}
     (sharded / "config.json").write_text('{"model_type": "llama", "x": 1}')
-    hashes.append(open_headers(sharded).source_hash())
-    save_file({"c": torch.zeros(3, dtype=torch.int64)}, sharded / "model-00002-of-00002.safetensors")
-    assert len({*hashes, open_headers(sharded).source_hash()}) == 3
+    found.add(open_headers(sharded).source_hash())
+    with (sharded / names[-1]).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x55")
+    found.add(open_checkpoint(sharded).source_hash())
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("copied_first", [True, False])
+def test_what_was_copied_is_hashed_once_and_in_order(sharded: Path, copied_first: bool) -> None:
+    expected, checkpoint = open_checkpoint(sharded).source_hash(), open_checkpoint(sharded)
+    with checkpoint.hashing(copied_first=copied_first) as copied:
+        for start, end in ((8, 20), (30, 40), (0, 10)):
+            copied(next(iter(checkpoint.paths.values())), start, end)
+    for path in checkpoint.paths.values():
+        os.truncate(path, 0)
+    assert checkpoint.source_hash() == expected
 
 
 def test_extra_files(sharded: Path) -> None:

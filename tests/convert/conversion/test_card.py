@@ -126,7 +126,7 @@ def test_a_trained_card_begins_with_the_training():
 
 
 def test_a_model_of_the_hub_is_the_base_model(tmp_path):
-    opened = {"config": {}, "tensors": {}, "digests": {}, "reader": None, "aliases": {}}
+    opened = {"config": {}, "tensors": {}, "config_hash": "", "reader": None, "aliases": {}}
     assert Checkpoint(tmp_path, origin="team/tiny@0123", **opened).hub_id == "team/tiny"
     assert Checkpoint(tmp_path, origin="folder", **opened).hub_id is None
     (tmp_path / "README.md").write_text("---\nbase_model: team/other\nlicense: mit\n---\n")
@@ -169,3 +169,10 @@ def test_a_dry_run_of_a_budget_names_no_split(tmp_path):
     assert "MHA -> MLA, split by measured drift, method principal: 512 -> 64 KV-cache elements" in lines[0]
     assert "  model.layers.0.self_attn.kv_b_proj.weight  BF16 new" in lines  # its shape would be that of a split
     assert done.to_dict()["attention"] == {"from": "MHA", "to": "MLA, split by measured drift"}
+    assert "sha256" not in done.to_dict()["source"]  # no weights were read
+
+
+def test_a_dry_run_tells_the_polishing(tmp_path):
+    request = ConvertRequest(demo_folder(), tmp_path / "out", to="mqa", polish="200k", dry_run=True)
+    line = "polishing: 196 steps of 1024 tokens, 201k tokens in all, after the last layer"
+    assert line in convert_checkpoint(request).summary().splitlines()

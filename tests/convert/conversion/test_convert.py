@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
 
@@ -62,6 +63,10 @@ def pooled(source, tmp_path_factory):
     """``source`` with two key/value heads."""
     convert(source, out := tmp_path_factory.mktemp("pooled") / "out")
     return out
+
+
+def test_the_record_has_the_hash_of_every_source_byte(source, pooled):
+    assert json.loads((pooled / "kvfold.json").read_text())["source"]["sha256"] == open_checkpoint(source).source_hash()
 
 
 def test_only_keys_and_values_change(source, pooled):

@@ -77,9 +77,8 @@ def test_hidden_states_are_in_memory_or_on_disk(config_only):
 
 
 def test_polishing_and_text_of_the_source_hold_the_whole_model(config_only):
-    polished, written = needs(config_only, polish=100, resume=True), needs(config_only, calibration="self")
+    polished, written = needs(config_only, polish=100), needs(config_only, calibration="self")
     assert needs(config_only).memory < 4 * 6.4e9 < min(polished.memory, written.memory)  # Llama-2-7B in float32
-    assert polished.scratch > 4 * 1e9
     assert memory._LOGITS == compare._CPU_LOGITS
 
 

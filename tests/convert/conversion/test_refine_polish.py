@@ -179,11 +179,11 @@ def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_pat
         patch.setattr(training.ModelTrainee, "backward", counted)
         patch.setattr(polishing, "ShardWriter", HalfWritten)
         with pytest.raises(RuntimeError, match="killed"):
-            convert(tmp_path / "out", tiny_reader, **POLISHED, resume=True)
+            convert(tmp_path / "out", tiny_reader, **POLISHED)
     assert len(steps) == (3 if killed == "in a round" else 5)
     steps += [None]
     monkeypatch.setattr(training.ModelTrainee, "backward", counted)
-    convert(tmp_path / "out", tiny_reader, **POLISHED, resume=True)
+    convert(tmp_path / "out", tiny_reader, **POLISHED)
     assert len(steps[steps.index(None) + 1 :]) == (3 if killed == "in a round" else 0)  # the third step once more
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == unbroken
 

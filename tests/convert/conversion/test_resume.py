@@ -1,4 +1,4 @@
-"""``--resume``: killed runs go on at their last finished layer and give the bytes of an unbroken run."""
+"""Interrupted runs go on at their last finished layer and give the bytes of an unbroken run."""
 
 import json
 import os
@@ -74,8 +74,8 @@ KILLS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(OPTIONS, 3))
 def test_a_killed_run_goes_on_at_its_last_finished_layer(tmp_path, tmp_path_factory, request_of, child, name):
-    options, unbroken = request_of(name, resume=True), tmp_path_factory.mktemp("unbroken") / "out"
-    record = convert_checkpoint(ConvertRequest(**{**options, "out": str(unbroken), "resume": False})).record
+    options, unbroken = request_of(name), tmp_path_factory.mktemp("unbroken") / "out"
+    record = convert_checkpoint(ConvertRequest(**{**options, "out": str(unbroken)})).record
     for layers, made in KILLS[name]:
         killed = child(options, layers)
         assert killed.status == -signal.SIGKILL, killed.stderr
@@ -116,8 +116,9 @@ def test_what_only_a_resumed_run_needs_is_removed_half_written_files_too(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_only_an_equal_request_with_resume_goes_on(tmp_path, request_of, monkeypatch, capsys):
-    options, noted, note = request_of("mqa", resume=True, quiet=False), [], journal.Journal.note
+def test_only_an_equal_request_for_the_same_model_goes_on(tmp_path, request_of, monkeypatch, capsys):
+    options, noted, note = request_of("mqa", quiet=False), [], journal.Journal.note
+    options["model"] = shutil.copytree(options["model"], tmp_path / "model")
 
     def stop(self, notes):
         noted.append(len(self.notes))
@@ -125,24 +126,54 @@ def test_only_an_equal_request_with_resume_goes_on(tmp_path, request_of, monkeyp
         raise RuntimeError("enough")
 
     monkeypatch.setattr(journal.Journal, "note", stop)
-    for changes, first in (({}, 0), ({}, 1), ({"resume": False, "seed": 1}, 0)):
-        if first:
-            for other, used in ({"seed": 1}, "--seed 0, not --seed 1"), ({"polish": 3}, "--polish 0, not --polish 3"):
-                with pytest.raises(
-                    InputError, match=f"--resume: the interrupted run in .* used {used}; use the same, or"
-                ):
-                    convert_checkpoint(ConvertRequest(**{**options, **other}))
+
+    def refused(used, **other):
+        way_out = "use the same to continue after its layer 1, or --fresh to discard it"
+        with pytest.raises(InputError, match=f"the interrupted run in .* used {used}; {way_out}"):
+            convert_checkpoint(ConvertRequest(**{**options, **other}))
+
+    def stopped(first, **changes):
         noted.clear()
-        with pytest.raises(RuntimeError, match="enough"):
+        with pytest.raises(RuntimeError, match="enough") as raised:
             convert_checkpoint(ConvertRequest(**{**options, **changes}))
         assert noted == [first]
-    assert not list(tmp_path.iterdir())  # without --resume nothing is left
+        assert raised.value.__notes__ == [f"{first + 1} finished layers are kept for the same request"]
+        assert len(list(tmp_path.glob(".out.kvfold-*"))) == 1
+        return capsys.readouterr().err
+
+    stopped(0)
+    refused("--seed 0, not --seed 1", seed=1)
+    refused("--polish 0, not --polish 3", polish=3)
+    refused("--method principal, not --method mean", method="mean", refine=0)
+    assert "resuming after layer 1 of 2 of the interrupted run (--fresh starts over)" in stopped(1, resume=True)
+    assert "resuming" not in stopped(0, fresh=True, seed=1)
+    with (tmp_path / "model" / "model.safetensors").open("r+b") as weights:
+        weights.seek(-1, os.SEEK_END)
+        weights.write(b"\0")
+    assert "discarding 1 finished layers in" in (said := stopped(0, seed=1))
+    assert "model.safetensors changed since then; they start over" in said
+
+
+def test_a_resumed_run_computes_with_as_many_threads_as_before(tmp_path, request_of, monkeypatch, capsys):
+    threads, note = torch.get_num_threads(), journal.Journal.note
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.Journal, "note", lambda self, notes: note(self, notes) or 1 / 0)
+        torch.set_num_threads(2)
+        with pytest.raises(ZeroDivisionError):
+            convert_checkpoint(ConvertRequest(**request_of("mqa")))
+    try:
+        torch.set_num_threads(1)
+        convert_checkpoint(ConvertRequest(**request_of("mqa")))
+        assert torch.get_num_threads() == 2
+        assert "computing with 2 threads, as the interrupted run did" in capsys.readouterr().err
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("damage", "damaged"), mostly_slow([("bytes", 2), (None, 0), ("size", 1)], 3))
 def test_layers_that_were_damaged_since_a_failed_run_are_made_again(tmp_path, request_of, capsys, damage, damaged):
-    options = request_of("mqa", resume=True) | {"refine": 0}
+    options = request_of("mqa") | {"refine": 0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "model_card", Mock(side_effect=RuntimeError("the disk went away")))
         with pytest.raises(RuntimeError, match="went away"):
@@ -159,17 +190,16 @@ def test_layers_that_were_damaged_since_a_failed_run_are_made_again(tmp_path, re
     capsys.readouterr()
     convert_checkpoint(ConvertRequest(**options))
     said = capsys.readouterr().err
-    assert said.startswith(f"--resume: layer {damaged} of the interrupted run is damaged;") or (not damage and not said)
-    convert_checkpoint(ConvertRequest(**{**options, "out": str(tmp_path / "unbroken"), "resume": False}))
+    assert said.startswith(f"layer {damaged} of the interrupted run is damaged;") or (not damage and not said)
+    convert_checkpoint(ConvertRequest(**{**options, "out": str(tmp_path / "unbroken")}))
     assert forked.snapshot(tmp_path / "out") == forked.snapshot(tmp_path / "unbroken")
 
 
-def test_a_method_without_layers_to_go_on_from_says_so_and_starts(tmp_path, capsys):
+def test_a_method_without_layers_to_go_on_from_starts(tmp_path):
     options = {"model": str(demo_folder()), "to": "mqa", "method": "mean", "resume": True}
     left = tmp_path / ".out.kvfold-00000000"
     left.mkdir()
     convert_checkpoint(ConvertRequest(**options, out=str(tmp_path / "out")))
-    assert "--resume: --method mean reads no text" in capsys.readouterr().err
     assert (tmp_path / "out" / "config.json").is_file()
     assert not left.exists()
 
@@ -179,7 +209,7 @@ def test_a_method_without_layers_to_go_on_from_says_so_and_starts(tmp_path, caps
     mostly_slow(
         [
             ([], ".out.kvfold-*", 0),
-            (["--resume"], ".out.kvfold-*", 0),
+            ([], ".out.kvfold-*/.journal.json", 1),
             (["--resume"], ".out.kvfold-*/.journal.json", 1),
         ],
         3,
@@ -198,7 +228,9 @@ def test_sigterm_leaves_nothing_but_finished_layers_to_resume(tmp_path, tmp_path
     os.kill(child, signal.SIGTERM)
     end = forked.ended(log, child)
     assert end.status == 1
-    assert end.stderr.splitlines()[-1].startswith("error: interrupted: " + ("" if kept else "nothing was left behind"))
+    assert end.stderr.splitlines()[-1].startswith(
+        "error: interrupted: " + ("1 finished layers are kept" if kept else "nothing was left behind")
+    )
     assert "Traceback" not in end.stderr
     assert len(list(tmp_path.iterdir())) == kept
     assert len(list(tmp_path.glob(".out.kvfold-*/.journal.json"))) == kept

@@ -98,6 +98,7 @@ def test_a_wrong_value_is_an_error_that_names_its_key(changes, refused):
         {"model_type": None},
         {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
         {"model_type": "t5", "is_encoder_decoder": True},
+        {"model_type": "youtu", "kv_lora_rank": 24},
         {"model_type": "bert", "architectures": ["BertModel"]},
         {"model_type": "idefics3", "text_config": {}, "vision_config": {}},
         {"model_type": "llava", "text_config": {"model_type": "mamba"}},

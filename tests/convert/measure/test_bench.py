@@ -61,6 +61,8 @@ def test_every_kind_of_a_shape_is_measured(report):
     assert {row.ratio for row in report.rows if row.model == "MHA"} == {1.0}
     assert found["MHA", 2] == 2 * 32 * 2 * 64 * 4  # K and V, slots, sequences, numbers, bytes
     assert found["GQA-2", 2] * 4 == found["MHA", 2]
+    *_, note = report.table().splitlines()
+    assert note.startswith("stock: as transformers loads it; absorbed: after kvfold.attention.absorb(model), which")
     assert found["MLA 32 + 4, absorbed", 1] == 32 * (32 + 4) * 4
 
 

@@ -3,6 +3,8 @@
 import math
 from dataclasses import replace
 
+import pytest
+
 from kvfold.attention.drift.report import DriftReport, Floor, HeadDrift, LayerDrift, Measurement
 from kvfold.convert import demo_folder, drift_checkpoints
 from kvfold.convert.measure.drift import drift_table
@@ -30,9 +32,20 @@ def test_every_number_stands_with_its_floor(told):
     identical = {"measured": Measurement(4088, 0.0, 1.0, 3.8, 3.8, same)}
     seen: set[str] = set()
     for changes in ({}, {"floor": None}, identical, {"student_dtype": "bfloat16", "sequences": 1}):
-        table, _ = drift_table(replace(REPORT, **changes)).split("\n\nattention, residual")
+        table, _ = drift_table(replace(REPORT, **changes), layers=True).split("\n\nattention, residual")
         told("\n".join(line for line in table.splitlines() if line not in {"", *seen}))
         seen |= {*table.splitlines()}
+
+
+def test_a_summary_is_short_and_has_the_worst_layers_first():
+    layers = tuple(replace(LAYERS[0], layer=index, residual_local=index % 5 / 9) for index in range(30))
+    measured = replace(REPORT.measured, layers=layers)
+    lines = drift_table(replace(REPORT, measured=measured, floor=None)).splitlines()
+    assert lines.index("") <= 10
+    assert [int(line.split()[0]) for line in lines[lines.index("") + 3 : -1]] == [4, 9, 14]
+    assert lines[-1].startswith("the 3 with the largest local error of 30 layers; --layers: all of them")
+    assert (REPORT.kl, REPORT.excess) == (0.1234, REPORT.measured.excess)
+    assert REPORT.perplexity == pytest.approx(51.31)
 
 
 def test_layers_and_then_rounding_are_counted():

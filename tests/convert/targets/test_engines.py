@@ -73,6 +73,10 @@ def test_who_refuses_which_split_and_layout(split, layout, refused):
     assert {verdict.cache for verdict in found.values() if verdict.serves} == {sum(split)}
 
 
+def way(engine, result):
+    return next(each for each in en.verdicts(result) if each.engine == engine)
+
+
 @pytest.mark.parametrize("split", [(512, 64), (448, 64), (96, 32), (448, 128)])
 @pytest.mark.parametrize("layout", ["free", "engine"])
 @pytest.mark.parametrize("source", [LLAMA, QWEN])
@@ -81,21 +85,31 @@ def test_what_is_proposed_instead_is_served_and_possible(source, layout, split):
     for name, verdict in answers(source, *split, layout).items():
         if verdict.serves:
             continue
-        other = en.alternatives(source, LatentTarget(*split, layout=layout))[verdict.instead]
-        assert next(each for each in en.verdicts(other) if each.engine == name).serves
+        offered = en.alternatives(source, LatentTarget(*split, layout=layout))
+        if verdict.instead is None:  # what it would serve has a larger cache
+            served = [other for other in offered.values() if way(name, other).serves]
+            assert all(other.elements() > sum(split) for other in served)
+            continue
+        other = offered[verdict.instead]
+        assert other.elements() <= sum(split)
+        assert way(name, other).serves
         assert source is not QWEN or "engine" not in verdict.instead
 
 
 @pytest.mark.parametrize(
     ("source", "engine", "instead"),
     [
-        (LLAMA, "mlx-lm", "--to mla --kv-rank 96 --rope-dim 32 --layout engine"),  # the same split
+        (LLAMA, "mlx-lm", "--to mla --kv-rank 476 --rope-dim 104 --layout engine"),  # the same split
         (LLAMA, "vLLM", "--to mla --kv-rank 512 --rope-dim 64 --layout engine"),
         (QWEN, "mlx-lm", "--to mqa"),  # its biases
     ],
 )
 def test_the_nearest_alternative_is_proposed(source, engine, instead):
-    assert answers(model(source), 96, 32, "free")[engine].instead == instead
+    assert answers(model(source), 476, 104, "free")[engine].instead == instead
+
+
+def test_a_result_with_a_larger_cache_is_no_alternative():
+    assert answers(model(), 96, 32, "free")["vLLM"].instead is None
 
 
 def test_the_heads_of_a_layout_free_checkpoint_decide_where_vllm_serves_it():
@@ -146,7 +160,11 @@ def test_a_conversion_and_an_inspection_say_who_serves_it(tmp_path):
     out, options = tmp_path / "out", {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd", "quiet": True}
     done = convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(out), **options))
     refusal = "Model type youtu not supported; instead: "
-    assert f"  mlx-lm: no, {refusal}--to mla --kv-rank 24 --rope-dim 8 --layout engine" in done.summary().splitlines()
+    lines = done.summary().splitlines()
+    served = f"served by transformers; not by vLLM, SGLang, llama.cpp, mlx-lm; {out}/README.md says how, and why not"
+    assert served in lines
+    assert any(line.startswith("in transformers, call kvfold.attention.absorb(model) before") for line in lines)
+    assert "2.9 M -> 2.5 M parameters" in done.summary()
     assert "128 -> 32 on each of 4, 64 -> 32 on each of 8 ranks" in done.summary()
     record = json.loads((out / "kvfold.json").read_text())
     assert record["cache_elements_per_rank"]["to"] == {"1": 32, "2": 32, "4": 32, "8": 32}

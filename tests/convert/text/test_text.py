@@ -253,6 +253,18 @@ def test_what_rounding_leaves_goes_to_the_largest_remainders(count, weights, par
     assert share_counts(count, weights) == parts
 
 
+def test_a_text_that_is_too_short_is_told_with_all_that_was_asked_of_it(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text(numbers(100))
+    with pytest.raises(InputError, match=r"of 113 sequences of 8 tokens \(100 to calibrate on, 13 held out\); give"):
+        load_calibration(str(path), tokenizer, 100, 8)
+    path.write_text(numbers(300))
+    with pytest.raises(
+        InputError, match=r"13 held out, 400 more to polish on\); .* lower --polish to 1k tokens at most"
+    ):
+        load_calibration(str(path), tokenizer, 100, 8, further=400, fewer=False)
+
+
 def test_the_built_in_text_is_enough_for_the_default_request(tokenizer: Any) -> None:
     found = load_calibration(None, tokenizer, 128, 512)
     assert found.source == BUILT_IN

@@ -319,14 +319,19 @@ class Alone:
 def test_a_run_killed_before_its_first_checkpoint_keeps_its_tokens_for_the_same_text(tmp_path, monkeypatch):
     path = numbered(tmp_path)
     request = UptrainRequest(model="m", out=str(tmp_path / "out"), text=str(path), seq_len=32, batch_tokens=64)
-    first = work.prepare(request, None, plan_of(path, training=20), Alone())
+    first = work.prepare(request, [], None, plan_of(path, training=20), Alone())
     monkeypatch.setattr(work, "make_tokens", None)
-    again = work.prepare(replace(request, resume=True), None, plan_of(path, training=20), Alone())
+    again = work.prepare(request, [], None, plan_of(path, training=20), Alone())
     assert torch.equal(first.training, again.training)
+    for changed, files in ((replace(request, fresh=True), []), (request, [path])):
+        with pytest.raises(TypeError):  # makes them again
+            work.prepare(changed, files, None, plan_of(path, training=20), Alone())
+    monkeypatch.undo()
+    work.prepare(request, [], None, plan_of(path, training=20), Alone())
     with path.open("a") as file:
         file.write('{"text": "more"}\n')
-    with pytest.raises(InputError, match="the text or the tokenizer has changed since the run was started"):
-        work.prepare(replace(request, resume=True), Path("checkpoint-8"), plan_of(path, training=20), Alone())
+    with pytest.raises(InputError, match="the text or the tokenizer has changed since the interrupted run"):
+        work.prepare(request, [], Path("checkpoint-8"), plan_of(path, training=20), Alone())
 
 
 @pytest.mark.parametrize(("training", "most"), [(20, 4 * 24 * 32), (10**9, 4 * (4 * 32 + 63_000))])
@@ -339,22 +344,22 @@ def test_the_room_for_the_tokens_is_looked_for_before_they_are_made(tmp_path, mo
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _: usage(10**12, 0, most - 1))
     message = rf"too little disk space: .*\({most} bytes\) needed for the tokens of the run, 4 bytes each; free some"
     with pytest.raises(InputError, match=message):
-        work.prepare(request, None, plan, Alone())
+        work.prepare(request, [], None, plan, Alone())
     assert [entry.name for entry in tmp_path.iterdir()] == ["numbered.jsonl"]
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _: usage(10**12, 0, most))
-    work.prepare(request, None, plan, Alone())
+    work.prepare(request, [], None, plan, Alone())
     assert (request.work / "tokens.bin").stat().st_size <= most
     plan.text.path.write_text("a few words")
     with pytest.raises(InputError, match="too little text"):
-        work.prepare(request, None, plan, Alone())
+        work.prepare(replace(request, fresh=True), [], None, plan, Alone())
     assert not request.work.exists()
 
 
 @pytest.fixture
 def request_(tmp_path):
-    request = UptrainRequest(model="m", out=str(tmp_path / "out"), text="t", resume=True)
+    request = UptrainRequest(model="m", out=str(tmp_path / "out"), text="t")
     request.work.mkdir()
-    (request.work / "request.json").write_text(json.dumps(request.result_options()))
+    (request.work / "request.json").write_text(json.dumps(work.started_with(request, [])))
     for step in (4, 8):
         checkpoint = request.work / f"checkpoint-{step}"
         (checkpoint / "optimizer").mkdir(parents=True)
@@ -378,28 +383,39 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(request_, capsys, name
     elif damage != "removed":
         file.write_bytes({"cut": data[:-1], "empty": b"", "other bytes": bytes([data[0] ^ 1]) + data[1:]}[damage])
     expected = "checkpoint-8" if (name, damage) == (COMPLETE, "link") else "checkpoint-4"
-    assert last_checkpoint(request_).name == expected
+    assert last_checkpoint(request_, []).name == expected
     told = capsys.readouterr().err
     half_written = name == COMPLETE and damage == "removed"  # as a killed run leaves it
-    assert ("--resume: skipping checkpoint-8, which is damaged" in told) == (
-        expected == "checkpoint-4" and not half_written
-    )
+    assert ("skipping checkpoint-8, which is damaged" in told) == (expected == "checkpoint-4" and not half_written)
 
 
 def test_without_a_sound_checkpoint_the_run_starts_over(request_):
-    assert last_checkpoint(request_).name == "checkpoint-8"
+    assert last_checkpoint(request_, []).name == "checkpoint-8"
     for step in (4, 8):
         (request_.work / f"checkpoint-{step}" / "model.safetensors").unlink()
-    assert last_checkpoint(request_) is None
+    assert last_checkpoint(request_, []) is None
+
+
+def test_a_checkpoint_written_where_a_kill_left_half_of_one_is_sound(request_):
+    (request_.work / "checkpoint-8" / f"{COMPLETE}.new").write_text("{")
+    mark_complete(request_.work / "checkpoint-8")
+    assert last_checkpoint(request_, []).name == "checkpoint-8"
+
+
+def test_other_files_of_the_model_start_over_and_a_fresh_run_too(request_, tmp_path, capsys):
+    (tmp_path / "model.safetensors").touch()
+    assert last_checkpoint(request_, [tmp_path / "model.safetensors"]) is None
+    assert "model.safetensors changed since then; training starts over" in capsys.readouterr().err
+    assert last_checkpoint(replace(request_, fresh=True), []) is None
 
 
 def test_a_folder_that_holds_no_options_of_a_run_is_left_alone(request_):
     (request_.work / "request.json").write_bytes(b"[")
     with pytest.raises(InputError, match=r"request.json: not valid JSON"):
-        last_checkpoint(request_)
+        last_checkpoint(request_, [])
     (request_.work / "request.json").unlink()
     with pytest.raises(InputError, match="the run needs this folder, but it contains other files"):
-        last_checkpoint(request_)
+        last_checkpoint(request_, [])
 
 
 def test_two_runs_to_one_output(tmp_path):
