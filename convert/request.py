@@ -347,6 +347,7 @@ class SweepRequest(Request):
     )
     device: Device = device_option(panel="Running")
     dtype: Dtype = dtype_option(help="Stored dtype of OUT.")
+    fresh: bool = option(False, "Discard the finished rows of an interrupted sweep and start over.", runs=True)
     quiet: bool = option(False, "Print no progress.")
     trust_remote_code: bool = trust_option()
 

@@ -58,6 +58,7 @@ READERS = {  # the calls of READS in convert/, by file, and why none lets a file
     "measure/losses.py": "what the demo wrote",
     "measure/eval_tasks.py": "the user's tasks",
     "measure/bench.py": "the results of its worker",
+    "measure/sweep_rows.py": "the rows that a sweep kept in the user's cache folder",
     "measure/bench_worker.py": "its task",
     "measure/machine.py": "/proc",
     "host.py": "/proc",

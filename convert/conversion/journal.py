@@ -123,7 +123,7 @@ def resumable(plan: Plan) -> Callable[[Path], bool]:
             raise InputError(f"the interrupted run in {folder} used {differing}; {way_out}")
         if changed := [Path(file[0]).name for file in now["files"] if file not in before["files"]]:
             files = f"{', '.join(changed)} changed since then"
-            print(f"discarding {count} finished layers in {folder}: {files}; they start over", file=sys.stderr)
+            print(f"discarding the finished layers ({count}) in {folder}: {files}; starting over", file=sys.stderr)
         return not changed
 
     return same

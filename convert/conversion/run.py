@@ -188,7 +188,7 @@ def _output_folder(plan: Plan) -> Iterator[Path]:
             yield folder
     except BaseException as error:
         if folder is not None and folder.exists():
-            error.add_note(f"{finished_layers(folder)} finished layers are kept for the same request")
+            error.add_note(f"finished layers kept for the same request: {finished_layers(folder)}")
         raise
 
 

@@ -65,7 +65,7 @@ class _SweepCommand(PanelCommand):
 @click.command(cls=_SweepCommand, short_help="Measure the loss of many targets, to choose one.")
 @request_options(SweepRequest, before={"out": [_within], "quiet": _sweep_files})
 def sweep(request: SweepRequest, within: float, json_file: str | None, plot: str | None, report: str | None) -> None:
-    """Fit and measure many targets of MODEL in one pass over its layers, without writing them.
+    """Fit and measure many targets of MODEL, the quickest first, without writing them.
 
     Prints a line per target: cache, saving, excess loss with its interval, KL, agreement, time; then the smallest
     target within the --within limit, and the command that converts to it. Statistics are stored in the temporary folder

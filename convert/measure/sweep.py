@@ -1,13 +1,14 @@
-"""``kvfold sweep``: run the source through its layers once, together with a student for each target.
+"""``kvfold sweep``: run the source through its layers, together with a student for each target.
 
 ::
 
     survey     run the source over the calibration text for statistics and rotary slots (only for MLA targets)
-    splits     choose each budget's split by trials in a few layers (conversion/latent.py)
-    sweep      for lesson in teacher.layers():        one layer of the source, with its attention's results
-                   for each target:                    fit, output fit, --refine: as in `kvfold convert`
-                       run its student through the layer
-    measure    compare each student with the source on held-out text
+    for each group of targets, GQA and MQA first, then MLA splits, then every budget:
+        splits     choose the budget's split by trials in a few layers (conversion/latent.py)
+        sweep      for lesson in teacher.layers():        one layer of the source, with its attention's results
+                       for each target:                    fit, output fit, --refine: as in `kvfold convert`
+                           run its student through the layer
+        measure    compare each student with the source on held-out text; its row is shown and kept (sweep_rows.py)
 
 Each student has its own residual streams and shares the source's open layer; no checkpoint is written. The fitted
 layers and the measured loss are the same as with `kvfold convert`.
@@ -18,19 +19,22 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
+from kvfold.attention.drift.compare import Stretch
 from kvfold.attention.drift.report import Measurement, finite, perplexity
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.console import duration
 from kvfold.convert.conversion.calibration import load_tokens, source_heads, source_stream
 from kvfold.convert.conversion.fitted import Split
-from kvfold.convert.conversion.latent import Candidate, choose_split, fitted_latent, split_of, survey_layers
+from kvfold.convert.conversion.latent import Candidate, Survey, choose_split, fitted_latent, split_of, survey_layers
 from kvfold.convert.conversion.layers import fitted_fold
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
@@ -39,10 +43,12 @@ from kvfold.convert.conversion.run import Conversion, convert_checkpoint
 from kvfold.convert.conversion.student import StudentWalk
 from kvfold.convert.errors import InputError, KvfoldError, opt, worded
 from kvfold.convert.families.model import model_of
+from kvfold.convert.measure.sweep_rows import KeptRows, resuming
 from kvfold.convert.measure.sweep_targets import (
     WITHIN,
     TargetOptions,
     default_targets,
+    groups,
     parse_targets,
     spelled,
     target_wording,
@@ -51,6 +57,8 @@ from kvfold.convert.options import command_words, takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, SweepRequest
 from kvfold.convert.sizes import table
+from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.walk.walk import Teacher
 
@@ -130,6 +138,11 @@ class SweptTarget:
         """The 95 % confidence interval of ``excess``; None for a single sequence."""
         half = self.measured.excess_margin
         return None if half is None else (self.excess - half, self.excess + half)
+
+    def line(self, source: SweptSource) -> str:
+        """The row as one line, for a sweep that has not ended."""
+        saving = f"{100 * (1 - self.elements / source.elements):.1f} % less cache"
+        return f"{self.kind}: {saving}, {percent_text(self.excess, self.measured.excess_margin)}, KL {self.kl:.4f} nats"
 
     def command(self, model: str, out: str) -> str:
         """The ``kvfold convert`` command that converts ``model`` to the target."""
@@ -243,7 +256,7 @@ class _Target:
     ``split`` divides an MLA target's cache into rank and rotary dims; ``tried`` are the splits measured for it.
     """
 
-    options: TargetOptions
+    target: str
     plan: Plan
     walk: StudentWalk
     split: Candidate | None
@@ -254,7 +267,7 @@ class _Target:
 
 @takes(SweepRequest)
 def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) -> Sweep:
-    """Fit and measure ``targets`` of ``model`` in one pass, without writing a checkpoint::
+    """Fit and measure ``targets`` of ``model`` without writing a checkpoint::
 
         found = sweep_checkpoint("MODEL", "gqa:4,2 mqa mla:576,512+64")
         print(found.table())
@@ -263,9 +276,9 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     The default ``targets`` are a few GQA, MQA and MLA sizes that suit the model. The split for a budget ``mla:N`` is
     chosen by trials in a few layers. The other options are the same as in `ConvertRequest`; ``out`` is only checked
     here and used by `Sweep.convert`. ``progress`` works as in `convert_checkpoint`, with the stages ``survey``,
-    ``splits`` (splits times layers) and ``sweep`` (layers times targets). The residual streams of all calibration
-    tokens stay in memory, once for the source and once for each target. Raises InputError for an invalid target,
-    option or checkpoint.
+    ``splits`` (splits times layers) and ``sweep`` (layers times targets that are fitted together). The residual streams
+    of all calibration tokens stay in memory, once for the source and once for each target. Raises InputError for an
+    invalid target, option or checkpoint.
 
     >>> found = sweep_checkpoint(demo_folder(), "gqa:4 mqa", samples=4, seq_len=32, quiet=True)
     >>> [(row.kind, row.elements) for row in found.rows]
@@ -290,15 +303,24 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
                 raise error.prefixed(opt("targets", spelled(options))) from error
         check_memory(plans[0])
         with tempfile.TemporaryDirectory(prefix="kvfold-sweep-") as scratch, checkpoint.hashing():
-            found = _sweep(chosen, plans, Path(scratch), Stages(progress, request.quiet), request.quiet)
+            found = _sweep(chosen, plans, Path(scratch), Stages(progress, request.quiet), request)
         # A file that was replaced while its layers were read would give numbers of no model.
         checkpoint.check_unchanged()
         source = replace(found.source, sha256=checkpoint.source_hash())
     return replace(found, source=source, seconds=time.monotonic() - started)
 
 
-def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path, stages: Stages, quiet: bool) -> Sweep:
-    first = plans[0]
+def _sweep(
+    chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path, stages: Stages, request: SweepRequest
+) -> Sweep:
+    """Sweep over groups of ``plans``, what needs least first; finished rows are shown, and kept until the end."""
+    first, targets, rows = plans[0], [spelled(options) for options in chosen], dict[str, SweptTarget]()
+    kept = KeptRows(first, _SHARED, request.fresh)
+    for target, plan in zip(targets, plans, strict=True):
+        with suppress(KeyError, TypeError):  # a damaged file
+            rows[target] = _row_of(target, plan, kept.rows[target])
+    if rows and not request.quiet:
+        print(resuming(len(rows), len(plans)), file=sys.stderr)
     with stages("reading the text and the model"):
         tokens, stream = load_tokens(first, scratch, stages, ""), source_stream(first, scratch)
     source = SweptSource(
@@ -313,13 +335,37 @@ def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path
         sequences=len(tokens.held_out),
         length=tokens.held_out.shape[1],
     )
-    if not quiet:
+    if not request.quiet:
         count, length = tokens.calibration.shape
         where = f"{count} x {length} tokens of {text_name(tokens.source)}"
         print(f"sweeping over {len(plans)} targets on {where}", file=sys.stderr)
-    latent = [plan for plan in plans if plan.latent is not None]
-    surveyed = survey_layers(latent[0], stream, tokens, scratch, stages) if latent else None
-    splits = iter([choose_split(plan, surveyed, stages) for plan in latent] if surveyed else ())
+    surveyed: Survey | None = None
+    try:
+        for group in groups({target: plan for target, plan in zip(targets, plans, strict=True) if target not in rows}):
+            latent = [plan for plan in group.values() if plan.latent is not None]
+            if latent and surveyed is None:
+                surveyed = survey_layers(latent[0], stream, tokens, scratch, stages)
+            for row in _swept(group, stream, tokens, surveyed if latent else None, stages):
+                rows[row.target] = row
+                kept.add(row.target, _row_values(row))
+                if not request.quiet:
+                    tqdm.write(row.line(source), file=sys.stderr)
+    except BaseException as error:
+        if rows:
+            error.add_note(f"finished rows kept for the same request: {len(rows)}")
+        raise
+    kept.forget()
+    return Sweep(source, tuple(rows[target] for target in targets))
+
+
+def _swept(
+    plans: Mapping[str, Plan],
+    stream: CheckpointStream,
+    tokens: CalibrationTokens,
+    surveyed: Survey | None,
+    stages: Stages,
+) -> list[SweptTarget]:
+    """Fit and measure targets in one walk over the source; ``surveyed`` is None for folds."""
     teacher = Teacher(
         stream,
         tokens.held_out,
@@ -328,15 +374,15 @@ def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path
         # A survey has collected them already.
         statistics=surveyed is None,
         keep_calibration=True,
-        heads=source_heads(first),
+        heads=source_heads(next(iter(plans.values()))),
         remember=True,
     )
     students = []
-    for options, plan in zip(chosen, plans, strict=True):
-        split, tried = next(splits) if plan.latent is not None else (None, [])
+    for target, plan in plans.items():
+        split, tried = (None, []) if surveyed is None else choose_split(plan, surveyed, stages)
         resolved = plan if split is None else split.plan
         walk = StudentWalk(resolved, stream, tokens, statistics=False, teacher=teacher)
-        students.append(_Target(options, resolved, walk, split, tried))
+        students.append(_Target(target, resolved, walk, split, tried))
     with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
         for lesson in teacher.layers():
             if surveyed is not None:
@@ -354,7 +400,34 @@ def _sweep(chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path
                 student.seconds += time.monotonic() - started
                 advance(1)
     with stages("measuring"):
-        return Sweep(source, tuple(map(_measured, students)))
+        return list(map(_measured, students))
+
+
+def _row_values(row: SweptTarget) -> dict[str, Any]:
+    """A finished row as JSON values, for `_row_of`; its errors by layer and head are not needed again."""
+    stretches = [vars(each) for each in row.measured.stretches]
+    return {
+        "measured": {**vars(row.measured), "layers": [], "stretches": stretches},
+        "split": [row.request.kv_rank, row.request.rope_dim],
+        "splits": [vars(each) for each in row.splits],
+        **{name: getattr(row, name) for name in ("kind", "elements", "seconds", "distances")},
+    }
+
+
+def _row_of(target: str, plan: Plan, values: Mapping[str, Any]) -> SweptTarget:
+    """The row of a target that was finished before. Raises KeyError or TypeError if ``values`` are damaged."""
+    measured, (rank, rope) = values["measured"], values["split"]
+    stretches = tuple(Stretch(**each) for each in measured["stretches"])
+    return SweptTarget(
+        target=target,
+        request=replace(plan.request, budget=None, kv_rank=rank, rope_dim=rope),
+        kind=values["kind"],
+        elements=values["elements"],
+        measured=Measurement(**{**measured, "layers": (), "stretches": stretches}),
+        seconds=values["seconds"],
+        splits=tuple(Split(**each) for each in values["splits"]),
+        distances=tuple(values["distances"]),
+    )
 
 
 def _measured(student: _Target) -> SweptTarget:
@@ -364,7 +437,7 @@ def _measured(student: _Target) -> SweptTarget:
     if request.budget is not None and target is not None:
         request = replace(request, budget=None, kv_rank=target.kv_rank, rope_dim=target.rope_dim)
     return SweptTarget(
-        target=spelled(student.options),
+        target=student.target,
         request=request,
         kind=student.plan.layout.kind,
         elements=student.plan.layout.cache_elements,

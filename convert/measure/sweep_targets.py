@@ -1,10 +1,10 @@
 """Targets of a sweep: parse ``--targets``, and choose defaults for a model. Does not import torch."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvfold.convert.conversion.plan import possible_kv_heads
+from kvfold.convert.conversion.plan import Plan, possible_kv_heads
 from kvfold.convert.errors import ALONE, InputError, as_option, did_you_mean, option_error
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import TARGETS, Layout
@@ -44,7 +44,7 @@ def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
         kind = kind if bare else item.lower().partition(":")[0]
         spelling = f"{kind}:{item}" if bare else item.lower()
         for form, names in _FORMS.items():
-            if match := re.fullmatch(form, spelling, re.ASCII):
+            if match := re.fullmatch(form, spelling):
                 options = {"to": kind, **dict(zip(names, map(int, match.groups()), strict=True))}
                 targets += [] if options in targets else [options]
                 break
@@ -68,6 +68,14 @@ def spelled(options: TargetOptions) -> str:
     """The target with ``options`` in the notation of ``--targets``, such as ``gqa:4``."""
     sizes = "+".join(str(value) for name, value in options.items() if name != "to")
     return f"{options['to']}:{sizes}".rstrip(":")
+
+
+def groups(plans: Mapping[str, Plan]) -> Iterator[dict[str, Plan]]:
+    """Divide targets by what they need: folds nothing, MLA a survey, and each budget trials of splits too."""
+    folds = {target: plan for target, plan in plans.items() if plan.latent is None}
+    splits = {target: plan for target, plan in plans.items() if plan.latent and plan.request.budget is None}
+    budgets = [{target: plan} for target, plan in plans.items() if plan.request.budget is not None]
+    yield from filter(None, [folds, splits, *budgets])
 
 
 def default_targets(model: Model, layout: Layout) -> list[TargetOptions]:

@@ -113,7 +113,7 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
             return _train(request, source, read_side_files(source))
         except BaseException as error:
             if checkpoints := [*request.work.glob("checkpoint-*")]:
-                error.add_note(f"{len(checkpoints)} checkpoints in {request.work} are kept for the same request")
+                error.add_note(f"checkpoints kept for the same request in {request.work}: {len(checkpoints)}")
             elif request.work.exists():
                 error.add_note(f"{request.work} is kept for the same request")
             raise

@@ -137,7 +137,7 @@ def test_only_an_equal_request_for_the_same_model_goes_on(tmp_path, request_of, 
         with pytest.raises(RuntimeError, match="enough") as raised:
             convert_checkpoint(ConvertRequest(**{**options, **changes}))
         assert noted == [first]
-        assert raised.value.__notes__ == [f"{first + 1} finished layers are kept for the same request"]
+        assert raised.value.__notes__ == [f"finished layers kept for the same request: {first + 1}"]
         assert len(list(tmp_path.glob(".out.kvfold-*"))) == 1
         return capsys.readouterr().err
 
@@ -150,8 +150,8 @@ def test_only_an_equal_request_for_the_same_model_goes_on(tmp_path, request_of, 
     with (tmp_path / "model" / "model.safetensors").open("r+b") as weights:
         weights.seek(-1, os.SEEK_END)
         weights.write(b"\0")
-    assert "discarding 1 finished layers in" in (said := stopped(0, seed=1))
-    assert "model.safetensors changed since then; they start over" in said
+    assert "discarding the finished layers (1) in" in (said := stopped(0, seed=1))
+    assert "model.safetensors changed since then; starting over" in said
 
 
 def test_a_resumed_run_computes_with_as_many_threads_as_before(tmp_path, request_of, monkeypatch, capsys):
@@ -229,7 +229,8 @@ def test_sigterm_leaves_nothing_but_finished_layers_to_resume(tmp_path, tmp_path
     end = forked.ended(log, child)
     assert end.status == 1
     assert end.stderr.splitlines()[-1].startswith(
-        "error: interrupted: " + ("1 finished layers are kept" if kept else "nothing was left behind")
+        "error: interrupted: "
+        + ("finished layers kept for the same request: 1;" if kept else "nothing was left behind")
     )
     assert "Traceback" not in end.stderr
     assert len(list(tmp_path.iterdir())) == kept

@@ -1,15 +1,22 @@
 """Many targets in one walk: each is what its conversion alone would be, and the smallest within a loss is named."""
 
+import os
+import shutil
+from contextlib import closing
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
 
-from kvfold.convert import KvfoldError, convert_checkpoint, sweep_checkpoint
+from kvfold.convert import ConvertRequest, KvfoldError, convert_checkpoint, sweep_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.cli import kvfold
+from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import model_of
+from kvfold.convert.measure import sweep
+from kvfold.convert.measure.sweep_rows import KeptRows
 from kvfold.convert.measure.sweep_targets import default_targets, parse_targets, spelled
 
 TEXT = {"samples": 4, "seq_len": 24, "quiet": True}
@@ -20,13 +27,13 @@ def swept(reader):
     return sweep_checkpoint(str(reader), "gqa:2 mqa mla:16+8,8", **TEXT)
 
 
-def with_losses(sweep, losses, margin=0.005):
-    """The rows of ``sweep`` with other losses, in nats."""
+def with_losses(found, losses, margin=0.005):
+    """The rows of ``found`` with other losses, in nats."""
     rows = []
-    for row, loss in zip(sweep.rows, losses, strict=True):
+    for row, loss in zip(found.rows, losses, strict=True):
         student = row.measured.teacher_loss + loss
         rows.append(replace(row, measured=replace(row.measured, student_loss=student, excess_margin=margin)))
-    return replace(sweep, rows=tuple(rows))
+    return replace(found, rows=tuple(rows))
 
 
 @pytest.mark.parametrize("place", [0, 2], ids=["gqa", "mla"])
@@ -74,6 +81,53 @@ def test_the_table_has_a_line_per_target_largest_cache_first(swept):
     row = next(line for line in lines if line.startswith("MQA"))
     assert f"{swept.rows[1].excess:+.4f}" in row
     assert "75.0 %" in row
+
+
+def test_an_interrupted_sweep_shows_its_rows_and_continues_after_them(reader, tmp_path, monkeypatch, capsys, swept):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = shutil.copytree(reader, tmp_path / "model")
+    options = {**TEXT, "quiet": False, "model": str(model), "targets": "mla:8 gqa:2 mqa"}
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep, "survey_layers", interrupted)
+        with pytest.raises(KeyboardInterrupt) as raised:
+            sweep_checkpoint(**options)
+        assert raised.value.__notes__ == ["finished rows kept for the same request: 2"]
+        assert "MQA: 75.0 % less cache, " in capsys.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            sweep_checkpoint(**options | {"samples": 5, "targets": "mla:8"})  # another sweep, which has no rows
+    fitted = Mock(side_effect=sweep.fitted_fold)
+    monkeypatch.setattr(sweep, "fitted_fold", fitted)
+    found = sweep_checkpoint(**options)
+    assert not fitted.called
+    assert "resuming after 2 of 3 targets of the interrupted sweep (--fresh starts over)" in capsys.readouterr().err
+    assert [row.target for row in found.rows] == ["mla:8", "gqa:2", "mqa"]
+    for row, same in zip(found.rows, (swept.rows[3], *swept.rows[:2]), strict=True):
+        assert (row.excess, row.interval, row.kl, row.distances) == (
+            same.excess,
+            same.interval,
+            same.kl,
+            same.distances,
+        )
+    assert not list((tmp_path / "cache").rglob("*.json"))
+
+
+def test_rows_of_an_interrupted_sweep_are_discarded_when_the_model_changed_or_on_request(
+    reader, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = shutil.copytree(reader, tmp_path / "model")
+    with closing(open_checkpoint(model)) as checkpoint:
+        plan = make_plan(ConvertRequest(model=model, out="OUT", to="mqa", **TEXT), checkpoint)
+        KeptRows(plan, ("samples",), False).add("mqa", {"kl": 1})
+        assert KeptRows(plan, ("samples",), False).rows == {"mqa": {"kl": 1}}
+        assert KeptRows(plan, ("samples",), True).rows == {}
+        os.utime(model / "config.json", (1, 1))
+        assert KeptRows(plan, ("samples",), False).rows == {}
+    assert "discarding the rows (1) of an interrupted sweep: config.json changed since then" in capsys.readouterr().err
 
 
 def test_targets_are_spelled_with_commas_or_blanks():

@@ -1,0 +1,63 @@
+"""The finished rows of a sweep, kept in the user's cache folder until it ends, so that the same command continues."""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvfold.convert.checkpoint.files import replacing, write_file
+from kvfold.convert.conversion.journal import run_settings
+from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.errors import opt
+
+
+class KeptRows:
+    """The rows of an unfinished sweep, JSON objects by target; ``options`` are those that all its targets share.
+
+    A sweep of other options has another file. Rows are discarded, with a line on stderr, if files of the model or text
+    have changed since. Without a writable cache folder nothing is kept.
+    """
+
+    def __init__(self, plan: Plan, options: tuple[str, ...], fresh: bool) -> None:
+        settings = run_settings(plan)
+        device, _, threads, processes = settings["device"]
+        shared = {name: getattr(plan.request, name) for name in options}
+        about = [shared, plan.request.layout, device, threads, processes, settings["versions"]]
+        digest = hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self.path, self._files = cache / "kvfold" / f"sweep-{digest[:16]}.json", settings["files"]
+        self.rows: dict[str, Any] = {}
+        try:
+            kept = json.loads(self.path.read_bytes())
+            rows, files = dict(kept["rows"]), list(kept["files"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        if fresh:
+            return
+        if changed := [Path(file[0]).name for file in self._files if file not in files]:
+            why = f"{', '.join(changed)} changed since then"
+            print(f"discarding the rows ({len(rows)}) of an interrupted sweep: {why}", file=sys.stderr)
+            return
+        self.rows = rows
+
+    def add(self, target: str, row: dict[str, Any]) -> None:
+        """Keep the row of a finished target."""
+        self.rows[target] = row
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing(self.path) as new:
+                write_file(new, json.dumps({"files": self._files, "rows": self.rows}))
+        except OSError as error:
+            print(f"warning: {self.path}: finished rows are not kept ({error.strerror})", file=sys.stderr)
+
+    def forget(self) -> None:
+        """Remove the file, after the sweep's end."""
+        self.path.unlink(missing_ok=True)
+
+
+def resuming(count: int, targets: int) -> str:
+    """The line at the start of a sweep that continues after ``count`` finished rows."""
+    start_over = f"({opt('fresh', True)} starts over)"
+    return f"resuming after {count} of {targets} targets of the interrupted sweep {start_over}"
