@@ -36,6 +36,7 @@ _STAGE_NAMES = {
     "floor": "measuring rounding,",
     "bench": "timing",
     "retrieval": "answering questions,",
+    "replies": "writing replies,",
     "losses": "measuring the loss by position,",
     "train": "training",
     "evaluate": "measuring on held-out text,",

@@ -32,6 +32,9 @@ Steps = int | Literal["auto"]
 
 TARGETS: tuple[str, ...] = get_args(Target)
 DEFAULT_LAYOUT: Layout = "free"
+# Tasks of `kvfold eval` that need neither a download nor lm-evaluation-harness.
+RULER = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
+BUILT_IN_TASKS = ("replies", "choice", "arithmetic", "copying", *RULER)
 SELF = "self"  # --calibration self: the source generates the text ...
 SELF_AT_ONCE = 48  # ... of so many sequences together: chosen, not tuned; memory grows with them
 
@@ -360,25 +363,39 @@ class EvalRequest(Request):
     out: str = _source()
     tasks: tuple[str, ...] = option(
         (),
-        "lm-evaluation-harness tasks, by name or as FILE.yaml; needs the eval extra.",
+        f"Tasks: {', '.join(BUILT_IN_TASKS)}; or of lm-evaluation-harness, by name or as FILE.yaml "
+        "(needs the eval extra).",
         metavar="NAME,NAME",
         rule="names of tasks separated by commas",
     )
-    limit: int | None = option(None, "Maximum number of documents per task; default: all.", metavar="N", least=1)
-    lengths: tuple[int, ...] = _numbers(
-        (), "Context lengths in tokens; default: MODEL's maximum (on a CPU at most 1024), and 1/2, 1/4 and 1/8 of it."
+    limit: int | None = option(
+        None, "Maximum number of documents per lm-evaluation-harness task; default: all.", metavar="N", least=1
     )
-    samples: int | None = _samples(default=None, help="Documents per length; default: 32, on a CPU 16.", least=2)
+    lengths: tuple[int, ...] = _numbers(
+        (),
+        "Context lengths in tokens; default: MODEL's maximum (on a CPU at most 1024), and 1/2, 1/4 and 1/8 of it; "
+        f"for {RULER[0]} to {RULER[-1]} only the maximum.",
+    )
+    samples: int | None = _samples(
+        default=None, help="Documents per length or built-in task; default: 32, on a CPU 16.", least=2
+    )
     text: str | None = option(
         None, "Text to hide words in; default: held-out text that ships with kvfold.", metavar="FILE"
     )
     retrieval: bool = option(True, "Skip retrieval from long texts; measure only the loss by position and --tasks.")
-    batch: int = option(1, "Task documents per batch.", least=1)
+    batch: int | None = option(
+        None, "Task documents per batch; default: 8, with lm-evaluation-harness 1.", metavar="N", least=1
+    )
     seed: int = seed_option(help="Random seed.")
     device: Device = device_option()
     dtype: Dtype = dtype_option()
     quiet: bool = option(False, "Print no progress.")
     trust_remote_code: bool = trust_option(help="Allow code in the checkpoints to run.")
+
+    @property
+    def harness_tasks(self) -> tuple[str, ...]:
+        """The tasks that lm-evaluation-harness runs."""
+        return tuple(task for task in self.tasks if task not in BUILT_IN_TASKS)
 
 
 @dataclass(frozen=True, repr=False)

@@ -56,6 +56,7 @@ READERS = {  # the calls of READS in convert/, by file, and why none lets a file
     "text/tokenizer.py": "transformers reads the tokenizer's files, which were checked when the checkpoint was opened",
     "stream/stock.py": "transformers reads config and weights, which were checked when the checkpoint was opened",
     "measure/losses.py": "what the demo wrote",
+    "measure/ruler.py": "the text that ships",
     "measure/eval_tasks.py": "the user's tasks",
     "measure/bench.py": "the results of its worker",
     "measure/sweep_rows.py": "the rows that a sweep kept in the user's cache folder",

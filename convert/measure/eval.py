@@ -2,9 +2,10 @@
 
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,22 @@ from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.measure import eval_tasks
 from kvfold.convert.measure.eval_tasks import CHOICES, TASKS, Question, TaskScores, answers, draw_questions
 from kvfold.convert.measure.losses import token_losses
+from kvfold.convert.measure.replies import (
+    LETTERS,
+    NO_LETTER,
+    Prompt,
+    draft_probabilities,
+    draw_prompts,
+    letter,
+    prompt_tokens,
+    reply_scores,
+    score,
+    write_replies,
+)
+from kvfold.convert.measure.ruler import draw_ruler
 from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
-from kvfold.convert.request import EvalRequest
+from kvfold.convert.request import BUILT_IN_TASKS, RULER, EvalRequest
 from kvfold.convert.sizes import table
 from kvfold.convert.stream.stock import hide_bars, load_model
 from kvfold.convert.text.corpus import check_sources, open_corpus
@@ -34,14 +48,14 @@ _SAMPLES = {"cpu": 16, "cuda": 32}
 _LONGEST_CONTEXT = {"cpu": 1024}
 # More than any language needs, so that enough text is read.
 _BYTES_PER_TOKEN = 16
-# Times the share of right answers by guessing: below it 32 documents cannot tell a model from a guess.
-_LEARNED = 3
+_BATCH = 8  # replies written together: 5 times as fast as one by one on a CPU
 # Tokens of the first stretch of positions.
 _FIRST = 64
 _EVAL_WIDTHS = (27, 9, 7, 7, 17)
 
-# By task and length.
+# By task and length; None if the task has no lengths.
 Questions = dict[tuple[str, int], list[Question]]
+Prompts = dict[tuple[str, int | None], list[Prompt]]
 
 
 @dataclass(frozen=True)
@@ -59,12 +73,17 @@ class Paired:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrievalRow(Paired):
-    """The share of right answers in documents of ``length`` tokens; guessing is right in ``chance`` of them."""
+class AnswerRow(Paired):
+    """The share of right answers in documents of ``length`` tokens (None: a short prompt).
+
+    A guess is right in ``chance`` of them. ``guesses``: the 95 % interval of the source's share reaches down to this,
+    so that the difference says nothing about the conversion.
+    """
 
     task: str
-    length: int
-    chance: float = 1 / CHOICES
+    length: int | None
+    chance: float
+    guesses: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +96,7 @@ class PositionRow(Paired):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskRow(Paired):
-    """A metric of a task of lm-evaluation-harness."""
+    """A metric of ``replies`` or of a task of lm-evaluation-harness."""
 
     task: str
     metric: str
@@ -89,15 +108,21 @@ _POSITION_KEYS = {"start": "from", "end": "to", "difference": "excess"}
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results: ``retrieval`` by task and length, losses by ``positions``, and lm-evaluation-harness ``tasks``."""
+    """The results: ``retrieval`` by task and length, losses by ``positions``, and the other ``tasks``.
+
+    ``answers`` are the built-in tasks with right answers, ``letters`` the counts of the letters that the source and
+    the result answered in ``choice``.
+    """
 
     model: str
     out: str
     text: str
     samples: int
-    retrieval: list[RetrievalRow]
+    retrieval: list[AnswerRow]
     positions: list[PositionRow]
     tasks: list[TaskRow]
+    answers: list[AnswerRow] = field(default_factory=list)
+    letters: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
@@ -112,20 +137,35 @@ class Evaluation:
         rows: list[Sequence[str]] = []
         if self.retrieval:
             rows.append(("retrieval, right answers", "documents", "source", "result", "difference"))
-            form = (".1f", ".1f", 100)
-            rows += [_cells(f"{row.task} at {row.length} tokens", row, *form) for row in self.retrieval]
-            rows.append((f"(guessing is right in {100 / CHOICES:.1f} %; filler: {self.text})",))
-            if max(row.source for row in self.retrieval) <= _LEARNED / CHOICES:
-                note = "(the source does little better than guessing, so these rows say nothing about the conversion)"
-                rows.append((note,))
-            rows.append(("",))
+            rows += map(_answer_cells, self.retrieval)
+            rows += [(f"(guessing is right in {100 / CHOICES:.1f} %; filler: {self.text})",), ("",)]
         rows.append(("perplexity by position", "windows", "source", "result", "excess, nats"))
         rows += [_cells(f"tokens {row.start} to {row.end}", row, ".2f", ".4f") for row in self.positions]
+        if self.answers:
+            rows += [("",), ("right answers, written", "documents", "source", "result", "difference")]
+            rows += map(_answer_cells, self.answers)
+        if self.letters:
+            counted = (f"{name} {', '.join(map(str, counts.values()))}" for name, counts in self.letters.items())
+            rows.append((f"(letters {', '.join([*LETTERS, NO_LETTER])}: {'; '.join(counted)})",))
         if self.tasks:
             rows += [("",), ("task", "documents", "source", "result", "difference")]
             rows += [_cells(f"{row.task}, {row.metric}", row, ".3f", ".3f") for row in self.tasks]
         title = f"{self.out} against {self.model}; differences paired by document, with 95 % intervals"
         return "\n".join([title, "", *table(rows, _EVAL_WIDTHS)])
+
+
+@dataclass(frozen=True)
+class _Examined:
+    """One model's right answers by task and length, losses ``[N, T - 1]`` on windows, replies and harness scores.
+
+    ``drafts`` are next-token probabilities for the acceptance rate, None without the task ``replies``.
+    """
+
+    right: dict[tuple[str, int], Tensor]
+    losses: Tensor
+    replies: dict[tuple[str, int | None], list[Tensor]]
+    drafts: Tensor | None
+    harness: TaskScores
 
 
 def _cells(name: str, row: Paired, mean: str, change: str, scale: int = 1) -> tuple[str, ...]:
@@ -136,23 +176,30 @@ def _cells(name: str, row: Paired, mean: str, change: str, scale: int = 1) -> tu
     return name, f"{row.documents}", *means, difference
 
 
+def _answer_cells(row: AnswerRow) -> tuple[str, ...]:
+    """A table row with shares in percent; without the difference if the source guesses."""
+    cells = _cells(row.task + (f" at {row.length} tokens" if row.length else ""), row, ".1f", ".1f", 100)
+    return (*cells[:-1], "the source guesses") if row.guesses else cells
+
+
 @takes(EvalRequest)
 def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> Evaluation:
-    """Compare ``out`` with ``model``: retrieval at ``lengths``, loss by position, and lm-evaluation-harness ``tasks``.
+    """Compare ``out`` with ``model``: retrieval at ``lengths``, loss by position, and ``tasks``.
 
     Differences are paired by document, with 95 % intervals. The default ``lengths`` are the model's context (on a CPU
-    at most 1024 tokens) and 1/2, 1/4 and 1/8 of it. ``samples`` is the number of documents per length (default 32, on a
-    CPU 16), ``limit`` the number per task. Words are hidden in ``text``, which the losses are also measured on; the
-    default is held-out text that ships with kvfold. ``progress`` works as in `convert_checkpoint`, for each model with
-    the stages ``retrieval`` (documents, for each task and length) and ``losses`` (documents). Raises InputError for an
+    at most 1024 tokens) and 1/2, 1/4 and 1/8 of it. ``samples`` is the number of documents per length and per built-in
+    task (default 32, on a CPU 16), ``limit`` the number per task of lm-evaluation-harness. Words are hidden in
+    ``text``, which the losses are also measured on; the default is held-out text that ships with kvfold. ``progress``
+    works as in `convert_checkpoint`, for each model with the stages ``retrieval`` (documents, for each task and
+    length), ``losses`` (documents) and ``replies`` (documents, for each task and length). Raises InputError for an
     invalid request or checkpoint.
 
     >>> found = eval_checkpoints(demo_folder(), demo_folder(), lengths=[256], samples=2)
     >>> [(row.task, row.length, row.difference) for row in found.retrieval]
     [('needle', 256, 0.0), ('keys', 256, 0.0)]
     """
-    if request.tasks:
-        eval_tasks.check_harness()
+    if request.harness_tasks:
+        eval_tasks.check_harness(request.harness_tasks)
     check_sources(filter(None, [request.text]), "text")
     with closing(open_checkpoint(request.model)) as source:
         place = choose_device(request.device)
@@ -169,6 +216,7 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
         check_vocabulary(body, source.config.get("vocab_size", int(body.max()) + 1), source.origin)
     asked = [(task, length) for task in TASKS for length in lengths] if request.retrieval else []
     questions = {key: draw_questions(tokenizer, body, *key, samples, request.seed) for key in asked}
+    prompts = _prompts(tokenizer, request, lengths if request.lengths else lengths[-1:], samples)
     # A model that was trained with a BOS token in front loses much without it.
     prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int64)
     inner = min(lengths[-1] - len(prefix), len(body))
@@ -183,19 +231,61 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
         print(f"{'; '.join(parts)}, {fewer}", file=sys.stderr, flush=True)
     # One after the other: two models of 70B parameters fit into few machines.
     before, after = (
-        _examine(model, request, place, tokenizer, questions, windows, Stages(progress, request.quiet))
+        _examine(model, request, place, tokenizer, questions, prompts, windows, Stages(progress, request.quiet))
         for model in (request.model, request.out)
     )
     retrieval = [
-        RetrievalRow(**vars(paired(before[0][task, length], right)), task=task, length=length)
-        for (task, length), right in after[0].items()
+        answer_row(task, length, 1 / CHOICES, before.right[task, length], right)
+        for (task, length), right in after.right.items()
     ]
-    scored = [
-        TaskRow(**vars(paired(one, other)), task=task, metric=metric)
-        for task, metric, one, other in eval_tasks.paired_scores(before[2], after[2])
-    ]
-    positions = by_position(before[1], after[1])
-    return Evaluation(request.model, request.out, name, samples, retrieval, positions, scored)
+    both = eval_tasks.paired_scores(before.harness, after.harness)
+    if before.drafts is not None and after.drafts is not None:
+        key, drafts = ("replies", None), (before.drafts, after.drafts)
+        both = [*reply_scores(before.replies[key], after.replies[key], drafts), *both]
+    scored = [TaskRow(**vars(paired(one, other)), task=task, metric=metric) for task, metric, one, other in both]
+    positions = by_position(before.losses, after.losses)
+    answered = _answered(tokenizer, prompts, before, after)
+    return Evaluation(request.model, request.out, name, samples, retrieval, positions, scored, *answered)
+
+
+def _prompts(tokenizer: Any, request: EvalRequest, lengths: list[int], samples: int) -> Prompts:
+    """The prompts of the built-in tasks; those of RULER at each of ``lengths``."""
+
+    def size(prompt: Prompt) -> int:
+        return len(prompt_tokens(tokenizer, prompt))
+
+    prompts: Prompts = {}
+    for task in request.tasks:
+        if task in RULER:
+            for length in lengths:
+                prompts[task, length] = draw_ruler(task, length, samples, request.seed, size)
+        elif task in BUILT_IN_TASKS:
+            prompts[task, None] = draw_prompts(task, samples, request.seed)
+    return prompts
+
+
+def _answered(
+    tokenizer: Any, prompts: Prompts, before: _Examined, after: _Examined
+) -> tuple[list[AnswerRow], dict[str, dict[str, int]]]:
+    """The rows of the tasks with right answers, and the counts of both models' letters in ``choice``."""
+    rows, letters = [], {}
+    for (task, length), asked in prompts.items():
+        if task == "replies":
+            continue
+        texts = {
+            name: [tokenizer.decode(reply, skip_special_tokens=True) for reply in model.replies[task, length]]
+            for name, model in (("source", before), ("result", after))
+        }
+        scores = [
+            torch.tensor([score(task, *pair) for pair in zip(asked, each, strict=True)]) for each in texts.values()
+        ]
+        rows.append(answer_row(task, length, sum(prompt.chance for prompt in asked) / len(asked), *scores))
+        if task == "choice":
+            counts = {name: Counter(map(letter, each)) for name, each in texts.items()}
+            letters = {
+                name: {each: counted[each] for each in (*LETTERS, NO_LETTER)} for name, counted in counts.items()
+            }
+    return rows, letters
 
 
 def _tokens(tokenizer: Any, text: str | None, wanted: int) -> tuple[Tensor, str]:
@@ -214,10 +304,11 @@ def _examine(
     device: torch.device,
     tokenizer: Any,
     questions: Questions,
+    prompts: Prompts,
     windows: Tensor,
     stages: Stages,
-) -> tuple[dict[tuple[str, int], Tensor], Tensor, TaskScores]:
-    """One model's right answers by task and length, losses ``[N, T - 1]`` on ``windows``, and harness scores."""
+) -> _Examined:
+    """All measurements of one model."""
     with closing(open_checkpoint(folder)) as checkpoint:
         name = checkpoint.origin
         hide_bars(request.quiet)
@@ -230,11 +321,25 @@ def _examine(
                 right[task, length] = answers(model, asked, advance)
         with stages("losses", len(windows), "document") as advance:
             losses = token_losses(model, windows, advance)
+        replies = {}
+        for key, to_write in prompts.items():
+            tokens = [prompt_tokens(tokenizer, prompt) for prompt in to_write]
+            with stages("replies", len(tokens), "document") as advance:
+                most = to_write[0].most
+                replies[key] = write_replies(model, tokenizer, tokens, most, request.batch or _BATCH, advance)
+        drafts = draft_probabilities(model, windows) if "replies" in request.tasks else None
         scores: TaskScores = {}
-        if request.tasks:
-            with stages(f"{name}: {', '.join(request.tasks)}"):
+        if request.harness_tasks:
+            with stages(f"{name}: {', '.join(request.harness_tasks)}"):
                 scores = eval_tasks.harness_scores(model, tokenizer, request)
-        return right, losses, scores
+        return _Examined(right, losses, replies, drafts, scores)
+
+
+def answer_row(task: str, length: int | None, chance: float, before: Tensor, after: Tensor) -> AnswerRow:
+    """The row of both models' scores ``[n]``, 0 to 1, in one task."""
+    within = margin(before.double())
+    guesses = within is None or float(before.double().mean()) - within <= chance
+    return AnswerRow(**vars(paired(before, after)), task=task, length=length, chance=chance, guesses=guesses)
 
 
 def paired(before: Tensor, after: Tensor) -> Paired:

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.errors import InputError, one_line, opt, option_error
-from kvfold.convert.request import EvalRequest
+from kvfold.convert.request import BUILT_IN_TASKS, EvalRequest
 from kvfold.convert.text.tokenizer import prefix_tokens
 
 TASKS = ("needle", "keys")
 CHOICES = 8
 _PEOPLE = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry")
 # Common words and words of programs: tokenizers of code models have one token for the latter.
-_WORDS = (
+WORDS = (
     *("apple", "bread", "chair", "dance", "earth", "flower", "glass", "horse", "iron", "king", "lake", "music"),
     *("night", "ocean", "paper", "queen", "river", "stone", "table", "train", "voice", "water", "window", "winter"),
     *("animal", "book", "bridge", "church", "color", "doctor", "door", "eye", "field", "fire", "gold", "garden"),
@@ -65,7 +65,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 def single_words(tokenizer: Any) -> dict[str, int]:
     """Words that are a single token after a space, with their tokens. Raises InputError if there are too few."""
-    words = {word: _encode(tokenizer, f" {word}") for word in dict.fromkeys(_WORDS)}
+    words = {word: _encode(tokenizer, f" {word}") for word in dict.fromkeys(WORDS)}
     found = {word: tokens[0] for word, tokens in words.items() if len(tokens) == 1}
     if len(set(found.values())) < CHOICES:
         raise InputError(
@@ -126,12 +126,12 @@ def answers(model: Any, asked: Sequence[Question], advance: Callable[[int], None
     return torch.tensor(found)
 
 
-def check_harness() -> None:
-    """Raise InputError if lm-evaluation-harness is not installed."""
+def check_harness(tasks: Sequence[str]) -> None:
+    """Raise InputError if lm-evaluation-harness, which runs ``tasks``, is not installed."""
     if find_spec("lm_eval") is None:
         raise InputError(
-            f"{opt('tasks')} needs lm-evaluation-harness, which is not installed; run pip install 'kvfold[eval]', or "
-            f"omit {opt('tasks')} to run only the other checks"
+            f"{opt('tasks', ','.join(tasks))} needs lm-evaluation-harness, which is not installed; run "
+            f"pip install 'kvfold[eval]', or use only built-in tasks: {', '.join(BUILT_IN_TASKS)}"
         )
 
 
@@ -142,14 +142,14 @@ def harness_scores(model: Any, tokenizer: Any, request: EvalRequest) -> TaskScor
     from lm_eval.models.huggingface import HFLM
 
     seeds = {f"{name}_seed": request.seed for name in ("random", "numpy_random", "torch_random", "fewshot_random")}
-    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=request.batch)
-    tasks = [_task(name) for name in request.tasks]
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=request.batch or 1)
+    tasks = [_task(name) for name in request.harness_tasks]
     try:
         done = lm_eval.simple_evaluate(
             model=wrapped, tasks=tasks, limit=request.limit, log_samples=True, bootstrap_iters=0, **seeds
         )
     except (KeyError, ValueError) as error:
-        shown = opt("tasks", ",".join(request.tasks))
+        shown = opt("tasks", ",".join(request.harness_tasks))
         raise InputError(f"{shown}: lm-evaluation-harness rejected them: {one_line(error)[:300]}") from error
     return document_scores(done["samples"])
 

@@ -88,16 +88,20 @@ def _blocks(text: str) -> Iterator[str]:
         start = stop
 
 
-def render(tokenizer: Any, messages: list[Mapping[str, Any]]) -> str:
-    """Render ``messages`` with the tokenizer's chat template. ValueError without one, InputError if it does not end."""
+def render(tokenizer: Any, messages: list[Mapping[str, Any]], reply: bool = False) -> str:
+    """Render ``messages`` with the tokenizer's chat template. ValueError without one, InputError if it does not end.
+
+    With ``reply`` the text ends where an assistant's reply begins, after the empty thoughts of models that think.
+    """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("it has no chat template; use rows with `text` instead")
     from transformers.utils.chat_template_utils import _compile_jinja_template  # cached: what renders below
 
+    ending = {"add_generation_prompt": True, "enable_thinking": False} if reply else {}
     try:
         with limited(_RENDER_SECONDS):
             _compile_jinja_template(tokenizer.get_chat_template()).environment.concat = _joined
-            text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+            text: str = tokenizer.apply_chat_template(messages, tokenize=False, **ending)
     except (TimeoutError, MemoryError):
         raise InputError(
             f"{tokenizer.name_or_path}: the chat template (chat_template.jinja or tokenizer_config.json) needs more "
