@@ -140,8 +140,9 @@ def read_legacy_header(path: Path, file: str, aliases: dict[str, str]) -> Header
             pair = f"{type(name).__name__} {name!r} to {type(tensor).__name__}"
             header.problems.append(f"{file} must map names to tensors, not {pair}; save the model with save_pretrained")
             continue
-        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
-            kind = "meta" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
+            odd = "nested" if tensor.is_nested else "meta" if tensor.is_meta else None
+            kind = odd or f"{tensor.layout}, {tensor.dtype}"
             header.problems.append(f"{file}: tensor {name!r} must be dense and have a plain dtype, not {kind}")
             continue
         length = tensor.numel() * tensor.element_size()

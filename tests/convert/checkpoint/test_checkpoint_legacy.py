@@ -103,8 +103,14 @@ def test_an_archive_that_unpacks_to_far_more(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "state",
-    [[torch.ones(1)], {"model": {"a": torch.ones(1)}}, {3: torch.ones(1)}, {"a": torch.eye(2).to_sparse()}],
-    ids=["list", "nested", "number", "sparse"],
+    [
+        [torch.ones(1)],
+        {"model": {"a": torch.ones(1)}},
+        {3: torch.ones(1)},
+        {"a": torch.eye(2).to_sparse()},
+        {"a": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])},
+    ],
+    ids=["list", "nested", "number", "sparse", "ragged"],
 )
 def test_what_is_no_state_dict(folder: Path, refused: Any, state: object) -> None:
     torch.save(state, folder / "pytorch_model.bin")

@@ -1,0 +1,97 @@
+"""``--json`` of every command, for every kind of checkpoint that it can be asked about, as a strict reader takes it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfold.convert import cli
+from kvfold.convert.data import demo_folder
+
+SMALL = ["--samples", "2", "--seq-len", "32"]
+RESULTS = {
+    "gqa": "--to gqa --kv-heads 2 --method mean",
+    "free": "--to mla --kv-rank 24 --rope-dim 8 --method svd",
+    "engine": "--to mla --kv-rank 24 --rope-dim 8 --layout engine --samples 2 --seq-len 32",
+}
+
+
+def strict(text: str) -> Any:
+    """The value of a JSON text. NaN and Infinity, which only some readers take, are errors."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def run(*words: object) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(map(str, words)))
+    assert caught.value.code == 0
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model that ships, converted to each of ``RESULTS``; what ``convert --json`` printed is beside it."""
+    folder, made = tmp_path_factory.mktemp("json"), {"demo": demo_folder()}
+    for name, options in RESULTS.items():
+        run("convert", demo_folder(), folder / name, *options.split(), "--quiet", "--json", folder / f"{name}.json")
+        made[name] = folder / name
+    return made
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_what_convert_tells_of_each_layout(results, name):
+    assert strict(results[name].with_suffix(".json").read_text())["cache_elements_per_token_per_layer"]["to"] > 0
+
+
+@pytest.mark.parametrize("name", ["demo", *RESULTS])
+@pytest.mark.parametrize("command", ["inspect", "verify", "drift", "sweep", "dry-run"])
+def test_every_command_and_checkpoint(results, tmp_path, name, command):
+    model, file = results[name], tmp_path / "told.json"
+    if (command, name) == ("verify", "demo") or (command == "sweep" and name not in ("demo", "gqa")):
+        pytest.skip("it has no record, or nothing that a sweep could convert")
+    arguments: dict[str, list[object]] = {
+        "inspect": [model],
+        "verify": [model],
+        "drift": [demo_folder(), model, *SMALL],
+        "bench": [
+            model,
+            "--context",
+            "16",
+            "--batch",
+            "1",
+            "--prefill-tokens",
+            "0",
+            "--seconds",
+            "0",
+            "--device",
+            "cpu",
+        ],
+        "sweep": [model, "--targets", "mqa", *SMALL, "--quiet"],
+        "dry-run": [demo_folder(), tmp_path / "out", *RESULTS.get(name, "--to mqa").split(), "--dry-run"],
+    }
+    run("convert" if command == "dry-run" else command, *arguments[command], "--json", file)
+    assert strict(file.read_text())
+
+
+@pytest.mark.slow
+def test_commands_that_load_whole_models(results, tmp_path):
+    small = ["--context", "16", "--batch", "1", "--prefill-tokens", "0", "--seconds", "0", "--device", "cpu", "--quiet"]
+    run(
+        "eval",
+        demo_folder(),
+        results["free"],
+        "--lengths",
+        "256",
+        "--samples",
+        "2",
+        "--quiet",
+        "--json",
+        tmp_path / "e",
+    )
+    run("bench", results["free"], *small, "--json", tmp_path / "b")
+    run("recipes", "--json", tmp_path / "r")
+    assert all(strict((tmp_path / name).read_text()) for name in "ebr")
