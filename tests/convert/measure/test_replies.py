@@ -1,6 +1,7 @@
 """The built-in tasks of `kvfold eval` for which models write: prompts, generation in batches, scores and rows."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -161,3 +162,25 @@ def test_help_names_every_built_in_task(capsys):
         main(["eval", "--help"])
     said = capsys.readouterr().out
     assert all(task in said for task in BUILT_IN_TASKS)
+
+
+def test_the_evidence_of_the_documents_is_what_was_measured():
+    root = Path(__file__).resolve().parents[3]
+    text = (root / "docs/evaluating.md").read_text()
+    found = json.loads((root / "recipes/results/evidence.json").read_text())["rows"]
+    for row in (row for row in found if row["group"] == "writing"):
+        assert row["date"] in text
+        for each in row["answers"]:
+            shown = f"{100 * each['student']:.1f} % ({100 * each['difference']:+.1f} ± {100 * each['margin']:.1f})"
+            line = next(
+                line
+                for line in text.splitlines()
+                if line.startswith(f"| `{each['task']}` | {100 * each['source']:.1f} %")
+            )
+            assert ("the source guesses" if each["guesses"] else shown) in line
+        for each in row["tasks"]:
+            digits = 1 if each["metric"] in ("first_difference", "length") else 2
+            assert (
+                f"{each['student']:.{digits}f} ({each['difference']:+.{digits}f} ± {each['margin']:.{digits}f})" in text
+            )
+        assert ", ".join(map(str, row["letters"]["result"].values())) in text
