@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
+from kvfold.convert.conversion.judgment import next_step, verdict_text
 from kvfold.convert.conversion.memory import free_bytes, free_disk, needs_of
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.request import SELF
@@ -86,11 +87,19 @@ def headline(plan: Plan) -> str:
 
 
 def summary_text(
-    plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None", written: Path, seconds: float
+    plan: Plan,
+    record: Mapping[str, Any],
+    drift: "DriftReport | None",
+    written: Path,
+    seconds: float,
+    pass_seconds: float | None,
 ) -> str:
-    """The terminal summary: headline, cost, choices, output, engines and the next command."""
+    """The terminal summary: headline, cost, choices, output, engines, the verdict and the next command."""
     request, size = plan.request, sum(tensor.nbytes for tensor in plan.tensors)
     compare = shlex.join(["kvfold", "drift", str(request.model), str(request.out)])
+    following = f"next: {compare} --text FILE measures the drift on your own text"
+    if drift is not None and math.isfinite(drift.excess):
+        following = f"{verdict_text(drift)}\n{next_step(plan, drift, seconds, pass_seconds).to_text()}"
     lines = [
         headline(plan),
         "" if drift is None else cost_text(drift, text_name(record["calibration"]["source"])),
@@ -103,7 +112,7 @@ def summary_text(
         f"wrote {written}: {bytes_text(size)} in {seconds:.1f} s; {parameters_text(plan)}",
         f"{served_text(plan.engines)}; {request.out}/README.md says how, and why not",
         absorb_text(plan),
-        f"next: {compare} --text FILE measures the drift on your own text",
+        following,
     ]
     return "\n".join(filter(None, lines))
 

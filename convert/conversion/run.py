@@ -24,6 +24,7 @@ from kvfold.convert.console import append_line
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.fitted import Change, FitReport, fitted_of
 from kvfold.convert.conversion.journal import Journal, finished_layers, forget, resumable
+from kvfold.convert.conversion.judgment import judged, loss_of
 from kvfold.convert.conversion.memory import check_memory, check_spill, free_disk, needs_of
 from kvfold.convert.conversion.plan import Plan, check_processes, dense_dtype, described, make_plan
 from kvfold.convert.conversion.record import headline, plan_text, summary_text
@@ -45,6 +46,7 @@ class Conversion(FitReport):
     """The result of a run. A dry run has no ``seconds`` and ``written``; a run without text has no ``drift``.
 
     ``record`` is the content of ``kvfold.json``; the choices and gains in it are also attributes (`FitReport`).
+    ``pass_seconds`` is the time of one pass of the result over the held-out text.
     """
 
     plan: Plan
@@ -52,6 +54,7 @@ class Conversion(FitReport):
     seconds: float | None
     record: Mapping[str, Any]
     drift: "DriftReport | None" = None
+    pass_seconds: float | None = None
 
     def __repr__(self) -> str:
         where = "planned" if self.written is None else f"written to {str(self.written)!r}"
@@ -66,6 +69,11 @@ class Conversion(FitReport):
     def cache_elements(self) -> Change[int]:
         """The KV-cache elements per token per layer."""
         return Change(self.plan.cache_elements, self.plan.layout.cache_elements)
+
+    @property
+    def verdict(self) -> str | None:
+        """The verdict on the result in words (`judgment.LIMITS`); None for a run without text."""
+        return None if self.drift is None else judged(loss_of(self.drift))
 
     @property
     def split(self) -> tuple[int, int] | None:
@@ -92,14 +100,20 @@ class Conversion(FitReport):
         else:
             size = sum(tensor.nbytes for tensor in plan.tensors)
             record = {name: value for name, value in self.record.items() if name != "files"}
-            facts = {"out": str(self.written), "seconds": self.seconds, "weight_bytes": size, **record}
+            facts = {
+                "out": str(self.written),
+                "seconds": self.seconds,
+                "weight_bytes": size,
+                "verdict": self.verdict,
+                **record,
+            }
         return {name: value for name, value in facts.items() if name != "tensors"}
 
     def summary(self) -> str:
         """The terminal text: the plan for a dry run, otherwise the conversion, its cost and its output."""
         if self.written is None or self.seconds is None:
             return plan_text(self.plan)
-        return summary_text(self.plan, self.record, self.drift, self.written, self.seconds)
+        return summary_text(self.plan, self.record, self.drift, self.written, self.seconds, self.pass_seconds)
 
 
 @takes(ConvertRequest)
@@ -157,9 +171,9 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
                 finish = partial(_complete, plan, {}, stages)
                 measured, hashes = polish_checkpoint(plan, measured, folder, stages, finish), {}
             completed = processes.run_on_first(lambda: _complete(plan, hashes, stages, measured, folder))
-    record, drift = completed or ({}, None)
+    record, drift, passed = completed or ({}, None, None)
     seconds, fitted = time.monotonic() - started, fitted_of(record)
-    done = Conversion(plan, Path(request.out), seconds, record, drift, **vars(fitted))
+    done = Conversion(plan, Path(request.out), seconds, record, drift, passed, **vars(fitted))
     if processes.is_first():
         _log(done)
     return done
@@ -244,8 +258,11 @@ def _write_config(plan: Plan, folder: Path) -> None:
 
 def _complete(
     plan: Plan, hashes: Mapping[str, str], stages: Stages, measured: "Calibrated | None", folder: Path
-) -> "tuple[dict[str, Any], DriftReport | None]":
-    """Add the other files to ``folder``; ``hashes`` are the known ones of its shards. Returns the record, the drift."""
+) -> "tuple[dict[str, Any], DriftReport | None, float | None]":
+    """Add the other files to ``folder``; ``hashes`` are the known ones of its shards.
+
+    Returns the record, the drift and the seconds of a pass of the written checkpoint over the held-out text.
+    """
     # Tokenizer and license files, and the modeling code, which is found without importing it: it needs torch.
     for path in plan.checkpoint.extra_files():
         place = folder / path.relative_to(plan.checkpoint.folder)
@@ -256,14 +273,17 @@ def _complete(
         write_file(folder / code.name, code.read_bytes())
     with stages("checking what was written"):
         # A calibrated conversion is read back: its record holds the loss of the files on disk too.
-        record = record_of(plan, {} if measured is None else measured.record(folder))
+        started = time.monotonic()
+        entries = {} if measured is None else measured.record(folder)
+        passed = None if measured is None else time.monotonic() - started
+        record = record_of(plan, entries)
         drift = None if measured is None else measured.drift
         write_file(folder / "README.md", model_card(plan, record, drift))
         record["files"] = file_hashes(folder, known=hashes)
         write_file(folder / RECORD, dump(record))
     forget(folder)
     plan.checkpoint.check_unchanged()
-    return record, drift
+    return record, drift, passed
 
 
 def _log(done: Conversion) -> None:

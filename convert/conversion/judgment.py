@@ -1,0 +1,154 @@
+"""The verdict on a conversion in words, and the command that improves its result most, with an estimate of its time.
+
+The limits and the gains are those of SmolLM2-135M-Instruct in ``recipes/results/real_models.json``; the tables in
+``docs/choosing.md`` show them beside the rows that they come from.
+"""
+
+import math
+import shlex
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kvfold.convert.conversion.memory import free_bytes, needs_of
+from kvfold.convert.conversion.plan import Plan, possible_kv_heads
+from kvfold.convert.options import command_words
+from kvfold.convert.request import ConvertRequest
+from kvfold.convert.sizes import tokens_of
+from kvfold.convert.targets.engines import budgets, proposals
+from kvfold.convert.text.corpus import with_share
+from kvfold.convert.training.budget import step_tokens, steps_of
+
+if TYPE_CHECKING:
+    from kvfold.attention.drift.report import DriftReport
+
+NEAR, WORSE, UNTRAINED = "near the source", "clearly worse than the source", "needs training"
+POLISH = "1M"
+# A polished token passes through the source, and through the result forward and, at twice the time, backward. Measured
+# with the model that ships: 3.8 passes (a pass over held-out text reads the result from disk and computes in float32).
+_PASSES = 4
+_UPTRAIN = {"steps": 200, "batch_tokens": 16384}  # chosen: a batch of a quarter of the default, a few million tokens
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a result loses: ``excess`` and ``kl`` in nats per token, and the share of tokens with another top-1."""
+
+    excess: float
+    kl: float
+    disagreement: float
+
+    def within(self, limits: "Loss") -> bool:
+        """True if no figure exceeds ``limits``; figures that are not finite do."""
+        return all(mine <= most for mine, most in zip(vars(self).values(), vars(limits).values(), strict=True))
+
+
+# The limits of the first two verdicts, between the rows of the table in docs/choosing.md.
+LIMITS = {NEAR: Loss(0.07, 0.12, 0.20), WORSE: Loss(0.25, 0.40, 0.35)}
+# The parts that refinement and polishing leave of each figure: the largest of three targets (table in the same page).
+_LEFT = Loss(0.40, 0.60, 0.80)
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """A command, the reason for it, and the estimated ``seconds`` that it takes on this machine, if known."""
+
+    command: str
+    why: str
+    seconds: float | None = None
+
+    def to_text(self) -> str:
+        """Two lines: why and how long, then the command."""
+        time = "" if self.seconds is None else f" (about {_time(self.seconds)} on this machine)"
+        return f"next: {self.why}{time}:\n  {self.command}"
+
+
+def loss_of(drift: "DriftReport") -> Loss:
+    """The figures of ``drift`` that verdicts are about."""
+    return Loss(drift.excess, drift.kl, 1 - drift.agreement)
+
+
+def judged(loss: Loss) -> str:
+    """The verdict on ``loss``: the first whose limits no figure exceeds."""
+    return next((verdict for verdict, limits in LIMITS.items() if loss.within(limits)), UNTRAINED)
+
+
+def verdict_text(drift: "DriftReport") -> str:
+    """One line with the verdict, its figures and the limits that it did not or did exceed."""
+    loss = loss_of(drift)
+    verdict = judged(loss)
+    name = WORSE if verdict == UNTRAINED else NEAR
+    limits = LIMITS[name]
+    return (
+        f"verdict: {verdict}: excess loss {loss.excess:+.3f} nats per token, KL {loss.kl:.3f} nats, top-1 agreement "
+        f'{100 - 100 * loss.disagreement:.1f} % (for "{name}": at most {limits.excess:g}, at most {limits.kl:g}, at least '
+        f"{100 - 100 * limits.disagreement:.0f} %)"
+    )
+
+
+def next_step(plan: Plan, drift: "DriftReport", seconds: float, pass_seconds: float | None) -> NextStep:
+    """The command that helps most after a run of ``seconds``; ``pass_seconds`` of the result over the held-out text."""
+    request, loss = plan.request, loss_of(drift)
+    verdict = judged(loss)
+    if verdict == NEAR:
+        compare = shlex.join(["kvfold", "drift", str(request.model), str(request.out)])
+        return NextStep(f"{compare} --text FILE", "measure the drift on text of your own")
+    per_token = None if pass_seconds is None else _PASSES * pass_seconds / (drift.sequences * drift.length)
+    polish = _polishing(plan, seconds, per_token)
+    left = Loss(*(mine * rest for mine, rest in zip(vars(loss).values(), vars(_LEFT).values(), strict=True)))
+    if polish is not None and judged(left) != verdict:
+        return polish
+    larger = larger_target(plan)
+    if larger is not None:
+        wide = replace(request, **larger)
+        return NextStep(_again(wide, f"{request.out}-larger"), "convert to a larger cache, which loses less", seconds)
+    return polish or _uptraining(request, per_token)
+
+
+def larger_target(plan: Plan) -> dict[str, Any] | None:
+    """The options of the next larger target of the same kind; None if only the source itself is larger."""
+    if plan.request.to == "mla":
+        sizes = sorted({*budgets(plan.model), *(each.kv_rank + each.rope_dim for each in proposals(plan.model))})
+        size = next((size for size in sizes if size > plan.layout.cache_elements), None)
+        return None if size is None else {"budget": size, "kv_rank": None, "rope_dim": None}
+    kept = plan.request.kv_heads or 1
+    heads = next((heads for heads in reversed(possible_kv_heads(plan.geometry)) if heads > kept), None)
+    return None if heads is None else {"to": "gqa", "kv_heads": heads}
+
+
+def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep | None:
+    """The same conversion with polishing; None if it was polished as long, or the model does not fit in memory."""
+    request = plan.request
+    wanted, length = tokens_of(POLISH) or 0, request.seq_len
+    done = steps_of(request.polish, length) * step_tokens(length) if request.polish else 0
+    polished = replace(request, polish=POLISH, repeat_text=True)
+    free = free_bytes(plan)
+    if done >= wanted or (free is not None and needs_of(replace(plan, request=polished)).memory > free):
+        return None
+    why = (
+        "polish on more tokens"
+        if done
+        else "polish, which more than halved the excess loss of all conversions measured"
+    )
+    time = None if per_token is None else seconds + per_token * (wanted - done)
+    return NextStep(_again(polished, request.out, "--overwrite"), why, time)
+
+
+def _uptraining(request: ConvertRequest, per_token: float | None) -> NextStep:
+    text = with_share(request.texts[0])[0] if request.texts else "FILE"
+    words = ["kvfold", "uptrain", request.out, f"{request.out}-trained", "--teacher", request.model, "--text", text]
+    time = None if per_token is None else per_token * math.prod(_UPTRAIN.values())
+    return NextStep(shlex.join([*words, *command_words(_UPTRAIN)]), "train all weights against the source", time)
+
+
+def _again(request: ConvertRequest, out: str, *flags: str) -> str:
+    """The command of ``request`` that writes ``out``."""
+    left_out = ("model", "out", "quiet", "resume", "overwrite", "keep_intervals")
+    given = {name: value for name, value in request.given().items() if name not in left_out}
+    return shlex.join(["kvfold", "convert", request.model, out, *command_words(given), *flags])
+
+
+def _time(seconds: float) -> str:
+    """A rough duration: "7 min", "3 h", "4 days"."""
+    if seconds < 90 * 60:
+        return f"{max(1, round(seconds / 60))} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"

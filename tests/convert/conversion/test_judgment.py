@@ -1,0 +1,123 @@
+"""The verdict on a conversion and the command that it recommends, against the rows that the limits are taken from."""
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.cli import kvfold
+from kvfold.convert.conversion import judgment
+from kvfold.convert.conversion.judgment import LIMITS, NEAR, UNTRAINED, WORSE, Loss, judged, next_step, verdict_text
+from kvfold.convert.data import demo_folder
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+PAGE = (REPOSITORY / "docs" / "choosing.md").read_text()
+ROWS = json.loads((REPOSITORY / "recipes" / "results" / "real_models.json").read_text())["rows"][1:]
+
+
+def drift_of(loss):
+    agreement = 1 - loss.disagreement
+    return Mock(excess=loss.excess, kl=loss.kl, agreement=agreement, sequences=8, length=256)
+
+
+def measured(target, stage, text):
+    figures = next(row for row in ROWS if (row["target"], row["stage"]) == (target, stage))["measured"][text]
+    return Loss(figures["excess"], figures["kl"], 1 - figures["top_1_agreement"])
+
+
+def test_the_page_shows_the_limits_and_the_verdicts_of_measured_rows():
+    for verdict, limits in LIMITS.items():
+        agreement = 100 - 100 * limits.disagreement
+        cells = f"at most {limits.excess:.2f} | at most {limits.kl:.2f} | at least {agreement:.0f} %"
+        assert f"| {verdict} | {cells} |" in PAGE
+    rows = re.findall(r"^\| (.*), (.*), (text|code) \| (.*) \| (.*) \| (.*) % \| (.*) \|$", PAGE, re.MULTILINE)
+    assert {verdict for *_, verdict in rows} == {NEAR, WORSE, UNTRAINED}
+    for target, stage, text, excess, kl, agreement, verdict in rows:
+        loss = measured(target, stage, text)
+        shown = f"{loss.excess:+.3f}", f"{loss.kl:.3f}", f"{100 - 100 * loss.disagreement:.1f}"
+        assert (shown, judged(loss)) == ((excess, kl, agreement), verdict)
+
+
+def test_polishing_left_no_more_than_is_expected():
+    for target in ("MLA 128+64", "MLA 64+64", "MQA"):
+        before, after = (vars(measured(target, stage, "text")) for stage in ("fitted", "polished"))
+        left = vars(judgment._LEFT)
+        assert all(after[name] <= left[name] * before[name] for name in left), target
+
+
+@pytest.mark.parametrize("name", ["excess", "kl", "disagreement"])
+def test_the_worst_figure_decides(name):
+    assert judged(LIMITS[NEAR]) == NEAR
+    assert judged(replace(LIMITS[NEAR], **{name: 0.21})) == WORSE
+    assert judged(replace(LIMITS[NEAR], **{name: 0.5})) == UNTRAINED
+    assert judged(replace(LIMITS[NEAR], **{name: float("nan")})) == UNTRAINED
+
+
+@pytest.fixture
+def planned(tmp_path):
+    def plan(**options):
+        request = ConvertRequest(demo_folder(), tmp_path / "out", dry_run=True, seq_len=256, **options)
+        return convert_checkpoint(replace(request, dry_run=True)).plan
+
+    return plan
+
+
+GOOD, POOR, AWFUL = Loss(0.01, 0.02, 0.05), Loss(0.12, 0.15, 0.21), Loss(1.6, 1.7, 0.66)
+LATENT = {"to": "mla", "kv_rank": 24, "rope_dim": 8}
+
+
+def test_verdicts_and_commands_are_told(planned, told):
+    for loss in (GOOD, POOR, AWFUL):
+        told(verdict_text(drift_of(loss)))
+        told(next_step(planned(**LATENT), drift_of(loss), 60.0, 2.0).to_text().replace(str(demo_folder()), "DEMO"))
+
+
+@pytest.mark.parametrize(
+    ("options", "loss", "expected"),
+    [
+        (LATENT, POOR, {"polish": "1M", "repeat_text": True}),
+        (LATENT, AWFUL, {"budget": 64, "kv_rank": None}),
+        (LATENT | {"polish": "1M"}, POOR, {"budget": 64, "polish": "1M"}),
+        ({"to": "mqa"}, AWFUL, {"to": "gqa", "kv_heads": 2}),
+        ({"to": "gqa", "kv_heads": 4}, AWFUL, {"kv_heads": 4, "polish": "1M"}),
+    ],
+)
+def test_the_command_that_helps_most(planned, options, loss, expected):
+    step = next_step(planned(**options), drift_of(loss), 60.0, 2.0)
+    made = {}
+    words = shlex.split(step.command)
+    made.update(kvfold.commands[words[1]].make_context(words[1], words[2:]).params)
+    assert {name: str(made[name]) for name in expected} == {name: str(value) for name, value in expected.items()}
+
+
+def test_without_a_larger_target_or_more_polishing_the_result_is_trained(planned, monkeypatch):
+    step = next_step(planned(to="gqa", kv_heads=4, polish="1M"), drift_of(AWFUL), 60.0, 2.0)
+    words = shlex.split(step.command)
+    assert words[:2] == ["kvfold", "uptrain"]
+    kvfold.commands["uptrain"].make_context("uptrain", words[2:])
+    monkeypatch.setattr(judgment, "free_bytes", lambda plan: 1000)
+    assert "uptrain" in next_step(planned(to="gqa", kv_heads=4), drift_of(AWFUL), 60.0, 2.0).command
+
+
+def test_the_time_follows_from_the_timings_of_the_run(planned):
+    fitted, polished = planned(**LATENT), planned(**LATENT, polish="200k", repeat_text=True)
+    passed = 8 * 256 * 1e-4  # 1e-4 s per token
+    assert next_step(fitted, drift_of(POOR), 60.0, passed).seconds == pytest.approx(60 + 400)
+    assert next_step(polished, drift_of(POOR), 60.0, passed).seconds == pytest.approx(60 + 320, rel=0.01)
+    assert next_step(fitted, drift_of(POOR), 60.0, None).seconds is None
+
+
+def test_a_conversion_ends_with_its_verdict(tiny_reader, tmp_path):
+    done = convert_checkpoint(tiny_reader, tmp_path / "out", to="mqa", samples=2, seq_len=16, quiet=True)
+    assert done.to_dict()["verdict"] == done.verdict == judged(judgment.loss_of(done.drift))
+    assert done.pass_seconds > 0
+    assert done.summary().splitlines()[-3].startswith(f"verdict: {done.verdict}: ")
+    assert f"\nVerdict: {done.verdict} " in (tmp_path / "out" / "README.md").read_text()
+    pooled = convert_checkpoint(tiny_reader, tmp_path / "pooled", to="mqa", method="mean", quiet=True)
+    assert pooled.verdict is None
+    assert "verdict:" not in pooled.summary()
