@@ -9,7 +9,7 @@ from click.core import ParameterSource
 
 from kvfold.convert import console, processes
 from kvfold.convert.checkpoint.opening import check_opens
-from kvfold.convert.measure.commands import bench, eval_command, sweep
+from kvfold.convert.measure.commands import bench, chat_command, eval_command, sweep
 from kvfold.convert.measure.page import conversion_page, drift_page, write_report
 from kvfold.convert.progress import Stages
 from kvfold.convert.request import ConvertRequest, DriftRequest
@@ -159,6 +159,7 @@ def verify(out: str, json_file: str | None) -> None:
 kvfold.add_command(eval_command)
 kvfold.add_command(uptrain)
 kvfold.add_command(bench)
+kvfold.add_command(chat_command)
 
 
 @kvfold.command(short_help="List the shipped recipes for `kvfold convert --recipe`.")

@@ -425,3 +425,17 @@ class BenchRequest(Request):
             yield "layers", f"{opt('layers')} {needs}; omit {opt('layers')}"
         if not self.models and self.shape is None:
             yield "models", f"nothing to time; name at least one MODEL, or use {opt('shape', 'llama-2-7b')}"
+
+
+@dataclass(frozen=True, repr=False)
+class ChatRequest(Request):
+    """A conversation with MODEL, and with ``against`` beside it."""
+
+    model: str = _source()
+    against: str | None = option(
+        None, "A second model, such as the source of MODEL: both answer every prompt.", metavar="MODEL2"
+    )
+    max_new_tokens: int = option(200, "Longest answer, in tokens.", least=1)
+    device: Device = device_option()
+    dtype: Dtype = dtype_option()
+    trust_remote_code: bool = trust_option(help="Allow code in the checkpoints to run.")

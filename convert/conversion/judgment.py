@@ -78,10 +78,10 @@ def verdict_text(drift: "DriftReport") -> str:
     verdict = judged(loss)
     name = WORSE if verdict == UNTRAINED else NEAR
     limits = LIMITS[name]
+    most = f"at most {limits.excess:g}, at most {limits.kl:g}, at least {100 - 100 * limits.disagreement:.0f} %"
     return (
         f"verdict: {verdict}: excess loss {loss.excess:+.3f} nats per token, KL {loss.kl:.3f} nats, top-1 agreement "
-        f'{100 - 100 * loss.disagreement:.1f} % (for "{name}": at most {limits.excess:g}, at most {limits.kl:g}, at least '
-        f"{100 - 100 * limits.disagreement:.0f} %)"
+        f"{100 - 100 * loss.disagreement:.1f} % (limits of '{name}': {most})"
     )
 
 

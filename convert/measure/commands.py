@@ -1,6 +1,7 @@
-"""The commands ``kvfold eval``, ``sweep`` and ``bench``. Slow imports happen inside the functions."""
+"""The commands ``kvfold eval``, ``sweep``, ``bench`` and ``chat``. Slow imports happen inside the functions."""
 
 import re
+import sys
 from pathlib import Path
 
 import click
@@ -11,7 +12,7 @@ from kvfold.convert.console import STDOUT, PanelCommand, check_files, json_optio
 from kvfold.convert.measure.figures import excess_by_cache
 from kvfold.convert.measure.page import sweep_page, write_report
 from kvfold.convert.measure.sweep_targets import WITHIN, parse_targets
-from kvfold.convert.request import SELF, BenchRequest, EvalRequest, SweepRequest
+from kvfold.convert.request import SELF, BenchRequest, ChatRequest, EvalRequest, SweepRequest
 from kvfold.convert.text.corpus import check_sources, with_share
 
 _TARGET = re.compile(r"[\w+]*[:,][\w:,+]*|\d[\d,+]*|gqa|mqa|mla", re.IGNORECASE)
@@ -109,3 +110,17 @@ def bench(request: BenchRequest, json_file: str | None) -> None:
 
     report = bench_checkpoints(request)
     tell(json_file, report.to_dict, report.table())
+
+
+@click.command(name="chat", short_help="Ask MODEL, and another model beside it, the same questions.")
+@request_options(ChatRequest)
+def chat_command(request: ChatRequest) -> None:
+    """Answer each line of standard input with MODEL's chat template; with --against, two models side by side.
+
+    Answers are greedy, so that a difference between two models is one of their weights. An MLA model decodes over its
+    latent cache (absorbed). An empty line or Ctrl-D ends the conversation.
+    """
+    check_opens(request.model, *filter(None, [request.against]))
+    from kvfold.convert.measure.chat import chat_models
+
+    chat_models(request, sys.stdin)
