@@ -142,7 +142,7 @@ def _uptraining(request: ConvertRequest, per_token: float | None) -> NextStep:
 
 def _again(request: ConvertRequest, out: str, *flags: str) -> str:
     """The command of ``request`` that writes ``out``."""
-    left_out = ("model", "out", "quiet", "resume", "overwrite", "keep_intervals")
+    left_out = ("model", "out", "quiet", "resume", "fresh", "overwrite", "keep_intervals")
     given = {name: value for name, value in request.given().items() if name not in left_out}
     return shlex.join(["kvfold", "convert", request.model, out, *command_words(given), *flags])
 
