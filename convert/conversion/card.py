@@ -15,7 +15,7 @@ from kvfold.convert.checkpoint.files import portable_name
 from kvfold.convert.checkpoint.folder import CARD, read_member
 from kvfold.convert.checkpoint.hub import HUB_ID
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.conversion.judgment import judged, loss_of
+from kvfold.convert.conversion.judgment import loss_of, verdict_of
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import engine_cost, rank_sizes, text_name, versions
 from kvfold.convert.families.wrappers import WRAPPERS
@@ -242,7 +242,7 @@ def _measured(record: Mapping[str, Any], drift: "DriftReport", source: str) -> s
 | top-1 agreement | | {100 * drift.agreement:.1f} % |
 
 Measured on {drift.sequences} x {drift.length} held-out tokens of {text_name(record["calibration"]["source"])}.
-Verdict: {judged(loss_of(drift))} (limits: docs/choosing.md of kvfold).
+Verdict: {verdict_of(loss_of(drift))} (limits: docs/choosing.md of kvfold).
 These tokens were not used for fitting, but groups, splits and steps were chosen by them, so the figures are slightly
 optimistic. `kvfold drift {source} .` measures on text that played no part in any choice.
 {drift.positions_text()}

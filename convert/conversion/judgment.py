@@ -67,7 +67,7 @@ def loss_of(drift: "DriftReport") -> Loss:
     return Loss(drift.excess, drift.kl, 1 - drift.agreement)
 
 
-def judged(loss: Loss) -> str:
+def verdict_of(loss: Loss) -> str:
     """The verdict on ``loss``: the first whose limits no figure exceeds."""
     return next((verdict for verdict, limits in LIMITS.items() if loss.within(limits)), UNTRAINED)
 
@@ -75,7 +75,7 @@ def judged(loss: Loss) -> str:
 def verdict_text(drift: "DriftReport") -> str:
     """One line with the verdict, its figures and the limits that it did not or did exceed."""
     loss = loss_of(drift)
-    verdict = judged(loss)
+    verdict = verdict_of(loss)
     name = WORSE if verdict == UNTRAINED else NEAR
     limits = LIMITS[name]
     most = f"at most {limits.excess:g}, at most {limits.kl:g}, at least {100 - 100 * limits.disagreement:.0f} %"
@@ -88,14 +88,14 @@ def verdict_text(drift: "DriftReport") -> str:
 def next_step(plan: Plan, drift: "DriftReport", seconds: float, pass_seconds: float | None) -> NextStep:
     """The command that helps most after a run of ``seconds``; ``pass_seconds`` of the result over the held-out text."""
     request, loss = plan.request, loss_of(drift)
-    verdict = judged(loss)
+    verdict = verdict_of(loss)
     if verdict == NEAR:
         compare = shlex.join(["kvfold", "drift", str(request.model), str(request.out)])
         return NextStep(f"{compare} --text FILE", "measure the drift on text of your own")
     per_token = None if pass_seconds is None else _PASSES * pass_seconds / (drift.sequences * drift.length)
     polish = _polishing(plan, seconds, per_token)
     left = Loss(*(mine * rest for mine, rest in zip(vars(loss).values(), vars(_LEFT).values(), strict=True)))
-    if polish is not None and judged(left) != verdict:
+    if polish is not None and verdict_of(left) != verdict:
         return polish
     larger = larger_target(plan)
     if larger is not None:

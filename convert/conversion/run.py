@@ -24,7 +24,7 @@ from kvfold.convert.console import append_line
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.fitted import Change, FitReport, fitted_of
 from kvfold.convert.conversion.journal import Journal, finished_layers, forget, resumable
-from kvfold.convert.conversion.judgment import judged, loss_of
+from kvfold.convert.conversion.judgment import loss_of, verdict_of
 from kvfold.convert.conversion.memory import check_memory, check_spill, free_disk, needs_of
 from kvfold.convert.conversion.plan import Plan, check_processes, dense_dtype, described, make_plan
 from kvfold.convert.conversion.record import headline, plan_text, summary_text
@@ -73,7 +73,7 @@ class Conversion(FitReport):
     @property
     def verdict(self) -> str | None:
         """The verdict on the result in words (`judgment.LIMITS`); None for a run without text."""
-        return None if self.drift is None else judged(loss_of(self.drift))
+        return None if self.drift is None else verdict_of(loss_of(self.drift))
 
     @property
     def split(self) -> tuple[int, int] | None:

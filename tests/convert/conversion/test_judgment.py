@@ -12,7 +12,7 @@ import pytest
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.cli import kvfold
 from kvfold.convert.conversion import judgment
-from kvfold.convert.conversion.judgment import LIMITS, NEAR, UNTRAINED, WORSE, Loss, judged, next_step, verdict_text
+from kvfold.convert.conversion.judgment import LIMITS, NEAR, UNTRAINED, WORSE, Loss, next_step, verdict_of, verdict_text
 from kvfold.convert.data import demo_folder
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -40,7 +40,7 @@ def test_the_page_shows_the_limits_and_the_verdicts_of_measured_rows():
     for target, stage, text, excess, kl, agreement, verdict in rows:
         loss = measured(target, stage, text)
         shown = f"{loss.excess:+.3f}", f"{loss.kl:.3f}", f"{100 - 100 * loss.disagreement:.1f}"
-        assert (shown, judged(loss)) == ((excess, kl, agreement), verdict)
+        assert (shown, verdict_of(loss)) == ((excess, kl, agreement), verdict)
 
 
 def test_polishing_left_no_more_than_is_expected():
@@ -52,10 +52,10 @@ def test_polishing_left_no_more_than_is_expected():
 
 @pytest.mark.parametrize("name", ["excess", "kl", "disagreement"])
 def test_the_worst_figure_decides(name):
-    assert judged(LIMITS[NEAR]) == NEAR
-    assert judged(replace(LIMITS[NEAR], **{name: 0.21})) == WORSE
-    assert judged(replace(LIMITS[NEAR], **{name: 0.5})) == UNTRAINED
-    assert judged(replace(LIMITS[NEAR], **{name: float("nan")})) == UNTRAINED
+    assert verdict_of(LIMITS[NEAR]) == NEAR
+    assert verdict_of(replace(LIMITS[NEAR], **{name: 0.21})) == WORSE
+    assert verdict_of(replace(LIMITS[NEAR], **{name: 0.5})) == UNTRAINED
+    assert verdict_of(replace(LIMITS[NEAR], **{name: float("nan")})) == UNTRAINED
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_the_time_follows_from_the_timings_of_the_run(planned):
 
 def test_a_conversion_ends_with_its_verdict(tiny_reader, tmp_path):
     done = convert_checkpoint(tiny_reader, tmp_path / "out", to="mqa", samples=2, seq_len=16, quiet=True)
-    assert done.to_dict()["verdict"] == done.verdict == judged(judgment.loss_of(done.drift))
+    assert done.to_dict()["verdict"] == done.verdict == verdict_of(judgment.loss_of(done.drift))
     assert done.pass_seconds > 0
     assert done.summary().splitlines()[-3].startswith(f"verdict: {done.verdict}: ")
     assert f"\nVerdict: {done.verdict} " in (tmp_path / "out" / "README.md").read_text()
