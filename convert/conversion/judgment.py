@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 NEAR, WORSE, UNTRAINED = "near the source", "clearly worse than the source", "needs training"
 POLISH = "1M"
-# A polished token passes through the source, and through the result forward and, at twice the time, backward. Measured
-# with the model that ships: 3.8 passes (a pass over held-out text reads the result from disk and computes in float32).
+# A polished token passes through the source, and through the result forward and, at twice the time, backward: derived,
+# not measured. Held-out text is read in float32 from disk, so that the estimate is rather too long.
 _PASSES = 4
 _UPTRAIN = {"steps": 200, "batch_tokens": 16384}  # chosen: a batch of a quarter of the default, a few million tokens
 
