@@ -5,7 +5,8 @@
 On CUDA torch itself reports them (`torch.cuda.set_sync_debug_mode`). On a CPU, where nothing waits, every call counts
 that would wait if its tensor were on a card: reading a number (`item`, `float`, `bool`, `tolist`), a copy to the CPU,
 `nonzero` and boolean indices, and decompositions, which check their result. That is an upper bound, because tensors
-that are on the CPU in any case count too.
+that are on the CPU in any case count too; what is always there, fits (`transforms`) and files (`checkpoint`), is
+counted apart.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
 
 FOLDERS = [str(Path(str(package.__file__)).parent) for package in (kvfold.attention, kvfold.convert)]
+APART = {"fits": "convert/transforms/", "files": "convert/checkpoint/"}
 READS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.cpu}
 READS |= {Tensor.nonzero, torch.nonzero, torch.bincount, Tensor.numpy, Tensor.masked_select}
 SOLVERS = {torch.linalg.eigh, torch.linalg.eigvalsh, torch.linalg.solve, torch.linalg.svd, torch.linalg.cholesky}
@@ -88,9 +90,15 @@ def counted(device: torch.device) -> Iterator[Places]:
 
 
 def per_layer(places: Places, layers: int) -> dict[str, float]:
-    """Synchronizations per layer: ``all``, then the lines with the most."""
-    most = {place: round(count / layers, 1) for place, count in places.most_common(25)}
-    return {"all": round(places.total() / layers, 1), **most}
+    """Per layer: ``all`` that may wait for the device, those of each part that never does, and the most frequent."""
+    parts = {
+        name: Counter({at: n for at, n in places.items() if at.startswith(where)}) for name, where in APART.items()
+    }
+    others = places - sum(parts.values(), Counter())
+    counts = (
+        {"all": others.total()} | {name: part.total() for name, part in parts.items()} | dict(others.most_common(12))
+    )
+    return {name: round(count / layers, 1) for name, count in counts.items()}
 
 
 def main() -> None:

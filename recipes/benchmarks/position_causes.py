@@ -1,0 +1,197 @@
+"""Which part of a latent attention makes its loss grow with the position: each is swapped for the source's in turn.
+
+    python recipes/benchmarks/position_causes.py MODEL CONVERTED --text FILE --json recipes/results/position_causes.json
+
+MODEL is a llama, CONVERTED its conversion to MLA, layout free. In every layer of CONVERTED one part is replaced by what
+the source's weights compute from the same inputs:
+
+    none        nothing: the conversion
+    values      values and output projection
+    scores      queries and keys
+    sink        the share of attention that the first token gets
+    distance    the mean of the scores' error over the tokens at each distance, by head (found on the same text)
+    reach       the share of attention that keys at 256 tokens and more get
+    far         its distribution among them
+
+Excess loss over the source by position, nats per token; margins are 95 % intervals over sequences.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from measured import Row, conditions, continue_rows
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvfold.attention.drift.compare import margin, stretch_bounds
+from kvfold.convert.measure.losses import token_windows
+
+PARTS = ("none", "values", "scores", "sink", "distance", "reach", "far")
+FAR = 256
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``x [B, H, T, d]`` rotated by halves, as llama does; ``cos`` and ``sin`` are ``[B, T, d]``."""
+    first, second = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+
+
+def source_parts(module: nn.Module, hidden: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Scores ``[B, H, T, T]`` and values ``[B, H, T, d]`` of a llama attention, heads of groups repeated."""
+    query, key, value = (
+        project(hidden).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+        for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    groups = query.shape[1] // key.shape[1]
+    key, value = rotated(key, *turn).repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return rotated(query, *turn) @ key.mT * module.scaling, value
+
+
+def latent_parts(module: nn.Module, hidden: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Scores and values of a latent attention, by calling it with an attention function that returns them."""
+    found: list[Tensor] = []
+
+    def record(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found[:] = [query @ key.mT * kwargs["scaling"], value]
+        return value.transpose(1, 2), None
+
+    ATTENTION["recording"] = record
+    module.original(hidden, turn, None)
+    return found[0], found[1]
+
+
+ATTENTION: dict[str, Callable[..., Any]] = {}
+
+
+def mixed(part: str, state: dict[str, Any], index: int, ours: Tensor, theirs: Tensor) -> Tensor:
+    """Attention weights ``[B, H, T, T]`` from the scores of conversion and source, with ``part`` swapped."""
+    length = ours.shape[-1]
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    if part == "distance":
+        ours = ours - state["bias"][index][:, distance.clamp_min(0)]
+    weights, source = (each.masked_fill(distance < 0, -math.inf).softmax(-1) for each in (ours, theirs))
+    if part == "scores":
+        return source
+    if part in ("sink", "reach"):
+        group = distance >= FAR if part == "reach" else (torch.arange(length) == 0).expand(length, -1)
+        return with_share(weights, group, share(source, group))
+    if part == "far":
+        group = distance >= FAR
+        return torch.where(group, with_share(source, group, share(weights, group)), weights)
+    return weights
+
+
+def share(weights: Tensor, group: Tensor) -> Tensor:
+    """The part of each query's attention ``[B, H, T, T]`` that goes to the keys of ``group [T, T]``."""
+    return (weights * group).sum(-1, keepdim=True)
+
+
+def with_share(weights: Tensor, group: Tensor, wanted: Tensor) -> Tensor:
+    """The same distribution within ``group`` and beyond it, with ``wanted`` in the group."""
+    own = share(weights, group)
+    wanted = torch.where((own > 0) & (own < 1), wanted, own)
+    inside, beyond = wanted / own.clamp_min(1e-30), (1 - wanted) / (1 - own).clamp_min(1e-30)
+    return weights * torch.where(group, inside, beyond)
+
+
+def note_bias(state: dict[str, Any], index: int, ours: Tensor, theirs: Tensor) -> None:
+    """Add up the error of the scores by distance, against its mean over the keys of each query."""
+    length = ours.shape[-1]
+    distance = (torch.arange(length)[:, None] - torch.arange(length)).clamp_min(-1) + 1
+    causal = (distance > 0).float()
+    error = (ours - theirs) * causal
+    error = (error - error.sum(-1, keepdim=True) / causal.sum(-1, keepdim=True)) * causal
+    sums = error.new_zeros(error.shape[1], length + 1)
+    sums.index_add_(1, distance.flatten(), error.sum(0).flatten(1))
+    state["sums"][index] = state["sums"].get(index, 0) + sums[:, 1:]
+
+
+def attend(
+    part: str, state: dict[str, Any], index: int, module: nn.Module, source: nn.Module, turn: Any,
+    hidden_states: Tensor, position_embeddings: Any, *args: Any, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Replaces ``module.forward``: the conversion's attention with ``part`` of the ``source``'s."""
+    batch, length = hidden_states.shape[:2]
+    ours, values = latent_parts(module, hidden_states, position_embeddings)
+    theirs, own = source_parts(source, hidden_states, turn(hidden_states, torch.arange(length)[None].expand(batch, -1)))
+    if part == "none":
+        note_bias(state, index, ours, theirs)
+    weights = mixed(part, state, index, ours, theirs)
+    values, project = (own, source.o_proj) if part == "values" else (values, module.o_proj)
+    return project((weights @ values).transpose(1, 2).flatten(2)), None
+
+
+def losses(model: Any, tokens: Tensor) -> Tensor:
+    """Losses ``[N, T - 1]`` of each next token, in nats."""
+    found = []
+    for rows in tokens.split(1):
+        hidden = model.model(rows, use_cache=False).last_hidden_state
+        parts = [model.lm_head(part).float() for part in hidden[:, :-1].split(256, 1)]
+        labels = rows[:, 1:].split(256, 1)
+        found.append(
+            torch.cat([cross_entropy(a.mT, b, reduction="none") for a, b in zip(parts, labels, strict=True)], 1)
+        )
+    return torch.cat(found)
+
+
+def rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokens = token_windows(tokenizer, args.text.read_text(encoding="utf-8"), args.windows, args.length)
+    source, student = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for folder in (args.model, args.converted)
+    )
+    expected = losses(source, tokens)
+    student.config._attn_implementation = "recording"
+    state: dict[str, Any] = {"sums": {}}
+    counts = torch.arange(args.length, 0, -1) * len(tokens)
+    modules = [layer.self_attn for layer in student.model.layers]
+    for module in modules:
+        module.original = module.forward
+    for part in args.parts.split(","):
+        for index, module in enumerate(modules):
+            own = source.model.layers[index].self_attn
+            module.forward = partial(attend, part, state, index, module, own, source.model.rotary_emb)
+        excess = losses(student, tokens) - expected
+        if part == "none":
+            state["bias"] = {index: sums / counts for index, sums in state["sums"].items()}
+        stretches = []
+        for first, last in stretch_bounds(args.length):
+            each = excess[:, first - 1 : last - 1].double().mean(1)
+            stretches.append({"from": first, "to": last, "excess": float(each.mean()), "margin": margin(each)})
+        yield {"converted": args.converted.name, "swapped": part, "positions": stretches, **conditions()}
+
+
+def show(row: Row) -> None:
+    print(
+        f"{row['swapped']:10}",
+        "  ".join(f"{s['from']}-{s['to']} {s['excess']:+.4f}" for s in row["positions"]),
+        flush=True,
+    )
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("converted", type=Path)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register("recording", lambda *a, **k: ATTENTION["recording"](*a, **k))
+    continue_rows(args.json, {"windows": args.windows, "length": args.length}, partial(rows, args), show)
+
+
+if __name__ == "__main__":
+    main()
