@@ -22,6 +22,7 @@ from kvfold.convert.options import Option, Request, specs
 from kvfold.convert.signals import interruptible
 
 # Stands for stdout in place of a file name, as in other command-line tools.
+REPORT = "report.html"
 STDOUT = "-"
 _PLOT_KINDS = (".png", ".svg", ".pdf")
 
@@ -204,20 +205,33 @@ def check_files(json_file: str | None, plot: str | None = None, report: str | No
             raise option_error(option, path, "draws with matplotlib; install it: pip install 'kvfold[report]'")
     if plot is not None and Path(plot).suffix not in _PLOT_KINDS:
         raise option_error("plot", plot, f"must end in {', '.join(_PLOT_KINDS[:-1])} or {_PLOT_KINDS[-1]}")
-    if report is not None and Path(report).exists() and not Path(report).is_dir():
-        raise option_error("report", report, "is a file; name a folder")
+    if report is not None and (reason := _unwritable(Path(report), folder=True)):
+        raise option_error("report", report, f": cannot be written ({reason}); name another folder")
     for option, path in (("json", json_file), ("plot", plot)):
-        if path is None or path == STDOUT:
-            continue
-        file, reason = Path(path), None
-        if file.is_dir():
-            reason = "it is a folder"
-        elif not file.parent.is_dir():
-            reason = f"there is no folder {file.parent}"
-        elif not os.access(file if file.exists() else file.parent, os.W_OK):
-            reason = "permission denied"
-        if reason is not None:
+        if path not in (None, STDOUT) and (reason := _unwritable(Path(str(path)))):
             raise option_error(option, path, f": cannot be written ({reason}); name a file in an existing folder")
+
+
+def _unwritable(path: Path, folder: bool = False) -> str | None:
+    """Why ``path`` cannot be written, or ``report.html`` in that ``folder``, which may not exist yet; None if it can.
+
+    Links are refused, because they may lead anywhere, and pipes, because they would block.
+    """
+    file = path / REPORT if folder else path
+    try:
+        state = file.lstat() if os.path.lexists(file) else None
+        if len(os.fsencode(path.name)) > os.pathconf("/", "PC_NAME_MAX"):
+            return os.strerror(errno.ENAMETOOLONG)
+    except (OSError, ValueError) as error:
+        return one_line(error)
+    if folder and path.exists() and not path.is_dir():
+        return "it is a file"
+    if state is not None and not stat.S_ISREG(state.st_mode):
+        return "it is a folder" if stat.S_ISDIR(state.st_mode) else f"{file.name} is a link or no regular file"
+    if not folder and not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    place = next(each for each in (file, *file.parents) if each.exists())
+    return None if os.access(place, os.W_OK) else "permission denied"
 
 
 def tell(json_file: str | None, value: Callable[[], Any], text: str) -> None:

@@ -22,6 +22,8 @@ Fields = ParamSpec("Fields")
 Made = TypeVar("Made", contravariant=True)
 Returned = TypeVar("Returned", covariant=True)
 
+# The whole numbers that Python reads quickly, in the digits of a keyboard: int() also takes those of other scripts.
+_WHOLE = "[0-9]{1,18}"
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -55,7 +57,7 @@ class Option:
         """``value`` with paths as strings and lists as tuples; with ``many``, one item is unpacked, [] is None."""
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         # On the command line, numbers of steps are strings.
-        if self.words and int in self.kinds and re.fullmatch(r"[0-9]{1,18}", str(value)):
+        if self.words and int in self.kinds and re.fullmatch(_WHOLE, str(value)):
             return int(value)
         if self.each is not None and isinstance(value, str):
             value = [value] if self.argument else [part.strip() for part in value.split(",") if part.strip()]
@@ -63,7 +65,7 @@ class Option:
             return value
         parts = [os.fspath(part) if isinstance(part, os.PathLike) else part for part in value]
         if self.each is not None:
-            numbers = (int(part) if self.each is int and str(part).isdecimal() else part for part in parts)
+            numbers = (int(part) if self.each is int and re.fullmatch(_WHOLE, str(part)) else part for part in parts)
             return tuple(dict.fromkeys(numbers))
         if self.many and len(parts) < 2:
             return next(iter(parts), None)

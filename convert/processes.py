@@ -4,6 +4,7 @@ Single-process runs make the same calls, which then need no communication and im
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ def count(on_this_machine: bool = False) -> int:
     """The number of processes in this run, in total or on this machine."""
     dist = _distributed()
     if dist is not None and on_this_machine:
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return environment_number("LOCAL_WORLD_SIZE", 1)
     return 1 if dist is None else int(dist.get_world_size())
 
 
@@ -52,6 +53,14 @@ def started_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def environment_number(name: str, default: int) -> int:
+    """The whole number that ``torchrun`` set as the environment variable ``name``. InputError if it is none."""
+    text = os.environ.get(name, str(default))
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise InputError(f"torchrun: {name}={text!r} must be a whole number; unset it, or start with torchrun")
+    return int(text)
+
+
 @contextmanager
 def joined(device: str) -> Iterator[None]:
     """Connect the processes that ``torchrun`` started during the block, by gloo, and between GPUs also by nccl.
@@ -59,16 +68,19 @@ def joined(device: str) -> Iterator[None]:
     Unless ``device`` is "cpu", each process uses the GPU whose index is its local rank. Raises InputError if a
     machine has fewer GPUs than processes, KvfoldError if the processes do not connect within 50 seconds.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    size = environment_number("WORLD_SIZE", 1)
+    if size < 2:
         yield
         return
+    if environment_number("RANK", 0) >= size:
+        raise InputError(f"torchrun: RANK={os.environ['RANK']} must be below WORLD_SIZE={size}; start all by torchrun")
     import torch
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
     backend = "gloo"
     if device != "cpu" and torch.cuda.is_available():
-        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        local, gpus = environment_number("LOCAL_RANK", 0), torch.cuda.device_count()
         if local >= gpus:
             raise InputError(
                 f"torchrun: process {local + 1} on this machine needs its own GPU, but torch finds only {gpus}; use "

@@ -25,7 +25,7 @@ def bytes_unit(count: float) -> tuple[str, int]:
 
 def parse_size(text: str | int) -> int | None:
     """Bytes in a size such as ``"5GB"`` (decimal, as in transformers), ``"500MiB"`` or ``1000``; None if invalid."""
-    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", str(text))
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", str(text), re.ASCII)
     if match is None or match[2].upper() not in _BY_NAME:
         return None
     return int(float(match[1]) * _BY_NAME[match[2].upper()]) or None
@@ -33,7 +33,7 @@ def parse_size(text: str | int) -> int | None:
 
 def size_expected(value: Any) -> str | None:
     """The rule that ``value`` breaks as a file size, worded to follow "must be"; None for a valid size."""
-    if isinstance(value, str) and value.strip().isdigit() and 0 < int(value) < _LEAST_BARE:
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value.strip()) and 0 < int(value) < _LEAST_BARE:
         return f"a size with its unit (did you mean {value.strip()}GB?)"
     return None if parse_size(value) else "a size such as 5GB, 500MB or 2GiB"
 

@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint.headers import TensorInfo
+from kvfold.convert.errors import short
 
 if TYPE_CHECKING:
     import torch
@@ -227,9 +228,11 @@ def compressed_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
     if not isinstance(groups, dict) or not groups:
         raise ValueError("'config_groups' is missing or empty")
     formats = []
-    for group in groups.values():
+    for name, group in groups.items():
+        if wrong := _group_problem(group):
+            raise ValueError(f"config_groups {short(name)}: {wrong}")
         kind, weights = group.get("format") or settings.get("format"), group["weights"]
-        if kind not in _COMPRESSED:
+        if not isinstance(kind, str) or kind not in _COMPRESSED:
             raise ValueError(f"format {kind!r} must be one of {', '.join(_COMPRESSED)}")
         root, dtypes, needs, takes = _COMPRESSED[kind]
         formats.append(
@@ -247,6 +250,29 @@ def compressed_formats(settings: Mapping[str, Any]) -> tuple[Format, ...]:
             )
         )
     return tuple(formats)
+
+
+def _group_problem(group: Any) -> str | None:
+    """What is wrong with one of the ``config_groups``, or None."""
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        return f"{short(group)} must be an object with 'weights', which say how a weight is stored"
+    if weights.get("type") not in ("int", "float"):
+        return f"type {short(weights.get('type'))} of its weights must be 'int' or 'float'"
+    if weights.get("num_bits") not in (4, 8):
+        return f"num_bits {short(weights.get('num_bits'))} of its weights must be 4 or 8"
+    size = weights.get("group_size")
+    if type(size) not in (int, type(None)) or (weights.get("strategy") == "group" and (size or 0) < 1):
+        return f"group_size {short(size)} of its weights must be a whole number above 0"
+    targets = group.get("targets")
+    if targets is not None and not (isinstance(targets, list) and all(isinstance(each, str) for each in targets)):
+        return f"targets {short(targets)} must be a list of module names"
+    for target in targets or ():
+        try:
+            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+        except re.error as error:
+            return f"target {short(target)} is no regular expression: {error}"
+    return None
 
 
 def _compressed_shape(weights: Mapping[str, Any], parts: Parts) -> Shape:

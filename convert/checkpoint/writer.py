@@ -81,7 +81,7 @@ class ShardWriter:
 
         Raises InputError if a value overflows, KvfoldError if a shape is not as planned.
         """
-        from kvfold.convert.checkpoint.tensors import cast_chunk, tensor_memory, torch_dtype
+        from kvfold.convert.checkpoint.tensors import cast_chunk, refuse_non_finite, tensor_memory, torch_dtype
 
         if self._copying is not None and self._copying.done():
             self._copying.result()  # a disk's failure must not surface only after hours of computing
@@ -91,6 +91,9 @@ class ShardWriter:
             if tensor.shape != shape:
                 raise KvfoldError(f"tensor {name!r} has shape {tuple(tensor.shape)}, but the plan requires {shape}")
             stored = cast_chunk(tensor, torch_dtype(place.tensor.dtype), name).cpu().contiguous()
+            refuse_non_finite(
+                stored, f"converted tensor {name!r}", ", computed from weights that are not finite or far too large"
+            )
             with self._opened(place.shard) as file:
                 write_all(file, tensor_memory(stored), place.start)
             self.written.add(name)

@@ -108,6 +108,7 @@ def _written_tokens(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages) -
     """Sample calibration and held-out sequences from the source; a resumed run loads them from ``scratch``."""
     request, saved = plan.request, scratch / SELF_TEXT
     start = first_tokens(tokenizer, plan.checkpoint.origin)
+    check_vocabulary(torch.tensor(start), plan.geometry.vocabulary, plan.checkpoint.origin)
     if request.seq_len <= len(start):
         rule = f"must exceed {len(start)}, the length of every text's prefix; raise it"
         raise option_error("seq_len", request.seq_len, rule)

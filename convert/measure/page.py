@@ -9,6 +9,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvfold.convert.console import REPORT
 from kvfold.convert.errors import option_error
 from kvfold.convert.measure import figures
 from kvfold.convert.measure.figures import Chart
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
     from kvfold.convert.conversion.run import Conversion
     from kvfold.convert.measure.sweep import Sweep
 
-FILE = "report.html"
 # Sweeps convert nothing, so the cache's dtype is not known: 16 bits are usual.
 _ELEMENT_BYTES = 2
 # Options and small numbers do not break at their hyphens.
 _WHOLE = re.compile(r"(?<![\w-])--[a-z][a-z-]*|\b[\d.]+e-\d+")
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _CSS = """
 :root { color-scheme: light dark; --dim: #7c828c; --rule: #8884; }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 64rem; }
@@ -38,10 +39,11 @@ th:first-child, td:first-child { text-align: left; }
 
 def write_report(html: str, folder: str, quiet: bool = False) -> None:
     """Write ``html`` to ``report.html`` in ``folder``, which is created. Raises InputError if it cannot be written."""
-    file = Path(folder) / FILE
+    file = Path(folder) / REPORT
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(html, encoding="utf-8")
+        # Names from a checkpoint may hold control characters, which HTML does not allow.
+        file.write_text(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", html), encoding="utf-8")
     except OSError as error:
         raise option_error("report", folder, f"cannot be written ({error.strerror}); choose another folder") from error
     if not quiet:

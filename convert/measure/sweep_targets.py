@@ -44,7 +44,7 @@ def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
         kind = kind if bare else item.lower().partition(":")[0]
         spelling = f"{kind}:{item}" if bare else item.lower()
         for form, names in _FORMS.items():
-            if match := re.fullmatch(form, spelling):
+            if match := re.fullmatch(form, spelling, re.ASCII):
                 options = {"to": kind, **dict(zip(names, map(int, match.groups()), strict=True))}
                 targets += [] if options in targets else [options]
                 break

@@ -5,7 +5,6 @@ Steps are relative to each tensor's size as in polishing (`scale_steps`), but no
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -26,7 +25,7 @@ from kvfold.convert.checkpoint.files import replacing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device
 from kvfold.convert.errors import InputError, KvfoldError, opt, option_error
-from kvfold.convert.processes import started_first
+from kvfold.convert.processes import environment_number, started_first
 from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stock import load_model
 from kvfold.convert.targets.mla.tensors import HeldSlice
@@ -53,7 +52,7 @@ def training_arguments(request: UptrainRequest, width: int, resumed: bool) -> Tr
     Raises InputError if the device, the precision or the number of processes cannot be used.
     """
     device, precision = choose_device(request.device), forward_dtype(request)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = environment_number("WORLD_SIZE", 1)
     # A single process uses all GPUs that it sees: transformers divides each of its batches among them.
     replicas = torch.cuda.device_count() if processes == 1 and device.type == "cuda" else processes
     micro, accumulation = divide_batch(request.sequences, request.micro_batch, replicas)

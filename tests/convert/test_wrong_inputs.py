@@ -1,0 +1,123 @@
+"""Values and files that no user means to give: each is refused in words, before anything is written."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.console import check_files
+from kvfold.convert.data import demo_folder
+from kvfold.convert.errors import InputError
+from kvfold.convert.measure.page import write_report
+from kvfold.convert.measure.sweep_targets import parse_targets
+from kvfold.convert.processes import joined
+from kvfold.convert.request import EvalRequest
+from kvfold.convert.sizes import parse_size
+
+WEIGHTS = {"type": "int", "num_bits": 8}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the model that ships."""
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for file in demo_folder().iterdir():
+        if file.is_file():
+            (copy / file.name).write_bytes(file.read_bytes())
+    return copy
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        5,
+        {},
+        {"weights": {"type": 3, "num_bits": 4}},
+        {"weights": {"type": "int", "num_bits": 0}},
+        {"weights": {**WEIGHTS, "strategy": "group", "group_size": "x"}},
+        {"weights": WEIGHTS, "targets": 5},
+        {"weights": WEIGHTS, "targets": [5]},
+        {"weights": WEIGHTS, "targets": ["re:("]},
+        {"weights": WEIGHTS, "format": []},
+    ],
+    ids=json.dumps,
+)
+def test_settings_of_quantization_are_checked(group, model, refused):
+    config = json.loads((model / "config.json").read_text())
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"g": group}}
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    with refused():
+        open_checkpoint(str(model))
+
+
+@pytest.mark.parametrize("digit", ["\N{SUPERSCRIPT TWO}", "\N{CIRCLED DIGIT ONE}", "\N{ARABIC-INDIC DIGIT THREE}"])
+def test_digits_of_other_scripts_are_no_numbers(digit):
+    assert parse_size(f"{digit}GB") is None
+    with pytest.raises(InputError):
+        parse_targets(f"gqa:{digit}")
+    for options in ({"lengths": f"128,{digit}"}, {"lengths": "9" * 5000}):
+        with pytest.raises(InputError, match="lengths"):
+            EvalRequest(model="m", out="o", **options)
+    with pytest.raises(InputError, match="shard"):
+        ConvertRequest(model="m", out="o", to="mqa", max_shard_size=digit)
+
+
+@pytest.mark.parametrize(
+    "variables", [{"WORLD_SIZE": "x"}, {"WORLD_SIZE": "-1"}, {"WORLD_SIZE": "2", "RANK": "5"}], ids=str
+)
+def test_processes_need_whole_numbers_from_their_launcher(variables, monkeypatch, refused):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with refused(), joined("cpu"):
+        pass
+
+
+def test_results_are_not_written_through_links_or_into_pipes(tmp_path, refused):
+    (tmp_path / "other").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "report.html").symlink_to(tmp_path / "other")
+    for file in ("link", "pipe", "x" * 300):
+        with refused():
+            check_files(str(tmp_path / file))
+    for folder in ("report", "pipe", "x" * 300):
+        with refused():
+            check_files(None, report=str(tmp_path / folder))
+
+
+def test_pages_hold_no_control_characters(tmp_path):
+    write_report("<p>m\x01\x1b[31m</p>", str(tmp_path), quiet=True)
+    assert (tmp_path / "report.html").read_text() == "<p>m\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}[31m</p>"
+
+
+def test_a_token_beyond_the_vocabulary_begins_no_text(model, refused):
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<nope>"}))
+    asked = ConvertRequest(
+        model=str(model), out=str(model.parent / "out"), to="mqa", calibration="self", samples=2, seq_len=16, quiet=True
+    )
+    with refused():
+        convert_checkpoint(asked)
+    assert not (model.parent / "out").exists()
+
+
+def test_a_conversion_that_overflows_is_not_written(model, refused):
+    tensors = load_file(model / "model.safetensors")
+    for layer in range(4):
+        for name in ("k_proj", "v_proj", "q_proj", "o_proj"):
+            weight = tensors[f"model.layers.{layer}.self_attn.{name}.weight"]
+            weight.fill_(torch.finfo(weight.dtype).max)
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    asked = ConvertRequest(
+        model=str(model), out=str(model.parent / "out"), to="mla", method="svd", kv_rank=24, rope_dim=8, quiet=True
+    )
+    with refused():
+        convert_checkpoint(asked)
+    assert not (model.parent / "out").exists()
