@@ -16,10 +16,20 @@ from typing import Any, NoReturn
 
 import click
 
-from kvfold.convert.errors import ALONE, KvfoldError, as_option, one_line, option_error, system_failure, worded
+from kvfold.convert.errors import (
+    ALONE,
+    KvfoldError,
+    as_option,
+    one_line,
+    option_error,
+    printable,
+    system_failure,
+    worded,
+)
 from kvfold.convert.host import set_threads
 from kvfold.convert.options import Option, Request, specs
 from kvfold.convert.signals import interruptible
+from kvfold.convert.sizes import jsonable
 
 # Stands for stdout in place of a file name, as in other command-line tools.
 REPORT = "report.html"
@@ -157,7 +167,7 @@ def run_command(
                 raise
             advice = "set KVFOLD_TRACEBACK=1 to see the traceback, and please report it"
             text = system_failure(error) or f"unexpected {type(error).__name__}: {one_line(error)} ({advice})"
-            outcome, stopped = (text + "".join(f"; {kept}" for kept in [_notes(error)] if kept), 1), False
+            outcome, stopped = (printable(text) + "".join(f"; {kept}" for kept in [_notes(error)] if kept), 1), False
         if stopped:
             gc.collect()
     message, status = (f"interrupted: {left}; run the same command again", 1) if stopped else outcome
@@ -176,7 +186,7 @@ def _notes(error: BaseException) -> str:
 
 def _usage(error: click.ClickException, command: click.Command, name: str, arguments: Sequence[str]) -> str:
     """A sentence about an invalid command line that refers to the ``--help`` of the right command."""
-    text, where = error.format_message().replace("\n", " ").rstrip("."), name
+    text, where = printable(error.format_message().replace("\n", " ").rstrip(".")), name
     # Click's error for an option without its argument names neither the command nor the missing argument.
     called = next(iter(arguments), "")
     if isinstance(command, click.Group) and called in command.commands:
@@ -236,7 +246,7 @@ def _unwritable(path: Path, folder: bool = False) -> str | None:
 
 def tell(json_file: str | None, value: Callable[[], Any], text: str) -> None:
     """Print ``text`` and write ``value()`` as JSON to ``json_file``; if that is stdout, ``text`` goes to stderr."""
-    content = "" if json_file is None else json.dumps(value(), indent=2) + "\n"
+    content = "" if json_file is None else json.dumps(jsonable(value()), indent=2, allow_nan=False) + "\n"
     if json_file == STDOUT:
         click.echo(content, nl=False)
     elif json_file is not None:

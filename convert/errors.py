@@ -89,9 +89,12 @@ class KvfoldError(Exception):
     exit_status = 1
 
     def __init__(self, message: str, details: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.message, self.details = message, tuple(details)
-        self.problems = [each if isinstance(each, Problem) else Problem(each) for each in (message, *details)]
+        # Values and names from files may contain line ends and codes that a terminal obeys.
+        self.message, *others = map(printable, (message, *details))
+        super().__init__(self.message)
+        self.details = tuple(others)
+        given = (each if isinstance(each, Problem) else Problem(each) for each in (message, *details))
+        self.problems = [Problem(printable(each), each.field, each.value) for each in given]
 
     def __str__(self) -> str:
         lines = [self.message, *(f"  {detail}" for detail in self.details[:_SHOWN])]
@@ -124,6 +127,11 @@ def first_line(error: BaseException) -> str:
 def one_line(error: BaseException) -> str:
     """A library's error message joined into one line, or the exception's type if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def printable(text: str) -> str:
+    """``text`` in one line, with characters that cannot be printed as Python escapes them."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def short(value: Any) -> str:

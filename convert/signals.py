@@ -6,10 +6,10 @@ a folder and the ``try`` whose ``finally`` removes it, or inside that ``finally`
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -113,36 +113,42 @@ def interruptible() -> Iterator[None]:
             signal.signal(each, before[each])
 
 
-def _resident_memory() -> int:
-    """The bytes of memory that this process uses; 0 if the system does not tell."""
+@contextmanager
+def _little_memory(most_bytes: int) -> Iterator[None]:
+    """Within the block this process gets at most ``most_bytes`` more memory; MemoryError beyond. Only on Linux."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        held = int(Path("/proc/self/statm").read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
-        return 0
+        yield
+        return
+    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    allowed = [limit for limit in (held + most_bytes, before, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(allowed), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
 
 
 @contextmanager
 def limited(seconds: float, most_bytes: int = 512 << 20) -> Iterator[None]:
-    """Raise TimeoutError in the block if it takes more than ``seconds`` or ``most_bytes`` of memory, in any thread.
+    """Raise TimeoutError in the block after ``seconds``, in any thread; MemoryError beyond ``most_bytes`` of memory.
 
     For data from a checkpoint that Python code interprets, such as a chat template: a single operation in C is not
-    interrupted.
+    interrupted, but cannot get the memory either.
     """
     ended, thread = threading.Event(), threading.get_ident()
-    most_bytes += _resident_memory()
 
     def watch() -> None:
-        last = time.monotonic() + seconds
-        while not ended.wait(0.05):
-            if time.monotonic() > last or _resident_memory() > most_bytes:
-                # no signal: it would reach only the main thread
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
-                return
+        if not ended.wait(seconds):
+            # no signal: it would reach only the main thread
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
-        yield
+        with _little_memory(most_bytes):
+            yield
     finally:
         ended.set()
         watcher.join()

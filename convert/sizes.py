@@ -1,7 +1,8 @@
-"""Counts of bytes and tokens formatted and parsed; rows of cells formatted as a table."""
+"""Counts of bytes and tokens formatted and parsed; rows of cells formatted as a table; numbers that JSON can hold."""
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -67,3 +68,12 @@ def table(rows: Sequence[Sequence[str]], least: Sequence[int] = (), left: Sequen
             cells[-1:] = row[-1:]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def jsonable(value: Any) -> Any:
+    """``value`` with null for NaN and infinity, such as the loss of a source that overflows: JSON has neither."""
+    if isinstance(value, Mapping):
+        return {name: jsonable(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -38,7 +38,7 @@ def dequantized(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
         return checkpoint
     where, settings = checkpoint.hub_id or checkpoint.folder, checkpoint.config[key]
     method = settings.get("quant_method", "unnamed") if isinstance(settings, dict) else settings
-    if not isinstance(method, str) or method not in FORMATS:
+    if not isinstance(settings, dict) or not isinstance(method, str) or method not in FORMATS:
         known = ", ".join(FORMATS)
         raise InputError(f"{where}: {key} {short(method)} is not supported (supported: {known}); {DEQUANTIZE}")
     try:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from kvfold.convert.checkpoint.files import open_source
+from kvfold.convert.checkpoint.files import check_unicode, open_source
 from kvfold.convert.checkpoint.headers import Header, TensorInfo
 from kvfold.convert.checkpoint.reader import Reader
-from kvfold.convert.errors import InputError, KvfoldError, first_line
+from kvfold.convert.errors import InputError, KvfoldError, first_line, short
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,
@@ -146,6 +146,13 @@ def read_legacy_header(path: Path, file: str, aliases: dict[str, str]) -> Header
             header.problems.append(f"{file}: tensor {name!r} must be dense and have a plain dtype, not {kind}")
             continue
         length = tensor.numel() * tensor.element_size()
+        try:
+            check_unicode(name)
+            if length > (held := tensor.untyped_storage().nbytes()):
+                raise ValueError(f"its shape {short(list(tensor.shape))} takes {length} bytes, but {held} are stored")
+        except ValueError as error:
+            header.problems.append(f"{file}: tensor {short(name)}: {error}; save the model with save_pretrained")
+            continue
         info = TensorInfo(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), file, position, position + length)
         header.tensors.append(info)
         position += length

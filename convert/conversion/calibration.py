@@ -23,8 +23,9 @@ from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.progress import Stages
 from kvfold.convert.request import SELF, held_out_count
 from kvfold.convert.sizes import tokens_of
-from kvfold.convert.stream.stock import hide_bars, load_model
+from kvfold.convert.stream.stock import hide_bars
 from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.stream.weights import load_model
 from kvfold.convert.text.corpus import BUILT_IN, check_seq_len
 from kvfold.convert.text.self_written import first_tokens, write_sequences
 from kvfold.convert.text.tokenizer import check_teacher, check_vocabulary, load_tokenizer

@@ -33,6 +33,7 @@ from kvfold.convert.errors import InputError, opt
 from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import SELF, ConvertRequest
+from kvfold.convert.sizes import jsonable
 from kvfold.convert.text.corpus import check_seq_len, check_sources, with_share
 from kvfold.convert.training.budget import intervals, steps_of
 
@@ -280,7 +281,7 @@ def _complete(
         drift = None if measured is None else measured.drift
         write_file(folder / "README.md", model_card(plan, record, drift))
         record["files"] = file_hashes(folder, known=hashes)
-        write_file(folder / RECORD, dump(record))
+        write_file(folder / RECORD, dump(jsonable(record)))
     forget(folder)
     plan.checkpoint.check_unchanged()
     return record, drift, passed

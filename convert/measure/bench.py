@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.errors import KvfoldError, did_you_mean, option_error
+from kvfold.convert.errors import InputError, KvfoldError, did_you_mean, option_error
 from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import BenchRequest
@@ -199,7 +199,7 @@ def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -
 
 
 def run_in_process(subject: Subject, *settings: Any) -> dict[str, Any]:
-    """`bench_worker.run` in a process of its own. Raises KvfoldError with the last line of its stderr."""
+    """`bench_worker.run` in a process of its own: its InputError, or KvfoldError with the last line of its stderr."""
     with tempfile.TemporaryDirectory() as folder:
         task_file, result_file = Path(folder, "task"), Path(folder, "result.json")
         task_file.write_bytes(pickle.dumps((subject, *settings)))
@@ -215,7 +215,11 @@ def run_in_process(subject: Subject, *settings: Any) -> dict[str, Any]:
             last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
             why = last[0] if last else f"exit status {done.returncode} (out of memory?)"
             raise KvfoldError(f"{subject.label}: its process failed: {why}")
-        return dict(json.loads(result_file.read_text()))
+        result = dict(json.loads(result_file.read_text()))
+    if "refused" in result:
+        first, *others = result["refused"]
+        raise InputError(f"{subject.label}: {first}", others)
+    return result
 
 
 def subjects(request: BenchRequest) -> list[Subject]:

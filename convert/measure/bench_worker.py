@@ -26,10 +26,12 @@ from kvfold.attention.checkpoints.registered import register_model
 from kvfold.attention.drift.frame import attention_name, layer_list
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import free_memory
+from kvfold.convert.errors import InputError
 from kvfold.convert.measure.bench import Subject, step_costs
 from kvfold.convert.measure.machine import Clock, peak_memory, processor, repeat, reset_peak
 from kvfold.convert.request import BenchRequest
-from kvfold.convert.stream.stock import AutoModelForCausalLM, load_model
+from kvfold.convert.stream.stock import AutoModelForCausalLM, empty_model
+from kvfold.convert.stream.weights import load_model
 
 _SEED = 0
 # Slots of a static cache beyond the context: each timed step fills one.
@@ -46,6 +48,8 @@ def run(subject: Subject, request: BenchRequest, place: str, computed: str, pref
         torch.set_num_threads(request.threads)
     device, dtype = torch.device(place), getattr(torch, computed)
     register_model(str(subject.config.get("model_type")))
+    if subject.folder is not None:
+        empty_model(subject.config)  # raises the error of a wrong value
     config = AutoConfig.for_model(**subject.config)
     weights = count_parameters(config)
     # Measured before the model is loaded: its weights are part of what a combination needs.
@@ -184,6 +188,15 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
+def run_task(task: Path, result: Path) -> None:
+    """Write what ``run`` returns for the pickled arguments in ``task``; the lines of an InputError as ``refused``."""
+    try:
+        made = run(*pickle.loads(task.read_bytes()))
+    except InputError as error:
+        made = {"refused": [error.message, *error.details]}
+    result.write_text(json.dumps(made))
+
+
 if __name__ == "__main__":
     threading.Thread(target=end_with_parent, daemon=True).start()
-    Path(sys.argv[2]).write_text(json.dumps(run(*pickle.loads(Path(sys.argv[1]).read_bytes()))))
+    run_task(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -16,7 +16,8 @@ from kvfold.attention.deepseek import absorb
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.request import ChatRequest
-from kvfold.convert.stream.stock import hide_bars, load_model
+from kvfold.convert.stream.stock import hide_bars
+from kvfold.convert.stream.weights import load_model
 from kvfold.convert.text.tokenizer import load_tokenizer
 
 _GAP = " | "

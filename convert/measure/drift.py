@@ -91,8 +91,7 @@ def layer_stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> Ch
     except InputError as error:
         # Two checkpoints are open: the error must say in which one the problem is.
         raise error.prefixed(checkpoint.origin) from error
-    if problems := stream.parameters.map.misfits(checkpoint.tensors):
-        raise InputError(f"{checkpoint.origin}: its tensors do not match its config.json", problems)
+    stream.parameters.map.check_fits(checkpoint)
     return stream
 
 

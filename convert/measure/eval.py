@@ -37,7 +37,8 @@ from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import BUILT_IN_TASKS, RULER, EvalRequest
 from kvfold.convert.sizes import table
-from kvfold.convert.stream.stock import hide_bars, load_model
+from kvfold.convert.stream.stock import hide_bars
+from kvfold.convert.stream.weights import load_model
 from kvfold.convert.text.corpus import check_sources, open_corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer, prefix_tokens, render, tokenize
 

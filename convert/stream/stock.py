@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from kvfold.attention.checkpoints.registered import register_model
 from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.errors import InputError, one_line
+from kvfold.convert.errors import InputError, KvfoldError, one_line
 from kvfold.convert.families.wrappers import WRAPPERS
 
 _LONGEST_REASON = 200  # characters of another library's error text
@@ -108,23 +108,10 @@ def blaming(where: str) -> Iterator[None]:
     """Turn errors in transformers' classes, which only the config can cause here, into InputErrors about ``where``."""
     try:
         yield
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+    except (KvfoldError, MemoryError, RuntimeError):  # the last are torch's own, such as no memory on a device
+        raise
+    except Exception as error:
         raise InputError(f"{where}: transformers cannot build or run this model ({reason(error)})") from error
-
-
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """Load a causal language model, or its wrapper, in ``dtype``. Raises InputError if it cannot be loaded."""
-    classes = auto_class(checkpoint.config)
-    # Below 5.23 gemma2's default, torch's fused attention, leaves out its softcap without a word.
-    attention = {"attn_implementation": "eager"} if checkpoint.config.get("attn_logit_softcapping") else {}
-    with blaming(checkpoint.origin):
-        # The files of quantized sources hold something else than the model's tensors: these are read and handed over.
-        if checkpoint.made_of:
-            config = CONFIG_MAPPING[checkpoint.config["model_type"]].from_dict(checkpoint.config)
-            tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
-            model = classes._model_mapping[type(config)]
-            return model.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **attention)
-        return classes.from_pretrained(checkpoint.folder, dtype=dtype, trust_remote_code=trust_remote_code, **attention)
 
 
 def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvfold.convert.checkpoint.headers import TensorInfo
+from kvfold.convert.checkpoint.reader import Checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.families.layout import Read
-from kvfold.convert.stream.stock import reason
+from kvfold.convert.stream.stock import auto_class, blaming, empty_model, reason
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,29 @@ class WeightMap:
             except (RuntimeError, ValueError, IndexError) as error:
                 problems.append(f"{', '.join(source.names[:3])}: cannot form {source.target}: {reason(error)}")
         return problems
+
+    def check_fits(self, checkpoint: Checkpoint) -> None:
+        """Raise InputError with the misfits of a checkpoint's tensors, if there are any."""
+        if problems := self.misfits(checkpoint.tensors):
+            raise InputError(f"{checkpoint.origin}: its tensors do not match its config.json", problems)
+
+
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """Load a causal language model, or its wrapper, in ``dtype``. InputError if its config does not fit its tensors."""
+    # transformers leaves random numbers in the place of tensors that are missing, and only warns.
+    if not (trust_remote_code and "auto_map" in checkpoint.config):
+        WeightMap(empty_model(checkpoint.config), checkpoint.tensors).check_fits(checkpoint)
+    classes = auto_class(checkpoint.config)
+    # Below 5.23 gemma2's default, torch's fused attention, leaves out its softcap without a word.
+    attention = {"attn_implementation": "eager"} if checkpoint.config.get("attn_logit_softcapping") else {}
+    with blaming(checkpoint.origin):
+        # The files of quantized sources hold something else than the model's tensors: these are read and handed over.
+        if checkpoint.made_of:
+            config = CONFIG_MAPPING[checkpoint.config["model_type"]].from_dict(checkpoint.config)
+            tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+            model = classes._model_mapping[type(config)]
+            return model.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **attention)
+        return classes.from_pretrained(checkpoint.folder, dtype=dtype, trust_remote_code=trust_remote_code, **attention)
 
 
 def _sources(model: Any, expected: dict[str, Tensor], names: Iterable[str]) -> dict[str, WeightSource]:

@@ -208,7 +208,11 @@ def check_sources(names: Iterable[str], option: str = "calibration") -> None:
 
 
 def _source_fault(path: Path) -> str | None:
-    if not path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError as error:  # too long a name
+        return f": cannot be read ({error.strerror}); check the path"
+    if not is_file:
         if path.suffix.partition(":")[0] in (".txt", _ROWS_SUFFIX) and not path.is_dir():
             return ": no such file; check the path"
         if find_spec("datasets") is not None:

@@ -34,8 +34,9 @@ from kvfold.convert.measure.figures import uptraining_curve
 from kvfold.convert.measure.verify import non_finite
 from kvfold.convert.options import takes
 from kvfold.convert.processes import run_on_first, started_first
-from kvfold.convert.sizes import parse_size
-from kvfold.convert.stream.stock import hide_bars, load_config, load_model
+from kvfold.convert.sizes import jsonable, parse_size
+from kvfold.convert.stream.stock import hide_bars, load_config
+from kvfold.convert.stream.weights import load_model
 from kvfold.convert.text.corpus import check_seq_len, open_corpus
 from kvfold.convert.text.tokenizer import load_tokenizer, render
 from kvfold.convert.training.log import LogRow
@@ -291,7 +292,7 @@ def write_trained(
         name, only = portable_name(Path(request.out)), request.train == "attention"
         write_file(folder / CARD, trained_card(side_files.card, name, _section(request, training), attention_only=only))
         record["files"] = file_hashes(folder)
-        write_file(folder / RECORD, dump(record))
+        write_file(folder / RECORD, dump(jsonable(record)))
         _check(source, folder, stored)
         source.check_unchanged()
 

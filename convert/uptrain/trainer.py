@@ -27,7 +27,7 @@ from kvfold.convert.device import choose_device
 from kvfold.convert.errors import InputError, KvfoldError, opt, option_error
 from kvfold.convert.processes import environment_number, started_first
 from kvfold.convert.progress import Stages
-from kvfold.convert.stream.stock import load_model
+from kvfold.convert.stream.weights import load_model
 from kvfold.convert.targets.mla.tensors import HeldSlice
 from kvfold.convert.text.tokenizer import check_teacher, load_tokenizer
 from kvfold.convert.training.fit import BETAS, distillation_loss, next_token_loss

@@ -124,6 +124,13 @@ def test_exit_status_and_error_of_a_process():
         "melt",
         "inspect --colour",
         "inspect nowhere/at/all",
+        "convert a b --to mqa --max-shard-size ②",
+        "eval a b --lengths ٣",
+        "sweep a --targets mla:٣",
+        "inspect a --json " + "x" * 300,
+        "drift a b --report " + "x" * 300,
+        "drift a b --text " + "x" * 300,
+        "inspect \x1b[2J\u202e",
     ],
 )
 def test_a_wrong_command_line_ends_in_one_error_line(kvfold, line, told):

@@ -1,8 +1,9 @@
-"""Conversions that are killed, starved and lied to: OUT is absent, as it was, or what an undisturbed run writes.
+"""Runs that are killed, starved and lied to: OUT is absent, as it was, or what an undisturbed run writes.
 
 ``python -m pytest -m faults tests/faults`` runs 16 cases, ``KVFOLD_CASES=600`` before it as many. Each is a forked
-``kvfold convert`` in which one call of the system, drawn from a seed, is killed or interrupted, fails as on a full or
-broken disk, or finds the source changed; or which has few descriptors, little memory, or a second run beside it.
+``kvfold convert`` or ``kvfold uptrain`` in which one call of the system, drawn from a seed, is killed or interrupted,
+fails as on a full or broken disk, or finds the source changed; or which is resumed with another request, has few
+descriptors, little memory, or a second run beside it.
 """
 
 import errno
@@ -27,16 +28,22 @@ Whole = dict[str, dict[str, bytes]]
 Calls = tuple[str, ...]
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
-KINDS = 8  # of faults, that share the cases
+KINDS = 16  # of faults, that share the cases
 seeds = pytest.mark.parametrize("seed", range(-(-int(os.environ.get("KVFOLD_CASES", "16")) // KINDS)))
 OPTIONS = ["--to", "gqa", "--kv-heads", "4", "--method", "mean", "--max-shard-size", "1MB"]
-CALIBRATED = ["--to", "mqa", "--group", "contiguous", "--samples", "4", "--seq-len", "32", "--resume"]
+CALIBRATED = ["--to", "mqa", "--group", "contiguous", "--samples", "4", "--seq-len", "32"]
+POLISHED = [*CALIBRATED, "--polish", "3", "--repeat-text"]
+REFINED = [*CALIBRATED, "--refine", "1"]
+RUNS = {"plain": OPTIONS, "calibrated": CALIBRATED, "polished": POLISHED, "refined": REFINED}
+TRAINING = ["--seq-len", "32", "--batch-tokens", "64", "--steps", "2", "--save-every", "1", "--eval-every", "0"]
 READS = ("preadv", "pread", "copy_file_range")
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(shutil.copytree(demo_folder(), tmp_path_factory.mktemp("source") / "model"))
+    folder = tmp_path_factory.mktemp("source")
+    (folder / "text.txt").write_text("".join(f"Row {row} has {row * row} and no more.\n" for row in range(300)))
+    return Path(shutil.copytree(demo_folder(), folder / "model"))
 
 
 @pytest.fixture(scope="module")
@@ -47,27 +54,28 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     torch.set_num_threads(1)  # a fork has one thread
     parent = tmp_path_factory.mktemp("whole")
     written = {}
-    for name, options in (("plain", OPTIONS), ("calibrated", CALIBRATED)):
-        work = convert(source, parent / name, options)  # in this process, so that no child imports anything
+    for name in (*RUNS, "trained"):
+        (parent / name).mkdir()
+        work = run_of(name, source, parent / name / "out")  # in this process, so that no child imports anything
         with redirect_stderr(io.StringIO()) as stderr, pytest.raises(SystemExit) as ended:
             work()
         assert (ended.value.code, stderr.getvalue()) == (0, "")
-        written[name] = forked.snapshot(parent / name)
+        written[name] = forked.snapshot(parent / name / "out")
     return written
 
 
 @pytest.fixture(scope="module")
-def count_of(source: Path, whole: Whole, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Calls], int]:
+def count_of(source: Path, whole: Whole, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
     """The number of some calls that an undisturbed run makes."""
 
     @cache
-    def count_of(calls: Calls) -> int:
+    def count_of(calls: Calls, name: str = "plain") -> int:
         folder = tmp_path_factory.mktemp("counted")
 
         def counted() -> None:
             count = forked.at_call(0, lambda: None, calls)
             try:
-                convert(source, folder / "out")()
+                run_of(name, source, folder / "out")()
             finally:
                 (folder / "count").write_text(str(count()))
 
@@ -85,6 +93,14 @@ def parent(tmp_path: Path) -> Path:
 
 def convert(source: Path, out: Path, options: list[str] = OPTIONS) -> Callable[[], object]:
     return lambda: main(["convert", str(source), str(out), *options, "--quiet"])
+
+
+def run_of(name: str, source: Path, out: Path) -> Callable[[], object]:
+    """A run by its name: ``trained`` is ``kvfold uptrain``, the others are conversions."""
+    text = ["--text", str(source.parent / "text.txt"), "--quiet"]
+    if name == "trained":
+        return lambda: main(["uptrain", str(source), str(out), *TRAINING, *text])
+    return convert(source, out, RUNS[name])
 
 
 def struck(log: Path, work: Callable[[], object], at: int, action: Callable[[], object], calls: Calls) -> forked.Ended:
@@ -139,16 +155,52 @@ def test_a_run_struck_at_any_call(seed, kind, source, whole, count_of, tmp_path,
 
 
 @seeds
-def test_a_calibrated_run_is_killed_and_resumed(seed, source, whole, tmp_path, parent) -> None:
-    """At any write; it becomes what an unbroken run writes."""
-    work, at = convert(source, parent / "out", CALIBRATED), random.Random(seed).randint(1, 60)
+@pytest.mark.parametrize("name", ["calibrated", "polished", "trained"])
+def test_a_run_is_killed_and_resumed(seed, name, source, whole, count_of, tmp_path, parent) -> None:
+    """At any write, of layers, while polishing, of checkpoints; it becomes what an unbroken run writes."""
+    work, at = run_of(name, source, parent / "out"), random.Random(seed).randint(1, count_of(forked.WRITES, name))
     struck(tmp_path / "log", work, at, lambda: os.kill(os.getpid(), signal.SIGKILL), forked.WRITES)
     assert (parent / "out").exists() or forked.run(tmp_path / "log", work).status == 0
-    assert forked.snapshot(parent / "out") == whole["calibrated"]
+    assert forked.snapshot(parent / "out") == whole[name]
 
 
 @seeds
-def test_a_source_that_changes_at_any_read(seed, source, whole, count_of, tmp_path, parent) -> None:
+@pytest.mark.parametrize("name", ["calibrated", "polished", "trained"])
+def test_a_disk_that_is_full_from_any_write_on(seed, name, source, whole, count_of, tmp_path, parent) -> None:
+    """In every stage; what it leaves is continued once there is room."""
+    work, at = run_of(name, source, parent / "out"), random.Random(seed).randint(1, count_of(forked.WRITES, name))
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    end = struck(tmp_path / "log", work, at, full, forked.WRITES)
+    # what the next run continues from may stay
+    if not check(end, parent, whole[name], killed=True):
+        assert end.stderr.splitlines()[-1].startswith("error: "), end
+        assert forked.run(tmp_path / "log", work).status == 0
+    assert forked.snapshot(parent / "out") == whole[name]
+
+
+@seeds
+def test_a_killed_run_is_resumed_with_another_request(seed, source, whole, count_of, tmp_path, parent) -> None:
+    """Nothing of the first request is in what the second one writes."""
+    first, second = random.Random(seed).sample([name for name in RUNS if name != "plain"], 2)
+    at = random.Random(seed).randint(1, count_of(forked.WRITES, first))
+    kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    struck(tmp_path / "log", run_of(first, source, parent / "out"), at, kill, forked.WRITES)
+    if not (parent / "out").exists():
+        again = run_of(second, source, parent / "out")
+        end = forked.run(tmp_path / "log", again)
+        if end.status != 0:  # where finished layers wait
+            assert "--fresh" in end.stderr, end
+            again = convert(source, parent / "out", [*RUNS[second], "--fresh"])
+            assert forked.run(tmp_path / "log", again).status == 0
+        assert forked.snapshot(parent / "out") == whole[second]
+
+
+@seeds
+@pytest.mark.parametrize("name", ["plain", "polished"])
+def test_a_source_that_changes_at_any_read(seed, name, source, whole, count_of, tmp_path, parent) -> None:
     """It is cut short, lengthened, rewritten, removed or replaced."""
     drawn, own = random.Random(seed), Path(shutil.copytree(source, tmp_path / "model"))
     file = own / drawn.choice(["model.safetensors", "model.safetensors", "config.json", "tokenizer.json"])
@@ -169,8 +221,10 @@ def test_a_source_that_changes_at_any_read(seed, source, whole, count_of, tmp_pa
             replaced,
         ]
     )
-    end = struck(tmp_path / "log", convert(own, parent / "out"), drawn.randint(1, count_of(READS)), change, READS)
-    assert not check(end, parent, whole["plain"])
+    # of a polished run the reads that come after those of a calibrated one
+    at = drawn.randint(1 if name == "plain" else count_of(READS, "calibrated"), count_of(READS, name))
+    end = struck(tmp_path / "log", run_of(name, own, parent / "out"), at, change, READS)
+    assert not check(end, parent, whole[name], killed=name != "plain")
     assert end.status == 2
 
 

@@ -108,9 +108,11 @@ def test_an_archive_that_unpacks_to_far_more(folder: Path) -> None:
         {"model": {"a": torch.ones(1)}},
         {3: torch.ones(1)},
         {"a": torch.eye(2).to_sparse()},
-        {"a": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])},
+        {"a": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])},
+        {"a": torch.ones(1).as_strided([2**20, 2**20], [0, 0])},
+        {"\ud800": torch.ones(1)},
     ],
-    ids=["list", "nested", "number", "sparse", "ragged"],
+    ids=["list", "nested", "number", "sparse", "ragged", "repeated", "surrogate"],
 )
 def test_what_is_no_state_dict(folder: Path, refused: Any, state: object) -> None:
     torch.save(state, folder / "pytorch_model.bin")

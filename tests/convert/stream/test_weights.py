@@ -1,5 +1,7 @@
 """Parameters from stored tensors, by transformers' own conversions."""
 
+import json
+import shutil
 from typing import Any
 
 import pytest
@@ -8,10 +10,11 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.core_model_loading import Chunk, Concatenate, WeightConverter, WeightRenaming
 
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.stream import weights as weights_of
-from kvfold.convert.stream.stock import empty_model
-from kvfold.convert.stream.weights import WeightMap
+from kvfold.convert.stream.stock import empty_model, load_config
+from kvfold.convert.stream.weights import WeightMap, load_model
 
 SIZES = {"vocab_size": 7, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIG = LlamaConfig(**SIZES).to_dict()
@@ -92,3 +95,21 @@ def test_tied_parameters_come_from_each_other() -> None:
     assert weights.source_of("lm_head.weight").names == ("model.embed_tokens.weight",)
     with pytest.raises(InputError, match="lacks tensors for 1 parameters of LlamaForCausalLM"):
         WeightMap(tied, [name for name in names if "norm" not in name]).source_of("model.norm.weight")
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 3}, {"intermediate_size": 40}])
+def test_a_model_is_loaded_only_if_its_tensors_are_those_of_its_config(changes, tiny_family, tmp_path, refused) -> None:
+    """transformers puts random numbers in the place of what is missing."""
+    model = shutil.copytree(tiny_family("llama"), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | changes))
+    with refused():
+        load_model(open_checkpoint(model), torch.float32, False)
+
+
+def test_a_value_that_transformers_refuses_is_an_error_of_the_checkpoint(tiny_family, tmp_path, refused) -> None:
+    model = shutil.copytree(tiny_family("llama"), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"use_cache": 2**63}))
+    with refused():
+        load_config(open_checkpoint(model), False)

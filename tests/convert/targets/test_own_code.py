@@ -28,7 +28,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import load_family, supported
 from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.verify import verify_checkpoint
-from kvfold.convert.stream.stock import load_model
+from kvfold.convert.stream.weights import load_model
 from kvfold.convert.targets.own_code import CODE
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.trainer import prepare_model

@@ -38,8 +38,9 @@ def test_text_begins_with_the_chat_template_or_the_bos_token():
     [
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% for i in range(99999) %}{{ 'a' * 100000 }}{% endfor %}",
+        "{{ 'a' * 10**10 }}",
     ],
-    ids=["time", "output"],
+    ids=["time", "output", "memory"],
 )
 def test_a_chat_template_that_does_not_end_is_named(template, tmp_path, monkeypatch):
     monkeypatch.setattr(text_tokenizer, "_RENDER_SECONDS", 0.5)
