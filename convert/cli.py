@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -160,6 +161,27 @@ kvfold.add_command(eval_command)
 kvfold.add_command(uptrain)
 kvfold.add_command(bench)
 kvfold.add_command(chat_command)
+
+
+@kvfold.command(short_help="Upload OUT to a model repository on the hub.")
+@click.argument("out")
+@click.argument("repo", metavar="REPO")
+@click.option("--private", is_flag=True, help="Create REPO as a private repository; an existing one stays as it is.")
+def push(out: str, repo: str, private: bool) -> None:
+    """Upload the converted checkpoint OUT, with its model card, to the model repository REPO (owner/name) on the hub.
+
+    OUT is verified first. REPO is created if it does not exist. The token is that of `hf auth login`, or HF_TOKEN.
+    """
+    from kvfold.convert.checkpoint.hub import HUB_ID, upload
+    from kvfold.convert.measure.verify import check_verified, verify_checkpoint
+
+    if "@" in repo or not HUB_ID.fullmatch(repo):
+        raise click.UsageError(f"REPO must be owner/name, not {repo!r}", click.get_current_context())
+    with Stages()(f"verifying {out}"):
+        check_verified(verify_checkpoint(out))
+    with Stages()(f"uploading {out}"):
+        url = upload(Path(out), repo, private)
+    click.echo(f"uploaded {out}: {url}")
 
 
 @kvfold.command(short_help="List the shipped recipes for `kvfold convert --recipe`.")

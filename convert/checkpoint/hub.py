@@ -117,6 +117,28 @@ def _get_range(files: RemoteFiles, name: str, start: int, length: int) -> tuple[
         return response.read(), int(total[1])
 
 
+def upload(folder: Path, repository: str, private: bool = False) -> str:
+    """Upload the checkpoint in ``folder`` to a model repository, which is created; returns the URL of the commit.
+
+    Uses huggingface_hub's own upload, with the token of ``hf auth login`` or HF_TOKEN. Raises InputError if it fails.
+    """
+    import huggingface_hub
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        api = huggingface_hub.HfApi()
+        api.create_repo(repository, private=private, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=repository, folder_path=folder, ignore_patterns=[".*"], commit_message="Converted by kvfold"
+        )
+    except Exception as error:  # as in `_asking`
+        login = "log in with `hf auth login` and a token that may write, and check the name (owner/name)"
+        raise InputError(f"{repository}: the hub refused the upload ({first_line(error)}); {login}") from None
+    return str(done.commit_url)
+
+
 @contextmanager
 def _asking(model: str) -> Iterator[None]:
     """Turn any failure of a request to the hub into an InputError."""

@@ -3,14 +3,17 @@
 The hub's library reads its address from the environment when it is imported, so every case is a process of its own.
 """
 
+import base64
 import hashlib
 import json
 import os
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -207,3 +210,68 @@ def test_files_on_the_hub_that_are_cut_or_sent_whole(hub: Hub, folder: Path, ask
     told("\n".join(ask(REFUSED, "team/tiny")))
     hub.ranges = False
     told(ask(REFUSED, "team/tiny")[0])
+
+
+class Receiver(BaseHTTPRequestHandler):
+    """The part of the hub's API that an upload asks: it stores every file of a commit in ``server.files``."""
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        server: Any = self.server
+        server.asked.append((self.path, self.headers.get("Authorization")))
+        answer: Any = {"url": f"{server.place}/me/small", "errors": [], "warnings": []}
+        status = 200
+        if self.headers.get("Authorization") != "Bearer hf_secret":
+            status, answer = 401, {"error": "Invalid credentials"}
+        elif "/preupload/" in self.path:
+            names = [file["path"] for file in json.loads(body)["files"]]
+            answer = {"files": [{"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names]}
+        elif "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            answer = {"success": True, "commitOid": COMMIT, "commitUrl": f"{server.place}/me/small/commit/{COMMIT}"}
+        self.answer(status, answer)
+
+    def do_GET(self) -> None:
+        self.answer(200, {"id": "me/small", "sha": COMMIT, "siblings": []})
+
+    def answer(self, status: int, value: Any) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def test_a_result_is_verified_and_uploaded(demo_latent: Path, tmp_path: Path) -> None:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    server.place, server.files, server.asked = f"http://127.0.0.1:{server.server_port}", {}, []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    settings = {"HF_ENDPOINT": server.place, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_secret"}
+
+    def push(folder: Path, repo: str, **changes: str) -> Any:
+        command = ("-m", "kvfold.convert", "push", folder, repo, "--private")
+        return run_python(*command, check=False, environment={**settings, **changes})
+
+    done = push(demo_latent, "me/small")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"{server.place}/me/small/commit/{COMMIT}\n")
+    present = {path.name: path.read_bytes() for path in demo_latent.iterdir() if not path.name.startswith(".")}
+    assert server.files == present
+    refused = push(demo_latent, "me/small", HF_TOKEN="hf_other")
+    assert refused.returncode == 2
+    assert "me/small: the hub refused the upload (" in refused.stderr
+    assert "hf auth login" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    server.asked.clear()
+    damaged = Path(shutil.copytree(demo_latent, tmp_path / "damaged"))
+    (damaged / "config.json").write_text((damaged / "config.json").read_text() + " ")
+    assert push(damaged, "me/small").returncode != 0
+    assert server.asked == []
+    server.shutdown()
+    server.server_close()
