@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from kvfold.convert.training.log import LogRow
 
 _RELATIVE_ERRORS = (
-    ("attention_local", "alone"),
-    ("attention_propagated", "in place"),
-    ("residual_propagated", "residual stream"),
+    ("attention_local", "attention, local"),
+    ("attention_propagated", "attention, propagated"),
+    ("residual_propagated", "residual, propagated"),
 )
 _ROUNDING = "rounding"
+_ROW_KL = 1e-4, 1.0  # nats: the ends of the heat map's scale, from rounding in bfloat16 to another pattern; chosen
 _CONTEXTS = tuple(2**power for power in range(10, 18))
 # Times the rounding floor: an axis that shows both would press larger errors into one line.
 _FAR = 100
@@ -142,9 +143,9 @@ def drift_by_layer(drift: "DriftReport") -> Chart:
     lines = {name: [getattr(layer, key) for layer in drift.measured.layers] for key, name in _RELATIVE_ERRORS}
     floors = [] if drift.floor is None else [layer.residual_propagated for layer in drift.floor.measured.layers]
     caption = (
-        "Relative error against the source: each layer's attention with the source's inputs (alone) and with the "
-        "converted model's inputs (in place), and the residual stream after the layer. Good: the residual stream's "
-        "line is low and flat; a layer that stands out needs refinement."
+        "Relative error against the source, of each layer's attention and of the residual stream after the layer; "
+        "local: with the source's inputs, propagated: with the converted model's own inputs. Good: the residual "
+        "stream's line is low and flat; a layer that stands out needs refinement."
     )
     if highest := max(filter(math.isfinite, floors), default=0.0):
         caption += f" Rounding alone causes at most {highest:.0e}."
@@ -168,16 +169,17 @@ def attention_rows_by_head(drift: "DriftReport") -> Chart | None:
     rows = [[math.nan if head.row_kl is None else head.row_kl for head in each.heads] for each in drift.measured.layers]
     if not all(rows) or len(set(map(len, rows))) != 1 or not all(map(math.isfinite, chain(*rows))):
         return None
+    from matplotlib.colors import LogNorm
     from matplotlib.ticker import MaxNLocator
 
     caption = (
         "The KL between each head's attention weights in the source and in the converted model, given the source's "
-        "inputs, averaged over positions. Good: the scale ends at a small number. A bright cell among dark ones is a "
-        "head that no longer attends to the same tokens."
+        "inputs, averaged over positions. The scale is the same on every page. Good: the map is dark. A bright cell "
+        "among dark ones is a head that no longer attends to the same tokens."
     )
     with _chart("Attention rows by head", caption) as (chart, axes):
-        # From 0, so that rounding does not look like a difference between heads.
-        cells = axes.imshow(rows, aspect="auto", vmin=0)
+        # One scale for all pages, so that two can be compared, and rounding does not look like a difference.
+        cells = axes.imshow(rows, aspect="auto", norm=LogNorm(*_ROW_KL, clip=True))
         axes.grid(visible=False)
         axes.set(xlabel="query head", ylabel="layer")
         for axis in (axes.xaxis, axes.yaxis):

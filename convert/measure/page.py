@@ -2,7 +2,9 @@
 
 import math
 import re
+import shlex
 import sys
+import time
 from collections.abc import Sequence
 from html import escape
 from itertools import chain, repeat
@@ -10,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvfold.convert.console import REPORT
+from kvfold.convert.conversion.judgment import loss_of, verdict_of
+from kvfold.convert.conversion.record import percent_text, versions
 from kvfold.convert.errors import option_error
 from kvfold.convert.measure import figures
 from kvfold.convert.measure.figures import Chart
@@ -30,6 +34,7 @@ body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-
 h1 { font-size: 1.4rem; } h2 { font-size: 1.05rem; margin: 0; } p { margin: .4rem 0; overflow-wrap: anywhere; }
 main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.6rem; }
 figure { margin: 0; } figcaption { color: var(--dim); font-size: .9rem; } svg { width: 100%; height: auto; }
+footer { border-top: 1px solid var(--rule); margin-top: 2rem; font-size: .85rem; color: var(--dim); }
 .indented { padding-left: 1.2rem; } .whole { white-space: nowrap; } .wide { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { text-align: right; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--rule); white-space: nowrap; }
@@ -52,7 +57,11 @@ def write_report(html: str, folder: str, quiet: bool = False) -> None:
 
 def drift_page(drift: "DriftReport", lines: Sequence[str]) -> str:
     """The HTML page for ``drift``; ``lines`` name the models and the text."""
-    return _page("kvfold drift", lines, totals(drift), _drift_charts(drift))
+    name = drift.about.get("converted", {}).get("name", "the converted model")
+    cache = _saving(drift.source_cache_bytes, drift.student_cache_bytes)
+    return _page(
+        "kvfold drift", f"{name}: {cache}, {_verdict(drift)}", _lead(drift), totals(drift), _drift_charts(drift), lines
+    )
 
 
 def conversion_page(done: "Conversion", lines: Sequence[str]) -> str:
@@ -67,7 +76,26 @@ def conversion_page(done: "Conversion", lines: Sequence[str]) -> str:
         charts.append(figures.latent_spectrum(done.latent_spectrum))
     if done.splits:
         charts.append(figures.budget_splits(done.splits))
-    return _page("kvfold convert", lines, totals(drift) if drift else [], charts)
+    what = f"{done.plan.checkpoint.origin} as {done.attention.after}: {_saving(*vars(done.cache_elements).values())}"
+    headline, lead = (f"{what}, {_verdict(drift)}", _lead(drift)) if drift else (what, [])
+    return _page("kvfold convert", headline, lead, totals(drift) if drift else [], charts, lines)
+
+
+def _saving(before: float, after: float) -> str:
+    saved = 100 * (1 - after / (before or math.nan))
+    return "no cache measured" if math.isnan(saved) else f"{abs(saved):.1f} % {'more' if saved < 0 else 'less'} cache"
+
+
+def _verdict(drift: "DriftReport") -> str:
+    return "identical to the source" if drift.identical else verdict_of(loss_of(drift))
+
+
+def _lead(drift: "DriftReport") -> list[str]:
+    """The excess loss with its interval, and that of stretches of positions."""
+    excess, margin = drift.excess, drift.measured.excess_margin
+    interval = "" if margin is None else f", 95 % interval {excess - margin:+.4f} to {excess + margin:+.4f}"
+    line = f"excess loss {excess:+.4f} nats per token{interval} (perplexity {percent_text(excess, margin)})"
+    return list(filter(None, [line, drift.positions_text()]))
 
 
 def sweep_page(sweep: "Sweep", within: float) -> str:
@@ -83,7 +111,8 @@ def sweep_page(sweep: "Sweep", within: float) -> str:
         figures.cache_by_context(caches, ", at 2 bytes per element"),
         *(figures.budget_splits(row.splits) for row in sweep.rows if row.splits),
     ]
-    return _page("kvfold sweep", [*sweep.heading(), *sweep.decision(within).splitlines()], sweep.cells(), charts)
+    headline, *command = sweep.decision(within).splitlines()
+    return _page("kvfold sweep", headline, command, sweep.cells(), charts, sweep.heading())
 
 
 def totals(drift: "DriftReport") -> list[tuple[str, ...]]:
@@ -132,10 +161,21 @@ def _drift_charts(drift: "DriftReport") -> list[Chart | None]:
     ]
 
 
-def _page(title: str, lines: Sequence[str], table: Sequence[Sequence[str]], charts: Sequence[Chart | None]) -> str:
-    """An HTML page with text, a table (its first row is the header) and charts; all but its first line is XML."""
-    indented = {True: ' class="indented"', False: ""}
-    text = "".join(f"<p{indented[line.startswith(' ')]}>{_text(line.strip())}</p>" for line in lines)
+def _page(
+    title: str,
+    headline: str,
+    lead: Sequence[str],
+    table: Sequence[Sequence[str]],
+    charts: Sequence[Chart | None],
+    lines: Sequence[str],
+) -> str:
+    """An HTML page with a headline, a table (its first row is the header) and charts, and ``lines`` in its foot.
+
+    The foot also has the command, the date and the versions. All but the first line is XML.
+    """
+    installed = ", ".join(f"{name} {version}" for name, version in versions().items() if version is not None)
+    made = [shlex.join(["kvfold", *sys.argv[1:]]), f"{time.strftime('%Y-%m-%d %H:%M')}, {installed}"]
+    text, foot = _paragraphs(lead), _paragraphs([*lines, *made])
     rows = [
         "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) + "</tr>"
         for tag, row in zip(chain(["th"], repeat("td")), table, strict=False)
@@ -152,8 +192,13 @@ def _page(title: str, lines: Sequence[str], table: Sequence[Sequence[str]], char
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f"<title>{escape(title)}</title><style>{_CSS}</style></head><body>"
-        f"<h1>{escape(title)}</h1>{text}<main>{drawn}</main></body></html>\n"
+        f"<h1>{escape(headline)}</h1>{text}<main>{drawn}</main><footer>{foot}</footer></body></html>\n"
     )
+
+
+def _paragraphs(lines: Sequence[str]) -> str:
+    indented = {True: ' class="indented"', False: ""}
+    return "".join(f"<p{indented[line.startswith(' ')]}>{_text(line.strip())}</p>" for line in lines)
 
 
 def _text(line: str) -> str:

@@ -91,6 +91,24 @@ def test_every_chart_is_drawn_and_says_what_is_good(folder, name, titles):
     assert len(list(page(folder, name).iter("tr"))) > 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "command"), [("drift", "drift"), ("convert", "convert"), ("sweep", "sweep")])
+def test_a_page_has_one_headline_and_says_in_its_foot_how_it_was_made(folder, name, command):
+    made = page(folder, name)
+    (headline,) = ("".join(each.itertext()) for each in made.iter("h1"))
+    judged = r"% less cache, (near the source|clearly worse than the source|needs training)$"
+    assert re.search("within 1e\\+11 % perplexity: MQA" if name == "sweep" else judged, headline)
+    order = [each.tag for each in made.find("body") if each.tag in ("h1", "p", "div", "main", "footer")]
+    assert order[0] == "h1"
+    assert order.index("p") < order.index("div") < order.index("main") < order.index("footer")
+    if name != "sweep":
+        lead = "".join(made.find("body").find("p").itertext())
+        assert re.match(r"excess loss [+-][\d.]+ nats per token, 95 % interval [+-]", lead)
+    foot = "".join(made.find("body").find("footer").itertext())
+    assert "kvfold " in foot
+    assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d, kvfold .*torch ", foot)
+
+
 def test_a_plot_draws_the_same_chart_as_the_page(place, swept):
     plot, chart = ElementTree.parse(place / "curve.svg"), next(page(place, "sweep").iter("figure")).find(f"{SVG}svg")
     drawn = [len(list(each.iter(f"{SVG}path"))) for each in (plot, chart)]
@@ -116,7 +134,9 @@ def test_the_numbers_of_a_drift_name_their_inputs_and_fill_the_map_of_heads(fold
     drift = json.loads((folder / "drift.json").read_text())
     expected = [[head["row_kl"]["value"] for head in layer["heads"]] for layer in drift["layers"]]
     report = drift_checkpoints(reader, folder / "out", samples=2, seq_len=16, quiet=True)
-    assert attention_rows_by_head(report).figure.axes[0].images[0].get_array().tolist() == expected
+    (image,) = attention_rows_by_head(report).figure.axes[0].images
+    assert image.get_array().tolist() == expected
+    assert (image.norm.vmin, image.norm.vmax) == (1e-4, 1.0)
     assert [len(drift[name]["sha256"]) for name in ("source", "converted", "text")] == [64] * 3
     assert drift["text"]["seed"] == 0
     line = ["drift", reader, folder / "out", *TEXT, "--json", "-", "--seed"]
