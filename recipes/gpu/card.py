@@ -1,7 +1,9 @@
 """What the stages of gpu_check.py share: the settings of a run, the card and its rates, timers."""
 
+import gc
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -11,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measured import conditions
+from measured import Row, conditions
 
 from kvfold.convert import Conversion, ConvertRequest, convert_checkpoint
+from kvfold.convert.data import demo_folder
 from kvfold.convert.measure.machine import Clock, repeat
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,15 +36,26 @@ class Check:
     ends: float  # of this stage, on the clock of time.monotonic
 
     @property
+    def left(self) -> float:
+        """Seconds until this stage is stopped."""
+        return self.ends - time.monotonic()
+
+    @property
     def sample(self) -> dict[str, Any]:
         """The calibration text of a conversion."""
         samples, length = (4, 32) if self.rehearse else (64, 256)
         return {"samples": samples, "seq_len": length, "calibration": self.text and str(self.text)}
 
     @property
+    def splits(self) -> tuple[tuple[int, int], ...]:
+        """The sizes of MLA that are measured; smaller ones for the demo's model."""
+        return ((24, 8),) if self.rehearse or self.model == demo_folder() else ((128, 64), (64, 64), (48, 48))
+
+    @property
     def split(self) -> dict[str, Any]:
-        """The smallest MLA that is measured."""
-        return {"to": "mla", "kv_rank": 24 if self.rehearse else 64, "rope_dim": 8 if self.rehearse else 64}
+        """The MLA of conversions that are compared."""
+        rank, rope = self.splits[len(self.splits) // 2]
+        return {"to": "mla", "kv_rank": rank, "rope_dim": rope}
 
     def convert(self, out: str, progress: Any = None, **options: Any) -> Conversion:
         """Convert the model to the folder ``out`` in ``work``; ``options`` replace those of ``sample``."""
@@ -50,7 +64,7 @@ class Check:
         return convert_checkpoint(request, progress)
 
 
-def card(device: torch.device) -> dict[str, Any]:
+def card(device: torch.device, commit: str | None) -> dict[str, Any]:
     """The date, the machine, the card, its driver, the versions, the packages that are missing, and the commit."""
     found = conditions(device)
     for name in OPTIONAL:
@@ -58,7 +72,7 @@ def card(device: torch.device) -> dict[str, Any]:
             found["versions"][name] = metadata.version(name)
     found["missing"] = [name for name in OPTIONAL if name not in found["versions"]]
     # A copy of the working tree may come without its history.
-    found["commit"] = _output("git", "-C", str(ROOT), "describe", "--always", "--dirty") or "unknown"
+    found["commit"] = commit or _output("git", "-C", str(ROOT), "describe", "--always", "--dirty") or "unknown"
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
         found["card"] = {"name": about.name, "memory_bytes": about.total_memory, "units": about.multi_processor_count}
@@ -71,6 +85,18 @@ def _output(*command: str) -> str:
     with suppress(OSError, subprocess.CalledProcessError):
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     return ""
+
+
+def attempt(about: Row, measure: Callable[[], Row]) -> Row:
+    """``about`` with what ``measure`` returns, or with its traceback: a size that fails must not cost the others."""
+    try:
+        return {**about, **measure()}
+    except Exception:
+        row = {**about, "failed": traceback.format_exc()[-2000:]}
+    # Out of memory, for example; what the failed call held is free only now.
+    gc.collect()
+    torch.cuda.empty_cache()
+    return row
 
 
 def seconds(call: Callable[[], Any], device: torch.device, limit: float = 0.1) -> float:

@@ -1,14 +1,17 @@
 """Stages that time decoding: the latent kernel against the card's bandwidth and others' kernels, and whole models."""
 
-import gc
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import product
+from multiprocessing import get_context
 from typing import Any
 
 import torch
-from gpu.card import Check, graph_seconds, rates, seconds
+from gpu.card import Check, attempt, graph_seconds, rates, seconds
+from gpu.precise import compared
 from measured import Row
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -17,7 +20,7 @@ from transformers import AutoConfig
 from kvfold.attention.kernel import decode_latent
 from kvfold.convert import bench_checkpoints
 from kvfold.convert.device import free_memory
-from kvfold.convert.measure.bench import SHAPES, step_costs, subjects
+from kvfold.convert.measure.bench import Subject, step_costs, subjects
 from kvfold.convert.measure.bench_worker import count_parameters, filled_cache, make_model
 from kvfold.convert.request import BenchRequest
 
@@ -25,41 +28,55 @@ from kvfold.convert.request import BenchRequest
 COPY_SHARE, FROM_CONTEXT, FROM_BATCH = 0.85, 8192, 16
 NOPE = VALUE = 128  # of the expanded heads
 PAGE = 64  # slots of a page in the caches of FlashMLA and FlashInfer
-SHAPES_HERE = ("llama-2-7b", "llama-3-8b")
+JUDGED = 1 << 16  # tokens of cache, up to which results are compared with those in float64
 
 
 def kernel(check: Check) -> Iterator[Row]:
-    """Latent decoding by split, heads, context and batch, in bfloat16: bytes of cache per second, and other kernels."""
-    copied = rates(check.device, check.rehearse)[0]
-    yield {"copy_gb_per_s": copied / 1e9}
+    """Latent decoding by split, heads, context and batch, in 16 bits: bytes of cache per second, and other kernels."""
+    yield {"copy_gb_per_s": rates(check.device, check.rehearse)[0] / 1e9}
     splits, heads = ((512, 64), (256, 64), (128, 64)), (32, 128, 16, 64)
     contexts, batches = (8192, 32768, 2048, 65536), (16, 64, 4, 1)
     if check.rehearse:
         splits, heads, contexts, batches = ((32, 16), (16, 16)), (4,), (64,), (1, 2)
-    for (rank, rope), count, context, batch in product(splits, heads, contexts, batches):
-        inputs = _latents(batch, count, context, rank, rope, check.device)
-        read = sum(each.nbytes for each in inputs[2:])
-        call = partial(decode_latent, *inputs, (NOPE + rope) ** -0.5)
-        time = graph_seconds(call, check.device)
-        row: Row = {"split": f"{rank}+{rope}", "heads": count, "context": context, "batch": batch, "us": 1e6 * time}
-        row |= {"launched_us": 1e6 * seconds(call, check.device), "gb_per_s": read / time / 1e9}
-        row["of_copy"] = read / time / copied
-        if context >= FROM_CONTEXT and batch >= FROM_BATCH:
-            row |= {"aim": COPY_SHARE, "reached": row["of_copy"] >= COPY_SHARE}
-        if (rank, rope) == splits[0]:
-            row |= {f"{name}_us": 1e6 * each for name, each in _others(inputs, check.device)}
-        yield row
+    for split, count, context, batch in product(splits, heads, contexts, batches):
+        row = {"split": "{}+{}".format(*split), "heads": count, "context": context, "batch": batch}
+        measure = partial(_kernel, check, batch, count, context, *split, others=split == splits[0])
+        yield attempt(row, measure) if check.left > 5 else {**row, "skipped": "no time is left"}
 
 
-def _latents(batch: int, heads: int, context: int, rank: int, rope: int, device: torch.device) -> list[Tensor]:
+def _kernel(check: Check, batch: int, heads: int, context: int, rank: int, rope: int, others: bool) -> Row:
+    # Triton's interpreter cuts bits off where a card rounds to bfloat16.
+    dtype = torch.float16 if check.rehearse else torch.bfloat16
+    inputs = _latents(batch, heads, context, rank, rope, dtype, check.device)
+    scale, read = (NOPE + rope) ** -0.5, sum(each.nbytes for each in inputs[2:])
+    call = partial(decode_latent, *inputs, scale)
+    spent, launched = graph_seconds(call, check.device), seconds(call, check.device)
+    row: Row = {"us": 1e6 * spent, "launched_us": 1e6 * launched, "gb_per_s": read / spent / 1e9}
+    row["of_copy"] = read / spent / rates(check.device, check.rehearse)[0]
+    if context >= FROM_CONTEXT and batch >= FROM_BATCH:
+        row |= {"aim": COPY_SHARE, "reached": row["of_copy"] >= COPY_SHARE}
+    if batch * context <= JUDGED:
+        exact = _formula(*(each.double() for each in inputs), scale)
+        row = compared(row, [call()], [_formula(*inputs, scale)], [exact])
+    return row | (dict(_others(inputs, check.device)) if others else {})
+
+
+def _formula(query: Tensor, rope: Tensor, latent: Tensor, key: Tensor, scale: float) -> Tensor:
+    scores = scale * (query @ latent[:, None].mT + rope @ key[:, None].mT)
+    return scores.softmax(-1) @ latent[:, None]
+
+
+def _latents(
+    batch: int, heads: int, context: int, rank: int, rope: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
     """Queries, rotary queries, latents and rotary keys, the last two from one cache as engines keep it."""
-    random = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    random = partial(torch.randn, device=device, dtype=dtype)
     stored = random(batch, context, rank + rope)
     return [random(batch, heads, 1, rank), random(batch, heads, 1, rope), stored[..., :rank], stored[..., rank:]]
 
 
-def _others(inputs: list[Tensor], device: torch.device) -> Iterator[tuple[str, float]]:
-    """Seconds of torch's attention over expanded keys and values where they fit, and of the packages that are there."""
+def _others(inputs: list[Tensor], device: torch.device) -> Iterator[tuple[str, Any]]:
+    """Times of torch's attention over expanded keys and values where they fit, and of the packages that are there."""
     query, rope, latent = inputs[:3]
     batch, heads, context = len(query), query.shape[1], latent.shape[1]
     free = free_memory(device)
@@ -67,10 +84,14 @@ def _others(inputs: list[Tensor], device: torch.device) -> Iterator[tuple[str, f
         random = partial(torch.randn, device=device, dtype=query.dtype)
         keys = random(batch, heads, context, NOPE + rope.shape[-1])
         call = partial(scaled_dot_product_attention, keys[:, :, -1:], keys, random(batch, heads, context, VALUE))
-        yield "sdpa_expanded", graph_seconds(call, device)
+        yield "sdpa_expanded_us", 1e6 * graph_seconds(call, device)
     for name, make in (("flash_mla", _flash_mla), ("flashinfer", _flashinfer)):
-        with suppress(ImportError):
-            yield name, seconds(make(*inputs), device)
+        try:
+            yield f"{name}_us", 1e6 * seconds(make(*inputs), device)
+        except ImportError:
+            continue
+        except Exception as error:  # another release, or a shape that it does not take: that is its result
+            yield f"{name}_refused", f"{type(error).__name__}: {str(error)[:300]}"
 
 
 def _flash_mla(query: Tensor, rope: Tensor, latent: Tensor, key: Tensor) -> Callable[[], Any]:
@@ -109,54 +130,77 @@ def _pages(latent: Tensor) -> tuple[int, Tensor, Tensor]:
 
 def decode(check: Check) -> Iterator[Row]:
     """Whole decoding steps of MHA, GQA-8 and MLA, stock and absorbed, at known shapes; the cache that fits."""
-    shapes, caches = (("tiny",), ("static",)) if check.rehearse else (SHAPES_HERE, ("static", "dynamic"))
+    shapes = ("tiny",) if check.rehearse else ("llama-2-7b", "llama-3-8b")
     contexts, batches, limit = ((64,), (1, 2), 0.01) if check.rehearse else ((2048, 8192, 32768), (1, 16, 64), 0.4)
-    dtype = "float32" if check.rehearse else "bfloat16"
-    for shape, kind in product(shapes, caches):
-        asked = BenchRequest(
-            shape=shape, layers=2, contexts=contexts, batches=batches, device=check.device.type, dtype=dtype,
-            cache=kind, prefill_tokens=0, seconds=limit, quiet=True,
-        )  # fmt: skip
-        for row in bench_checkpoints(asked).to_dict()["rows"]:
-            yield {"shape": shape, "layers": 2, "cache": kind, **row}
-        if kind == "static":
-            yield from _graphs(asked, check)
-            yield from _capacity(asked, check)
+    asked = [
+        BenchRequest(
+            shape=shape, layers=2, contexts=contexts, batches=batches, device=check.device.type, prefill_tokens=0,
+            dtype="float32" if check.rehearse else "bfloat16", cache="static", seconds=limit, quiet=True,
+        )
+        for shape in shapes
+    ]  # fmt: skip
+    began = time.monotonic()
+    for each in asked:
+        yield from _steps(each)
+        yield from _capacity(each, check)
+    took = time.monotonic() - began
+    for each in asked:
+        yield from _graphs(each, check)
+    if check.rehearse or check.left < took:
+        yield {"cache": "dynamic", "skipped": f"{check.left:.0f} s are left, static caches took {took:.0f} s"}
+        return
+    for each in asked:
+        yield from _steps(replace(each, cache="dynamic"))
+
+
+def _steps(asked: BenchRequest) -> Iterator[Row]:
+    about = {"shape": asked.shape, "layers": asked.layers, "cache": asked.cache}
+    found = attempt(about, lambda: {"rows": bench_checkpoints(asked).to_dict()["rows"]})
+    yield from ({**about, **row} for row in found["rows"]) if "rows" in found else (found,)
+
+
+def _graphs(asked: BenchRequest, check: Check) -> Iterator[Row]:
+    """A step of each kind replayed from a CUDA graph over a static cache, where stock transformers can be captured."""
+    about = {"shape": asked.shape, "layers": asked.layers, "cache": "static, CUDA graph"}
+    about |= {"context": asked.contexts[-2:][0], "batch": asked.batches[-2:][0]}
+    # A capture that fails leaves torch's allocator and generator in the middle of it: the next needs a new process.
+    workers = partial(ProcessPoolExecutor, 1, get_context("spawn"))
+    pool = workers()
+    for subject in subjects(asked):
+        work = partial(pool.submit, _graph, subject, str(asked.dtype), about["context"], about["batch"], check.device)
+        row = attempt({**about, "model": subject.label}, lambda work=work: work().result())
+        yield row
+        if "step_ms" not in row:
+            pool.shutdown()
+            pool = workers()
+    pool.shutdown()
 
 
 @torch.no_grad()
-def _graphs(asked: BenchRequest, check: Check) -> Iterator[Row]:
-    """A step of each kind replayed from a CUDA graph over a static cache, where stock transformers can be captured."""
-    context, batch = asked.contexts[-2:][0], asked.batches[-2:][0]
-    dtype = getattr(torch, str(asked.dtype))
-    for subject in subjects(asked):
-        about = {"shape": asked.shape, "layers": 2, "cache": "static, CUDA graph", "model": subject.label}
-        about |= {"context": context, "batch": batch}
-        model = stored = None
-        try:
-            model = make_model(subject, AutoConfig.for_model(**subject.config), dtype, check.device)
-            stored = filled_cache(model, "static", context, batch)
-            token = torch.zeros(batch, 1, dtype=torch.long, device=check.device)
-            limit = 0.4 if check.device.type == "cuda" else 0.0
-            step = graph_seconds(partial(model, token, past_key_values=stored, use_cache=True), check.device, limit)
-            yield {**about, "step_ms": 1e3 * step, "decode_tokens_per_s": batch / step}
-        except Exception as error:  # stock code that waits for the device cannot be captured: that is the result
-            yield {**about, "failed": f"{type(error).__name__}: {str(error)[:300]}"}
-        del model, stored
-        gc.collect()
-        if check.device.type == "cuda":
-            torch.cuda.empty_cache()
+def _graph(subject: Subject, dtype: str, context: int, batch: int, device: torch.device) -> Row:
+    model = make_model(subject, AutoConfig.for_model(**subject.config), getattr(torch, dtype), device)
+    stored = filled_cache(model, "static", context, batch)
+    token = torch.zeros(batch, 1, dtype=torch.long, device=device)
+
+    def step() -> None:
+        # The cache counts its tokens on the device: replays, without this, would soon write beyond its end.
+        for layer in stored.layers:
+            layer.cumulative_length.fill_(context)
+        model(token, past_key_values=stored, use_cache=True)
+
+    try:
+        spent = graph_seconds(step, device, 0.4)
+    except Exception as error:  # stock code that waits for the device cannot be captured: that is the result
+        return {"not_captured": f"{type(error).__name__}: {str(error)[:300]}"}
+    return {"step_ms": 1e3 * spent, "decode_tokens_per_s": batch / spent}
 
 
 def _capacity(asked: BenchRequest, check: Check) -> Iterator[Row]:
     """The most tokens of cache beside all layers' weights, by the same formula that keeps runs within memory."""
-    free, size, depth = (
-        free_memory(check.device),
-        getattr(torch, str(asked.dtype)).itemsize,
-        SHAPES[str(asked.shape)][3],
-    )
-    for subject in subjects(BenchRequest(shape=asked.shape, contexts=asked.contexts)):
+    free, size = free_memory(check.device), getattr(torch, str(asked.dtype)).itemsize
+    for subject in subjects(replace(asked, layers=None)):
         weights = count_parameters(AutoConfig.for_model(**subject.config))
         none, some = (step_costs(subject, weights, size, tokens, 1).memory for tokens in (0, 1 << 20))
         tokens = None if free is None else max(0, int((free - none) / (some - none) * (1 << 20)))
+        depth = subject.config["num_hidden_layers"]
         yield {"shape": asked.shape, "layers": depth, "model": subject.label, "fits_tokens": tokens}
