@@ -24,6 +24,7 @@ _USUAL = {
 }
 
 
+_LONG_WORD = re.compile(r"\S{1000,}")  # longer than paths are
 ALONE = object()  # in place of a value: only the option's name is written
 Wording = Callable[[str, Any], str | None]  # None leaves a field to the enclosing wording
 _OPTIONS = {"contexts": "context", "batches": "batch"}  # fields whose options have a different name
@@ -130,7 +131,8 @@ def one_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` in one line, with characters that cannot be printed as Python escapes them."""
+    """``text`` in one line, with characters that cannot be printed as Python escapes them, and long words cut."""
+    text = _LONG_WORD.sub(lambda word: f"{word[0][:200]}...{word[0][-20:]}", text)
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

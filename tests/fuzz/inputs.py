@@ -174,7 +174,8 @@ def prepare(seeds: Path, case: Path, drawn: Input) -> list[str]:
     os.mkfifo(case / "fifo")
     (case / "recipe.toml").write_text('to = "mqa"\nmethod = "first"\n[about]\nmodel = "a/b"\nsaving = 0.5\n')
     if drawn.changed == "recipe.toml":
-        return [broken(case / drawn.changed, random.Random(number)) for number in drawn.changes]
+        said = [broken(case / drawn.changed, random.Random(number)) for number in drawn.changes]
+        return [f"broken {drawn.changed}: {each}" for each in said]
     return [change(case / drawn.changed, random.Random(number)) for number in drawn.changes]
 
 

@@ -72,8 +72,8 @@ def change(folder: Path, drawn: Random) -> str:
     try:
         said = kind(path, drawn)
     except Exception:  # a file that an earlier change has made one of no kind
-        said = broken(path, drawn)
-    return f"{name}: {said}"
+        kind, said = broken, broken(path, drawn)
+    return f"{kind.__name__} {name}: {said}"
 
 
 def is_weights(name: str) -> bool:
@@ -113,7 +113,7 @@ def replaced(path: Path, drawn: Random) -> str:
         path.mkdir()
     elif kind == "sparse":
         path.write_bytes(content)
-        os.truncate(path, 8 << 30)
+        os.truncate(path, 2 << 30)  # more than the memory that a command may take
     elif kind != "gone":
         outside.write_bytes(content)
         path.symlink_to({"link": outside, "zero": "/dev/zero", "circle": path.name}[kind])
