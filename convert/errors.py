@@ -141,7 +141,7 @@ def short(value: Any) -> str:
     return _REPR.repr(value)
 
 
-_ADVICE = {
+ADVICE = {
     errno.ENOSPC: "free some space, or choose another disk",
     errno.EDQUOT: "free some of the quota, or choose another disk",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
@@ -160,14 +160,14 @@ def system_failure(error: Exception) -> str | None:
     if stated := re.search(r"\(os error (\d+)\)", text):
         code = int(stated[1])
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or _OUT_OF_MEMORY.search(text):
-        return f"no memory left ({text[:120]}); {_ADVICE[errno.ENOMEM]}"
+        return f"no memory left ({text[:120]}); {ADVICE[errno.ENOMEM]}"
     # torch.save reports no cause; nearly always the disk is full.
     if code is None and "PytorchStreamWriter failed writing" in text:
-        return f"a file cannot be written ({text[:120]}); {_ADVICE[errno.ENOSPC]}"
+        return f"a file cannot be written ({text[:120]}); {ADVICE[errno.ENOSPC]}"
     if code is None:
         return None
     where = getattr(error, "filename", None) or "a file"
-    advice = _ADVICE.get(code, "check the path, its permissions and its disk")
+    advice = ADVICE.get(code, "check the path, its permissions and its disk")
     return f"{where}: cannot be read or written ({os.strerror(code)}); {advice}"
 
 

@@ -85,7 +85,7 @@ def conversion(command: str, drawn: random.Random) -> tuple[str, list[str], str]
         words += ["--method", drawn.choice(["svd"] if target[0] == "mla" else ["mean", "first", "random"])]
     further = ["--dtype bfloat16", "--max-shard-size 40KB", "--allow-growth", "--fresh", "", ""]
     words += drawn.choice(further).split()
-    words += ["--keep-quantized"] if drawn.random() < (0.5 if seed in ("fp8", "mxfp4") else 0.02) else []
+    words += ["--keep-quantized"] if drawn.random() < (0.5 if seed in ("fp8", "int8", "mxfp4") else 0.02) else []
     return seed, [*words, "--dry-run"] if command == "plan" else words, "source"
 
 

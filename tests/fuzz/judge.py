@@ -34,7 +34,7 @@ from kvfold.convert.errors import KvfoldError
 from kvfold.convert.measure import bench, bench_worker
 from kvfold.convert.measure.verify import verify_checkpoint
 
-CPU_SECONDS, WAITING, MEMORY, FILE = 20, 120, 1_500_000_000, 1 << 28
+CPU_SECONDS, WAITING, MEMORY, FILE = 20, 300, 1_500_000_000, 1 << 28
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")
 State = dict[str, tuple[int, int, int, str]]
 

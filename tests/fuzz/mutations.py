@@ -148,7 +148,9 @@ def edited(value: Any, drawn: Random) -> tuple[Any, str]:
         keys = list(within) if isinstance(within, dict) else range(len(within)) if isinstance(within, list) else ()
         if not keys:
             break
-        place, key = within, drawn.choice(keys)
+        # what has a structure of its own more often
+        deep = [4 if isinstance(within[each], dict | list) else 1 for each in keys]
+        place, key = within, drawn.choices(keys, deep)[0]
         within, said = place[key], f"{said}[{key!r}]"
     if key is None:
         new = drawn.choice(ODD)
