@@ -49,15 +49,16 @@ _SHOWN_CHANNELS = 3
 
 @dataclass(frozen=True)
 class Survey:
-    """The survey of a model: a small table for each layer in memory, and the folder with the statistics for trials."""
+    """The survey of a model: a small table for each layer in memory, and the folder with the statistics, for trials."""
 
     source: CheckpointStream
     tokens: CalibrationTokens
     layers: tuple[LayerSurvey, ...]
-    folder: Path
+    folder: Path | None
 
     def notes(self, layer: int) -> tuple[LayerStatistics, Tensor]:
         """The statistics of ``layer`` and its attention inputs ``[n, E]`` for some of the tokens."""
+        assert self.folder is not None  # trials have one
         saved = torch.load(self.folder / f"{layer}.pt", weights_only=True, mmap=True)
         return LayerStatistics(**saved["statistics"]), saved["inputs"]
 
@@ -84,13 +85,19 @@ class Candidate:
 
 
 def survey_layers(
-    plan: Plan, source: CheckpointStream, tokens: CalibrationTokens, folder: Path, stages: Stages, keep: Keep = list
+    plan: Plan,
+    source: CheckpointStream,
+    tokens: CalibrationTokens,
+    folder: Path | None,
+    stages: Stages,
+    keep: Keep = list,
 ) -> Survey:
-    """Walk ``source`` alone over some calibration sequences and save each layer's statistics in ``folder``."""
+    """Walk ``source`` alone over some calibration sequences; the layers' statistics go to ``folder``, if any."""
 
     def note(index: int, statistics: LayerStatistics, inputs: Tensor) -> LayerSurvey:
         weights = linear_heads(source_layer(plan, index), statistics)
-        torch.save({"statistics": vars(statistics), "inputs": inputs}, folder / f"{index}.pt")
+        if folder is not None:
+            torch.save({"statistics": vars(statistics), "inputs": inputs}, folder / f"{index}.pt")
         return rope_slots.survey_layer(weights, statistics, source_rotary(plan, index), plan.geometry.positions)
 
     count = max(processes.count(), math.ceil(_SURVEYED / plan.request.seq_len))

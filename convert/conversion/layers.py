@@ -75,7 +75,8 @@ def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
             folder = scratch / ".survey"
             folder.mkdir(exist_ok=True)
             try:
-                surveyed = survey_layers(plan, source, tokens, folder, stages, keep)
+                tried = folder if plan.request.tries_latents else None
+                surveyed = survey_layers(plan, source, tokens, tried, stages, keep)
                 chosen, choices = resolve(plan, surveyed, stages)
                 reads = plan.request.chosen_method.reads_text
                 walk = StudentWalk(chosen.plan, source, tokens, statistics=reads, keep=keep)

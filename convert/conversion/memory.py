@@ -79,8 +79,8 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
     in_layers = fit + _FLOAT * (max(2 * layer, ends) + 5 * attention * refined)
     at_end = 4 * _FLOAT * ends + _LOGIT * min(_LOGITS, held_out * shape.vocabulary)
     whole = _whole_model(plan)
-    # A survey stores two Gram matrices of every layer.
-    surveyed = shape.layers * 2 * _DOUBLE * width**2 if latent else 0
+    # Trials read two Gram matrices of every layer.
+    surveyed = shape.layers * 2 * _DOUBLE * width**2 if request.tries_latents else 0
     return Needs(
         memory=_BASE_WITH_TEXT + max(held + max(in_layers, at_end), whole),
         spilled=_FLOAT * states if request.spill else 0,
