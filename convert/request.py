@@ -197,6 +197,11 @@ class ConvertRequest(Request):
         return registry.find_method(self.resolved_method, self.to)
 
     @property
+    def tries_latents(self) -> bool:
+        """True if trials decide: between splits of a budget, or tell layout engine's loss against free's."""
+        return self.to == "mla" and (self.budget is not None or self.resolved_layout == "engine")
+
+    @property
     def resolved_layout(self) -> Layout:
         """The layout of an MLA result; ``free`` for methods that read no text, which ``engine`` is calibrated on."""
         return self.layout or (DEFAULT_LAYOUT if self.chosen_method.reads_text else "free")

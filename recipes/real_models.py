@@ -11,6 +11,11 @@ with kvfold: another domain. Excess is ln(perplexity / perplexity of the model),
 next-token distributions, nats; top-1 agreement is the share of tokens for which both predict the same next one. Rows
 that the JSON file holds already are not run again: a table can be made in several sittings, and with --work an
 interrupted row goes on where it was. Rows polished on tokens have the curve of held-out figures, too.
+
+Ways to spend equal time and what to train are compared by stages of other options, with the seconds of each row:
+
+    python recipes/real_models.py table SMOLLM2 --calibration FILE --text FILE --targets "MLA 128+64" --json FILE2 \\
+        --stage "polished 184k=--polish 184k" --stage "uptrained 136=--steps 136 --batch-tokens 1024 --seq-len 256"
 """
 
 import argparse
@@ -56,9 +61,9 @@ STAGES = {
     "briefly polished on both": "--refine 50 --polish 100",
     "polished 400k on both": "--polish 400k",  # a quarter is code
     "polished 1M on both": "--polish 1M --keep-intervals",
-    "uptrained": "",  # the fitted checkpoint, trained further
+    # The fitted checkpoint, trained further: options of `kvfold uptrain`.
+    "uptrained": "--steps 50 --batch-tokens 1024 --seq-len 256 --eval-every 0",
 }
-UPTRAIN = ("--steps", "50", "--batch-tokens", "1024", "--seq-len", "256", "--eval-every", "0", "--quiet")
 WINDOWS, LENGTH, BATCH = 24, 256, 4
 
 
@@ -125,7 +130,8 @@ def options(args: argparse.Namespace, target: str, stage: str, code: Path) -> li
     named = [f"{text}{share}" for text, share in zip(texts, shares, strict=False) if text is not None]
     calibration = [word for text in named for word in ("--calibration", text)]
     shape = ["--samples", str(args.samples), "--seq-len", str(LENGTH), "--seed", str(args.seed)]
-    return [*TARGETS[target].split(), *STAGES[stage].split(), *calibration, *shape]
+    own = [] if stage.startswith("uptrained") else STAGES[stage].split()
+    return [*TARGETS[target].split(), *own, *calibration, *shape]
 
 
 @contextmanager
@@ -165,20 +171,22 @@ def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tens
             encoding="utf-8",
         )
         given = options(args, target, stage, code)
-        seconds = run(["convert", str(args.model), str(out), *given, "--quiet"])
+        # Of a row that was interrupted later only the rest is timed.
+        seconds = 0.0 if out.exists() else run(["convert", str(args.model), str(out), *given, "--quiet"])
         record = json.loads((out / "kvfold.json").read_text())
         elements = record["cache_elements_per_token_per_layer"]
-        if stage == "uptrained":
+        if stage.startswith("uptrained"):
             trained = place / "trained"
             text = [] if args.calibration is None else ["--text", str(args.calibration)]
-            seconds += run(["uptrain", str(out), str(trained), "--teacher", str(args.model), *text, *UPTRAIN])
+            how = ["--teacher", str(args.model), *text, *STAGES[stage].split(), "--quiet"]
+            seconds += run(["uptrain", str(out), str(trained), *how])
             out = trained
         model, result = load(args.model), load(out)
         measured = {name: compare(model, result, tokens) for name, tokens in texts.items()}
     before["commit"] = commit()
     shown = [Path(word).name if word.startswith((str(args.calibration), str(code))) else word for word in given]
     common = {"target": target, "stage": stage, "options": " ".join(shown), "cache_elements": elements}
-    common |= {"uptrain": " ".join(UPTRAIN)} if stage == "uptrained" else {}
+    common |= {"uptrain": STAGES[stage]} if stage.startswith("uptrained") else {}
     common |= {"curve": record["polish"]["curve"]} if "polish" in record else {}
     return {**common, "measured": measured, "seconds": round(seconds, 1), **before}
 
@@ -189,7 +197,8 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
     texts = windows(args.model, args.text)
     if not done:
         yield {"target": "original", "perplexity": perplexities(args.model, texts)}
-    for stage in args.stages.split(","):
+    named = args.stages.split(",") if args.stages else [] if args.stage else list(STAGES)
+    for stage in [*named, *(name for name, _ in args.stage)]:
         for target in args.targets.split(",") if args.targets else TARGETS:
             if (target, stage) not in known and not (stage == "baseline" and "engine" in target):
                 yield row(args, target, stage, texts)
@@ -214,6 +223,7 @@ def perplexities(model: Path, texts: dict[str, Tensor]) -> dict[str, float]:
 
 
 def table(args: argparse.Namespace) -> None:
+    STAGES.update(args.stage)
     header = {"model": "SmolLM2-135M-Instruct", "samples": args.samples, "length": LENGTH, "windows": WINDOWS}
     continue_rows(args.json, header, lambda done: rows(args, done), show)
 
@@ -229,7 +239,15 @@ def main() -> None:
     measure.add_argument("--calibration", type=Path, help="default: the text that ships with kvfold")
     measure.add_argument("--text", type=Path, help="held-out text of the calibration's domain")
     measure.add_argument("--targets", help="some of: " + ", ".join(TARGETS))
-    measure.add_argument("--stages", default=",".join(STAGES), help="some of: " + ", ".join(STAGES))
+    measure.add_argument("--stages", help="some of: " + ", ".join(STAGES))
+    measure.add_argument(
+        "--stage",
+        action="append",
+        type=lambda text: text.split("=", 1),
+        default=[],
+        metavar="NAME=OPTIONS",
+        help="another stage, with options of `kvfold convert`; if NAME begins with uptrained, of `kvfold uptrain`",
+    )
     measure.add_argument("--samples", type=int, default=64)
     measure.add_argument("--seed", type=int, default=0)
     measure.add_argument(

@@ -285,7 +285,11 @@ def stretch_bounds(length: int) -> list[tuple[int, int]]:
 def distances(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
     """Per-sequence sums: ``KL(logits || other)``, top-1 matches, both negative log-likelihoods; ``[4, B]``, float64."""
     wide = torch.promote_types(torch.promote_types(logits.dtype, other.dtype), torch.float32)
-    log_p, log_q = logits.to(wide).log_softmax(-1), other.to(wide).log_softmax(-1)
+    log_p = logits.to(wide).log_softmax(-1)
+    if other is logits:
+        losses = -log_p.gather(-1, labels[..., None])[..., 0].sum(-1, dtype=torch.float64)
+        return torch.stack([torch.zeros_like(losses), torch.full_like(losses, labels.shape[-1]), losses, losses])
+    log_q = other.to(wide).log_softmax(-1)
     return torch.stack(
         [
             divergence_terms(log_p, log_q).sum(-1).sum(-1, dtype=torch.float64),

@@ -35,6 +35,8 @@ from kvfold.convert.walk.walk import Step
 # +0.4510 nats per token after refinement; 20 takes 8 + 8, +0.4172 (the model that ships, bench_refine_constants.py,
 # 2026-11-22).
 _TRIAL_STEPS = 20
+# Tokens of the survey, which chooses splits and frequencies for all layers at once; each layer is fitted to all tokens.
+_SURVEYED = 4096
 # KL that a split that more engines serve may have, relative to the best: chosen, not tuned.
 _SERVED_FACTOR = 1.05
 # The rest bounds the cost of trials and what is recorded; none was tuned for its loss. Splits that are tried with
@@ -47,15 +49,16 @@ _SHOWN_CHANNELS = 3
 
 @dataclass(frozen=True)
 class Survey:
-    """The survey of a model: a small table for each layer in memory, and the folder with the full statistics."""
+    """The survey of a model: a small table for each layer in memory, and the folder with the statistics, for trials."""
 
     source: CheckpointStream
     tokens: CalibrationTokens
     layers: tuple[LayerSurvey, ...]
-    folder: Path
+    folder: Path | None
 
     def notes(self, layer: int) -> tuple[LayerStatistics, Tensor]:
         """The statistics of ``layer`` and its attention inputs ``[n, E]`` for some of the tokens."""
+        assert self.folder is not None  # trials have one
         saved = torch.load(self.folder / f"{layer}.pt", weights_only=True, mmap=True)
         return LayerStatistics(**saved["statistics"]), saved["inputs"]
 
@@ -82,16 +85,23 @@ class Candidate:
 
 
 def survey_layers(
-    plan: Plan, source: CheckpointStream, tokens: CalibrationTokens, folder: Path, stages: Stages, keep: Keep = list
+    plan: Plan,
+    source: CheckpointStream,
+    tokens: CalibrationTokens,
+    folder: Path | None,
+    stages: Stages,
+    keep: Keep = list,
 ) -> Survey:
-    """Walk ``source`` alone over the calibration sequences and save each layer's statistics in ``folder``."""
+    """Walk ``source`` alone over some calibration sequences; the layers' statistics go to ``folder``, if any."""
 
     def note(index: int, statistics: LayerStatistics, inputs: Tensor) -> LayerSurvey:
         weights = linear_heads(source_layer(plan, index), statistics)
-        torch.save({"statistics": vars(statistics), "inputs": inputs}, folder / f"{index}.pt")
+        if folder is not None:
+            torch.save({"statistics": vars(statistics), "inputs": inputs}, folder / f"{index}.pt")
         return rope_slots.survey_layer(weights, statistics, source_rotary(plan, index), plan.geometry.positions)
 
-    surveyed = survey(source, own_sequences(tokens.calibration), heads=source_heads(plan), keep=keep)
+    count = max(processes.count(), math.ceil(_SURVEYED / plan.request.seq_len))
+    surveyed = survey(source, own_sequences(tokens.calibration[:count]), heads=source_heads(plan), keep=keep)
     walked = stages.over("survey", surveyed, plan.geometry.layers, "layer")
     layers = tuple(processes.from_first(partial(note, *each)) for each in walked)
     return Survey(source, tokens, layers, folder)
@@ -125,6 +135,8 @@ def fitted_latent(
 ) -> Fitted:
     """Fit layer ``index`` as latent attention. ``step`` and ``surveyed`` are None without text.
 
+    The statistics are those of ``step``; in trials, which collect none, those of the survey.
+
     With ``spectrum``, a note has the energy of the latent's principal components and the share beyond its channels.
     """
     plan, target = chosen.plan, chosen.target
@@ -133,7 +145,9 @@ def fitted_latent(
     slots, rotary, context = chosen.slots[index], source_rotary(plan, index), plan.geometry.positions
     centered = target.layout != "engine"
     statistics, inputs = None, torch.empty(0, weights.model_dim)
-    if surveyed is not None and method.reads_text:
+    if method.reads_text and step is not None and step.statistics is not None and step.inputs is not None:
+        statistics, inputs = step.statistics, step.inputs
+    elif method.reads_text and surveyed is not None:
         statistics, inputs = surveyed.notes(index)
     fitted = method.fit(
         LatentLayer(

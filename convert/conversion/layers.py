@@ -71,14 +71,16 @@ def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
                 yield Layers(plan, partial(fitted_fold, plan), walk)
                 return
             # All layers share their rotary frequencies, so every layer is surveyed before any is converted. In memory
-            # are small tables only; the statistics are in files that the first process alone reads.
+            # are small tables only; the statistics for trials are in files that the first process alone reads.
             folder = scratch / ".survey"
             folder.mkdir(exist_ok=True)
             try:
-                surveyed = survey_layers(plan, source, tokens, folder, stages, keep)
+                tried = folder if plan.request.tries_latents else None
+                surveyed = survey_layers(plan, source, tokens, tried, stages, keep)
                 chosen, choices = resolve(plan, surveyed, stages)
-                fit = partial(fitted_latent, chosen, surveyed=surveyed, spectrum=True)
-                walk = StudentWalk(chosen.plan, source, tokens, statistics=False, keep=keep)
+                reads = plan.request.chosen_method.reads_text
+                walk = StudentWalk(chosen.plan, source, tokens, statistics=reads, keep=keep)
+                fit = partial(fitted_latent, chosen, spectrum=True)
                 yield Layers(chosen.plan, fit, walk, choices)
             finally:
                 if processes.is_first():

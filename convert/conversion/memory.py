@@ -65,10 +65,10 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
 
     length = request.seq_len
     tokens, held_out = ceil(request.samples / processes) * length, held_out_count(request.samples) * length
-    # Calibration states before and after the source's layer, the student's, the targets of refinement; held-out states
-    # once more, because the drift takes a copy further.
+    # Calibration states before and after the source's layer, its attention's, the student's, the targets of refinement;
+    # held-out states once more, because the drift takes a copy further.
     fitted, refined = request.chosen_method.reads_text, int(bool(request.refine))
-    learned = 3 + refined if fitted or refined else 0
+    learned = 4 - bool(request.spill) + refined if fitted or refined else 0
     states = width * (learned * tokens + (4 + refined) * held_out) + refined * (tokens + held_out)
     outputs = held_out * (2 * width + (2 * shape.heads + shape.kv_heads) * shape.head_dim)  # of the source's attention
     held = 0 if request.spill else _FLOAT * (states + outputs)
@@ -79,8 +79,8 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
     in_layers = fit + _FLOAT * (max(2 * layer, ends) + 5 * attention * refined)
     at_end = 4 * _FLOAT * ends + _LOGIT * min(_LOGITS, held_out * shape.vocabulary)
     whole = _whole_model(plan)
-    # A survey stores two Gram matrices of every layer.
-    surveyed = shape.layers * 2 * _DOUBLE * width**2 if latent else 0
+    # Trials read two Gram matrices of every layer.
+    surveyed = shape.layers * 2 * _DOUBLE * width**2 if request.tries_latents else 0
     return Needs(
         memory=_BASE_WITH_TEXT + max(held + max(in_layers, at_end), whole),
         spilled=_FLOAT * states if request.spill else 0,

@@ -121,6 +121,8 @@ class StudentWalk(Walk):
             statistics=statistics,
             keep_calibration=trains,
             heads=source_heads(plan),
+            # Fits take what the source's attention gave to the calibration sequences.
+            remember=trains and keep is list,
             keep=keep,
         )
         recast = request.dtype != "auto"

@@ -371,8 +371,6 @@ def _swept(
         tokens.held_out,
         tokens.calibration,
         profile=True,
-        # A survey has collected them already.
-        statistics=surveyed is None,
         keep_calibration=True,
         heads=source_heads(next(iter(plans.values()))),
         remember=True,
@@ -385,17 +383,15 @@ def _swept(
         students.append(_Target(target, resolved, walk, split, tried))
     with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
         for lesson in teacher.layers():
-            if surveyed is not None:
-                lesson.statistics = surveyed.notes(lesson.index)[0]
             # The loss of sharing a pair of heads depends on the layer alone, not on the number of heads that stay.
             shared: dict[bool, Pairs] = {}
             for student in students:
                 started = time.monotonic()
                 with student.walk.step(lesson) as step:
-                    if student.split is None or surveyed is None:
+                    if student.split is None:
                         fitted = fitted_fold(student.plan, step.index, step, shared)
                     else:
-                        fitted = fitted_latent(student.split, step.index, step, surveyed)
+                        fitted = fitted_latent(student.split, step.index, step)
                     student.distances.append(step.follow(student.walk.made(step, fitted.weights)[0]))
                 student.seconds += time.monotonic() - started
                 advance(1)

@@ -70,7 +70,8 @@ class OutputFit:
     after: float
 
 
-# One row per token: the heads' results ``[N, n]``, the target of their projection ``[N, E]``, weights ``[N]``.
+# One row per token, in float32 or wider: the heads' results ``[N, n]``, the target of their projection ``[N, E]``, and
+# weights ``[N]``.
 _Regression = tuple[Tensor, Tensor, Tensor]
 
 
@@ -126,17 +127,18 @@ def _regressions(
         if output.context is None:
             return
         # The heads of layout ``engine`` may be padded with zeros.
-        heads = output.context[..., : weights.o.shape[2]].flatten(2).double()
+        wide = torch.promote_types(output.context.dtype, torch.float32)
+        heads = output.context[..., : weights.o.shape[2]].flatten(2).to(wide)
         if weights.o_bias is not None:
             heads = torch.cat([heads, torch.ones_like(heads[..., :1])], -1)
         if not checked:
             # A property of the layer, independent of its inputs: checking one chunk is enough.
-            explained, energy = heads @ present.to(heads).mT, output.attention.double().square().sum()
+            explained, energy = heads.double() @ present.to(heads.device).mT, output.attention.double().square().sum()
             checked = explained.shape == output.attention.shape
             if not checked or (explained - output.attention).square().sum() > _UNEXPLAINED * energy:
                 return
         added = update.of(step.teacher, step.teacher.attend(inputs))
-        after, before = (inputs + added).double(), student_inputs.double()
+        after, before = (inputs + added).to(wide), student_inputs.to(wide)
         weight = token_weights(after, before).square()
         target = (after - before) / update.scale
         yield heads.flatten(0, 1), target.flatten(0, 1), weight.flatten()
@@ -147,10 +149,14 @@ def _sums(present: Tensor, parts: Iterator[_Regression]) -> tuple[Tensor, Tensor
     count = len(present[0])
     gram, cross, total = present.new_zeros(count, count), torch.zeros_like(present), present.new_zeros(())
     for heads, target, weight in parts:
-        weighted = heads * weight[:, None]
-        gram.addmm_(weighted.mT, heads)
-        cross.addmm_(target.mT, weighted)
-        total += weight.sum()
+        # Products of a chunk in the tokens' dtype: `OUTPUT_RIDGE` is far above what float32 rounds. Weights may come
+        # near the end of its range.
+        largest = weight.max().double()
+        scaled = heads * (weight / weight.max())[:, None]
+        with torch.autocast(heads.device.type, enabled=False):
+            gram += largest * (scaled.mT @ heads)
+            cross += largest * (target.mT @ scaled)
+        total += weight.double().sum()
     processes.add_up([gram, cross, total])
     total = torch.where(total != 0, total, 1.0)
     return gram / total, (cross - present @ gram) / total
@@ -163,7 +169,7 @@ def _fit(
     fitted = fit_output(present, gram, missing)
     errors, numbers = present.new_zeros(2), 0
     # One chunk is in memory at a time.
-    for heads, target, weight in held_out:
+    for heads, target, weight in (tuple(each.double() for each in part) for part in held_out):
         for place, tried in enumerate((present, fitted)):
             errors[place] += ((target - heads @ tried.mT).square().sum(1) * weight).sum()
         numbers += target.numel()

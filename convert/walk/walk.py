@@ -132,7 +132,8 @@ class Student:
 class Step:
     """One layer of a walk, while the teacher's layer is open.
 
-    ``statistics`` come from the calibration sequences; None in a walk without statistics. ``held_out`` and
+    ``statistics`` come from the calibration sequences, and ``inputs [n, E]`` are their first attention inputs; None in
+    a walk without statistics. ``held_out`` and
     ``student_held_out`` are the teacher's and the student's residual streams before the layer on the held-out
     sequences; ``calibration`` and ``student_calibration`` are the same for the calibration sequences, empty unless the
     walk keeps them. ``outputs`` are the outputs of the teacher's layer for ``held_out``. ``done``: both streams have
@@ -146,6 +147,7 @@ class Step:
     student_held_out: Hidden
     outputs: Iterable[LayerOutput]
     statistics: LayerStatistics | None = None
+    inputs: Tensor | None = None
     calibration: Hidden = field(default_factory=list)
     student_calibration: Hidden = field(default_factory=list)
     done: bool = field(init=False, default=False)
@@ -241,7 +243,7 @@ class TeacherLayer:
     """An open layer of the teacher, to which students compare theirs.
 
     ``held_out`` and ``calibration`` are its inputs, ``outputs`` its results for ``held_out``. ``calibration`` is empty
-    unless the teacher keeps it; ``statistics`` is None unless the teacher computes them.
+    unless the teacher keeps it; ``statistics`` and ``inputs`` (see `Step`) are None unless the teacher computes them.
     """
 
     index: int
@@ -250,6 +252,7 @@ class TeacherLayer:
     outputs: Iterable[LayerOutput]
     calibration: Hidden
     statistics: LayerStatistics | None
+    inputs: Tensor | None
 
 
 class Teacher:
@@ -289,16 +292,16 @@ class Teacher:
                 if self._remember:
                     # Several students compare their attention with the teacher's for the same inputs.
                     layer = _RememberingLayer(layer.index, layer.module, layer.arguments, layer.tensors)
-                calibration, statistics = self._calibration[: 0 if self.kept is None else None], None
+                calibration, statistics, inputs = self._calibration[: 0 if self.kept is None else None], None, None
                 if self._calibration and self._statistics:
-                    statistics, _ = gather(self.stream, layer, self._calibration, self._profile, self._heads)
+                    statistics, inputs = gather(self.stream, layer, self._calibration, self._profile, self._heads)
                 elif self._calibration:
                     with self.stream.training():
                         advance(self.stream, layer, self._calibration)
                 held_out = self.held_out
                 self.held_out, outputs = through(layer, held_out)
                 check_finite(self.held_out, self.stream, index)
-                opened = TeacherLayer(index, layer, held_out, outputs, calibration, statistics)
+                opened = TeacherLayer(index, layer, held_out, outputs, calibration, statistics, inputs)
                 yield opened
                 # The caller still references the layer while the next one runs.
                 opened.outputs, opened.calibration, outputs, calibration = (), [], (), []
@@ -338,6 +341,7 @@ class Walk:
             self._student_held_out,
             layer.outputs,
             layer.statistics,
+            layer.inputs,
             layer.calibration,
             self._student_calibration,
         )

@@ -128,7 +128,10 @@ def bench_fit(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="kvfold-bench-") as work:
         command = [sys.executable, "-m", "kvfold.convert", "convert", str(arguments.model), f"{work}/out", "--quiet"]
         spent = timed([*command, *arguments.options.split(), *sizes, *text])["cpu_seconds"]
-    return {"forward_seconds": passed, "fit_seconds": spent, "ratio": spent / passed, "asked": 5.0}
+        record = json.loads(Path(work, "out", "kvfold.json").read_text())
+    drift = {name: record["drift"][name]["value"] for name in ("kl", "excess")}
+    found = {"forward_seconds": passed, "fit_seconds": spent, "ratio": spent / passed, "asked": 5.0}
+    return {**found, "precision": record["precision"], **drift}
 
 
 def main() -> None:

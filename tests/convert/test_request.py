@@ -97,6 +97,7 @@ WRONG |= {"device": "cude", "dtype": "tpu", "overwrite": "yes", "max_shard_size"
         {"to": "mqa", "kv_heads": 4, "method": "mean", "group": "similar", "spill": "dir", "calibration": "a.txt"},
         {"to": "mqa", "keep_quantized": True, "dtype": "float32", "calibration": ["a.txt", "a.txt"]},
         {"to": "mqa", "calibration": ["a.txt", "self"]},
+        {"to": "mqa", "train": "all", "teacher": "x", "repeat_text": True, "keep_intervals": True},
         {"to": "mla", "kv_rank": 8},
         {"to": "mla", "budget": 64, "kv_rank": 8, "method": "svd", "group": "similar", "layout": "deepseek"},
         {"to": "mla", "budget": 64, "layout": "engine", "rotate_latent": True},

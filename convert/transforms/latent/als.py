@@ -166,10 +166,11 @@ def _normal_equations(problem: LatentProblem, fit: LatentFit) -> tuple[Tensor, T
     for head, (same, to_keys) in enumerate(problem.kernels):
         keys, reading = layer.keys[head // layer.group], fit.reading[head]
         weighted = reading.mT @ problem.query_weight[head]  # [n, D]
-        V += same.adjoint(weighted @ reading)
-        M += same.adjoint(weighted @ reading, means=True)
-        cross[head // layer.group] += to_keys.adjoint(weighted)
-        p += to_keys.adjoint(weighted, means=True) @ (keys @ problem.mean)
+        for total, part in zip((V, M), same.adjoint(weighted @ reading), strict=True):
+            total += part
+        of_keys, of_mean = to_keys.adjoint(weighted)
+        cross[head // layer.group] += of_keys
+        p += of_mean @ (keys @ problem.mean)
     P = (cross @ layer.keys[..., :-1]).sum(0)
     weighted = fit.values.mT @ problem.value_weight  # [G, R, D]
     needed = (weighted @ fit.values).sum(0)

@@ -7,6 +7,7 @@ from ``E[x x^T]`` and the mixture of distances (`distances`), without any text.
 """
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -37,47 +38,72 @@ class RotaryRows:
 
 
 @dataclass(frozen=True)
+class Side:
+    """Rows as one head sees them: their layout, the indices ``places [n]`` of their frequencies, and mean rotations.
+
+    ``cosine`` and ``sine [n]``: the means of ``cos(omega delta)`` and ``sin(omega delta)`` over the distances.
+    """
+
+    layout: RotaryRows
+    places: Tensor
+    cosine: Tensor
+    sine: Tensor
+
+    def mean(self, rows: Tensor) -> Tensor:
+        """The mean of ``rows [n]`` over the distances."""
+        return self.cosine * rows + self.sine * self.layout.turn(rows)
+
+    def mean_adjoint(self, rows: Tensor) -> Tensor:
+        """The transpose of `mean`, of every column of ``rows [n, m]``."""
+        return self.cosine[:, None] * rows - self.layout.turn(self.sine[:, None] * rows)
+
+
+@dataclass(frozen=True)
 class Kernel:
     """The second moment of rows ``a`` and ``b`` over the distances of one head, as a linear map of ``A cov(x) B^T``.
 
-    ``terms``: the four products of cos and sin. Each contains flags for a turned left and right side (sin), its moments
-    ``[U, U]`` by frequency, and its covariances, which exclude the product of the means: a softmax over positions sees
-    only the variation of constant keys with distance. ``rows [n_a]``, ``columns [n_b]``: frequency indices of the two
-    sides.
+    ``terms``: the four products of cos and sin. Each contains flags for a turned left and right side (sin) and its
+    moments ``[U, U]`` by frequency.
     """
 
-    left: RotaryRows
-    right: RotaryRows
-    rows: Tensor
-    columns: Tensor
-    terms: tuple[tuple[bool, bool, Tensor, Tensor], ...]
+    left: Side
+    right: Side
+    terms: tuple[tuple[bool, bool, Tensor], ...]
+
+    def _moments(self) -> Iterator[tuple[bool, bool, Tensor]]:
+        """The terms with their moments by row, ``[n_a, n_b]``; a turned side has no rows but those that rotate."""
+        for left_turns, right_turns, moment in self.terms:
+            rows = self.left.places[: 2 * self.left.layout.half if left_turns else None]
+            columns = self.right.places[: 2 * self.right.layout.half if right_turns else None]
+            yield left_turns, right_turns, moment[rows][:, columns]
 
     def apply(self, product: Tensor, left_mean: Tensor, right_mean: Tensor) -> Tensor:
         """``E[y_a y_b^T]`` around the mean over distances, ``[n_a, n_b]``.
 
-        ``product = A cov(x) B^T``; ``left_mean`` and ``right_mean`` are ``A E[x]`` and ``B E[x]``, biases included.
+        ``product = A cov(x) B^T``; ``left_mean`` and ``right_mean`` are ``A E[x]`` and ``B E[x]``, biases included. A
+        softmax over positions sees only the variation of constant keys with distance.
         """
-        means = torch.outer(left_mean, right_mean)
-        result = torch.zeros_like(product)
-        for left_turns, right_turns, *weights in self.terms:
-            for weight, part in zip(weights, (product, means), strict=True):
-                part = self.left.turn(part) if left_turns else part
-                part = self.right.turn(part.mT).mT if right_turns else part
-                result += weight[self.rows][:, self.columns] * part
-        return result
+        whole, result = product + torch.outer(left_mean, right_mean), torch.zeros_like(product)
+        for left_turns, right_turns, moment in self._moments():
+            height, width = moment.shape
+            part = whole[:height, :width]
+            part = self.left.layout.turn(part) if left_turns else part
+            part = self.right.layout.turn(part.mT).mT if right_turns else part
+            result[:height, :width] += moment * part
+        return result - torch.outer(self.left.mean(left_mean), self.right.mean(right_mean))
 
-    def adjoint(self, weight: Tensor, *, means: bool = False) -> Tensor:
-        """The gradient of ``sum(weight * apply(A cov B^T, 0, 0))`` with respect to ``A`` is ``adjoint(weight) B cov``.
+    def adjoint(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The matrices ``V`` and ``M`` of two gradients of ``sum(weight * apply(product, a, b))``.
 
-        ``means=True``: for ``sum(weight * apply(0, a, b))`` and ``a``, the gradient is ``adjoint(weight, means=True)
-        b``.
+        With respect to ``A`` in ``product = A cov B^T`` it is ``V B cov``, and with respect to ``a`` it is ``M b``.
         """
         result = torch.zeros_like(weight)
-        for left_turns, right_turns, moment, covariance in self.terms:
-            part = weight * (covariance if means else moment)[self.rows][:, self.columns]
-            part = -self.right.turn(part.mT).mT if right_turns else part
-            result += -self.left.turn(part) if left_turns else part
-        return result
+        for left_turns, right_turns, moment in self._moments():
+            height, width = moment.shape
+            part = weight[:height, :width] * moment
+            part = -self.right.layout.turn(part.mT).mT if right_turns else part
+            result[:height, :width] += -self.left.layout.turn(part) if left_turns else part
+        return result, result - self.left.mean_adjoint(self.right.mean_adjoint(weight.mT).mT)
 
 
 def kernels(distances: Distances, cached: RotaryRows, source: RotaryRows) -> tuple[tuple[Kernel, Kernel], ...]:
@@ -90,13 +116,13 @@ def kernels(distances: Distances, cached: RotaryRows, source: RotaryRows) -> tup
     cosine = (minus + plus).real / 2, (minus - plus).imag / 2
     sine = -(minus + plus).imag / 2, (minus - plus).real / 2
     means = mean.real, -mean.imag
-    rows, columns = (torch.searchsorted(omega, side.omega) for side in (cached, source))
     result = []
     for head in range(len(moments)):
-        terms = []
-        for p, q in itertools.product((0, 1), repeat=2):
-            moment = (cosine, sine)[p][q][head]
-            terms.append((bool(p), bool(q), moment, moment - torch.outer(means[p][head], means[q][head])))
-        same = Kernel(cached, cached, rows, rows, tuple(terms))
-        result.append((same, Kernel(cached, source, rows, columns, tuple(terms))))
+        pairs = itertools.product((0, 1), repeat=2)
+        terms = tuple((bool(p), bool(q), (cosine, sine)[p][q][head]) for p, q in pairs)
+        sides = []
+        for layout in (cached, source):
+            places = torch.searchsorted(omega, layout.omega)
+            sides.append(Side(layout, places, *(each[head][places] for each in means)))
+        result.append((Kernel(sides[0], sides[0], terms), Kernel(sides[0], sides[1], terms)))
     return tuple(result)

@@ -72,6 +72,18 @@ def test_norms_are_trained_when_asked_for(tiny_reader, tmp_path):
     assert "all norms were trained together for 2 steps" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_a_text_with_fewer_tokens_is_polished_on_again_only_when_asked_for(tiny_reader, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text(" ".join(map(str, range(900))))
+    options = {**MQA, "calibration": str(path), "polish": "3k"}
+    with pytest.raises(InputError, match=r"short\.txt: too little text: \d+ tokens .*, or add --repeat-text"):
+        convert(tmp_path / "out", tiny_reader, **options)
+    assert not (tmp_path / "out").exists()
+    polish = convert(tmp_path / "out", tiny_reader, **options, repeat_text=True)["polish"]
+    assert polish["steps"] == 3
+    assert 32 < polish["sequences"] < 3 * budget.batch_size(QUICK["seq_len"])
+
+
 def test_another_model_teaches(tiny_reader, tmp_path):
     teacher = shutil.copytree(tiny_reader, tmp_path / "teacher")
     (weights,) = teacher.glob("*.safetensors")
