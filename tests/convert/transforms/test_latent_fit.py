@@ -1,16 +1,13 @@
-"""Latent attention from statistics: moments against drawn samples, identities, and that fitting fits."""
+"""Latent attention from statistics: identities, and that fitting fits."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers.layers import attend, dense_distances, random_layer, relative_error, rotated, turned
+from helpers.layers import attend, attend_latent, dense_distances, random_layer, relative_error, turned
 
-from kvfold.convert.transforms.distances import Distances
 from kvfold.convert.transforms.latent import als as latent_fit
 from kvfold.convert.transforms.latent import slots as rope_slots
-from kvfold.convert.transforms.latent.kernels import RotaryRows, kernels
 from kvfold.convert.transforms.latent.latent import energy_shares, svd_latent, to_latent
 from kvfold.convert.transforms.latent.variants import query_latent
 from kvfold.convert.transforms.weights import Rotary
@@ -18,68 +15,9 @@ from kvfold.convert.transforms.weights import Rotary
 THETA = torch.tensor([1.0, 0.3, 0.05, 0.01], dtype=torch.float64)
 
 
-def source_output(weights, rotary, x):
-    return attend(weights, x[None], rotary)[0]
-
-
-def latent_output(latent, x):
-    def rows(weight, bias):
-        return x @ weight.mT + (0 if bias is None else bias.unsqueeze(-2))
-
-    c, key = rows(latent.down, latent.down_bias), rotated(rows(latent.rope_key, latent.rope_key_bias), latent.theta)
-    nope, rope = rows(latent.q_nope, latent.q_nope_bias), rows(latent.q_rope, latent.q_rope_bias)
-    scores = (nope @ (c @ latent.uk.mT).mT + rotated(rope, latent.theta) @ key.mT) * latent.scale
-    weights = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
-    out = torch.einsum("ehd,htd->te", latent.o, weights @ (c @ latent.uv.mT))
-    return out if latent.o_bias is None else out + latent.o_bias
-
-
 def convert(weights, statistics, rotary, rope_dim, rank, **options):
     slots = rope_slots.choose_slots([rope_slots.survey_layer(weights, statistics, rotary)], rope_dim)
     return to_latent(weights, statistics, rotary, slots, rank, **options)
-
-
-def drawn(profile):
-    """Distances drawn from ``profile [H, S]`` alone."""
-    return Distances(profile, profile.shape[1])
-
-
-def test_moments_are_those_of_inputs_at_random_distances():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(40, 5, generator=generator, dtype=torch.float64) + 1
-    rows = torch.randn(7, 5, generator=generator, dtype=torch.float64)
-    other = torch.randn(3, 5, generator=generator, dtype=torch.float64)
-    profile = torch.rand(1, 9, generator=generator, dtype=torch.float64)
-    profile = profile / profile.sum()
-    left, right = (
-        RotaryRows.of(torch.tensor([0.9, 0.2], dtype=torch.float64), 3),
-        RotaryRows.of(torch.tensor([0.5], dtype=torch.float64), 1),
-    )
-    seen_left, seen_right, weight = [], [], []
-    for distance, p in enumerate(profile[0]):
-        for layout, matrix, seen in ((left, rows, seen_left), (right, other, seen_right)):
-            angle = layout.omega * distance
-            seen.append(x @ (angle.cos()[:, None] * matrix + angle.sin()[:, None] * layout.turn(matrix)).T)
-        weight.append(torch.full((40,), p / 40, dtype=torch.float64))
-    y, z, weight = torch.cat(seen_left), torch.cat(seen_right), torch.cat(weight)
-    expected = (y * weight[:, None]).T @ z - torch.outer(weight @ y, weight @ z)
-    mean, covariance = x.mean(0), torch.cov(x.T, correction=0)
-    kernel = kernels(drawn(profile), left, right)[0][1]
-    torch.testing.assert_close(kernel.apply(rows @ covariance @ other.T, rows @ mean, other @ mean), expected)
-
-
-def test_pull_is_the_adjoint_of_the_moments():
-    generator = torch.Generator().manual_seed(1)
-    layout = RotaryRows.of(torch.tensor([0.9, 0.2], dtype=torch.float64), 2)
-    distances = drawn(torch.rand(1, 5, generator=generator, dtype=torch.float64))
-    kernel = kernels(distances, layout, layout)[0][0]
-    weight, product, rows = (torch.randn(6, 6, generator=generator, dtype=torch.float64) for _ in range(3))
-    zero = torch.zeros(6, dtype=torch.float64)
-    left = (weight * kernel.apply(product @ rows.T, zero, zero)).sum()
-    assert left.item() == pytest.approx((kernel.adjoint(weight) @ rows * product).sum().item())
-    means, other = torch.randn(2, 6, generator=generator, dtype=torch.float64)
-    left = (weight * kernel.apply(0 * product, means, other)).sum()
-    assert left.item() == pytest.approx((kernel.adjoint(weight, means=True) @ other @ means).item())
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -91,7 +29,7 @@ def test_enough_rank_is_exact(kv_heads, bias, rotary):
     if not rotary.dims:
         slots = rope_slots.Slots((1, 1, 1, 0), THETA[:3])  # rotary rows are there, and zero
     latent = to_latent(weights, statistics, rotary, slots, 24)
-    assert relative_error(latent_output(latent, x[:20]), source_output(weights, rotary, x[:20])) < 1e-8
+    assert relative_error(attend_latent(latent, x[:20]), attend(weights, x[:20][None], rotary)[0]) < 1e-8
     assert rotary.dims or not latent.rope_key.any()
 
 
@@ -115,7 +53,7 @@ def test_layers_that_say_nothing_or_shout_are_finite_and_exact(factors, inputs, 
     slots = rope_slots.Slots((2,) * 4, THETA.repeat_interleave(2))
     latent = to_latent(weights, statistics, Rotary(THETA), slots, 24, centered=centered)
     assert all(value.isfinite().all() for value in vars(latent).values() if isinstance(value, torch.Tensor))
-    result, expected = latent_output(latent, x), source_output(weights, Rotary(THETA), x)
+    result, expected = attend_latent(latent, x), attend(weights, x[None], Rotary(THETA))[0]
     assert (result - expected).norm() <= 1e-5 * expected.norm()
 
 
@@ -123,7 +61,7 @@ def test_rank_above_what_there_is_leaves_channels_empty():
     weights, statistics, x = random_layer(model=64, kv_heads=2)
     slots = rope_slots.Slots((2,) * 4, THETA.repeat_interleave(2))
     latent = to_latent(weights, statistics, Rotary(THETA), slots, 30)  # the values have 16 dims, keys none left
-    assert relative_error(latent_output(latent, x[:20]), source_output(weights, Rotary(THETA), x[:20])) < 1e-6
+    assert relative_error(attend_latent(latent, x[:20]), attend(weights, x[:20][None], Rotary(THETA))[0]) < 1e-6
     assert latent.down.isfinite().all()
 
 
@@ -186,13 +124,13 @@ def score_error(weights, latent, statistics, x):
 
 def test_svd_is_exact_at_full_rank_and_worse_than_statistics_below():
     weights, statistics, x = random_layer(bias=True)
-    expected = source_output(weights, Rotary(THETA), x[:20])
+    expected = attend(weights, x[:20][None], Rotary(THETA))[0]
     full = svd_latent(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 16), 24)
-    assert relative_error(latent_output(full, x[:20]), expected) < 1e-8
+    assert relative_error(attend_latent(full, x[:20]), expected) < 1e-8
     small = svd_latent(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 4), 8)
     fitted = convert(weights, statistics, Rotary(THETA), 4, 8)
-    assert relative_error(latent_output(fitted, x[:20]), expected) < relative_error(
-        latent_output(small, x[:20]), expected
+    assert relative_error(attend_latent(fitted, x[:20]), expected) < relative_error(
+        attend_latent(small, x[:20]), expected
     )
 
 
