@@ -1,9 +1,9 @@
 """Caches that store exactly what each attention variant needs, and their size in bytes.
 
 Shapes: ``B`` sequences, ``C`` slots of capacity, ``G`` key/value heads, ``D`` head dim, ``R`` latent rank, ``P`` rotary
-dims. Each layer has its own cache object. Slot ``s`` of sequence ``b`` stores its ``s``-th token. After pieces of
-unequal lengths are appended, sequence ``b`` has ``lengths[b]`` tokens; its later slots are padding, which attention
-must skip (pass ``lengths=``). Caches are for inference: they reject tensors that require a gradient.
+dims. Each layer has its own cache object; slot ``s`` stores the ``s``-th token of every sequence. Pad the shorter
+sequences of a batch on the left, and pass ``starts=`` to the attention. Caches are for inference: they reject tensors
+that require a gradient.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from kvfold.attention.checks import expect_alike, expect_at_least, expect_counts, expect_shape
+from kvfold.attention.checks import expect_alike, expect_at_least, expect_shape
 
 Variant = Literal["mha", "gqa", "mqa", "mla"]
 # growing copies at most three tokens per token held, however long the cache becomes
@@ -37,27 +37,19 @@ class SlotCache:
         dtype, device = options.get("dtype", torch.float32), options.get("device")
         self.buffers = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
         self.length = 0
-        self.lengths: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the slots in use (``length`` per sequence), the same number that ``cache_bytes`` computes."""
         return sum(b.numel() // max(1, self.capacity) * self.length * b.element_size() for b in self.buffers)
 
-    def positions(self, count: int) -> Tensor:
-        """Positions of the next ``count`` tokens: ``[count]``, or ``[B, count]`` if sequence lengths differ."""
-        steps = torch.arange(count, device=self.buffers[0].device)
-        return steps + (self.length if self.lengths is None else self.lengths[:, None])
-
-    def _append(self, names: tuple[str, ...], tokens: tuple[Tensor, ...], counts: Tensor | None) -> tuple[Tensor, ...]:
+    def _append(self, **tokens: Tensor) -> tuple[Tensor, ...]:
         """Write ``tokens``, each ``[B, ..., T, width]``; return the slots in use, ``[B, ..., length, width]`` each."""
-        for name, token, buffer in zip(names, tokens, self.buffers, strict=True):
+        for (name, token), buffer in zip(tokens.items(), self.buffers, strict=True):
             expect_alike(name, token, "the cache", buffer)
             if token.requires_grad and torch.is_grad_enabled():
                 raise ValueError(f"{name} requires a gradient, which caches do not support; use torch.no_grad()")
-        expect_counts("counts", counts, self.batch, "the cache", self.buffers[0])
-        added = tokens[0].shape[-2]
-        needed = self.length + added
+        needed = self.length + next(iter(tokens.values())).shape[-2]
         if needed > self.capacity:
             if not self.growing:
                 raise ValueError(f"capacity is {self.capacity}; it must be at least {needed}, or use growing=True")
@@ -67,27 +59,10 @@ class SlotCache:
             self.buffers = tuple(each.new_zeros(*each.shape[:-2], self.capacity, each.shape[-1]) for each in old)
             for before, after in zip(old, self.buffers, strict=True):
                 after[..., : self.length, :] = before[..., : self.length, :]
-        if counts is None and self.lengths is None:
-            for token, buffer in zip(tokens, self.buffers, strict=True):
-                buffer[..., self.length : needed, :] = token
-            self.length = needed
-        else:
-            self._scatter(tokens, counts)
-        return tuple(buffer[..., : self.length, :] for buffer in self.buffers)
-
-    def _scatter(self, tokens: tuple[Tensor, ...], counts: Tensor | None) -> None:
-        """Append new tokens to each sequence; only the first ``counts[b]`` new tokens of sequence ``b`` are real."""
-        added = tokens[0].shape[-2]
-        before = torch.full((self.batch,), self.length, device=self.buffers[0].device)
-        before = before if self.lengths is None else self.lengths
-        slots = before[:, None] + torch.arange(added, device=before.device)
-        for token, buffer in zip(tokens, self.buffers, strict=True):
-            # padding of a shorter sequence is overwritten by its next tokens
-            index = slots.view(self.batch, *([1] * (token.dim() - 3)), added, 1).expand_as(token)
-            buffer.scatter_(-2, index, token)
-        self.lengths = before + (added if counts is None else counts)
-        # slots in use are those of the longest sequence
-        self.length = self.length + added if counts is None else int(self.lengths.max())
+        for token, buffer in zip(tokens.values(), self.buffers, strict=True):
+            buffer[..., self.length : needed, :] = token
+        self.length = needed
+        return tuple(buffer[..., :needed, :] for buffer in self.buffers)
 
 
 class KVCache(SlotCache):
@@ -108,17 +83,16 @@ class KVCache(SlotCache):
         widths = (head_dim, head_dim if value_dim is None else value_dim)
         super().__init__([(batch, kv_heads, capacity, width) for width in widths], **options)
 
-    def append(self, key: Tensor, value: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append ``key [B, G, T, D]`` and ``value [B, G, T, Dv]``; return all keys and values so far.
 
-        The results are ``[B, G, length, D]`` and ``[B, G, length, Dv]``. ``counts [B]`` is the number of real tokens
-        among the ``T`` of each sequence; the rest, at the end, is padding.
+        The results are ``[B, G, length, D]`` and ``[B, G, length, Dv]``.
         """
         keys, values = self.buffers
         expect_shape("key", key, "B G T D", {"B": keys.shape[0], "G": keys.shape[1], "D": keys.shape[3]})
         sizes = {"B": keys.shape[0], "G": keys.shape[1], "T": key.shape[2], "Dv": values.shape[3]}
         expect_shape("value", value, "B G T Dv", sizes)
-        keys, values = self._append(("key", "value"), (key, value), counts)
+        keys, values = self._append(key=key, value=value)
         return keys, values
 
 
@@ -133,11 +107,11 @@ class LatentCache(SlotCache):
         self.kv_rank, self.rope_dim = kv_rank, rope_dim
         super().__init__([(batch, capacity, kv_rank + rope_dim)], **options)
 
-    def append(self, latent: Tensor, counts: Tensor | None = None) -> Tensor:
+    def append(self, latent: Tensor) -> Tensor:
         """Append ``latent [B, T, R + P]`` (rotary keys already rotated); return all so far: ``[B, length, R + P]``."""
         width = self.kv_rank + self.rope_dim
         expect_shape("latent", latent, "B T R+P", {"B": self.batch, "R+P": width})
-        return self._append(("latent",), (latent,), counts)[0]
+        return self._append(latent=latent)[0]
 
 
 def cache_numbers(

@@ -40,8 +40,8 @@ class GroupedAttention(nn.Module):
     """MHA (``kv_heads = heads``), GQA or MQA (``kv_heads = 1``); ``cross`` attends to a memory instead of the input.
 
     ``query`` maps ``E -> H D``, ``key`` ``E -> G D``, ``value`` ``E -> G Dv`` and ``output`` ``H Dv -> E``.
-    ``query_norm`` and ``key_norm`` normalize the ``D`` dims of each head before the rotary embedding with
-    ``frequencies [Dr / 2]`` (None means no rotary embedding). Mask arguments are the same as in ``grouped_attention``.
+    ``frequencies [Dr / 2]`` define the rotary embedding (None means none). Mask arguments are the same as in
+    ``grouped_attention``.
     """
 
     def __init__(
@@ -55,8 +55,6 @@ class GroupedAttention(nn.Module):
         kv_heads: int,
         head_dim: int,
         value_dim: int | None = None,
-        query_norm: nn.Module | None = None,
-        key_norm: nn.Module | None = None,
         frequencies: Tensor | None = None,
         layout: RotaryLayout = "half",
         causal: bool = True,
@@ -69,7 +67,6 @@ class GroupedAttention(nn.Module):
         if cross and (causal or frequencies is not None):
             raise ValueError("cross=True requires causal=False and frequencies=None")
         self.query, self.key, self.value, self.output = query, key, value, output
-        self.query_norm, self.key_norm = query_norm or nn.Identity(), key_norm or nn.Identity()
         self.rotation = None if frequencies is None else Rotation(frequencies, layout)
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.value_dim = head_dim if value_dim is None else value_dim
@@ -87,36 +84,32 @@ class GroupedAttention(nn.Module):
         memory: Tensor | None = None,
         positions: Tensor | None = None,
         cache: KVCache | None = None,
-        counts: Tensor | None = None,
         starts: Tensor | None = None,
         lengths: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
         """Attend from ``x [B, T, E]``; returns ``[B, T, E]``.
 
-        With a ``cache``, ``x`` continues the cached tokens (``counts [B]`` is the number of real tokens among its
-        ``T``). ``positions [T]`` or ``[B, T]`` are used for the rotary embedding; they default to the slot numbers.
-        ``starts [B]``, ``lengths [B]`` and ``bias [1|B, 1|H, T, S]`` are the same as in ``grouped_attention``;
-        ``lengths`` default to those of the cache.
+        With a ``cache``, ``x`` continues the cached tokens. ``positions [T]`` or ``[B, T]`` are used for the rotary
+        embedding; they default to the slot numbers. ``starts [B]``, ``lengths [B]`` and ``bias [1|B, 1|H, T, S]`` are
+        the same as in ``grouped_attention``.
         Cross attention reads ``memory [B, S, E']``; with a cache, only the first call needs it.
         """
         offset, slots = _place(x, cache)
-        query = self.query_norm(_heads(self.query(x), self.heads))
+        query = _heads(self.query(x), self.heads)
         source = memory if self.cross else x
         if source is not None:
             expect_shape("memory", source, "B S E'", {"B": x.shape[0]})
-            key = self.key_norm(_heads(self.key(source), self.kv_heads))
+            key = _heads(self.key(source), self.kv_heads)
             value = _heads(self.value(source), self.kv_heads)
             if self.rotation is not None:
                 query, key = self.rotation(slots if positions is None else positions, query, key)
             if cache is not None:
-                key, value = cache.append(key, value, counts)
+                key, value = cache.append(key, value)
         elif cache is None or cache.length == 0:
             raise ValueError("memory is None; cross attention needs memory [B, S, E'] or a cache filled from it")
         else:
             key, value = (buffer[..., : cache.length, :] for buffer in cache.buffers)
-        # after appending pieces of unequal lengths, only the cache has the lengths without padding
-        lengths = cache.lengths if cache is not None and lengths is None else lengths
         offset = None if self.cross else offset
         z = grouped_attention(query, key, value, offset=offset, starts=starts, lengths=lengths, bias=bias, **self.rules)
         return cast(Tensor, self.output(z.transpose(1, 2).flatten(2)))
@@ -174,7 +167,6 @@ class LatentAttention(nn.Module):
         *,
         positions: Tensor | None = None,
         cache: LatentCache | None = None,
-        counts: Tensor | None = None,
         starts: Tensor | None = None,
         lengths: Tensor | None = None,
         absorbed: bool | None = None,
@@ -195,8 +187,7 @@ class LatentAttention(nn.Module):
         # the norm is on the latent alone: the rotary key is cached as attention reads it
         latent = torch.cat([self.latent_norm(c), key_rope[:, 0]], -1)
         if cache is not None:
-            latent = cache.append(latent, counts)
-            lengths = cache.lengths if lengths is None else lengths
+            latent = cache.append(latent)
         if absorbed is None:
             # training and encoding have gradients or many queries for each slot
             pays = absorption_pays(x.shape[1], self.nope_dim, self.value_dim, self.kv_rank)
@@ -213,13 +204,12 @@ def _heads(x: Tensor, heads: int) -> Tensor:
     return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
-def _place(x: Tensor, cache: SlotCache | None) -> tuple[int | Tensor | None, Tensor]:
+def _place(x: Tensor, cache: SlotCache | None) -> tuple[int | None, Tensor]:
     """The slot of the first token of ``x [B, T, E]`` (None without a cache), and the default positions of its tokens.
 
     Raises ValueError if ``x`` has another shape or no tokens.
     """
     expect_shape("x", x, "B T E", {})
     expect_at_least("the number of tokens T in x", x.shape[1], 1)
-    if cache is None:
-        return None, torch.arange(x.shape[1], device=x.device)
-    return cache.length if cache.lengths is None else cache.lengths, cache.positions(x.shape[1])
+    steps = torch.arange(x.shape[1], device=x.device)
+    return (None, steps) if cache is None else (cache.length, cache.length + steps)

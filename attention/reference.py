@@ -148,7 +148,6 @@ def grouped_query_attention(
     w: GroupedProjections,
     masks: Masks = CAUSAL,
     rotary: Rotate | None = None,
-    scale: float | None = None,
     memory: Tensor | None = None,
 ) -> Tensor:
     """``y = sum_h W_o,h attention(W_q,h x, W_k,g x, W_v,g x) + b``: ``[T, E]``. Head ``h`` belongs to group ``g``.
@@ -161,16 +160,16 @@ def grouped_query_attention(
     source = x if memory is None else memory
     key = project_heads(source, w.key, w.key_bias, rotary)
     value = project_heads(source, w.value, w.value_bias)
-    return project_output(grouped_query_heads(query, key, value, masks, scale), w.output, w.output_bias)
+    return project_output(grouped_query_heads(query, key, value, masks), w.output, w.output_bias)
 
 
-def grouped_query_heads(query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float | None = None) -> Tensor:
+def grouped_query_heads(query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> Tensor:
     """Attention of every head: ``query [H, T, D]``, ``key [G, S, D]``, ``value [G, S, Dv]`` -> ``[H, T, Dv]``.
 
     Query head ``h`` uses key head ``h // (H / G)``.
     """
     share = query.shape[0] // key.shape[0]
-    return torch.stack([attention(q, key[h // share], value[h // share], masks, scale) for h, q in enumerate(query)])
+    return torch.stack([attention(q, key[h // share], value[h // share], masks) for h, q in enumerate(query)])
 
 
 def latent_heads(
@@ -180,7 +179,6 @@ def latent_heads(
     rope_key: Tensor,
     w: LatentProjections,
     masks: Masks,
-    scale: float | None,
     absorbed: bool = False,
 ) -> Tensor:
     """``k_h = [W_uk,h c; k_rope]; v_h = W_uv,h c; z_h = attention([q_nope,h; q_rope,h], k_h, v_h)`` (eq. 10-11, 16-18).
@@ -188,7 +186,7 @@ def latent_heads(
     ``nope [H, T, Dn]``, ``rope [H, T, P]``, ``c [S, R]``, ``rope_key [S, P]`` -> ``[H, T, Dv]``. ``absorbed`` never
     computes the keys or values of a head (sec. 2.1.2).
     """
-    scale = (nope.shape[-1] + rope.shape[-1]) ** -0.5 if scale is None else scale
+    scale = (nope.shape[-1] + rope.shape[-1]) ** -0.5
     heads = []
     for h in range(len(nope)):
         if absorbed:
@@ -201,14 +199,7 @@ def latent_heads(
     return torch.stack(heads)
 
 
-def latent_attention(
-    x: Tensor,
-    w: LatentProjections,
-    rotary: Rotate,
-    masks: Masks = CAUSAL,
-    scale: float | None = None,
-    absorbed: bool = False,
-) -> Tensor:
+def latent_attention(x: Tensor, w: LatentProjections, rotary: Rotate, absorbed: bool = False) -> Tensor:
     """Multi-head latent attention (DeepSeek-V2 2024, sec. 2.1): ``x [T, E]`` -> ``[T, E]``.
 
     c_q = W_dq x,    q_nope,h = W_uq,h c_q,    q_rope,h = RoPE(W_qr,h c_q)    (eq. 12-14)
@@ -217,4 +208,4 @@ def latent_attention(
     c_q = x if w.query_down is None else project(x, w.query_down)
     nope, rope = project_heads(c_q, w.query_nope, None), project_heads(c_q, w.query_rope, None, rotary)
     c, rope_key = project(x, w.latent), rotary(project(x, w.rope_key), torch.arange(len(x)))
-    return project_output(latent_heads(nope, rope, c, rope_key, w, masks, scale, absorbed), w.output)
+    return project_output(latent_heads(nope, rope, c, rope_key, w, CAUSAL, absorbed), w.output)

@@ -6,7 +6,6 @@ due to the conversion.
 """
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -141,10 +140,6 @@ class DriftReport:
         stretches = self.measured.stretches
         of_each = ", ".join(f"{each.excess:+.3f} at {each.start}-{each.end}" for each in stretches)
         return f"excess loss by position, nats per token: {of_each}" if len(stretches) > 1 else ""
-
-    def to_json(self) -> str:
-        """``to_dict`` as JSON text; equal reports produce identical bytes."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
 
 def measure_drift(

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
     from kvfold.convert.conversion.fitted import FitReport, LatentSpectrum, Polishing, RotaryWorth, Split
     from kvfold.convert.measure.sweep import Sweep, SweptTarget
-    from kvfold.convert.training.log import LogRow
 
 _RELATIVE_ERRORS = (
     ("attention_local", "attention, local"),
@@ -344,39 +343,3 @@ def _targets_of_a_kind(
 def _note(axes: "Axes", text: str, point: tuple[float, float], points: tuple[int, int], **style: Any) -> None:
     """Write ``text`` at an offset of ``points`` from ``point``, which is in data coordinates."""
     axes.annotate(text, point, points, textcoords="offset points", fontsize=8, **style)
-
-
-def uptraining_curve(rows: Sequence["LogRow"]) -> Chart:
-    """Plot held-out excess loss over the teacher (or held-out loss, without one) and training loss by tokens seen."""
-    from matplotlib.ticker import EngFormatter
-
-    measured, trained = ([row for row in rows if getattr(row, name) is not None] for name in ("eval_loss", "loss"))
-    with _chart("Uptraining", "", 7.2, 6.0, nrows=2, sharex=True, height_ratios=(3, 2)) as (chart, (upper, lower)):
-        upper.set_title("held-out text, nats per token" if measured else "held-out loss: not measured (--eval-every 0)")
-        if measured:
-            _held_out_losses(upper, measured)
-        # A line of one point has no ink, a marker has.
-        marker, tokens = "o" if len(trained) == 1 else "", [row.tokens for row in trained]
-        lower.plot(tokens, [row.loss for row in trained], color=_INK, marker=marker)
-        lower.set_title("training loss, nats per token")
-        lower.set_xlabel("tokens seen")
-        lower.xaxis.set_major_formatter(EngFormatter())
-    return chart
-
-
-def _held_out_losses(axes: "Axes", rows: Sequence["LogRow"]) -> None:
-    excess = rows[0].eval_excess is not None
-    tokens = [row.tokens for row in rows]
-    values: list[float] = [getattr(row, "eval_excess" if excess else "eval_loss") for row in rows]
-    axes.plot(tokens, values, marker="o", label="excess loss over the teacher's" if excess else "loss")
-    if excess:
-        divergence = [row.eval_kl or 0.0 for row in rows]
-        axes.plot(tokens, divergence, marker="s", label="KL from the teacher")
-        axes.axhline(values[0] / 2, color=_COLORS[2], ls="--", lw=1, label="half the excess at the start")
-        axes.set_ylim(min(0, *values), 1.12 * max(*values, *divergence))
-    for place, side in {0: -1, len(values) - 1: 1}.items() if len(values) > 1 else [(0, 1)]:
-        align = "left" if side > 0 else "right"
-        _note(axes, f"{values[place]:.4f}", (tokens[place], values[place]), (7 * side, 0), ha=align, va="center")
-    # Room for the numbers.
-    axes.margins(x=0.12)
-    axes.legend()

@@ -73,13 +73,13 @@ def symmetric_eig(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(-1).clamp(min=0), vectors.flip(-1)
 
 
-def metric_root(metric: Tensor, tolerance: float = 1e-10) -> tuple[Tensor, Tensor]:
+def metric_root(metric: Tensor) -> tuple[Tensor, Tensor]:
     """Square root and (pseudo-)inverse square root of positive semi-definite matrices ``[..., n, n]``.
 
-    Directions whose eigenvalue is below ``tolerance`` times the largest are treated as absent in both.
+    Directions whose eigenvalue is below 1e-10 times the largest are treated as absent in both.
     """
     values, vectors = symmetric_eig(metric)
-    present = values > tolerance * values[..., :1]
+    present = values > 1e-10 * values[..., :1]
     # Absent directions are zero in the inverse too: 1 / sqrt would blow up their rounding noise.
     root = torch.where(present, values, 0).sqrt()
     inverse = torch.where(present, values, 1).rsqrt() * present

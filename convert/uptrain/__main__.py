@@ -37,7 +37,7 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     about the learning rate, so --relative-lr is multiplied by the root mean square of each tensor; suitable values are
     larger than for absolute learning rates.
     """
-    check_files(json_file, request.plot)
+    check_files(json_file)
     check_output(request.out, overwrite=request.overwrite, model=request.model)
     check_sources([request.text], "text")
     check_sources(filter(None, [request.eval_text]), "eval_text")

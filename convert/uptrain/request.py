@@ -69,12 +69,6 @@ class UptrainRequest(Request):
     )
     eval_sequences: int = option(64, "Number of held-out sequences.", least=1)
     log_every: int = option(10, "Steps between log rows.", metavar="N", least=1, runs=True)
-    plot: str | None = option(
-        None,
-        "Training curve (PNG, SVG or PDF); default: OUT.training/curve.png, if matplotlib is installed.",
-        metavar="FILE",
-        runs=True,
-    )
     device: Device = device_option(panel="Running")
     precision: Precision = option(
         "auto", "Compute dtype; master weights stay float32. auto is bfloat16 on a GPU and float32 on a CPU."
@@ -117,7 +111,7 @@ class UptrainRequest(Request):
 
     @property
     def work(self) -> Path:
-        """The folder next to OUT for the run's log, curve, tokens and checkpoints."""
+        """The folder next to OUT for the run's log, tokens and checkpoints."""
         out = Path(self.out)
         return out.with_name(out.name + ".training")
 

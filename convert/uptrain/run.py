@@ -30,7 +30,6 @@ from kvfold.convert.conversion.fitted import Change
 from kvfold.convert.conversion.record import versions
 from kvfold.convert.errors import InputError, KvfoldError, opt, option_error
 from kvfold.convert.families.wrappers import text_type
-from kvfold.convert.measure.figures import uptraining_curve
 from kvfold.convert.measure.verify import non_finite
 from kvfold.convert.options import takes
 from kvfold.convert.processes import run_on_first, started_first
@@ -158,10 +157,6 @@ def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles")
         record = _record(request, plan, Uptrained({}, rows).held_out)
         model = trainer.accelerator.unwrap_model(trainer.model)
         write_trained(request, source, side_files, model, state, record)
-        plot = request.plot or (str(request.work / "curve.png") if find_spec("matplotlib") else None)
-        if plot is not None:
-            title = f"{source.origin}: {request.steps} steps of {request.batch_tokens} tokens"
-            uptraining_curve(rows).save(plot, title)
         # Only a resumed run needs these.
         for path in request.work.glob("checkpoint-*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -217,10 +212,8 @@ def _record(request: UptrainRequest, plan: TokenPlan, held_out: Change[LogRow] |
 def summary(request: UptrainRequest, done: Uptrained) -> str:
     """A summary of the result for users, one to three lines long."""
     tokens = request.steps * request.batch_tokens
-    curve = Path(request.plot or request.work / "curve.png")
-    drawn = f", curve in {curve}" if curve.exists() else ""
     log = request.work / "log.jsonl"
-    lines = [f"wrote {request.out}: {request.steps} steps, {tokens} tokens; log in {log}{drawn}"]
+    lines = [f"wrote {request.out}: {request.steps} steps, {tokens} tokens; log in {log}"]
     if (drift := done.held_out) is not None:
         # Distillation lowers the KL; the loss of few sequences says less.
         names = {"eval_excess": "excess loss over the teacher's", "eval_kl": "KL from the teacher"}

@@ -1,4 +1,4 @@
-"""Caches: exact bytes, growth, sequences of different lengths; and the projections that absorption chains."""
+"""Caches: exact bytes, and growth."""
 
 import pytest
 import torch
@@ -47,27 +47,3 @@ def test_growing_keeps_every_token(pieces, capacity):
         assert cache.length == total
         assert cache.nbytes == 2 * total * 4 * 4
     assert cache.capacity <= max(capacity, 1.5 * total + 1)
-
-
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(st.data())
-def test_sequences_of_different_lengths_match_lists(data):
-    """A ragged cache against one Python list per sequence, through appends."""
-    cache: KVCache = KVCache(3, 1, 1)
-    lists: list[list[float]] = [[], [], []]
-    number = 0.0
-    for _ in range(data.draw(st.integers(1, 6))):
-        width = data.draw(st.integers(1, 4))
-        ragged = data.draw(st.booleans())
-        counts = [data.draw(st.integers(0, width)) if ragged else width for _ in range(3)]
-        new = number + torch.arange(3.0 * width).view(3, 1, width, 1)
-        number += 3 * width
-        cache.append(new, -new, torch.tensor(counts) if ragged else None)
-        for row, count in enumerate(counts):
-            lists[row] += new[row, 0, :count, 0].tolist()
-        lengths = [cache.length] * 3 if cache.lengths is None else cache.lengths.tolist()
-        assert lengths == [len(row) for row in lists]
-        for row, length in enumerate(lengths):
-            assert cache.buffers[0][row, 0, :length, 0].tolist() == lists[row]
-            assert (-cache.buffers[1][row, 0, :length, 0]).tolist() == lists[row]
-        assert cache.positions(2).expand(3, 2).tolist() == [[n, n + 1] for n in lengths]

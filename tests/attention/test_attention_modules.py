@@ -132,18 +132,7 @@ def test_cached_equals_uncached_at_every_split_point(name, module):
 @pytest.mark.parametrize(("name", "module"), modules())
 @torch.no_grad()
 def test_a_padded_batch_equals_each_sequence_alone(name, module):
-    x, counts = random(2, T, E), torch.tensor([T, 4])
-    cache = module.new_cache(2, dtype=torch.float64)
-    first = module(x, cache=cache, counts=counts)
-    more = random(2, 1, E, seed=5)
-    second = module(more, cache=cache)
-    for row, count in enumerate(counts.tolist()):
-        alone = module(torch.cat([x[row, :count], more[row]])[None])[0]
-        torch.testing.assert_close(first[row, :count], alone[:count], **precision.EXACT)
-        torch.testing.assert_close(second[row], alone[count:], **precision.EXACT)
-    assert cache.lengths.tolist() == [T + 1, 5]
-    # padding on the left
-    starts, cache = torch.tensor([0, 3]), module.new_cache(2, dtype=torch.float64)
+    x, starts, cache = random(2, T, E), torch.tensor([0, 3]), module.new_cache(2, dtype=torch.float64)
     both = torch.cat([module(part, cache=cache, starts=starts) for part in (x[:, :5], x[:, 5:])], 1)
     for row, start in enumerate(starts.tolist()):
         torch.testing.assert_close(both[row, start:], module(x[row : row + 1, start:])[0], **precision.EXACT)

@@ -101,7 +101,7 @@ def exact_latent(nope: Tensor, rope: Tensor, latent: Tensor, up_key: Tensor, up_
     sizes = nope.shape[2], latent.shape[1]
     return torch.stack(
         [
-            reference.latent_heads(q, r, slots[:, :rank], slots[:, rank:], w, case.masks(row, *sizes), None)
+            reference.latent_heads(q, r, slots[:, :rank], slots[:, rank:], w, case.masks(row, *sizes))
             for row, (q, r, slots) in enumerate(rows)
         ]
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.head_norms import project
+from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, Rotary
 
 NORMS = {
@@ -127,6 +128,33 @@ def attend(weights: AttentionWeights, x: Tensor, rotary: Rotary) -> Tensor:
     mixed = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
     y = torch.einsum("ehd,bhtd->bte", weights.o.double(), mixed)
     return y if weights.o_bias is None else y + weights.o_bias.double()
+
+
+def attend_latent(latent: LatentWeights, x: Tensor, normed: bool = False) -> Tensor:
+    """The causal output ``[..., T, E]`` of ``latent`` for ``x [..., T, E]``, by the formula of `LatentWeights`.
+
+    ``normed``: an RMSNorm without weights and with an eps of 1e-6 is applied to both latents.
+    """
+
+    def rows(weight: Tensor, bias: Tensor | None, inputs: Tensor = x) -> Tensor:
+        return inputs @ weight.mT + (0 if bias is None else bias)
+
+    def norm(c: Tensor) -> Tensor:
+        return c / c.square().mean(-1, keepdim=True).add(1e-6).sqrt() if normed else c
+
+    c, key = norm(rows(latent.down, latent.down_bias)), rows(latent.rope_key, latent.rope_key_bias)
+    source, q = (x, latent) if latent.query is None else (norm(rows(latent.query.down, None)), latent.query)
+    out: Tensor = torch.zeros(()) if latent.o_bias is None else latent.o_bias
+    for head in range(latent.heads):
+        nope, rope = (
+            rows(weight[head], None if bias is None else bias[head], source)
+            for weight, bias in ((q.q_nope, latent.q_nope_bias), (q.q_rope, latent.q_rope_bias))
+        )
+        score = nope @ (c @ latent.uk[head].mT).mT + rotated(rope, latent.theta) @ rotated(key, latent.theta).mT
+        future = torch.ones_like(score, dtype=torch.bool).triu(1)
+        mixed = (score * latent.scale).masked_fill(future, -math.inf).softmax(-1) @ (c @ latent.uv[head].mT)
+        out = out + mixed @ latent.o[:, head].mT
+    return out
 
 
 def relative_error(result: Tensor, expected: Tensor) -> float:

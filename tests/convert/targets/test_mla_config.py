@@ -3,13 +3,11 @@
 import json
 
 import pytest
-import torch
 from tiny_models import SIZES
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from kvfold.convert.families.model import model_of
 from kvfold.convert.targets.mla.config import LatentTarget, context, mla_config, plain_base, stored_rope
-from kvfold.convert.targets.mla.layout import mla_shapes
 from kvfold.convert.targets.mla.problems import latent_problems
 
 
@@ -90,23 +88,6 @@ def test_longrope_is_cut_to_its_short_range_unless_both_are_equal():
 
 
 THETA = [1.0, 0.1, 0.01, 0.001]
-
-
-@pytest.mark.parametrize("layout", ["free", "engine"])
-@pytest.mark.parametrize(("changes", "q_rank"), [({}, None), ({"tie_word_embeddings": True}, None), ({}, 24)])
-def test_names_and_shapes_are_those_of_the_stock_class(layout, changes, q_rank):
-    source, target = model_of(config_of("llama", **changes)), LatentTarget(16, 8, q_rank, layout)
-    config = AutoConfig.for_model(**mla_config(source, target, THETA, dtype="float32"))
-    with torch.device("meta"):
-        stock = AutoModelForCausalLM.from_config(config)
-    shapes = mla_shapes(source, target)
-    expected = {name: tuple(tensor.shape) for name, tensor in stock.state_dict().items()}
-    if layout == "free" and changes:  # embeddings stay tied
-        assert expected.pop("lm_head.weight") == (97, 64)
-    else:
-        assert shapes["lm_head.weight"][1] == ("model.embed_tokens.weight" if changes else "lm_head.weight")
-    assert {name: shape for name, (shape, _) in shapes.items()} == expected
-    assert layout == "free" or not any(name.endswith("bias") for name in shapes)
 
 
 # What the DeepSeek loaders of inference engines read of the config of a dense model without a query latent:

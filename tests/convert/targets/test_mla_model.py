@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import precision
 from helpers.checkpoints import stock_model, tensors
-from helpers.layers import rotated
+from helpers.layers import attend_latent
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -25,32 +25,14 @@ TOKENS = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(3
 
 
 class LatentAttention(nn.Module):
-    """The formula of ``LatentWeights``, written out in float64."""
+    """The formula of ``LatentWeights`` in float64, in the place of a stock model's attention."""
 
     def __init__(self, latent, normed):
         super().__init__()
-        self.latent = latent.map(torch.Tensor.double)
-        self.normed = normed
-
-    def norm(self, rows):
-        return rows / rows.square().mean(-1, keepdim=True).add(1e-6).sqrt() if self.normed else rows
+        self.latent, self.normed = latent.map(torch.Tensor.double), normed
 
     def forward(self, hidden_states, **_):
-        w, x = self.latent, hidden_states
-        c = self.norm(x @ w.down.T + (0 if w.down_bias is None else w.down_bias))
-        key = rotated(x @ w.rope_key.T + (0 if w.rope_key_bias is None else w.rope_key_bias), w.theta)
-        source, q_nope, q_rope = (x, w.q_nope, w.q_rope)
-        if w.query is not None:
-            source, q_nope, q_rope = self.norm(x @ w.query.down.T), w.query.q_nope, w.query.q_rope
-        out = 0 if w.o_bias is None else w.o_bias
-        for head in range(w.heads):
-            nope = source @ q_nope[head].T + (0 if w.q_nope_bias is None else w.q_nope_bias[head])
-            rope = source @ q_rope[head].T + (0 if w.q_rope_bias is None else w.q_rope_bias[head])
-            score = nope @ (c @ w.uk[head].T).mT + rotated(rope, w.theta) @ key.mT
-            future = torch.ones_like(score, dtype=torch.bool).triu(1)
-            mixed = (score * w.scale).masked_fill(future, -math.inf).softmax(-1) @ (c @ w.uv[head].T)
-            out = out + mixed @ w.o[:, head].T
-        return out, None
+        return attend_latent(self.latent, hidden_states, self.normed), None
 
 
 SMALL = SimpleNamespace(heads=2, head_dim=8, model_dim=16)

@@ -1,11 +1,10 @@
 """Latent attention from statistics: moments against drawn samples, identities, and that fitting fits."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers.layers import attend, dense_distances, random_layer, relative_error, rotated, turned
+from helpers.layers import attend, attend_latent, dense_distances, random_layer, relative_error, turned
 
 from kvfold.convert.transforms.distances import Distances
 from kvfold.convert.transforms.latent import als as latent_fit
@@ -16,22 +15,6 @@ from kvfold.convert.transforms.latent.variants import query_latent
 from kvfold.convert.transforms.weights import Rotary
 
 THETA = torch.tensor([1.0, 0.3, 0.05, 0.01], dtype=torch.float64)
-
-
-def source_output(weights, rotary, x):
-    return attend(weights, x[None], rotary)[0]
-
-
-def latent_output(latent, x):
-    def rows(weight, bias):
-        return x @ weight.mT + (0 if bias is None else bias.unsqueeze(-2))
-
-    c, key = rows(latent.down, latent.down_bias), rotated(rows(latent.rope_key, latent.rope_key_bias), latent.theta)
-    nope, rope = rows(latent.q_nope, latent.q_nope_bias), rows(latent.q_rope, latent.q_rope_bias)
-    scores = (nope @ (c @ latent.uk.mT).mT + rotated(rope, latent.theta) @ key.mT) * latent.scale
-    weights = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
-    out = torch.einsum("ehd,htd->te", latent.o, weights @ (c @ latent.uv.mT))
-    return out if latent.o_bias is None else out + latent.o_bias
 
 
 def convert(weights, statistics, rotary, rope_dim, rank, **options):
@@ -92,7 +75,7 @@ def test_enough_rank_is_exact(kv_heads, bias, rotary):
     if not rotary.dims:
         slots = rope_slots.Slots((1, 1, 1, 0), THETA[:3])  # rotary rows are there, and zero
     latent = to_latent(weights, statistics, rotary, slots, 24)
-    assert relative_error(latent_output(latent, x[:20]), source_output(weights, rotary, x[:20])) < 1e-8
+    assert relative_error(attend_latent(latent, x[:20]), attend(weights, x[:20][None], rotary)[0]) < 1e-8
     assert rotary.dims or not latent.rope_key.any()
 
 
@@ -116,7 +99,7 @@ def test_layers_that_say_nothing_or_shout_are_finite_and_exact(factors, inputs, 
     slots = rope_slots.Slots((2,) * 4, THETA.repeat_interleave(2))
     latent = to_latent(weights, statistics, Rotary(THETA), slots, 24, centered=centered)
     assert all(value.isfinite().all() for value in vars(latent).values() if isinstance(value, torch.Tensor))
-    result, expected = latent_output(latent, x), source_output(weights, Rotary(THETA), x)
+    result, expected = attend_latent(latent, x), attend(weights, x[None], Rotary(THETA))[0]
     assert (result - expected).norm() <= 1e-5 * expected.norm()
 
 
@@ -124,7 +107,7 @@ def test_rank_above_what_there_is_leaves_channels_empty():
     weights, statistics, x = random_layer(model=64, kv_heads=2)
     slots = rope_slots.Slots((2,) * 4, THETA.repeat_interleave(2))
     latent = to_latent(weights, statistics, Rotary(THETA), slots, 30)  # the values have 16 dims, keys none left
-    assert relative_error(latent_output(latent, x[:20]), source_output(weights, Rotary(THETA), x[:20])) < 1e-6
+    assert relative_error(attend_latent(latent, x[:20]), attend(weights, x[:20][None], Rotary(THETA))[0]) < 1e-6
     assert latent.down.isfinite().all()
 
 
@@ -187,13 +170,13 @@ def score_error(weights, latent, statistics, x):
 
 def test_svd_is_exact_at_full_rank_and_worse_than_statistics_below():
     weights, statistics, x = random_layer(bias=True)
-    expected = source_output(weights, Rotary(THETA), x[:20])
+    expected = attend(weights, x[:20][None], Rotary(THETA))[0]
     full = svd_latent(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 16), 24)
-    assert relative_error(latent_output(full, x[:20]), expected) < 1e-8
+    assert relative_error(attend_latent(full, x[:20]), expected) < 1e-8
     small = svd_latent(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 4), 8)
     fitted = convert(weights, statistics, Rotary(THETA), 4, 8)
-    assert relative_error(latent_output(fitted, x[:20]), expected) < relative_error(
-        latent_output(small, x[:20]), expected
+    assert relative_error(attend_latent(fitted, x[:20]), expected) < relative_error(
+        attend_latent(small, x[:20]), expected
     )
 
 

@@ -61,12 +61,6 @@ def letters(folder):
     ).save_pretrained(folder)
 
 
-@pytest.fixture(autouse=True)
-def no_curve(monkeypatch):
-    """Drawing one takes longer than most runs here."""
-    monkeypatch.setattr(uptrain_run, "find_spec", lambda name: None if name == "matplotlib" else name)
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "words.txt"
@@ -205,14 +199,13 @@ def test_distillation_closes_the_drift_and_the_record_and_the_card_say_so(
 ):
     start, out, kept = converted("engine"), tmp_path / "out", Mock(side_effect=uptrain_trainer.replacing)
     monkeypatch.setattr(uptrain_trainer, "replacing", kept)
-    done = train(start, out, text, teacher=str(source), plot=str(tmp_path / "curve.png"), relative_lr=0.01)
+    done = train(start, out, text, teacher=str(source), relative_lr=0.01)
     errors = [row.error for row in done.rows if row.error is not None]
     assert errors == sorted(errors, reverse=True)
     assert kept.call_count == len(errors) - 1  # the last weights are in memory
     drift = done.record["held_out"]
     assert drift["after"]["eval_kl"] < 0.9 * drift["before"]["eval_kl"]
     assert drift["after"]["eval_excess"] < drift["before"]["eval_excess"]
-    assert (tmp_path / "curve.png").stat().st_size > 1000
     before, after = (json.loads((folder / "kvfold.json").read_text()) for folder in (start, out))
     assert after["drift_before_uptraining"] == before.pop("drift")
     assert after["files"].keys() == before["files"].keys()
@@ -280,7 +273,6 @@ def test_errors_name_what_to_do(converted, text, tmp_path, tiny_family, monkeypa
         (*both, *options_of(teacher=stranger)),
         (*both, *options_of(precision="float16")),
         (*both, *options_of(eval_text=text)),
-        (*both, "--plot", "x.gif"),
         (start, tmp_path / "out", "--text", f"{text}:3"),
     ):
         monkeypatch.setattr(sys, "argv", ["uptrain", *map(str, arguments)])
