@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -29,12 +29,15 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 TrainingDtype = Literal["auto", "float32", "bfloat16"]
 Polished = Literal["attention", "norms", "all"]
 Steps = int | Literal["auto"]
+Length = int | Literal["auto"]
 
 TARGETS: tuple[str, ...] = get_args(Target)
 DEFAULT_LAYOUT: Layout = "free"
 # Tasks of `kvfold eval` that need neither a download nor lm-evaluation-harness.
 RULER = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
 BUILT_IN_TASKS = ("replies", "choice", "arithmetic", "copying", *RULER)
+# Tokens of the sequences that --samples counts, and at most of those that --seq-len auto joins them to.
+UNIT_LENGTH, AUTO_LENGTH = 512, 1024
 SELF = "self"  # --calibration self: the source generates the text ...
 SELF_AT_ONCE = 48  # ... of so many sequences together: chosen, not tuned; memory grows with them
 
@@ -84,6 +87,13 @@ _fold = partial(option, None, targets=("gqa", "mqa"))
 # Options of several requests; keywords replace what differs in one of them.
 _source = partial(option, argument=True, rule=_SOURCE_RULE)
 _samples = partial(option, default=128, help="Calibration sequences.", least=1)
+_LENGTH: dict[str, Any] = {
+    "help": f"Tokens per sequence; auto: {AUTO_LENGTH} (with --refine, --polish or self-written text {UNIT_LENGTH}) or "
+    f"MODEL's context, if it is shorter, in as many sequences as hold SAMPLES x {UNIT_LENGTH} tokens.",
+    "metavar": "N|auto",
+    "least": 2,
+    "rule": "a whole number of at least 2, or auto",
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -139,7 +149,7 @@ class ConvertRequest(Request):
         panel="Calibration",
     )
     samples: int = _samples()
-    seq_len: int = seq_len_option()
+    seq_len: Length = option("auto", **_LENGTH)
     seed: int = seed_option(help="Seed for drawing sequences (and for --method random).")
     refine: Steps = option(
         0,
@@ -217,6 +227,23 @@ class ConvertRequest(Request):
         if self.calibration is None or isinstance(self.calibration, str):
             return () if self.calibration is None else (self.calibration,)
         return self.calibration
+
+    @property
+    def length(self) -> int:
+        """Tokens per calibration sequence, of a request without ``auto`` (see `sized`)."""
+        assert isinstance(self.seq_len, int)
+        return self.seq_len
+
+    def sized(self, positions: int) -> "ConvertRequest":
+        """The request with the numbers that ``seq_len="auto"`` stands for in a model of so many ``positions``."""
+        if self.seq_len != "auto":
+            return self
+        tokens = self.samples * UNIT_LENGTH
+        # On the length depend the cost of a step of refinement, the number of sequences in a step of polishing (which
+        # processes share), and the memory for writing text.
+        fixed = self.refine or self.polish or self.calibration == SELF
+        length = min(UNIT_LENGTH if fixed else AUTO_LENGTH, positions, tokens)
+        return replace(self, samples=math.ceil(tokens / length), seq_len=length)
 
     @property
     def shard_bytes(self) -> int:
@@ -348,7 +375,7 @@ class SweepRequest(Request):
         "Text that resembles the model's use, as in `kvfold convert`.", panel="Calibration"
     )
     samples: int = _samples()
-    seq_len: int = seq_len_option()
+    seq_len: Length = option("auto", **_LENGTH)
     seed: int = seed_option()
     refine: Steps = option(
         0, "Steps of training each layer's attention, for every target.", panel="Refinement", **_STEPS

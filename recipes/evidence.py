@@ -1,10 +1,12 @@
-"""What conversions of a real language model do when they write: `kvfold eval` of SmolLM2-135M-Instruct, as fitted.
+"""What conversions of a real language model do when they write: `kvfold eval` of SmolLM2-135M-Instruct.
 
     python recipes/real_models.py checkpoint SMOLLM2
     python recipes/evidence.py SMOLLM2 --calibration FILE --work DIR --json recipes/results/evidence.json
 
-Each row is one group of built-in tasks for one target. Conversions are kept in DIR and rows that the JSON file holds
-are not measured again, so a run can be interrupted. What is printed is the table of docs/evaluating.md.
+Each row is one group of built-in tasks, or the loss by position to 8192 tokens, for one target as fitted, or for a
+conversion that `--only "MLA 128+64, polished on 1M tokens=FOLDER"` names. Conversions are kept in DIR and rows that
+the JSON file holds are not measured again, so a run can be interrupted. What is printed is the table of
+docs/evaluating.md.
 """
 
 import argparse
@@ -29,6 +31,7 @@ FIT = ("--samples", "64", "--seq-len", "256")
 GROUPS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "writing": (("replies", "choice", "arithmetic", "copying"), 16, 256),
     "ruler": (("niah_single_1", "vt", "fwe"), 8, 1024),
+    "positions": ((), 4, 8192),
 }
 
 
@@ -44,11 +47,14 @@ def convert(args: argparse.Namespace, target: str) -> Path:
 def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The rows that ``done`` lacks."""
     known = {(row["target"], row["group"]) for row in done}
-    for group, (tasks, samples, length) in GROUPS.items():
-        for target in CHOSEN:
+    named = {name: Path(folder) for name, _, folder in (each.partition("=") for each in args.only)}
+    for group in args.groups.split(","):
+        tasks, samples, length = GROUPS[group]
+        for target in named or CHOSEN:
             if (target, group) in known:
                 continue
-            before, out, started = conditions(), convert(args, target), time.process_time()
+            out = named.get(target) or convert(args, target)
+            before, started = conditions(), time.process_time()
             shape = {"samples": samples, "lengths": (length,), "retrieval": False, "quiet": True}
             found = eval_checkpoints(str(args.model), str(out), tasks=tasks, **shape)
             kept = {name: value for name, value in found.to_dict().items() if name not in ("model", "out", "retrieval")}
@@ -61,6 +67,10 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
 
 def show(row: dict[str, Any]) -> None:
     """A line of a Markdown table for each measurement of the row."""
+    if row["group"] == "positions":
+        for each in row["positions"]:
+            change = f"{each['excess']:+.3f} ± {each['margin']:.3f}"
+            _line(row["target"], f"tokens {each['from']} to {each['to']}", "", "", change)
     for each in row["answers"]:
         figures = (f"{100 * each['source']:.1f} %", f"{100 * each['student']:.1f} %")
         change = f"{100 * each['difference']:+.1f} ± {100 * each['margin']:.1f}"
@@ -89,6 +99,8 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--calibration", type=Path, help="default: the text that ships with kvfold")
     parser.add_argument("--work", type=Path, required=True, help="folder for converted checkpoints")
+    parser.add_argument("--groups", default=",".join(GROUPS), help="groups of tasks, separated by commas")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME=FOLDER", help="measure only these")
     parser.add_argument("--json", type=Path, help="results file; continued where it exists")
     args = parser.parse_args()
     header = {"model": "SmolLM2-135M-Instruct", "fit": " ".join(FIT)}

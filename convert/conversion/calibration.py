@@ -74,7 +74,7 @@ def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None
     request, quick = plan.request, opt("method", quick_method(plan.request.to))
 
     def load() -> CalibrationTokens:
-        check_seq_len(request.seq_len, plan.geometry.positions, plan.checkpoint.origin)
+        check_seq_len(request.length, plan.geometry.positions, plan.checkpoint.origin)
         instead = f", or use {quick}, which reads no text" if otherwise is None else otherwise
         tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration", instead)
         if request.teacher is not None:
@@ -84,9 +84,9 @@ def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None
             tokens = _written_tokens(plan, tokenizer, scratch, stages)
         else:
             # Each step of polishing takes sequences that no other step had, while there are any.
-            wanted = sequences_of(request.polish, request.seq_len) if request.polish else 0
+            wanted = sequences_of(request.polish, request.length) if request.polish else 0
             further = max(0, wanted - request.samples)
-            sizes = request.samples, request.seq_len, request.seed
+            sizes = request.samples, request.length, request.seed
             # Only a number of tokens says how much text there must be.
             enough = tokens_of(request.polish) is None or request.repeat_text
             tokens = load_calibration(request.calibration, tokenizer, *sizes, further=further, fewer=enough)
@@ -110,9 +110,9 @@ def _written_tokens(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages) -
     request, saved = plan.request, scratch / SELF_TEXT
     start = first_tokens(tokenizer, plan.checkpoint.origin)
     check_vocabulary(torch.tensor(start), plan.geometry.vocabulary, plan.checkpoint.origin)
-    if request.seq_len <= len(start):
+    if request.length <= len(start):
         rule = f"must exceed {len(start)}, the length of every text's prefix; raise it"
-        raise option_error("seq_len", request.seq_len, rule)
+        raise option_error("seq_len", request.length, rule)
     count = request.samples + held_out_count(request.samples)
     if saved.is_file():
         tokens = torch.load(saved, weights_only=True)
@@ -121,8 +121,8 @@ def _written_tokens(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages) -
         dtype = training_autocast(plan.checkpoint, device, request.precision) or compute_dtype(plan.checkpoint, device)
         hide_bars(request.quiet)
         model = load_model(plan.checkpoint, dtype, request.trust_remote_code)
-        with stages("text", count * (request.seq_len - len(start)), "token") as advance:
-            tokens = write_sequences(model.to(device).eval(), start, count, request.seq_len, request.seed, advance)
+        with stages("text", count * (request.length - len(start)), "token") as advance:
+            tokens = write_sequences(model.to(device).eval(), start, count, request.length, request.seed, advance)
         with replacing(saved) as new:
             torch.save(tokens, new)
     digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()

@@ -118,7 +118,7 @@ def larger_target(plan: Plan) -> dict[str, Any] | None:
 def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep | None:
     """The same conversion with polishing; None if it was polished as long, or the model does not fit in memory."""
     request = plan.request
-    wanted, length = tokens_of(POLISH) or 0, request.seq_len
+    wanted, length = tokens_of(POLISH) or 0, request.length
     done = steps_of(request.polish, length) * step_tokens(length) if request.polish else 0
     polished = replace(request, polish=POLISH, repeat_text=True)
     free = free_bytes(plan)

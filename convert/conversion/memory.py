@@ -63,7 +63,7 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
         pooling = sum(info.nbytes + _FLOAT * prod(info.shape) for info in read)
         return Needs(_BASE + (fit * 11 // 10 if latent else pooling), 0, 0, disk)
 
-    length = request.seq_len
+    length = request.length
     tokens, held_out = ceil(request.samples / processes) * length, held_out_count(request.samples) * length
     # Calibration states before and after the source's layer, its attention's, the student's, the targets of refinement;
     # held-out states once more, because the drift takes a copy further.
@@ -94,7 +94,7 @@ def _whole_model(plan: Plan) -> int:
     request, shape = plan.request, plan.geometry
     held = 0
     if request.calibration == SELF:
-        cached = plan.cache_elements * shape.layers * request.seq_len + 4 * shape.vocabulary
+        cached = plan.cache_elements * shape.layers * request.length + 4 * shape.vocabulary
         model = sum(prod(tensor.shape) for tensor in plan.model.tensors.values())
         held = _FLOAT * (model + cached * SELF_AT_ONCE)
     if request.polish:
@@ -103,9 +103,9 @@ def _whole_model(plan: Plan) -> int:
         # Norms are too small to count.
         trained = sum(size for name, size in sizes.items() if name in computed or request.train == "all")
         model = _FLOAT * (sum(sizes.values()) - trained) + _MASTER * trained
-        activations = _ACTIVATIONS * batch_size(request.seq_len) * request.seq_len * shape.layers * shape.model_dim
-        steps = min(BLOCK_STEPS, steps_of(request.polish, request.seq_len))
-        states = _FLOAT * steps * batch_size(request.seq_len) * request.seq_len * shape.model_dim
+        activations = _ACTIVATIONS * batch_size(request.length) * request.length * shape.layers * shape.model_dim
+        steps = min(BLOCK_STEPS, steps_of(request.polish, request.length))
+        states = _FLOAT * steps * batch_size(request.length) * request.length * shape.model_dim
         held = max(held, model + activations + _POLISHED_LOGITS + states)
     return held
 

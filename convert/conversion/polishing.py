@@ -41,7 +41,7 @@ def polish_checkpoint(plan: Plan, calibrated: Calibrated, folder: Path, stages: 
     Every process must call this. ``finish`` completes the checkpoints of intervals, which ``--keep-intervals`` leaves.
     """
     request, source, tokens = plan.request, calibrated.stream, calibrated.tokens
-    steps = steps_of(request.polish, request.seq_len)
+    steps = steps_of(request.polish, request.length)
     with closing(open_checkpoint(folder)) as written, opened_teacher(plan, source) as teacher:
         constant, autocast = has_constant(written), source.autocast
         stored = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.layout.tensors}
@@ -117,14 +117,14 @@ def _progress(
     plan: Plan, trainee: ModelTrainee, held_out: Text, advance: Advance, keep: Callable[[str, FitResult], None]
 ) -> AfterRound:
     """Return the callback of every round, which prints the KL and, at intervals, measures and keeps the weights."""
-    request, named = plan.request, intervals(steps_of(plan.request.polish, plan.request.seq_len), plan.request.seq_len)
+    request, named = plan.request, intervals(steps_of(plan.request.polish, plan.request.length), plan.request.length)
     shown, last = reporting(advance), max(named)
 
     def progress(fitted: FitResult) -> None:
         shown(fitted)
         if not processes.is_first():
             return
-        tokens, line = fitted.steps * step_tokens(request.seq_len), ""
+        tokens, line = fitted.steps * step_tokens(request.length), ""
         # A resumed run has measured the round that it starts from.
         measured = bool(fitted.curve) and fitted.curve[-1]["tokens"] >= tokens
         if fitted.steps in named and not measured:
@@ -157,7 +157,7 @@ def _rewritten(
         "kept": fitted.kept,
         "sequences": len(tokens.training),
         "errors": fitted.errors,
-        "tokens_per_error": POLISH_ROUND * step_tokens(request.seq_len),
+        "tokens_per_error": POLISH_ROUND * step_tokens(request.length),
         "curve": fitted.curve,
     }
     if others := sorted(tensors.keys() - {name for names in plan.layout.computed for name in names}):

@@ -271,7 +271,7 @@ def polish_text(plan: Plan) -> str:
     request = plan.request
     if not request.polish:
         return ""
-    steps, each = steps_of(request.polish, request.seq_len), step_tokens(request.seq_len)
+    steps, each = steps_of(request.polish, request.length), step_tokens(request.length)
     return f"polishing: {steps} steps of {each} tokens, {tokens_text(steps * each)} tokens in all, after the last layer"
 
 

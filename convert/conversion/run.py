@@ -135,12 +135,6 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     if not processes.is_first():
         request, progress = replace(request, quiet=True), None
     check_output(request.out, overwrite=request.overwrite, model=request.model)
-    if request.keep_intervals:
-        _, *names, _ = intervals(steps_of(request.polish, request.seq_len), request.seq_len).values()
-        for name in names:
-            # An interrupted run may have left them.
-            left = glob(f"{escape(str(Path(request.out).parent))}/.{escape(Path(request.out).name)}.kvfold-*")
-            check_output(f"{request.out}.{name}", overwrite=request.overwrite or bool(left), model=request.model)
     check_sources(with_share(text)[0] for text in request.texts if text != SELF)
     stages, dtype = Stages(progress, request.quiet or request.dry_run), dense_dtype(request)
     with stages("reading"):
@@ -153,12 +147,19 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             checkpoint = open_checkpoint(request.model, dtype)
     with closing(checkpoint):
         plan = make_plan(request, checkpoint)
+        request = plan.request
+        if request.keep_intervals:
+            _, *names, _ = intervals(steps_of(request.polish, request.length), request.length).values()
+            for name in names:
+                # An interrupted run may have left them.
+                left = glob(f"{escape(str(Path(request.out).parent))}/.{escape(Path(request.out).name)}.kvfold-*")
+                check_output(f"{request.out}.{name}", overwrite=request.overwrite or bool(left), model=request.model)
         check_processes(plan)
         check_spill(plan)
         if request.dry_run:
             check_output(request.out, overwrite=request.overwrite, model=checkpoint.folder)
             if request.calibrated:
-                check_seq_len(request.seq_len, plan.geometry.positions, checkpoint.origin)
+                check_seq_len(request.length, plan.geometry.positions, checkpoint.origin)
             return Conversion(plan, None, None, {})
         check_memory(plan)
         with _output_folder(plan) as folder:

@@ -84,6 +84,27 @@ def test_defaults():
     assert ConvertRequest(model="m", out="o", to="mqa", method="mean", refine=10).calibrated
 
 
+@pytest.mark.parametrize(
+    ("options", "positions", "numbers"),
+    [
+        ({}, 8192, (64, 1024)),
+        ({}, 512, (128, 512)),
+        ({}, 300, (219, 300)),
+        ({"samples": 1}, 8192, (1, 512)),
+        ({"samples": 3}, 8192, (2, 1024)),
+        *(
+            ({name: value}, 8192, (128, 512))
+            for name, value in {"calibration": "self", "refine": 9, "polish": "1M"}.items()
+        ),
+        ({"seq_len": 2048}, 300, (128, 2048)),
+    ],
+)
+def test_automatic_lengths_keep_the_number_of_tokens(options, positions, numbers):
+    """An explicit length stays, and is refused elsewhere if the model is too short for it."""
+    sized = ConvertRequest(model="m", out="o", to="mqa", **options).sized(positions)
+    assert (sized.samples, sized.length) == numbers
+
+
 WRONG = {"model": 3, "out": " ", "samples": 0, "seq_len": 1, "seed": 2**63, "refine": "often", "polish": -1}
 WRONG |= {"device": "cude", "dtype": "tpu", "overwrite": "yes", "max_shard_size": "5 apples", "kv_heads": True}
 

@@ -63,6 +63,18 @@ def test_principal_loses_a_fraction_of_what_methods_without_text_lose(request, t
     assert source < principal < source + (plain - source) / 3
 
 
+def test_a_run_with_automatic_lengths_is_the_run_with_the_numbers_that_it_records(tmp_path):
+    model = shutil.copytree(demo_folder(), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    for name, numbers in {"auto": (1, "auto"), "plain": (8, 64)}.items():
+        convert(tmp_path / name, model=model, to="mqa", samples=numbers[0], seq_len=numbers[1])
+    record = json.loads((tmp_path / "auto" / "kvfold.json").read_text())
+    assert (record["request"]["samples"], record["request"]["seq_len"]) == (8, 64)
+    for file in (tmp_path / "plain").iterdir():
+        assert file.read_bytes() == (tmp_path / "auto" / file.name).read_bytes(), file.name
+
+
 def test_a_calibrated_run_records_its_groups_and_its_drift(folded):
     record = json.loads((folded / "kvfold.json").read_text())
     assert record["request"]["method"] == "principal"

@@ -36,7 +36,7 @@ def test_weights_of_whole_numbers_are_refused(refused):
 
 
 def test_fewer_sequences_than_processes_are_refused(monkeypatch, refused):
-    plan = make_plan(ConvertRequest(model="m", out="o", to="mqa", samples=3), headers(2))
+    plan = make_plan(ConvertRequest(model="m", out="o", to="mqa", samples=3, seq_len=64), headers(2))
     check_processes(plan)
     monkeypatch.setattr(processes, "count", lambda: 4)
     with refused():

@@ -61,6 +61,7 @@ LATENT_VARIANTS = [
             "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
             "linear": {},
             "yarn": {},
+            "longrope": {name: [1.0, 2.0, 3.0, 4.0] for name in ("short_factor", "long_factor")},
         }.items()
     ),
 ]
