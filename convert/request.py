@@ -197,7 +197,7 @@ class ConvertRequest(Request):
 
     def __post_init__(self) -> None:
         # From here on an effort is the options that it stands for: they are recorded, and compared when a run resumes.
-        if str(self.effort) in EFFORTS and not (self.refine or self.polish):
+        if str(self.effort) in EFFORTS and f"{self.refine}{self.polish}" == "00":
             for name, value in (EFFORTS[str(self.effort)] | {"effort": None}).items():
                 object.__setattr__(self, name, value)
         super().__post_init__()

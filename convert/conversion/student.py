@@ -167,7 +167,7 @@ class StudentWalk(Walk):
             if refined.kept:
                 outcome = f"step {refined.kept} of {refined.steps}"
             place, errors = f"{step.index + 1}/{self._source.layers}", f"{refined.before:.5f} -> {refined.after:.5f}"
-            tqdm.write(f"refined layer {place}: error {errors} ({outcome})", file=sys.stderr)
+            tqdm.write(f"refined layer {place}: relative squared error {errors} ({outcome})", file=sys.stderr)
         record = {name: value for name, value in vars(refined).items() if name != "tensors"}
         return refined.tensors, {**notes, "refinement": record}
 

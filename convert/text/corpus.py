@@ -196,7 +196,7 @@ def with_share(spec: str) -> tuple[str, float]:
     """
     name, _, share = spec.rpartition(":")
     number = re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", share, re.ASCII)
-    if not name or Path(spec).exists() or (number is None and not Path(name).is_file()):
+    if not name or Path(spec).exists() or (number is None and name != SELF and not Path(name).is_file()):
         return spec, 1.0
     if number is None or not (float(share) or name == SELF):
         rule = f": the share after the colon must be a number above 0, such as 3 or 0.5, not {share!r}"
