@@ -29,8 +29,8 @@ from kvfold.convert.text.windows import load_calibration
 
 BLENDS = {"prose and dialogues": (), "prose": ("--calibration", "self:0")}
 CHOSEN = ("MLA 128+64", "MLA 64+64")  # half and a third of 384 KV-cache elements per token per layer
-SEQUENCES, SEED = 24, 1  # of held-out dialogues: as many as a conversion with FIT writes, with another seed
-WINDOWS = 8
+SEQUENCES, SEED = 24, 1  # of dialogues: as many as a conversion with FIT writes, with another seed
+WINDOWS = 8  # of them, and of prose, that losses are measured on
 LONGEST = 40  # tokens of an answer
 INSTRUCTIONS = (
     "Write a short e-mail to my boss to ask for Friday off.",
@@ -76,7 +76,7 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
         out, seconds = converted(args, target, blend)
         model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
         losses = {}
-        for text, tokens in (("dialogues", dialogues), ("prose", prose)):
+        for text, tokens in (("dialogues", dialogues[:WINDOWS]), ("prose", prose)):
             drift = measure_drift(source, model, tokens, floor=False)
             losses[text] = {"kl": drift.kl, "excess": drift.excess, "agreement": drift.agreement}
         absorb(model)
@@ -142,8 +142,8 @@ def page(measured: list[dict[str, Any]]) -> str:
     lines += [
         "",
         f"SmolLM2-135M-Instruct, as fitted (`{' '.join(FIT)}`), neither refined nor polished. KL and excess are in",
-        f"nats per token, on {count} x {length} tokens of dialogues that the model wrote with another seed, and on",
-        f"{WINDOWS} x {length} tokens of held-out prose. Writing as many dialogues took",
+        f"nats per token, on {WINDOWS} x {length} tokens of dialogues that the model wrote with another seed, and on",
+        f"as many of held-out prose. Writing {count} x {length} tokens of dialogues, as a conversion does, took",
         f"{source['writing_cpu_seconds']} CPU seconds. {machine['processor']}, {machine['threads']} thread,",
         f"{source['date']}, torch {versions['torch']}, transformers {versions['transformers']};",
         "`recipes/chat_answers.py` ([all figures and answers](../recipes/results/chat_answers.json)).",
