@@ -215,7 +215,7 @@ def calibration_texts(given: Sequence[str], chats: bool) -> list[str | None]:
         return [SELF]
     others = [share for name, share in shares if name != SELF] or [1.0]
     share = sum(written) if written else chats * sum(others) / 2
-    texts = [text for text, (name, _) in zip(given, shares, strict=True) if name != SELF]
+    texts: list[str | None] = [text for text, (name, _) in zip(given, shares, strict=True) if name != SELF]
     return [*(texts or [None]), *([f"{SELF}:{share:g}"] if share else [])]
 
 
