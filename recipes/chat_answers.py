@@ -28,7 +28,7 @@ from kvfold.convert.text.self_written import turns_of, write_sequences
 from kvfold.convert.text.windows import load_calibration
 
 BLENDS = {"prose and dialogues": (), "prose": ("--calibration", "self:0")}
-CHOSEN = ("MLA 128+64", "MLA 64+64")  # half and a third of 384 KV-cache elements per token per layer
+CHOSEN = ("MLA 64+64", "MLA 128+64")  # a third and half of 384 KV-cache elements per token per layer
 SEQUENCES, SEED = 24, 1  # of dialogues: as many as a conversion with FIT writes, with another seed
 WINDOWS = 8  # of them, and of prose, that losses are measured on
 LONGEST = 40  # tokens of an answer
@@ -59,7 +59,7 @@ INSTRUCTIONS = (
 def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The rows that ``done`` lacks: the source, then each target with each calibration text."""
     known = {(row["target"], row["calibration"]) for row in done}
-    pairs = [(target, blend) for target in CHOSEN for blend in BLENDS]
+    pairs = [(target, blend) for target in args.targets for blend in BLENDS]
     if known >= {("source", ""), *pairs}:
         return
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, required=True, help="prose")
     parser.add_argument("--text", type=Path, required=True, help="held-out prose")
     parser.add_argument("--work", type=Path, required=True, help="folder for converted checkpoints")
+    parser.add_argument("--targets", nargs="+", choices=CHOSEN, default=CHOSEN)
     parser.add_argument("--json", type=Path, help="results file; continued where it exists")
     parser.add_argument("--page", type=Path, help="where the page is written, once all rows are measured")
     args = parser.parse_args()
