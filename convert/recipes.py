@@ -21,8 +21,13 @@ from kvfold.convert.sizes import table
 _RECIPE_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 _LARGEST_RECIPE = 1 << 20  # bytes
 
-# Recipe values that an overriding option displaces, because both specify the split of the cache.
-_DISPLACES = {"budget": ("kv_rank", "rope_dim"), "kv_rank": ("budget",), "rope_dim": ("budget",)}
+# Recipe values that an overriding option displaces, because both specify the split of the cache, or the training.
+_DISPLACES = {
+    "budget": ("kv_rank", "rope_dim"),
+    "kv_rank": ("budget",),
+    "rope_dim": ("budget",),
+    "effort": ("refine", "polish", "repeat_text"),
+}
 
 
 @dataclass(frozen=True)

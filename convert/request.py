@@ -32,13 +32,19 @@ Steps = int | Literal["auto"]
 Length = int | Literal["auto"]
 
 TARGETS: tuple[str, ...] = get_args(Target)
+# Options that --effort stands for, the tokens chosen. Refinement is left out, because polishing gains more in its time.
+EFFORTS: dict[str, dict[str, Any]] = {
+    "quick": {},
+    "normal": {"polish": "400k", "repeat_text": True},
+    "thorough": {"polish": "1M", "repeat_text": True},
+}
 DEFAULT_LAYOUT: Layout = "free"
 # Tasks of `kvfold eval` that need neither a download nor lm-evaluation-harness.
 RULER = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
 BUILT_IN_TASKS = ("replies", "choice", "arithmetic", "copying", *RULER)
 # Tokens of the sequences that --samples counts, and at most of those that --seq-len auto joins them to.
 UNIT_LENGTH, AUTO_LENGTH = 512, 1024
-SELF = "self"  # --calibration self: the source generates the text ...
+SELF = "self"  # --calibration self or self:SHARE: the source generates the text ...
 SELF_AT_ONCE = 48  # ... of so many sequences together: chosen, not tuned; memory grows with them
 
 _SOURCE_RULE = "a folder or a hub id"
@@ -73,9 +79,7 @@ def _texts_broken(names: str | tuple[Any, ...]) -> str | None:
     each = names if isinstance(names, tuple) else (names,)
     if not all(isinstance(name, str) and name.strip() for name in each):
         return _TEXTS_RULE
-    if len(set(each)) < len(each):
-        return "a list of different texts"
-    return f"either {SELF!r} alone or the names of texts" if SELF in each and len(each) > 1 else None
+    return "a list of different texts" if len(set(each)) < len(each) else None
 
 
 _POLISH_RULE = "a number of steps, a number of tokens above 0 such as 200k or 1M, or 'auto'"
@@ -145,17 +149,21 @@ class ConvertRequest(Request):
     allow_growth: bool = option(False, "Allow targets whose cache is not smaller than the source's.", runs=True)
     calibration: str | tuple[str, ...] | None = _texts(
         "Text that resembles the model's use: a text file, a .jsonl file or a dataset name; self: MODEL generates it. "
-        "Repeat the option to mix several texts, in equal shares or by weight: FILE:3 FILE2:1.",
+        "Repeat the option to mix several texts, in equal shares or by weight: FILE:3 FILE2:1. A third of the text of "
+        "a model with a chat template is self, unless the option names it; self:0 turns this off.",
         panel="Calibration",
     )
     samples: int = _samples()
     seq_len: Length = option("auto", **_LENGTH)
     seed: int = seed_option(help="Seed for drawing sequences (and for --method random).")
-    refine: Steps = option(
-        0,
-        "Steps of training each layer's attention to reconstruct the source's, without labels.",
+    effort: Literal["quick", "normal", "thorough"] | None = option(
+        None,
+        "Time to spend: quick only fits (the default), normal then polishes on 400k tokens, thorough on 1M. Stands for "
+        "--polish and --repeat-text, which are for experts, as is --refine.",
         panel="Refinement",
-        **_STEPS,
+    )
+    refine: Steps = option(
+        0, "Steps of training each layer's attention to reconstruct the source's, without labels.", **_STEPS
     )
     polish: Steps | str = option(
         0,
@@ -196,6 +204,13 @@ class ConvertRequest(Request):
     overwrite: bool = option(False, "Replace OUT; the old one stays intact until the new one is on disk.", runs=True)
     quiet: bool = option(False, "Print no progress and no summary.", runs=True)
     trust_remote_code: bool = trust_option()
+
+    def __post_init__(self) -> None:
+        # From here on an effort is the options that it stands for: they are recorded, and compared when a run resumes.
+        if str(self.effort) in EFFORTS and f"{self.refine}{self.polish}" == "00":
+            for name, value in (EFFORTS[str(self.effort)] | {"effort": None}).items():
+                object.__setattr__(self, name, value)
+        super().__post_init__()
 
     @property
     def resolved_method(self) -> str:
@@ -300,6 +315,9 @@ class ConvertRequest(Request):
             either = f"{opt('keep_quantized', True)} needs {opt('dtype', 'bfloat16')} or auto"
             way_out = f"omit {opt('keep_quantized')}, or change {opt('dtype')}"
             yield "keep_quantized", f"{either}, not {self.dtype}; {way_out}"
+        if self.effort in EFFORTS:
+            chosen = f"{opt('effort', self.effort)} chooses {opt('refine')} and {opt('polish')}"
+            yield "effort", f"{chosen}; omit {opt('effort')}, or omit those two"
         if self.resume and self.fresh:
             yield "fresh", f"{opt('fresh', True)} discards what {opt('resume', True)} continues; omit one of the two"
         for name in ("train", "teacher", "repeat_text", "keep_intervals"):

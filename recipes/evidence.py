@@ -39,7 +39,8 @@ def convert(args: argparse.Namespace, target: str) -> Path:
     """The fitted conversion, made if DIR lacks it."""
     out = args.work / target.replace(" ", "-")
     if not out.exists():
-        text = [] if args.calibration is None else ["--calibration", str(args.calibration)]
+        given = [] if args.calibration is None else ["--calibration", str(args.calibration)]
+        text = [*given, "--calibration", "self:0"]  # as real_models.py does
         run(["convert", str(args.model), str(out), *TARGETS[target].split(), *FIT, *text, "--quiet"])
     return Path(out)
 

@@ -128,7 +128,8 @@ def options(args: argparse.Namespace, target: str, stage: str, code: Path) -> li
     texts = [args.calibration, *([code] if stage.endswith("on both") else [])]
     shares = (":3", ":1") if STAGES[stage].startswith("--polish") else ("", "")
     named = [f"{text}{share}" for text, share in zip(texts, shares, strict=False) if text is not None]
-    calibration = [word for text in named for word in ("--calibration", text)]
+    # Without the dialogues that a chat model writes by default, which recipes/chat_answers.py measures.
+    calibration = [word for text in [*named, "self:0"] for word in ("--calibration", text)]
     shape = ["--samples", str(args.samples), "--seq-len", str(LENGTH), "--seed", str(args.seed)]
     own = [] if stage.startswith("uptrained") else STAGES[stage].split()
     return [*TARGETS[target].split(), *own, *calibration, *shape]

@@ -84,7 +84,7 @@ class Measurement:
     all in nats. ``agreement`` is the top-1 agreement: the fraction of positions with the same most likely token. The
     margins are the half-widths of 95 % confidence intervals for ``kl`` and ``excess`` on similar texts; they treat
     sequences, but not the tokens within one sequence, as independent samples. They are None for a single sequence.
-    ``stretches`` divide the excess by position.
+    ``stretches`` divide the excess by position, and ``by_sequence`` has the KL and the excess of each sequence.
     """
 
     predictions: int
@@ -96,6 +96,7 @@ class Measurement:
     kl_margin: float | None = None
     excess_margin: float | None = None
     stretches: tuple[Stretch, ...] = ()
+    by_sequence: tuple[tuple[float, float], ...] = ()
 
     @property
     def excess(self) -> float:
@@ -271,8 +272,19 @@ def compare_predictions(
     for (first, last), sums in zip(bounds, by_place, strict=True):
         excess = (sums[3] - sums[2]) / (last - first)
         stretches.append(Stretch(first, last, float(excess.mean()), margin(excess)))
-    margins = margin(each[0] / length), margin((each[3] - each[2]) / length)
-    return Measurement(each.shape[1] * length, kl, agreement, loss, student_loss, (), *margins, tuple(stretches))
+    kls, excesses = each[0] / length, (each[3] - each[2]) / length
+    return Measurement(
+        predictions=each.shape[1] * length,
+        kl=kl,
+        agreement=agreement,
+        teacher_loss=loss,
+        student_loss=student_loss,
+        layers=(),
+        kl_margin=margin(kls),
+        excess_margin=margin(excesses),
+        stretches=tuple(stretches),
+        by_sequence=tuple(zip(kls.tolist(), excesses.tolist(), strict=True)),
+    )
 
 
 def stretch_bounds(length: int) -> list[tuple[int, int]]:

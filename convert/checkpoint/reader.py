@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.checkpoint.folder import CONFIG, extra_names, file_states
+from kvfold.convert.checkpoint.folder import CONFIG, extra_names, file_states, json_beside
 from kvfold.convert.checkpoint.hashing import hashing_source
 from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.errors import InputError, KvfoldError
@@ -73,6 +73,12 @@ class Checkpoint:
     def hub_id(self) -> str | None:
         """The model's id on the hub, or None for a folder."""
         return self.origin.partition("@")[0] if "/" in self.origin else None
+
+    @property
+    def chats(self) -> bool:
+        """True if the tokenizer has a chat template, which is in one of two files."""
+        template = json_beside(self.folder, "tokenizer_config.json").get("chat_template")
+        return bool(template) or (self.folder / "chat_template.jinja").is_file()
 
     def info(self, name: str) -> TensorInfo:
         if name not in self.tensors:

@@ -1,10 +1,10 @@
 """Load what a calibrated conversion needs of its source: its layer stream and its calibration text."""
 
-import hashlib
 import sys
 from contextlib import AbstractContextManager, closing, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from kvfold.convert import processes
 from kvfold.convert.checkpoint.files import replacing
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.journal import PRECISION, SELF_TEXT
+from kvfold.convert.conversion.memory import writes_text
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import text_name
 from kvfold.convert.conversion.source import source_layer, source_rotary
@@ -21,13 +22,13 @@ from kvfold.convert.device import choose_device, compute_dtype, training_autocas
 from kvfold.convert.errors import opt, option_error
 from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.progress import Stages
-from kvfold.convert.request import SELF, held_out_count
+from kvfold.convert.request import SELF
 from kvfold.convert.sizes import tokens_of
 from kvfold.convert.stream.stock import hide_bars
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.stream.weights import load_model
-from kvfold.convert.text.corpus import BUILT_IN, check_seq_len
-from kvfold.convert.text.self_written import first_tokens, write_sequences
+from kvfold.convert.text.corpus import BUILT_IN, calibration_texts, check_seq_len
+from kvfold.convert.text.self_written import turns_of, write_sequences
 from kvfold.convert.text.tokenizer import check_teacher, check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
 from kvfold.convert.training.budget import sequences_of
@@ -80,16 +81,16 @@ def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None
         if request.teacher is not None:
             with closing(open_checkpoint(request.teacher)) as teacher:
                 check_teacher(teacher, plan.checkpoint, tokenizer, request.trust_remote_code)
-        if request.calibration == SELF:
-            tokens = _written_tokens(plan, tokenizer, scratch, stages)
-        else:
-            # Each step of polishing takes sequences that no other step had, while there are any.
-            wanted = sequences_of(request.polish, request.length) if request.polish else 0
-            further = max(0, wanted - request.samples)
-            sizes = request.samples, request.length, request.seed
-            # Only a number of tokens says how much text there must be.
-            enough = tokens_of(request.polish) is None or request.repeat_text
-            tokens = load_calibration(request.calibration, tokenizer, *sizes, further=further, fewer=enough)
+        # Each step of polishing takes sequences that no other step had, while there are any.
+        wanted = sequences_of(request.polish, request.length) if request.polish else 0
+        further = max(0, wanted - request.samples)
+        sizes = request.samples, request.length, request.seed
+        # Only a number of tokens says how much text there must be.
+        enough = tokens_of(request.polish) is None or request.repeat_text
+        texts = calibration_texts(request.texts, plan.checkpoint.chats)
+        write = partial(_written_sequences, plan, tokenizer, scratch, stages)
+        spec = texts if len(texts) > 1 else texts[0]
+        tokens = load_calibration(spec, tokenizer, *sizes, further=further, fewer=enough, write=write)
         for part in (tokens.training, tokens.held_out):
             check_vocabulary(part, plan.geometry.vocabulary, plan.checkpoint.origin)
         return tokens
@@ -99,34 +100,38 @@ def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None
         count, length = tokens.calibration.shape
         faster = f"({quick} needs no text and is faster, but less accurate)"
         print(f"calibrating on {count} x {length} tokens of {text_name(tokens.source)} {faster}", file=sys.stderr)
-        if tokens.source == BUILT_IN:
+        if plan.checkpoint.chats and tokens.plain:
+            chats = f"{', '.join(tokens.plain)}: plain text without `messages`, but the model has a chat template"
+            written = f"{opt('calibration', SELF)} adds dialogues that it writes itself"
+            if writes_text(plan):
+                without = opt("calibration", f"{SELF}:0")
+                written = f"dialogues that it writes itself are added ({without} leaves them out)"
+            print(f"{chats}; {written}; conversations that resemble its use calibrate better", file=sys.stderr)
+        elif tokens.source == BUILT_IN:
             better = f"{opt('calibration', 'FILE')}.txt|FILE.jsonl"
             print(f"text that resembles the model's use calibrates better: {better}", file=sys.stderr)
     return tokens
 
 
-def _written_tokens(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages) -> CalibrationTokens:
-    """Sample calibration and held-out sequences from the source; a resumed run loads them from ``scratch``."""
+def _written_sequences(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages, count: int) -> Tensor:
+    """Sample ``count`` sequences ``[count, T]`` from the source; a resumed run loads them from ``scratch``."""
     request, saved = plan.request, scratch / SELF_TEXT
-    start = first_tokens(tokenizer, plan.checkpoint.origin)
-    check_vocabulary(torch.tensor(start), plan.geometry.vocabulary, plan.checkpoint.origin)
-    if request.length <= len(start):
-        rule = f"must exceed {len(start)}, the length of every text's prefix; raise it"
+    turns = turns_of(tokenizer, plan.checkpoint.origin)
+    check_vocabulary(torch.tensor(turns.start), plan.geometry.vocabulary, plan.checkpoint.origin)
+    if request.length <= len(turns.start):
+        rule = f"must exceed {len(turns.start)}, the length of every text's prefix; raise it"
         raise option_error("seq_len", request.length, rule)
-    count = request.samples + held_out_count(request.samples)
     if saved.is_file():
-        tokens = torch.load(saved, weights_only=True)
-    else:
-        device = choose_device(request.device)
-        dtype = training_autocast(plan.checkpoint, device, request.precision) or compute_dtype(plan.checkpoint, device)
-        hide_bars(request.quiet)
-        model = load_model(plan.checkpoint, dtype, request.trust_remote_code)
-        with stages("text", count * (request.length - len(start)), "token") as advance:
-            tokens = write_sequences(model.to(device).eval(), start, count, request.length, request.seed, advance)
-        with replacing(saved) as new:
-            torch.save(tokens, new)
-    digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
-    return CalibrationTokens(tokens[: request.samples], tokens[request.samples :], SELF, digest)
+        return cast(Tensor, torch.load(saved, weights_only=True))
+    device = choose_device(request.device)
+    dtype = training_autocast(plan.checkpoint, device, request.precision) or compute_dtype(plan.checkpoint, device)
+    hide_bars(request.quiet)
+    model = load_model(plan.checkpoint, dtype, request.trust_remote_code)
+    with stages("text", count * (request.length - len(turns.start)), "token") as advance:
+        tokens = write_sequences(model.to(device).eval(), turns, count, request.length, request.seed, advance)
+    with replacing(saved) as new:
+        torch.save(tokens, new)
+    return tokens
 
 
 def source_heads(plan: Plan) -> ReadHeads | None:

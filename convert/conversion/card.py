@@ -17,7 +17,7 @@ from kvfold.convert.checkpoint.hub import HUB_ID
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.judgment import loss_of, verdict_of
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.record import engine_cost, rank_sizes, text_name, versions
+from kvfold.convert.conversion.record import by_text, engine_cost, rank_sizes, text_name, versions
 from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.options import command_words, run_only
 from kvfold.convert.request import SELF, ConvertRequest
@@ -245,6 +245,7 @@ Measured on {drift.sequences} x {drift.length} held-out tokens of {text_name(rec
 Verdict: {verdict_of(loss_of(drift))} (limits: docs/choosing.md of kvfold).
 These tokens were not used for fitting, but groups, splits and steps were chosen by them, so the figures are slightly
 optimistic. `kvfold drift {source} .` measures on text that played no part in any choice.
+{by_text(record)}
 {drift.positions_text()}
 {engine_cost(record, drift)}
 """

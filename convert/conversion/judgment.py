@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvfold.convert.conversion.memory import free_bytes, needs_of
 from kvfold.convert.conversion.plan import Plan, possible_kv_heads
 from kvfold.convert.options import command_words
-from kvfold.convert.request import ConvertRequest
+from kvfold.convert.request import EFFORTS, SELF, ConvertRequest
 from kvfold.convert.sizes import tokens_of
 from kvfold.convert.targets.engines import budgets, proposals
 from kvfold.convert.text.corpus import with_share
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
 
 NEAR, WORSE, UNTRAINED = "near the source", "clearly worse than the source", "needs training"
-POLISH = "1M"
+_MOST = "thorough"  # the effort that is recommended
 # A polished token passes through the source, and through the result forward and, at twice the time, backward: derived,
 # not measured. Held-out text is read in float32 from disk, so that the estimate is rather too long.
 _PASSES = 4
@@ -118,9 +118,9 @@ def larger_target(plan: Plan) -> dict[str, Any] | None:
 def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep | None:
     """The same conversion with polishing; None if it was polished as long, or the model does not fit in memory."""
     request = plan.request
-    wanted, length = tokens_of(POLISH) or 0, request.length
+    wanted, length = tokens_of(EFFORTS[_MOST]["polish"]) or 0, request.length
     done = steps_of(request.polish, length) * step_tokens(length) if request.polish else 0
-    polished = replace(request, polish=POLISH, repeat_text=True)
+    polished = replace(request, **EFFORTS[_MOST])
     free = free_bytes(plan)
     if done >= wanted or (free is not None and needs_of(replace(plan, request=polished)).memory > free):
         return None
@@ -134,7 +134,7 @@ def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep 
 
 
 def _uptraining(request: ConvertRequest, per_token: float | None) -> NextStep:
-    text = with_share(request.texts[0])[0] if request.texts else "FILE"
+    text = next((name for name, _ in map(with_share, request.texts) if name != SELF), "FILE")
     words = ["kvfold", "uptrain", request.out, f"{request.out}-trained", "--teacher", request.model, "--text", text]
     time = None if per_token is None else per_token * math.prod(_UPTRAIN.values())
     return NextStep(shlex.join([*words, *command_words(_UPTRAIN)]), "train all weights against the source", time)
@@ -144,6 +144,8 @@ def _again(request: ConvertRequest, out: str, *flags: str) -> str:
     """The command of ``request`` that writes ``out``."""
     left_out = ("model", "out", "quiet", "resume", "fresh", "overwrite", "keep_intervals")
     given = {name: value for name, value in request.given().items() if name not in left_out}
+    if not request.refine and EFFORTS[_MOST].items() <= given.items():
+        given = {name: value for name, value in given.items() if name not in EFFORTS[_MOST]} | {"effort": _MOST}
     return shlex.join(["kvfold", "convert", request.model, out, *command_words(given), *flags])
 
 

@@ -100,7 +100,7 @@ def survey_layers(
             torch.save({"statistics": vars(statistics), "inputs": inputs}, folder / f"{index}.pt")
         return rope_slots.survey_layer(weights, statistics, source_rotary(plan, index), plan.geometry.positions)
 
-    count = max(processes.count(), math.ceil(_SURVEYED / plan.request.seq_len))
+    count = max(processes.count(), math.ceil(_SURVEYED / plan.request.length))
     surveyed = survey(source, own_sequences(tokens.calibration[:count]), heads=source_heads(plan), keep=keep)
     walked = stages.over("survey", surveyed, plan.geometry.layers, "layer")
     layers = tuple(processes.from_first(partial(note, *each)) for each in walked)

@@ -12,6 +12,7 @@ from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.host import host_memory, may_have_gpu
 from kvfold.convert.request import SELF, SELF_AT_ONCE, held_out_count
 from kvfold.convert.sizes import bytes_text
+from kvfold.convert.text.corpus import calibration_texts, with_share
 from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, batch_size, steps_of
 
 # Libraries and allocators, by tests/convert/conversion/test_memory.py: pooling a model of width 64 peaks at 430 MB
@@ -48,8 +49,8 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
     """Estimate the needs of ``plan`` with ``processes``: an upper bound, up to 2 x the measured peak for small models.
 
     A run without text keeps one attention layer in memory. A calibrated run keeps a whole layer and its converted twin,
-    the fit's matrices and, unless they are spilled, the hidden states of all its tokens. Polishing and
-    ``--calibration self`` keep the whole model.
+    the fit's matrices and, unless they are spilled, the hidden states of all its tokens. Polishing keeps the whole
+    model, and so does writing calibration text (`writes_text`).
     """
     request, shape = plan.request, plan.geometry
     headers = 3 * sum(len(tensor.name) + 120 for tensor in plan.tensors)
@@ -90,10 +91,10 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
 
 
 def _whole_model(plan: Plan) -> int:
-    """The bytes for polishing or ``--calibration self``, which keep the whole model."""
+    """The bytes for polishing, or for writing calibration text, which keep the whole model."""
     request, shape = plan.request, plan.geometry
     held = 0
-    if request.calibration == SELF:
+    if writes_text(plan):
         cached = plan.cache_elements * shape.layers * request.length + 4 * shape.vocabulary
         model = sum(prod(tensor.shape) for tensor in plan.model.tensors.values())
         held = _FLOAT * (model + cached * SELF_AT_ONCE)
@@ -110,10 +111,17 @@ def _whole_model(plan: Plan) -> int:
     return held
 
 
+def writes_text(plan: Plan) -> bool:
+    """True if the source writes some of the calibration text itself."""
+    texts = calibration_texts(plan.request.texts, plan.checkpoint.chats) if plan.request.calibrated else []
+    return any(with_share(text)[0] == SELF for text in texts if text)
+
+
 def check_memory(plan: Plan) -> None:
     """Raise InputError if the request needs the whole model in memory but the model does not fit."""
-    if plan.request.calibration == SELF:
-        option, otherwise = opt("calibration", SELF), f"use {opt('calibration', 'FILE')}"
+    if writes_text(plan):
+        option = f"text that the model writes itself ({opt('calibration', SELF)}, default of chat models)"
+        otherwise = f"leave it out with {opt('calibration', f'{SELF}:0')}"
     elif plan.request.polish:
         option, otherwise = opt("polish"), f"use only {opt('refine')}, which loads one layer at a time"
     else:

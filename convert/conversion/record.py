@@ -4,6 +4,7 @@
 """
 
 import math
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -103,6 +104,7 @@ def summary_text(
     lines = [
         headline(plan),
         "" if drift is None else cost_text(drift, text_name(record["calibration"]["source"])),
+        "" if drift is None else by_text(record),
         "" if drift is None else drift.positions_text(),
         chosen_text(plan, record),
         groups_text(plan, record),
@@ -129,6 +131,16 @@ def cost_text(drift: "DriftReport", text: str) -> str:
     )
 
 
+def by_text(record: Mapping[str, Any]) -> str:
+    """One line with the KL and the excess loss on each text of a mixture; empty for a single text."""
+    each = [
+        f"{text_name(row['text'])}: KL {row['kl'] or math.nan:.4f}, excess {row['excess'] or math.nan:+.4f} "
+        f"({row['sequences']} sequence{'s' * (row['sequences'] != 1)})"
+        for row in record["drift"].get("texts", ())
+    ]
+    return f"nats per token by text: {'; '.join(each)}" if each else ""
+
+
 def percent_text(excess: float, margin: float | None) -> str:
     """The rise in perplexity that is ``excess`` nats of loss, with its interval if there is a ``margin``."""
     # exp overflows a float beyond 709.
@@ -139,7 +151,7 @@ def percent_text(excess: float, margin: float | None) -> str:
 
 def text_name(source: str) -> str:
     """The name of a calibration text as shown to users."""
-    return "text that the source wrote itself" if source == SELF else source
+    return re.sub(rf"(^| \+ ){SELF}(:[0-9.]+)?$", r"\1text that the source wrote itself\2", source)
 
 
 def chosen_text(plan: Plan, record: Mapping[str, Any]) -> str:

@@ -32,9 +32,9 @@ from kvfold.convert.conversion.record import record as record_of
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
-from kvfold.convert.request import SELF, ConvertRequest
+from kvfold.convert.request import ConvertRequest
 from kvfold.convert.sizes import jsonable
-from kvfold.convert.text.corpus import check_seq_len, check_sources, with_share
+from kvfold.convert.text.corpus import check_seq_len, check_sources
 from kvfold.convert.training.budget import intervals, steps_of
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     if not processes.is_first():
         request, progress = replace(request, quiet=True), None
     check_output(request.out, overwrite=request.overwrite, model=request.model)
-    check_sources(with_share(text)[0] for text in request.texts if text != SELF)
+    check_sources(request.texts)
     stages, dtype = Stages(progress, request.quiet or request.dry_run), dense_dtype(request)
     with stages("reading"):
         if request.dry_run:

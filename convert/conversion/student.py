@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvfold.attention.drift.compare import compare_predictions
-from kvfold.attention.drift.report import DriftReport, dtype_name, report_of
+from kvfold.attention.drift.report import DriftReport, dtype_name, finite, report_of
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import hidden_states, own_sequences, source_heads
 from kvfold.convert.conversion.fitted import LatentSpectrum
@@ -76,8 +77,20 @@ class Calibrated:
             },
             "precision": dict(zip(("training", "held_out"), map(dtype_name, precisions), strict=True)),
             **self.choices,
-            "drift": self.drift.to_dict() | {"written": losses},
+            "drift": self.drift.to_dict() | {"written": losses, **self._by_text()},
         }
+
+    def _by_text(self) -> dict[str, Any]:
+        """The KL and the excess on the held-out sequences of each text of a mixture; empty for a single text."""
+        of_texts: dict[str, list[tuple[float, float]]] = {}
+        for text, figures in zip(self.tokens.held_out_texts, self.drift.measured.by_sequence, strict=False):
+            of_texts.setdefault(text, []).append(figures)
+        rows = [
+            {"text": text, "sequences": len(figures)}
+            | {name: finite(fmean(each[place] for each in figures)) for place, name in enumerate(("kl", "excess"))}
+            for text, figures in sorted(of_texts.items())
+        ]
+        return {"texts": rows} if rows else {}
 
 
 @contextmanager
@@ -156,7 +169,7 @@ class StudentWalk(Walk):
             if refined.kept:
                 outcome = f"step {refined.kept} of {refined.steps}"
             place, errors = f"{step.index + 1}/{self._source.layers}", f"{refined.before:.5f} -> {refined.after:.5f}"
-            tqdm.write(f"refined layer {place}: error {errors} ({outcome})", file=sys.stderr)
+            tqdm.write(f"refined layer {place}: relative squared error {errors} ({outcome})", file=sys.stderr)
         record = {name: value for name, value in vars(refined).items() if name != "tensors"}
         return refined.tensors, {**notes, "refinement": record}
 

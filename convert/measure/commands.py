@@ -12,8 +12,8 @@ from kvfold.convert.console import STDOUT, PanelCommand, check_files, json_optio
 from kvfold.convert.measure.figures import excess_by_cache
 from kvfold.convert.measure.page import sweep_page, write_report
 from kvfold.convert.measure.sweep_targets import WITHIN, parse_targets
-from kvfold.convert.request import SELF, BenchRequest, ChatRequest, EvalRequest, SweepRequest
-from kvfold.convert.text.corpus import check_sources, with_share
+from kvfold.convert.request import BenchRequest, ChatRequest, EvalRequest, SweepRequest
+from kvfold.convert.text.corpus import check_sources
 
 _TARGET = re.compile(r"[\w+]*[:,][\w:,+]*|\d[\d,+]*|gqa|mqa|mla", re.IGNORECASE)
 _within = click.option(
@@ -76,8 +76,7 @@ def sweep(request: SweepRequest, within: float, json_file: str | None, plot: str
     check_files(json_file, plot, report)
     if request.out is not None:
         check_output(request.out, model=request.model)
-    texts = (request.calibration,) if isinstance(request.calibration, str) else request.calibration or ()
-    check_sources(with_share(text)[0] for text in texts if text != SELF)
+    check_sources((request.calibration,) if isinstance(request.calibration, str) else request.calibration or ())
     if request.targets is not None:
         parse_targets(request.targets)
     if not request.quiet:

@@ -263,7 +263,7 @@ def gain_by_layer(fitted: "FitReport") -> Chart | None:
     lines = {word: [getattr(error, word) for error in errors] for word in ("before", "after")}
     caption = (
         f"The error of the residual stream after each layer's attention on held-out text, before and after {what}. "
-        "Good: the second line is well below the first; where they meet, there was nothing to gain."
+        f"Good: the second line is well below the first; where they meet, {what} gained nothing."
     )
     return by_place(f"What {what} gained", lines, caption, unit="relative squared error") if errors else None
 

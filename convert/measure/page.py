@@ -39,6 +39,9 @@ footer { border-top: 1px solid var(--rule); margin-top: 2rem; font-size: .85rem;
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { text-align: right; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
+@media (max-width: 40rem) {
+  th, td { font-size: .75rem; padding-right: .4rem; } td:first-child { white-space: normal; }
+}
 """
 
 

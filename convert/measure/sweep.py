@@ -403,7 +403,7 @@ def _row_values(row: SweptTarget) -> dict[str, Any]:
     """A finished row as JSON values, for `_row_of`; its errors by layer and head are not needed again."""
     stretches = [vars(each) for each in row.measured.stretches]
     return {
-        "measured": {**vars(row.measured), "layers": [], "stretches": stretches},
+        "measured": {**vars(row.measured), "layers": [], "stretches": stretches, "by_sequence": []},
         "split": [row.request.kv_rank, row.request.rope_dim],
         "splits": [vars(each) for each in row.splits],
         **{name: getattr(row, name) for name in ("kind", "elements", "seconds", "distances")},
@@ -419,7 +419,7 @@ def _row_of(target: str, plan: Plan, values: Mapping[str, Any]) -> SweptTarget:
         request=replace(plan.request, budget=None, kv_rank=rank, rope_dim=rope),
         kind=values["kind"],
         elements=values["elements"],
-        measured=Measurement(**{**measured, "layers": (), "stretches": stretches}),
+        measured=Measurement(**{**measured, "layers": (), "stretches": stretches, "by_sequence": ()}),
         seconds=values["seconds"],
         splits=tuple(Split(**each) for each in values["splits"]),
         distances=tuple(values["distances"]),

@@ -13,7 +13,7 @@ import codecs
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvfold.convert.checkpoint.files import check_unicode, portable_name
 from kvfold.convert.errors import InputError, first_line, opt, option_error, short
+from kvfold.convert.request import SELF
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -189,20 +190,42 @@ Corpus = Texts | TextFile
 
 
 def with_share(spec: str) -> tuple[str, float]:
-    """The name and the share of a calibration text ``NAME:SHARE``; without a share it is 1. May raise InputError."""
+    """The name and the share of a calibration text ``NAME:SHARE``; without a share it is 1. May raise InputError.
+
+    Only the share of ``self`` may be 0.
+    """
     name, _, share = spec.rpartition(":")
     number = re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", share, re.ASCII)
-    if not name or Path(spec).exists() or (number is None and not Path(name).is_file()):
+    if not name or Path(spec).exists() or (number is None and name != SELF and not Path(name).is_file()):
         return spec, 1.0
-    if number is None or not float(share):
+    if number is None or not (float(share) or name == SELF):
         rule = f": the share after the colon must be a number above 0, such as 3 or 0.5, not {share!r}"
         raise option_error("calibration", spec, rule)
     return name, float(share)
 
 
+def calibration_texts(given: Sequence[str], chats: bool) -> list[str | None]:
+    """The calibration texts with their shares: those ``given``, or None for the text that ships.
+
+    A model that ``chats`` also writes ``self:SHARE``, a third of the tokens, unless ``given`` names `SELF`.
+    """
+    shares = [with_share(text) for text in given]
+    written = [share for name, share in shares if name == SELF]
+    if any(written) and len(written) == len(given):
+        return [SELF]
+    others = [share for name, share in shares if name != SELF] or [1.0]
+    share = sum(written) if written else chats * sum(others) / 2
+    texts: list[str | None] = [text for text, (name, _) in zip(given, shares, strict=True) if name != SELF]
+    return [*(texts or [None]), *([f"{SELF}:{share:g}"] if share else [])]
+
+
 def check_sources(names: Iterable[str], option: str = "calibration") -> None:
     """Raise InputError if a file or dataset given with ``option`` does not exist or cannot be read as text."""
     for name in names:
+        if option == "calibration":
+            name, _ = with_share(name)
+            if name == SELF:
+                continue
         if fault := _source_fault(Path(name)):
             raise option_error(option, name, fault)
 

@@ -1,11 +1,13 @@
-"""Calibration text sampled from the model itself, for users without text that resembles the model's use.
+"""Calibration text sampled from the model itself: dialogues of a chat model, or text that follows its BOS token.
 
-Sequences begin with the start of the model's chat template or its BOS token and are sampled at temperature 1, so they
-follow the model's own distribution (arXiv 2410.09982 recovers pruned models with such text). Sampling continues after
-an EOS token, because training text is packed in the same way.
+Sequences are sampled at temperature 1, so they follow the model's own distribution (arXiv 2410.09982 recovers pruned
+models with such text). After the start of its chat template a model writes the user's turn (Magpie, arXiv 2406.08464);
+the template is completed after it and after the reply. Sampling continues after an EOS token, because training text is
+packed in the same way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,43 +17,61 @@ from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.request import SELF_AT_ONCE
 from kvfold.convert.text.tokenizer import render
 
-_MARK = "kvfold-mark"
+_USER, _REPLY = "kvfold-user", "kvfold-reply"
 
 
-def first_tokens(tokenizer: Any, model: str) -> list[int]:
-    """The initial tokens of every sequence: the chat template up to the user's message, else BOS, else InputError."""
+@dataclass(frozen=True)
+class Turns:
+    """The tokens ``start`` of every sequence, and those that end a user's turn and begin the reply, and end the reply.
+
+    The last two are empty where turns do not end with a special token: the model then writes its template itself.
+    """
+
+    start: list[int]
+    asked: tuple[int, ...] = ()
+    answered: tuple[int, ...] = ()
+
+
+def turns_of(tokenizer: Any, model: str) -> Turns:
+    """The turns of the tokenizer's chat template; without one, BOS alone. Raises InputError if there is no BOS."""
     if getattr(tokenizer, "chat_template", None) is not None:
         try:
-            start, found, _ = render(tokenizer, [{"role": "user", "content": _MARK}]).partition(_MARK)
-            tokens: list[int] = list(tokenizer(start, add_special_tokens=False)["input_ids"])
-            if found and tokens:
-                return tokens
+            messages: list[Mapping[str, Any]] = [
+                {"role": "user", "content": _USER},
+                {"role": "assistant", "content": _REPLY},
+            ]
+            start, found, rest = render(tokenizer, messages).partition(_USER)
+            pieces = start, *rest.split(_REPLY)
+            tokens: list[list[int]] = [tokenizer(each, add_special_tokens=False)["input_ids"] for each in pieces]
+            if found and tokens[0]:
+                ends = [each[0] for each in tokens[1:3] if each and each[0] in tokenizer.all_special_ids]
+                return Turns(tokens[0], *map(tuple, tokens[1:3])) if len(ends) == 2 else Turns(tokens[0])
         except InputError:
             raise
         except Exception:  # templates are code of the checkpoint's author: they refuse such a message, raise anything
             pass
     if tokenizer.bos_token_id is not None:
-        return [int(tokenizer.bos_token_id)]
+        return Turns([int(tokenizer.bos_token_id)])
     lacks = f"{model} has neither a chat template nor a BOS token to sample from"
     raise option_error("calibration", "self", f": {lacks}; use {opt('calibration', 'FILE')}")
 
 
 @torch.no_grad()
 def write_sequences(
-    model: Any, start: list[int], count: int, length: int, seed: int, advance: Callable[[int], None] = lambda _: None
+    model: Any, turns: Turns, count: int, length: int, seed: int, advance: Callable[[int], None] = lambda _: None
 ) -> Tensor:
     """Sample ``count`` sequences of ``length`` tokens from a transformers ``model``; returns ``[count, length]``.
 
-    Every sequence begins with the tokens ``start``. Equal seeds produce equal text. ``advance`` is called with the
-    number of tokens sampled in each step. Raises InputError if the model's predictions are not finite.
+    Every sequence begins with ``turns.start``. Equal seeds produce equal text. ``advance`` is called with the number of
+    tokens written in each step. Raises InputError if the model's predictions are not finite.
     """
     # On the CPU, so that the device does not change what is drawn.
     generator = torch.Generator().manual_seed(seed)
     written = []
     for first in range(0, count, SELF_AT_ONCE):
         rows = min(SELF_AT_ONCE, count - first)
-        tokens = torch.tensor(start, dtype=torch.int64).expand(rows, -1)
-        latest, cache = tokens, None
+        tokens = torch.tensor(turns.start, dtype=torch.int64).expand(rows, -1)
+        latest, cache, speakers = tokens, None, [_Speaker(turns) for _ in range(rows)]
         while tokens.shape[1] < length:
             output = model(input_ids=latest.to(model.device), past_key_values=cache, use_cache=True)
             cache = output.past_key_values
@@ -59,8 +79,26 @@ def write_sequences(
             if not torch.isfinite(predicted).all():
                 name = opt("calibration", "self")
                 raise InputError(f"{name}: the model predicts NaN, so its weights may be damaged; download it again")
-            latest = torch.multinomial(predicted, 1, generator=generator)
+            drawn = torch.multinomial(predicted, 1, generator=generator)[:, 0].tolist()
+            latest = torch.tensor([[speaker.token(each)] for speaker, each in zip(speakers, drawn, strict=True)])
             tokens = torch.cat([tokens, latest], dim=1)
             advance(rows)
         written.append(tokens)
-    return torch.cat(written)
+    return torch.cat(written) if written else torch.empty(0, length, dtype=torch.int64)
+
+
+class _Speaker:
+    """Completes the chat template of one sequence: where a turn ends, the tokens up to the next one are given."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns, self._asks, self._given = turns, True, list[int]()
+
+    def token(self, drawn: int) -> int:
+        """The next token of the sequence: one that the template gives, else the ``drawn`` one."""
+        if self._given:
+            return self._given.pop(0)
+        turns = self._turns
+        if turns.asked and drawn in (turns.asked[0], turns.answered[0]):
+            self._given = [*turns.asked[1:]] if self._asks else [*turns.answered[1:], *turns.start]
+            self._asks = not self._asks
+        return drawn

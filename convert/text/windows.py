@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.errors import InputError, opt, option_error
-from kvfold.convert.request import held_out_count
+from kvfold.convert.request import SELF, held_out_count
 from kvfold.convert.text.corpus import Corpus, TextSplit, open_corpus, permutation, with_share
 from kvfold.convert.text.tokenizer import prefix_tokens, render, tokenize
 
@@ -26,7 +26,8 @@ class CalibrationTokens:
 
     ``source`` is the text's name in messages; ``digest`` is the SHA-256 of the text, or of the name for a dataset.
     ``further`` are additional sequences for training that needs more than the calibration sequences; K may be 0. As
-    they may be many, they are int32, the others int64.
+    they may be many, they are int32, the others int64. ``held_out_texts`` names the text of each held-out sequence of a
+    mixture; it is empty for a single text. ``plain`` names the texts in which no document has ``messages``.
     """
 
     calibration: Tensor
@@ -34,6 +35,8 @@ class CalibrationTokens:
     source: str
     digest: str
     further: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
+    held_out_texts: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
 
     @property
     def training(self) -> Tensor:
@@ -42,7 +45,7 @@ class CalibrationTokens:
 
 
 def load_calibration(
-    spec: str | Sequence[str] | None,
+    spec: str | Sequence[str | None] | None,
     tokenizer: Any,
     samples: int,
     seq_len: int,
@@ -52,6 +55,7 @@ def load_calibration(
     option: str = "calibration",
     further: int = 0,
     fewer: bool = True,
+    write: Callable[[int], Tensor] | None = None,
 ) -> CalibrationTokens:
     """Draw ``samples`` calibration sequences of ``seq_len`` tokens each, and ``held_out`` sequences for evaluation.
 
@@ -61,35 +65,48 @@ def load_calibration(
     ``spec`` is a plain text file (one document), a .jsonl file (``text`` or ``messages`` per line), the name of a
     dataset, or None for a ``split`` of the text that ships with kvfold. If ``spec`` is a list, the texts contribute to
     each of the three sets by their shares, shuffled with the seed; ``NAME:SHARE`` gives a text's share if ``option`` is
-    calibration. Sequences do not cross document boundaries, except that short documents and the remainders of longer
-    ones are packed, separated by the tokenizer's EOS token; without an EOS token they are dropped. Raises InputError,
-    naming ``option``, if a text is unreadable or too short.
+    calibration; the last may be ``self:SHARE``, whose sequences ``write(count)`` returns. Sequences do not cross
+    document boundaries, except that short documents and the remainders of longer ones are packed, separated by the
+    tokenizer's EOS token; without an EOS token they are dropped. Raises InputError, naming ``option``, if a text is
+    unreadable or too short.
     """
     counts = samples, held_out_count(samples) if held_out is None else held_out, further
     specs = [spec] if spec is None or isinstance(spec, str) else spec
     shared = [with_share(each) if each and option == "calibration" else (each, 1.0) for each in specs]
     weights = [weight for _, weight in shared]
     shares = [share_counts(count, weights) for count in counts]
-    if 0 in shares[0]:
+    if any(not count and name != SELF for count, (name, _) in zip(shares[0], shared, strict=True)):
         way_out = f"use at least {opt('samples', math.ceil(sum(weights) / min(weights)))}"
         share = f"each of the {len(specs)} {opt(option)} texts must contribute at least one sequence"
         raise option_error("samples", samples, f": {share}; {way_out}")
     otherwise = f"or lower {opt('samples')} or {opt('seq_len')}"
     if not fewer:
         otherwise = f"lower {opt('polish')}{{}}, or add {opt('repeat_text', True)}"
-    names, digests, parts = [], [], []
-    for each, (name, _), own in zip(specs, shared, zip(*shares, strict=True), strict=True):
-        corpus = open_corpus(name, partial(render, tokenizer), seed, split, option)
-        drawn = _draw(corpus, tokenizer, own, fewer, seq_len, seed, otherwise)
-        parts.append(torch.tensor_split(drawn, [own[0], sum(own[:2])]))
+    names, digests, plain, of_each, parts = list[str](), list[str](), list[str](), list[str](), list[Any]()
+    for each, (name, weight), own in zip(specs, shared, zip(*shares, strict=True), strict=True):
         share = (each or "").removeprefix(name or "")
-        names.append(corpus.name + share)
-        digests.append(corpus.digest() + share)
+        if name == SELF and write is not None:
+            # Of further sequences the other texts may contain fewer than their shares.
+            drawn_of_others = sum(len(part[2]) for part in parts) * weight / (sum(weights) - weight or 1)
+            drawn = write(sum(own[:2]) + (min(own[2], math.ceil(drawn_of_others)) if parts else own[2])).int()
+            digest = hashlib.sha256(drawn.numpy().tobytes()).hexdigest()
+        else:
+            corpus = open_corpus(name, partial(render, tokenizer), seed, split, option)
+            drawn, rendered = _draw(corpus, tokenizer, own, fewer, seq_len, seed, otherwise)
+            name, digest = corpus.name, corpus.digest()
+            plain += [] if rendered else [name]
+        parts.append(torch.tensor_split(drawn, [own[0], sum(own[:2])]))
+        of_each += own[1] * [name]
+        names.append(f"{name}{share}")
+        digests.append(digest + share)
     mixed = [torch.cat(each) for each in zip(*parts, strict=True)]
+    texts, digest = tuple[str, ...](), digests[0]
     if specs is spec:
         mixed = [each[permutation(len(each), seed)] for each in mixed]
-        digests = [hashlib.sha256(" ".join(digests).encode()).hexdigest()]
-    return CalibrationTokens(mixed[0].long(), mixed[1].long(), " + ".join(names), digests[0], mixed[2])
+        texts = tuple(of_each[place] for place in permutation(len(of_each), seed).tolist())
+        digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
+    source = " + ".join(names)
+    return CalibrationTokens(mixed[0].long(), mixed[1].long(), source, digest, mixed[2], texts, tuple(plain))
 
 
 def share_counts(count: int, weights: Sequence[float]) -> list[int]:
@@ -104,11 +121,11 @@ def share_counts(count: int, weights: Sequence[float]) -> list[int]:
 
 def _draw(
     corpus: Corpus, tokenizer: Any, wanted: Sequence[int], fewer: bool, seq_len: int, seed: int, otherwise: str
-) -> Tensor:
+) -> tuple[Tensor, bool]:
     """Draw sequences at random from one text: ``wanted`` for calibration, held out and further ones.
 
     Reads the text only until it yields these, with ``fewer`` without the further ones; raises InputError, advising
-    ``otherwise``, if it yields fewer.
+    ``otherwise``, if it yields fewer. Also returns True if the text has dialogues.
     """
     kinds = dict(zip(("to calibrate on", "held out", "more to polish on"), wanted, strict=True))
     needed = sum(wanted[:2] if fewer else wanted)
@@ -138,7 +155,7 @@ def _draw(
             )
         limit *= 4
     drawn = windows[permutation(len(windows), seed)[: sum(wanted)]]
-    return torch.cat([prefix.expand(len(drawn), -1), drawn], dim=1)
+    return torch.cat([prefix.expand(len(drawn), -1), drawn], dim=1), any(each.rendered for each in documents)
 
 
 def cut(documents: list[Tensor], length: int, eos: int | None) -> Tensor:

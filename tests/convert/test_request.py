@@ -117,7 +117,6 @@ WRONG |= {"device": "cude", "dtype": "tpu", "overwrite": "yes", "max_shard_size"
         {"to": "gqa", "kv_heads": 2, "kv_rank": 8, "rope_dim": 0, "method": "svd"},
         {"to": "mqa", "kv_heads": 4, "method": "mean", "group": "similar", "spill": "dir", "calibration": "a.txt"},
         {"to": "mqa", "keep_quantized": True, "dtype": "float32", "calibration": ["a.txt", "a.txt"]},
-        {"to": "mqa", "calibration": ["a.txt", "self"]},
         {"to": "mqa", "train": "all", "teacher": "x", "repeat_text": True, "keep_intervals": True},
         {"to": "mla", "kv_rank": 8},
         {"to": "mla", "budget": 64, "kv_rank": 8, "method": "svd", "group": "similar", "layout": "deepseek"},
@@ -148,7 +147,7 @@ def test_what_decides_the_result_is_recorded():
     ("request_type", "options"),
     [
         (DriftRequest, {"samples": 0, "seq_len": 1, "device": "gpu"}),
-        (SweepRequest, {"refine": -1, "layout": "deepseek", "calibration": ["self", "a.txt"]}),
+        (SweepRequest, {"refine": -1, "layout": "deepseek", "calibration": ["a.txt", "a.txt"]}),
         (EvalRequest, {"lengths": "8,many", "samples": 1, "retrieval": "no", "tasks": [3]}),
         (BenchRequest, {"contexts": [0], "batches": "x", "cache": "large"}),
         (BenchRequest, {"models": ["m"], "layers": 2}),

@@ -287,3 +287,23 @@ def test_dynamic_rope_is_folded_as_the_rope_of_short_texts_that_it_is(tiny_reade
         written.append(tensors(out))
     dynamic, plain = written
     assert all(torch.equal(dynamic[name], plain[name]) for name in plain)
+
+
+def test_a_chat_model_also_calibrates_on_dialogues_that_it_writes(tmp_path, capfd):
+    model = shutil.copytree(demo_folder(), tmp_path / "model")
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    options = {"model": model, "to": "mqa", "group": "contiguous", **LITTLE, "quiet": False}
+    done = convert(tmp_path / "out", **options)
+    text, drift = done.record["calibration"], done.record["drift"]
+    assert text["source"] == "the built-in standard-library text + self:0.5"
+    assert [row["sequences"] for row in drift["texts"]] == [3, 5]
+    assert sum(row["kl"] * row["sequences"] for row in drift["texts"]) == pytest.approx(8 * done.drift.kl)
+    assert sum(row["excess"] * row["sequences"] for row in drift["texts"]) == pytest.approx(8 * done.drift.excess)
+    assert "text that the source wrote itself: KL " in done.summary()
+    told = capfd.readouterr().err
+    assert "plain text without `messages`, but the model has a chat template; dialogues that it writes" in told
+    plain = convert(tmp_path / "plain", **options, calibration="self:0").record
+    assert plain["calibration"]["source"] == "the built-in standard-library text"
+    assert "texts" not in plain["drift"]
+    assert "plain text without `messages`, but the model has a chat template" in capfd.readouterr().err

@@ -80,11 +80,12 @@ def test_verdicts_and_commands_are_told(planned, told):
 @pytest.mark.parametrize(
     ("options", "loss", "expected"),
     [
-        (LATENT, POOR, {"polish": "1M", "repeat_text": True}),
+        (LATENT, POOR, {"effort": "thorough"}),
+        (LATENT | {"refine": 5}, POOR, {"polish": "1M", "repeat_text": True}),
         (LATENT, AWFUL, {"budget": 64, "kv_rank": None}),
         (LATENT | {"polish": "1M"}, POOR, {"budget": 64, "polish": "1M"}),
         ({"to": "mqa"}, AWFUL, {"to": "gqa", "kv_heads": 2}),
-        ({"to": "gqa", "kv_heads": 4}, AWFUL, {"kv_heads": 4, "polish": "1M"}),
+        ({"to": "gqa", "kv_heads": 4, "effort": "normal"}, AWFUL, {"kv_heads": 4, "effort": "thorough"}),
     ],
 )
 def test_the_command_that_helps_most(planned, options, loss, expected):

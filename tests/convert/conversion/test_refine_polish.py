@@ -257,4 +257,4 @@ def test_the_error_of_every_layer_is_printed(tiny_reader, tmp_path, capsys):
     convert(tmp_path / "out", tiny_reader, **GQA, refine=1, quiet=False)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("refined layer")]
     assert [line.split(":")[0] for line in lines] == [f"refined layer {n}/2" for n in (1, 2)]
-    assert all(re.search(r": error \d\.\d+ -> \d\.\d+ \((step|unchanged)", line) for line in lines)
+    assert all(re.search(r": relative squared error \d\.\d+ -> \d\.\d+ \((step|unchanged)", line) for line in lines)

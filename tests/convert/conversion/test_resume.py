@@ -18,6 +18,7 @@ from kvfold.convert.checkpoint.headers import read_header
 from kvfold.convert.cli import main
 from kvfold.convert.conversion import calibration, journal, memory, run
 from kvfold.convert.data import demo_folder
+from kvfold.convert.text.self_written import Turns
 
 OPTIONS = {
     "mqa": {"to": "mqa", "group": "contiguous", "refine": 1},
@@ -102,10 +103,12 @@ def test_text_that_the_source_cannot_write_is_said_before_anything_is_written(tm
     bare = {name: value for name, value in settings.items() if not name.startswith(("bos", "chat"))}
     (model / "tokenizer_config.json").write_text(json.dumps(bare))
     refused("has neither a chat template nor a BOS token", model=model)
-    monkeypatch.setattr(calibration, "first_tokens", lambda *_: [1, 2])
+    monkeypatch.setattr(calibration, "turns_of", lambda *_: Turns([1, 2]))
     refused("--seq-len 2 must exceed 2, the length of every text's prefix; raise it", seq_len=2)
     monkeypatch.setattr(memory, "free_bytes", lambda plan: 1 << 20)
-    refused("--calibration self needs the whole model in memory: about .* use --calibration FILE")
+    refused(
+        "--calibration self, default of chat models. needs the whole model in memory: about .* --calibration self:0"
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 

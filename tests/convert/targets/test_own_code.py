@@ -2,13 +2,16 @@
 
 import json
 import shutil
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from helpers import precision
 from helpers.cases import mostly_slow
 from helpers.checkpoints import add_demo_tokenizer, stock_model
@@ -389,3 +392,18 @@ def test_a_config_that_kvfold_did_not_write_is_named(kv_heads, tiny_family, tmp_
     (out / "config.json").write_text(json.dumps(config))
     with refused():
         inspect_checkpoint(str(out))
+
+
+def test_vllm_finds_folds_of_layout_kvfold_by_the_plug_in(monkeypatch):
+    """vLLM's Transformers backend reads a class from transformers, and the key/value heads from its config."""
+    entry = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["entry-points"]
+    plug_in = EntryPoint("kvfold", entry["vllm.general_plugins"]["kvfold"], "vllm.general_plugins").load()
+    for _ in range(2):  # vLLM calls it in each of its processes, perhaps twice
+        plug_in()
+    found = {name.removeprefix("Kvfold") for name in vars(transformers) if name.startswith("Kvfold")}
+    assert found == {"GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM"}
+    config = transformers.AutoConfig.for_model("kvfold_gpt_neox", kvfold={"variant": "grouped", "kv_heads": 2})
+    assert config.num_key_value_heads == 2
+    config.kvfold = {"variant": "latent"}
+    with pytest.raises(ValueError, match=r"no kernels for MLA of layout kvfold .kvfold_gpt_neox.; convert the source"):
+        _ = config.num_key_value_heads

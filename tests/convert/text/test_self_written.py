@@ -1,5 +1,6 @@
 """Text that a model writes itself: where it begins, that it is the model's, and that it is the seed's."""
 
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.text import self_written
 from kvfold.convert.text import tokenizer as text_tokenizer
 from kvfold.convert.text.corpus import open_corpus
-from kvfold.convert.text.self_written import first_tokens, write_sequences
+from kvfold.convert.text.self_written import Turns, turns_of, write_sequences
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +24,34 @@ def model():
 def test_text_begins_with_the_chat_template_or_the_bos_token():
     tokenizer = AutoTokenizer.from_pretrained(demo_folder())
     tokenizer.chat_template = "{% for m in messages %}<|{{ m.role }}|> {{ m.content }}{% endfor %}"
-    assert tokenizer.decode(first_tokens(tokenizer, "m")).rstrip() == "<|user|>"
+    turns = turns_of(tokenizer, "m")
+    assert tokenizer.decode(turns.start).rstrip() == "<|user|>"
+    assert turns.asked == turns.answered == ()  # they do not begin with a special token
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
+    turns, end = turns_of(tokenizer, "m"), tokenizer.eos_token
+    found = [tokenizer.decode(tokens) for tokens in (turns.start, turns.asked, turns.answered)]
+    assert found == ["user: ", f"{end}\nassistant: ", f"{end}\n"]
     tokenizer.bos_token = tokenizer.convert_ids_to_tokens(7)
     for template in (None, "{{ raise_exception('no user here') }}", "nothing of the message"):
         tokenizer.chat_template = template
-        assert first_tokens(tokenizer, "m") == [7]
+        assert turns_of(tokenizer, "m") == Turns([7])
     tokenizer.bos_token = None
     with pytest.raises(InputError, match=r"m has neither a chat template nor a BOS token to sample from; use"):
-        first_tokens(tokenizer, "m")
+        turns_of(tokenizer, "m")
+
+
+def test_the_template_is_completed_after_each_turn(model):
+    """Whatever the model draws: after a turn's last token come the template's tokens up to the next turn."""
+    free = write_sequences(model, Turns([5]), 1, 200, seed=0)[0].tolist()
+    end = next(token for token, _ in Counter(free).most_common() if token not in (3, 4, 5, 6))
+    turns = Turns([5], (end, 3, 4), (end, 6))
+    written = write_sequences(model, turns, 1, 200, seed=0)[0].tolist()
+    first = free.index(end, 1)
+    assert written[: first + 3] == [*free[: first + 1], 3, 4]
+    places = [place for place, token in enumerate(written) if token == end and place < 197]
+    assert len(places) > 3
+    for number, place in enumerate(places):
+        assert written[place + 1 : place + 3] == ([3, 4] if number % 2 == 0 else [6, 5])
 
 
 @pytest.mark.parametrize(
@@ -48,7 +69,7 @@ def test_a_chat_template_that_does_not_end_is_named(template, tmp_path, monkeypa
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     corpus = open_corpus(str(rows), partial(text_tokenizer.render, tokenizer), 0)
-    for use in (lambda: first_tokens(tokenizer, "m"), lambda: corpus.documents(100)):
+    for use in (lambda: turns_of(tokenizer, "m"), lambda: corpus.documents(100)):
         with pytest.raises(
             InputError, match=r"demo: the chat template \(chat_template.jinja or .* characters for a doc"
         ):
@@ -58,7 +79,7 @@ def test_a_chat_template_that_does_not_end_is_named(template, tmp_path, monkeypa
 def test_equal_seeds_give_equal_text_in_steps_of_the_batch(model, monkeypatch):
     monkeypatch.setattr(self_written, "SELF_AT_ONCE", 2)
     told = []
-    first, again, other = (write_sequences(model, [5, 6], 3, 12, seed, told.append) for seed in (1, 1, 2))
+    first, again, other = (write_sequences(model, Turns([5, 6]), 3, 12, seed, told.append) for seed in (1, 1, 2))
     assert first.shape == (3, 12)
     assert first[:, :2].tolist() == [[5, 6]] * 3
     assert torch.equal(first, again)
@@ -69,7 +90,7 @@ def test_equal_seeds_give_equal_text_in_steps_of_the_batch(model, monkeypatch):
 
 def test_tokens_are_drawn_from_the_models_distribution(model):
     """With the cache: every token follows all those before it."""
-    longer = write_sequences(model, [5], 1, 8, seed=3)
+    longer = write_sequences(model, Turns([5]), 1, 8, seed=3)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.tensor([[5]])
     for _ in range(7):

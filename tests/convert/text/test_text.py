@@ -18,7 +18,7 @@ from kvfold.convert.request import held_out_count
 from kvfold.convert.text import corpus
 from kvfold.convert.text import tokenizer as tokens_of
 from kvfold.convert.text import windows as text
-from kvfold.convert.text.corpus import BUILT_IN, check_seq_len, check_sources, open_corpus
+from kvfold.convert.text.corpus import BUILT_IN, calibration_texts, check_seq_len, check_sources, open_corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration, share_counts
 
@@ -244,6 +244,45 @@ def test_texts_are_mixed_in_the_shares_given(tmp_path: Path, tokenizer: Any, tol
         with pytest.raises(InputError) as raised:
             load_calibration([spec, second], tokenizer, 22, 31)
         told(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "chats", "texts"),
+    [
+        ((), False, [None]),
+        ((), True, [None, "self:0.5"]),
+        (("a.txt", "b:3"), False, ["a.txt", "b:3"]),
+        (("a", "b"), True, ["a", "b", "self:1"]),
+        (("a", "self:0"), True, ["a"]),
+        (("self:0",), True, [None]),
+        (("self:2",), False, ["self"]),
+        (("self", "a", "b"), True, ["a", "b", "self:1"]),
+    ],
+    ids=str,
+)
+def test_a_chat_model_writes_a_third_of_the_text_unless_told_otherwise(given: Any, chats: bool, texts: Any) -> None:
+    assert calibration_texts(given, chats) == texts
+
+
+def test_written_sequences_take_their_share_of_every_set(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "a.txt").write_text(numbers(1000))
+    asked: list[int] = []
+
+    def write(count: int) -> torch.Tensor:
+        asked.append(count)
+        return torch.full((count, 31), 7)
+
+    spec = [str(tmp_path / "a.txt"), "self:0.5"]
+    found = load_calibration(spec, tokenizer, 20, 31, held_out=9, further=6, write=write)
+    parts = [(part == 7).all(1) for part in (found.calibration, found.held_out, found.further)]
+    assert [int(part.sum()) for part in parts] == [7, 3, 2]
+    assert found.source == "a.txt + self:0.5"
+    assert [text == "self" for text in found.held_out_texts] == parts[1].tolist()
+    assert found.plain == ("a.txt",)
+    # Further sequences are as many as suit those of a short text.
+    short = load_calibration(spec, tokenizer, 20, 31, held_out=9, further=10**6, write=write)
+    others = int((short.further[:, 1] != 7).sum())
+    assert asked[1] == 10 + -(-others // 2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,40 @@
+"""vLLM plug-in: serves GQA and MQA results of layout ``kvfold`` without ``--trust-remote-code``.
+
+vLLM calls `register` in each of its processes (the entry point ``vllm.general_plugins``). It runs these models by its
+Transformers backend, which finds a class in ``transformers`` by the name in ``architectures``. MLA of layout ``kvfold``
+caches latents in a way that vLLM has no kernel for; layout ``engine`` and ``free`` are the ones that it serves.
+"""
+
+from typing import Any
+
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from kvfold.attention.checkpoints import SOURCES, modeling_kvfold
+from kvfold.attention.checkpoints.registered import register_models
+
+
+def register() -> None:
+    """Register layout ``kvfold`` of the families whose stock class vLLM can run; may be called again."""
+    register_models()
+    for source in SOURCES:
+        stock = CONFIG_MAPPING[source]
+        config = getattr(modeling_kvfold, f"Kvfold{stock.__name__}")
+        model: Any = AutoModelForCausalLM._model_mapping[config]
+        # Classes that have key/value heads of their own are in this layout for MLA only.
+        if model.is_backend_compatible() and not hasattr(stock(), "num_key_value_heads"):
+            setattr(transformers, model.__name__, model)
+            config.num_key_value_heads = property(_kv_heads)
+
+
+def _kv_heads(config: Any) -> int:
+    """The key/value heads, under the name by which vLLM asks for the size of the cache."""
+    facts = config.kvfold
+    if facts["variant"] != "grouped":
+        raise ValueError(
+            f"vLLM has no kernels for MLA of layout kvfold ({config.model_type}); convert the source to GQA or MQA "
+            "instead, or serve this model with transformers"
+        )
+    heads: int = facts["kv_heads"]
+    return heads
