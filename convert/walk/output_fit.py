@@ -90,10 +90,11 @@ def refit_output(
     if update.norm is not None:
         return weights, None
     step.student.put(encode(weights))
-    # [E, H D], with the bias, if any, as one more column.
+    # [E, H D], with the bias, if any, as one more column, where the regressions are.
     present = weights.o.flatten(1).double()
     if weights.o_bias is not None:
         present = torch.cat([present, weights.o_bias.double()[:, None]], 1)
+    present = present.to(step.student.stream.device)
     with step.student.stream.open_layer(step.index) as layer:
         common = step, layer, weights, present, update
         held_out = _regressions(*common, step.held_out, step.student_held_out)
@@ -106,8 +107,8 @@ def refit_output(
     if not after < before:
         return weights, OutputFit(before, before)
     size = weights.o[0].numel()
-    output = fitted[:, :size].reshape(weights.o.shape).to(weights.o.dtype)
-    bias = None if weights.o_bias is None else fitted[:, size].to(weights.o_bias.dtype)
+    output = fitted[:, :size].reshape(weights.o.shape).to(weights.o)
+    bias = None if weights.o_bias is None else fitted[:, size].to(weights.o_bias)
     return replace(weights, o=output, o_bias=bias), OutputFit(before, after)
 
 
@@ -133,7 +134,7 @@ def _regressions(
             heads = torch.cat([heads, torch.ones_like(heads[..., :1])], -1)
         if not checked:
             # A property of the layer, independent of its inputs: checking one chunk is enough.
-            explained, energy = heads.double() @ present.to(heads.device).mT, output.attention.double().square().sum()
+            explained, energy = heads.double() @ present.mT, output.attention.double().square().sum()
             checked = explained.shape == output.attention.shape
             if not checked or (explained - output.attention).square().sum() > _UNEXPLAINED * energy:
                 return
