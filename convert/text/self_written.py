@@ -6,7 +6,7 @@ the template is completed after it and after the reply. Sampling continues after
 packed in the same way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,10 @@ def turns_of(tokenizer: Any, model: str) -> Turns:
     """The turns of the tokenizer's chat template; without one, BOS alone. Raises InputError if there is no BOS."""
     if getattr(tokenizer, "chat_template", None) is not None:
         try:
-            messages = [{"role": "user", "content": _USER}, {"role": "assistant", "content": _REPLY}]
+            messages: list[Mapping[str, Any]] = [
+                {"role": "user", "content": _USER},
+                {"role": "assistant", "content": _REPLY},
+            ]
             start, found, rest = render(tokenizer, messages).partition(_USER)
             pieces = start, *rest.split(_REPLY)
             tokens: list[list[int]] = [tokenizer(each, add_special_tokens=False)["input_ids"] for each in pieces]
