@@ -151,7 +151,7 @@ def percent_text(excess: float, margin: float | None) -> str:
 
 def text_name(source: str) -> str:
     """The name of a calibration text as shown to users."""
-    return re.sub(rf"(^| \+ ){SELF}(:[0-9.]+)?$", r"\1text that the source wrote itself\2", source)
+    return re.sub(rf"(^| \+ ){SELF}(:[0-9.]+)?$", r"\1text that the source wrote itself", source)
 
 
 def chosen_text(plan: Plan, record: Mapping[str, Any]) -> str:
