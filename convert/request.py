@@ -45,7 +45,7 @@ BUILT_IN_TASKS = ("replies", "choice", "arithmetic", "copying", *RULER)
 # Tokens of the sequences that --samples counts, and at most of those that --seq-len auto joins them to.
 UNIT_LENGTH, AUTO_LENGTH = 512, 1024
 SELF = "self"  # --calibration self or self:SHARE: the source generates the text ...
-SELF_AT_ONCE = 48  # ... of so many sequences together: chosen, not tuned; memory grows with them
+SELF_TOKENS = 24_576  # ... so many tokens at once: chosen, not tuned; memory grows with them
 
 _SOURCE_RULE = "a folder or a hub id"
 _FOLDER_RULE = "the path of an output folder"
@@ -92,7 +92,7 @@ _fold = partial(option, None, targets=("gqa", "mqa"))
 _source = partial(option, argument=True, rule=_SOURCE_RULE)
 _samples = partial(option, default=128, help="Calibration sequences.", least=1)
 _LENGTH: dict[str, Any] = {
-    "help": f"Tokens per sequence; auto: {AUTO_LENGTH} (with --refine, --polish or self-written text {UNIT_LENGTH}) or "
+    "help": f"Tokens per sequence; auto: {AUTO_LENGTH} (with --refine or --polish {UNIT_LENGTH}) or "
     f"MODEL's context, if it is shorter, in as many sequences as hold SAMPLES x {UNIT_LENGTH} tokens.",
     "metavar": "N|auto",
     "least": 2,
@@ -254,10 +254,8 @@ class ConvertRequest(Request):
         if self.seq_len != "auto":
             return self
         tokens = self.samples * UNIT_LENGTH
-        # On the length depend the cost of a step of refinement, the number of sequences in a step of polishing (which
-        # processes share), and the memory for writing text.
-        fixed = self.refine or self.polish or self.calibration == SELF
-        length = min(UNIT_LENGTH if fixed else AUTO_LENGTH, positions, tokens)
+        # The length determines the cost of a step of refinement and the number of sequences in a step of polishing.
+        length = min(UNIT_LENGTH if self.refine or self.polish else AUTO_LENGTH, positions, tokens)
         return replace(self, samples=math.ceil(tokens / length), seq_len=length)
 
     @property

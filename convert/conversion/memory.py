@@ -10,7 +10,7 @@ from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.host import host_memory, may_have_gpu
-from kvfold.convert.request import SELF, SELF_AT_ONCE, held_out_count
+from kvfold.convert.request import SELF, SELF_TOKENS, held_out_count
 from kvfold.convert.sizes import bytes_text
 from kvfold.convert.text.corpus import calibration_texts, with_share
 from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, batch_size, steps_of
@@ -97,7 +97,7 @@ def _whole_model(plan: Plan) -> int:
     if writes_text(plan):
         cached = plan.cache_elements * shape.layers * request.length + 4 * shape.vocabulary
         model = sum(prod(tensor.shape) for tensor in plan.model.tensors.values())
-        held = _FLOAT * (model + cached * SELF_AT_ONCE)
+        held = _FLOAT * (model + cached * max(1, SELF_TOKENS // request.length))
     if request.polish:
         computed = {name for names in plan.layout.computed for name in names}
         sizes = {tensor.name: prod(tensor.shape) for tensor in plan.layout.tensors}

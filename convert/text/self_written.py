@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.errors import InputError, opt, option_error
-from kvfold.convert.request import SELF_AT_ONCE
+from kvfold.convert.request import SELF_TOKENS
 from kvfold.convert.text.tokenizer import render
 
 _USER, _REPLY = "kvfold-user", "kvfold-reply"
@@ -67,9 +67,9 @@ def write_sequences(
     """
     # On the CPU, so that the device does not change what is drawn.
     generator = torch.Generator().manual_seed(seed)
-    written = []
-    for first in range(0, count, SELF_AT_ONCE):
-        rows = min(SELF_AT_ONCE, count - first)
+    written, at_once = [], max(1, SELF_TOKENS // length)
+    for first in range(0, count, at_once):
+        rows = min(at_once, count - first)
         tokens = torch.tensor(turns.start, dtype=torch.int64).expand(rows, -1)
         latest, cache, speakers = tokens, None, [_Speaker(turns) for _ in range(rows)]
         while tokens.shape[1] < length:

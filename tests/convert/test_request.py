@@ -92,10 +92,7 @@ def test_defaults():
         ({}, 300, (219, 300)),
         ({"samples": 1}, 8192, (1, 512)),
         ({"samples": 3}, 8192, (2, 1024)),
-        *(
-            ({name: value}, 8192, (128, 512))
-            for name, value in {"calibration": "self", "refine": 9, "polish": "1M"}.items()
-        ),
+        *(({name: value}, 8192, (128, 512)) for name, value in {"refine": 9, "polish": "1M"}.items()),
         ({"seq_len": 2048}, 300, (128, 2048)),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_chat_template_that_does_not_end_is_named(template, tmp_path, monkeypa
 
 
 def test_equal_seeds_give_equal_text_in_steps_of_the_batch(model, monkeypatch):
-    monkeypatch.setattr(self_written, "SELF_AT_ONCE", 2)
+    monkeypatch.setattr(self_written, "SELF_TOKENS", 24)
     told = []
     first, again, other = (write_sequences(model, Turns([5, 6]), 3, 12, seed, told.append) for seed in (1, 1, 2))
     assert first.shape == (3, 12)
