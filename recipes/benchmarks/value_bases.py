@@ -11,7 +11,8 @@ in units of the layer's output, over
     both       the last two, each with the energy of the values at one
 
 from 3 x 2048 tokens of FILE; the errors are those of the attention output on 2 x 2048 tokens of its end, with the
-source's attention, in thousandths of the residual's mean square.
+source's attention, in thousandths of the residual's mean square. `--noise SHARE` adds a row: the excess loss of MODEL
+with noise of this share of the residual's mean square, independent at every token, in the output of each attention.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 from measured import Row, conditions, continue_rows
-from position_causes import source_parts
+from position_causes import losses, source_parts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -79,12 +80,36 @@ def rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
             for part, count in ((text[:size], TRAIN), (text[-60_000 * TEST :], TEST))
         ]
     )
-    hidden, wanted = model.model.embed_tokens(tokens), {int(each) for each in args.layers.split(",")}
-    for index, layer in enumerate(model.model.layers[: max(wanted) + 1]):
-        if index in wanted - {row["layer"] for row in done}:
+    if args.noise and not any("noise" in row for row in done):
+        excess = noisy(model, tokens[TRAIN:], args.noise)
+        yield {"noise": args.noise, "excess": excess, **conditions()}
+    wanted = {int(each) for each in args.layers.split(",")} - {row.get("layer") for row in done}
+    hidden = model.model.embed_tokens(tokens)
+    for index, layer in enumerate(model.model.layers[: max(wanted, default=-1) + 1]):
+        if index in wanted:
             yield {"layer": index, "rank": args.rank, "errors": errors(model, layer, hidden, args.rank), **conditions()}
         turn = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
         hidden = torch.cat([layer(part, position_embeddings=turn) for part in hidden.split(1)])
+
+
+def noisy(model: Any, tokens: Tensor, share: float) -> list[float]:
+    """The excess loss by stretch of positions with noise in the attention outputs."""
+    before, inputs = losses(model, tokens), dict[str, Tensor]()
+
+    def keep(module: Any, given: tuple[Tensor, ...]) -> None:
+        inputs["hidden"] = given[0]
+
+    def add(module: Any, given: Any, output: Any) -> Any:
+        size = (inputs["hidden"] + output[0]).square().mean(-1, keepdim=True)
+        return output[0] + torch.randn_like(output[0]) * (share * size).sqrt(), *output[1:]
+
+    torch.manual_seed(0)
+    hooks = [layer.register_forward_pre_hook(keep) for layer in model.model.layers]
+    hooks += [layer.self_attn.register_forward_hook(add) for layer in model.model.layers]
+    excess = losses(model, tokens) - before
+    for hook in hooks:
+        hook.remove()
+    return [float(excess[:, first - 1 : last - 1].mean()) for first, last in stretch_bounds(LENGTH)]
 
 
 def errors(model: Any, layer: Any, hidden: Tensor, rank: int) -> dict[str, list[float]]:
@@ -118,6 +143,9 @@ def errors(model: Any, layer: Any, hidden: Tensor, rank: int) -> dict[str, list[
 
 
 def show(row: Row) -> None:
+    if "noise" in row:
+        print(f"noise of {row['noise']}", " ".join(f"{excess:+7.4f}" for excess in row["excess"]), flush=True)
+        return
     for name, each in row["errors"].items():
         print(f"layer {row['layer']:2} {name:9}", " ".join(f"{error:7.3f}" for error in each), flush=True)
 
@@ -128,6 +156,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--layers", default="3,9,15,21")
+    parser.add_argument("--noise", type=float)
     parser.add_argument("--rank", type=int, default=112)
     parser.add_argument("--json", type=Path, help="results file; continued where it exists")
     args = parser.parse_args()
