@@ -4,7 +4,9 @@ import errno
 import functools
 import gc
 import json
+import logging
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -130,6 +132,15 @@ def _parameter(spec: Option, required: bool) -> Decorator:
 
 # How a command ends
 
+_STYLE = re.compile(r"\x1b\[[\d;]*m")  # colors
+
+
+class _PlainRecord(logging.LogRecord):
+    """What a library logs, without codes that a terminal obeys: names and values from files may contain some."""
+
+    def getMessage(self) -> str:
+        return "\n".join(map(printable, _STYLE.sub("", super().getMessage()).expandtabs().splitlines()))
+
 
 def run_command(
     command: click.Command,
@@ -142,6 +153,7 @@ def run_command(
     exception say what an ended run left behind.
     """
     set_threads()
+    logging.setLogRecordFactory(_PlainRecord)
     words = sys.argv[1:] if arguments is None else arguments
     left, stopped = "nothing was left behind", True
     outcome: tuple[str | None, int] = None, 1

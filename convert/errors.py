@@ -24,6 +24,7 @@ _USUAL = {
 }
 
 
+_LONG_WORD = re.compile(r"\S{1000,}")  # longer than paths are
 ALONE = object()  # in place of a value: only the option's name is written
 Wording = Callable[[str, Any], str | None]  # None leaves a field to the enclosing wording
 _OPTIONS = {"contexts": "context", "batches": "batch"}  # fields whose options have a different name
@@ -130,7 +131,8 @@ def one_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` in one line, with characters that cannot be printed as Python escapes them."""
+    """``text`` in one line, with characters that cannot be printed as Python escapes them, and long words cut."""
+    text = _LONG_WORD.sub(lambda word: f"{word[0][:200]}...{word[0][-20:]}", text)
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
@@ -139,7 +141,7 @@ def short(value: Any) -> str:
     return _REPR.repr(value)
 
 
-_ADVICE = {
+ADVICE = {
     errno.ENOSPC: "free some space, or choose another disk",
     errno.EDQUOT: "free some of the quota, or choose another disk",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
@@ -158,14 +160,14 @@ def system_failure(error: Exception) -> str | None:
     if stated := re.search(r"\(os error (\d+)\)", text):
         code = int(stated[1])
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or _OUT_OF_MEMORY.search(text):
-        return f"no memory left ({text[:120]}); {_ADVICE[errno.ENOMEM]}"
+        return f"no memory left ({text[:120]}); {ADVICE[errno.ENOMEM]}"
     # torch.save reports no cause; nearly always the disk is full.
     if code is None and "PytorchStreamWriter failed writing" in text:
-        return f"a file cannot be written ({text[:120]}); {_ADVICE[errno.ENOSPC]}"
+        return f"a file cannot be written ({text[:120]}); {ADVICE[errno.ENOSPC]}"
     if code is None:
         return None
     where = getattr(error, "filename", None) or "a file"
-    advice = _ADVICE.get(code, "check the path, its permissions and its disk")
+    advice = ADVICE.get(code, "check the path, its permissions and its disk")
     return f"{where}: cannot be read or written ({os.strerror(code)}); {advice}"
 
 

@@ -74,6 +74,7 @@ def joined(device: str) -> Iterator[None]:
         return
     if environment_number("RANK", 0) >= size:
         raise InputError(f"torchrun: RANK={os.environ['RANK']} must be below WORLD_SIZE={size}; start all by torchrun")
+    environment_number("MASTER_PORT", 0)
     import torch
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous

@@ -177,7 +177,18 @@ def output_folder(
             signals.deferred = True
             _complete_replacement(folder.with_name(folder.name + _ASIDE), target)
             if published or resume is None or not resume(folder):
-                shutil.rmtree(folder, ignore_errors=True)  # OUT's predecessor after an exchange
+                _remove(folder)  # OUT's predecessor after an exchange
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder as far as possible."""
+    shutil.rmtree(folder, ignore_errors=True)
+    # rmtree takes two descriptors, which may be what the run failed for; this takes one
+    for root, _, files in os.walk(folder, topdown=False):
+        with suppress(OSError):
+            for file in files:
+                os.unlink(os.path.join(root, file))
+            os.rmdir(root)
 
 
 def free_space_check(path: str | os.PathLike[str], needed_bytes: int, purpose: str = "") -> None:

@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.errors import InputError, first_line
+from kvfold.convert.errors import ADVICE, InputError, first_line
 
 # A small buffer, which fits a cache of the processor.
 BUFFER = 1 << 20
@@ -47,7 +47,8 @@ def read_bytes(path: Path, start: int = 0, length: int = -1) -> bytes:
 
 
 def _unreadable(path: Path, error: OSError) -> InputError:
-    return InputError(f"{path} cannot be read ({error.strerror}); make it readable or download it again")
+    way_out = ADVICE.get(error.errno or 0, "make it readable or download it again")
+    return InputError(f"{path} cannot be read ({error.strerror}); {way_out}")
 
 
 def read_parts(file: FileIO, start: int, end: int, size: int = BUFFER) -> Iterator[memoryview]:

@@ -59,12 +59,12 @@ def raise_problems(problems: list[str]) -> None:
 
 
 def resolve_member(folder: Path, name: str, named_by: str = "the checkpoint") -> Path:
-    """The real path of a checkpoint's file ``name``. ``folder`` must be a resolved path; errors mention ``named_by``.
+    """The real path of the file ``name`` of the checkpoint in ``folder``; errors mention ``named_by``.
 
     Follows links that end inside the folder or, for a snapshot in the hub cache, inside the same model's ``blobs/``.
     Raises InputError for all other links, names that are absolute or contain ``..``, and anything but a regular file.
     """
-    parts = PurePosixPath(name).parts
+    folder, parts = folder.resolve(), PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts:
         raise InputError(f"{folder}: {named_by} names {short(name)}, which is outside this folder; use paths inside it")
     try:

@@ -31,7 +31,7 @@ from kvfold.convert.checkpoint.folder import (
 )
 from kvfold.convert.checkpoint.headers import Header, TensorInfo, read_header
 from kvfold.convert.checkpoint.reader import Checkpoint, Reader
-from kvfold.convert.errors import InputError
+from kvfold.convert.errors import ADVICE, InputError
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +102,8 @@ def _open_local(place: Path | str, dtype: str) -> Checkpoint:
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise InputError(f"{folder}: its files cannot be listed ({error.strerror}); make it readable") from None
+        way_out = ADVICE.get(error.errno or 0, "make it readable")
+        raise InputError(f"{folder}: its files cannot be listed ({error.strerror}); {way_out}") from None
     extra = extra_names(names)
     # states are taken before anything is read: a change in between must not go unseen
     states = file_states(folder / name for name in (CONFIG, *extra))

@@ -30,7 +30,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.measure.bench import Subject, step_costs
 from kvfold.convert.measure.machine import Clock, peak_memory, processor, repeat, reset_peak
 from kvfold.convert.request import BenchRequest
-from kvfold.convert.stream.stock import AutoModelForCausalLM, empty_model
+from kvfold.convert.stream.stock import AutoModelForCausalLM, blaming, empty_model
 from kvfold.convert.stream.weights import load_model
 
 _SEED = 0
@@ -191,7 +191,8 @@ def end_with_parent() -> None:
 def run_task(task: Path, result: Path) -> None:
     """Write what ``run`` returns for the pickled arguments in ``task``; the lines of an InputError as ``refused``."""
     try:
-        made = run(*pickle.loads(task.read_bytes()))
+        with blaming("config.json"):
+            made = run(*pickle.loads(task.read_bytes()))
     except InputError as error:
         made = {"refused": [error.message, *error.details]}
     result.write_text(json.dumps(made))

@@ -47,9 +47,6 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
     >>> verify_checkpoint(demo_folder()).problems
     []
     """
-    from kvfold.convert.stream.stock import empty_model
-    from kvfold.convert.stream.weights import WeightMap
-
     try:
         opened = open_checkpoint(out)
     except InputError as error:
@@ -58,6 +55,10 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
         if not problems:
             raise
         return Verification(Path(out).name, files, 0, 0, [*problems, error.message, *error.details])
+    # what cannot be opened is told without the seconds that torch takes
+    from kvfold.convert.stream.stock import empty_model
+    from kvfold.convert.stream.weights import WeightMap
+
     with closing(opened) as checkpoint:
         files, problems = recorded_problems(checkpoint.folder)
         # The class of config.json takes every tensor as it is.

@@ -24,7 +24,7 @@ from kvfold.attention.drift.frame import attention_name, layer_list
 from kvfold.convert.checkpoint.files import replacing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device
-from kvfold.convert.errors import InputError, KvfoldError, opt, option_error
+from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.processes import environment_number, started_first
 from kvfold.convert.progress import Stages
 from kvfold.convert.stream.weights import load_model
@@ -332,10 +332,10 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         for row in map(LogRow.to_dict, self.rows(state.log_history[-1:])):
             if not all(math.isfinite(value) for name, value in row.items() if name.endswith("loss")):
-                raise KvfoldError(
-                    f"step {state.global_step}: the loss is NaN or infinite; lower {opt('relative_lr')} or raise "
-                    f"{opt('warmup')}"
-                )
+                advice = f"lower {opt('relative_lr')} or raise {opt('warmup')}"
+                if state.global_step <= 1:
+                    advice += "; if that does not help, the model is damaged: use another copy"
+                raise InputError(f"step {state.global_step}: the loss is NaN or infinite; {advice}")
             if state.is_world_process_zero:
                 with (self._request.work / "log.jsonl").open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")

@@ -102,9 +102,11 @@ def last_checkpoint(request: UptrainRequest, sources: Iterable[Path]) -> Path | 
     """The newest complete checkpoint to resume from, or None. Does not change any file.
 
     None too if the files ``sources`` of MODEL and the teacher have changed, which is told. Raises InputError if options
-    have, or if the folder was not created by a run.
+    have, or if the folder was not created by a run or contains a link.
     """
     work, started = request.work, request.work / _REQUEST
+    if link := next((path for path in (work, *work.rglob("*")) if path.is_symlink()), None):
+        raise InputError(f"{link} is a link, but the run writes into this folder; remove it or choose another OUT")
     if work.exists() and not (work.is_dir() and (not any(work.iterdir()) or any(work.glob(f"{_REQUEST}*")))):
         raise InputError(f"{work}: the run needs this folder, but it contains other files; choose another OUT")
     if request.fresh or not (started.is_file() and any(work.glob("checkpoint-*"))):

@@ -1,10 +1,9 @@
 """``--json`` of every command, for every kind of checkpoint that it can be asked about, as a strict reader takes it."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from fuzz.judge import strict
 
 from kvfold.convert import cli
 from kvfold.convert.data import demo_folder
@@ -15,15 +14,6 @@ RESULTS = {
     "free": "--to mla --kv-rank 24 --rope-dim 8 --method svd",
     "engine": "--to mla --kv-rank 24 --rope-dim 8 --layout engine --samples 2 --seq-len 32",
 }
-
-
-def strict(text: str) -> Any:
-    """The value of a JSON text. NaN and Infinity, which only some readers take, are errors."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
 
 
 def run(*words: object) -> None:
@@ -57,19 +47,6 @@ def test_every_command_and_checkpoint(results, tmp_path, name, command):
         "inspect": [model],
         "verify": [model],
         "drift": [demo_folder(), model, *SMALL],
-        "bench": [
-            model,
-            "--context",
-            "16",
-            "--batch",
-            "1",
-            "--prefill-tokens",
-            "0",
-            "--seconds",
-            "0",
-            "--device",
-            "cpu",
-        ],
         "sweep": [model, "--targets", "mqa", *SMALL, "--quiet"],
         "dry-run": [demo_folder(), tmp_path / "out", *RESULTS.get(name, "--to mqa").split(), "--dry-run"],
     }
@@ -80,18 +57,8 @@ def test_every_command_and_checkpoint(results, tmp_path, name, command):
 @pytest.mark.slow
 def test_commands_that_load_whole_models(results, tmp_path):
     small = ["--context", "16", "--batch", "1", "--prefill-tokens", "0", "--seconds", "0", "--device", "cpu", "--quiet"]
-    run(
-        "eval",
-        demo_folder(),
-        results["free"],
-        "--lengths",
-        "256",
-        "--samples",
-        "2",
-        "--quiet",
-        "--json",
-        tmp_path / "e",
-    )
+    lengths = ["--lengths", "256", "--samples", "2", "--quiet"]
+    run("eval", demo_folder(), results["free"], *lengths, "--json", tmp_path / "e")
     run("bench", results["free"], *small, "--json", tmp_path / "b")
     run("recipes", "--json", tmp_path / "r")
     assert all(strict((tmp_path / name).read_text()) for name in "ebr")

@@ -1,17 +1,22 @@
-"""``python tests/fuzz 20000``: that many inputs on two processes; ``python tests/fuzz --seed 123``: one of them."""
+"""``python tests/fuzz 20000``: that many inputs on two processes; ``python tests/fuzz --seed 123``: one of them.
+
+``python tests/fuzz 20000 --json recipes/results/fuzz.json`` also writes the counts there and into docs/safety.md.
+"""
 
 import argparse
 import io
+import json
+import re
 import resource
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import redirect_stderr
-from datetime import date
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "recipes" / "benchmarks")]
 
 
 def run() -> None:
@@ -20,9 +25,11 @@ def run() -> None:
     parser.add_argument("--seed", type=int, help="only the input of this number")
     parser.add_argument("--first", type=int, default=0, help="the number of the first input")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write the counts there and into docs/safety.md")
     given = parser.parse_args()
-    from fuzz.judge import run_all
+    from fuzz.judge import run_all, sentence
     from fuzz.seeds import SEEDS, make_seeds
+    from measured import conditions
 
     numbers = range(given.first, given.first + given.count) if given.seed is None else range(given.seed, given.seed + 1)
     began = time.monotonic()
@@ -30,18 +37,31 @@ def run() -> None:
         with redirect_stderr(io.StringIO()):
             make_seeds(Path(folder))
         made = time.monotonic() - began
-        ends = run_all(Path(folder), numbers, given.workers, lambda text: print(text, end="", flush=True))
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+        counts = run_all(Path(folder), numbers, given.workers, lambda text: print(text, end="", flush=True))
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    cpu = sum(each.ru_utime + each.ru_stime for each in used)
-    minutes = (time.monotonic() - began) / 60
-    print(f"{date.today()}, commit {commit}: inputs {numbers.start} to {numbers.stop - 1} of {len(SEEDS)} seeds")
-    for command in sorted({command for command, _ in ends}):
-        print(f"  {command}: " + ", ".join(f"{ends[command, end]} {end}" for end in ("done", "refused", "failed")))
-    failures = sum(count for (_, end), count in ends.items() if end == "failed")
-    print(f"{failures} failures in {ends.total()} inputs")
-    print(f"{minutes:.1f} minutes on {given.workers} processes, {made:.0f} s of them for the seeds; {cpu:.0f} s of CPU")
-    raise SystemExit(failures > 0)
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    result = {
+        **conditions(),
+        "commit": commit.stdout.strip(),
+        "inputs": [numbers.start, numbers.stop - 1],
+        "seeds": len(SEEDS),
+        "processes": given.workers,
+        "seconds": round(time.monotonic() - began),
+        "seconds_of_seeds": round(made),
+        "cpu_seconds": round(sum(each.ru_utime + each.ru_stime for each in used)),
+        **counts,
+    }
+    for title in ("commands", "changes"):
+        for name, ends in counts[title].items():
+            print(f"  {name}: " + ", ".join(f"{count} {end}" for end, count in ends.items()))
+    print(sentence(result))
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+        page = ROOT / "docs" / "safety.md"
+        page.write_text(
+            re.sub(r"^On .*\.\./recipes/results/fuzz\.json.*$", sentence(result), page.read_text(), flags=re.M)
+        )
+    raise SystemExit(result["failures"] > 0)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def conversion(command: str, drawn: random.Random) -> tuple[str, list[str], str]
         words += ["--method", drawn.choice(["svd"] if target[0] == "mla" else ["mean", "first", "random"])]
     further = ["--dtype bfloat16", "--max-shard-size 40KB", "--allow-growth", "--fresh", "", ""]
     words += drawn.choice(further).split()
-    words += ["--keep-quantized"] if drawn.random() < (0.5 if seed in ("fp8", "mxfp4") else 0.02) else []
+    words += ["--keep-quantized"] if drawn.random() < (0.5 if seed in ("fp8", "int8", "mxfp4") else 0.02) else []
     return seed, [*words, "--dry-run"] if command == "plan" else words, "source"
 
 
@@ -174,7 +174,8 @@ def prepare(seeds: Path, case: Path, drawn: Input) -> list[str]:
     os.mkfifo(case / "fifo")
     (case / "recipe.toml").write_text('to = "mqa"\nmethod = "first"\n[about]\nmodel = "a/b"\nsaving = 0.5\n')
     if drawn.changed == "recipe.toml":
-        return [broken(case / drawn.changed, random.Random(number)) for number in drawn.changes]
+        said = [broken(case / drawn.changed, random.Random(number)) for number in drawn.changes]
+        return [f"broken {drawn.changed}: {each}" for each in said]
     return [change(case / drawn.changed, random.Random(number)) for number in drawn.changes]
 
 

@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,13 +34,16 @@ from kvfold.convert.errors import KvfoldError
 from kvfold.convert.measure import bench, bench_worker
 from kvfold.convert.measure.verify import verify_checkpoint
 
-CPU_SECONDS, WAITING, MEMORY, FILE = 20, 120, 1_500_000_000, 1 << 28
+CPU_SECONDS, WAITING, MEMORY, FILE = 20, 300, 1_500_000_000, 1 << 28
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")
 State = dict[str, tuple[int, int, int, str]]
 
 
-def judged(seeds: Path, home: Path, drawn: Input) -> tuple[int, str]:
-    """Runs an input in the new folder ``home``. Returns the exit status, and the fault with what was done, if any."""
+def judged(seeds: Path, home: Path, drawn: Input) -> tuple[str, int, str]:
+    """Runs an input in the new folder ``home``.
+
+    Returns the kind of its first change, the exit status, and the fault with what was done, if any.
+    """
     case = home / "case"
     shutil.rmtree(home, ignore_errors=True)
     try:
@@ -51,21 +54,21 @@ def judged(seeds: Path, home: Path, drawn: Input) -> tuple[int, str]:
         if not fault and end.status == 0:
             fault = of_results(seeds, case, drawn, end.stdout)
         said = f"{drawn}\n  made: {'; '.join(made)[:1000]}\n  fault: {fault[:3000]}\n"
-        return end.status, said if fault else ""
+        return made[0].split()[0] if made else "none", end.status, said if fault else ""
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def outcome(seeds: Path, number: int) -> tuple[str, int, str]:
-    """The command of input ``number``, its exit status, and the fault with as few changes as show it, if any."""
+def outcome(seeds: Path, number: int) -> tuple[str, str, int, str]:
+    """The command of input ``number``, and what ``judged`` returns, with as few changes as show a fault."""
     drawn, home = draw(number), seeds / f"run-{os.getpid()}"
-    status, found = judged(seeds, home, drawn)
+    kind, status, found = judged(seeds, home, drawn)
     while found:
-        less = next(((each, said) for each in smaller(drawn) if (said := judged(seeds, home, each)[1])), None)
+        less = next(((each, said) for each in smaller(drawn) if (said := judged(seeds, home, each)[2])), None)
         if less is None:
             break
         drawn, found = less
-    return drawn.words[0], status, found
+    return drawn.words[0], kind, status, found
 
 
 # The run
@@ -251,19 +254,35 @@ def accepted(seed: Path, out: Path) -> str:
 # Many of them
 
 
-def run_all(seeds: Path, numbers: range, workers: int, said: Callable[[str], object]) -> Counter[tuple[str, str]]:
+def run_all(seeds: Path, numbers: range, workers: int, said: Callable[[str], object]) -> dict[str, Any]:
     """Judges the inputs of ``numbers`` in forked ``workers``; ``said`` gets each failure.
 
-    Returns how many there are of each command and end: ``done``, ``refused`` or ``failed``.
+    Returns how many inputs of each command and of each kind of change end how, and the number of failures.
     """
     torch.set_num_threads(1)
     gc.freeze()  # what is imported here is not looked through again in every child
-    ends: Counter[tuple[str, str]] = Counter()
+    ends = Counter[tuple[str, str, str]]()
     with get_context("fork").Pool(workers) as pool:
-        for command, status, fault in pool.imap_unordered(partial(outcome, seeds), numbers):
-            ends[command, "failed" if fault else "refused" if status else "done"] += 1
+        for command, kind, status, fault in pool.imap_unordered(partial(outcome, seeds), numbers):
+            end = "failed" if fault else "refused" if status else "done"
+            ends.update([("commands", command, end), ("changes", kind, end)])
             if fault:
                 said(fault)
-            if ends.total() % 1000 == 0:
-                print(f"{ends.total()} of {len(numbers)} inputs", file=sys.stderr, flush=True)
-    return ends
+            if (count := ends.total() // 2) % 1000 == 0:
+                print(f"{count} of {len(numbers)} inputs", file=sys.stderr, flush=True)
+    counts: dict[str, Any] = {"failures": sum(ends[each] for each in ends if each[::2] == ("commands", "failed"))}
+    for title, name, _ in sorted(ends):
+        kinds = ("done", "refused", "failed")
+        counts.setdefault(title, {})[name] = {end: ends[title, name, end] for end in kinds}
+    return counts
+
+
+def sentence(result: Mapping[str, Any]) -> str:
+    """What docs/safety.md says of the result of a run."""
+    ends = {end: sum(each[end] for each in result["commands"].values()) for end in ("done", "refused", "failed")}
+    cores = f"{result['processes']} of {result['machine']['cpus']} cores of an {result['machine']['processor']}"
+    return (
+        f"On {result['date']}, at commit {result['commit']}, {sum(ends.values()):,} inputs took "
+        f"{result['seconds'] / 60:.0f} minutes on {cores}: {ends['done']:,} ended well, {ends['refused']:,} were "
+        f"refused, {ends['failed']:,} failed ([counts](../recipes/results/fuzz.json))."
+    )

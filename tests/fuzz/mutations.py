@@ -72,8 +72,8 @@ def change(folder: Path, drawn: Random) -> str:
     try:
         said = kind(path, drawn)
     except Exception:  # a file that an earlier change has made one of no kind
-        said = broken(path, drawn)
-    return f"{name}: {said}"
+        kind, said = broken, broken(path, drawn)
+    return f"{kind.__name__} {name}: {said}"
 
 
 def is_weights(name: str) -> bool:
@@ -113,7 +113,7 @@ def replaced(path: Path, drawn: Random) -> str:
         path.mkdir()
     elif kind == "sparse":
         path.write_bytes(content)
-        os.truncate(path, 8 << 30)
+        os.truncate(path, 2 << 30)  # more than the memory that a command may take
     elif kind != "gone":
         outside.write_bytes(content)
         path.symlink_to({"link": outside, "zero": "/dev/zero", "circle": path.name}[kind])
@@ -148,7 +148,9 @@ def edited(value: Any, drawn: Random) -> tuple[Any, str]:
         keys = list(within) if isinstance(within, dict) else range(len(within)) if isinstance(within, list) else ()
         if not keys:
             break
-        place, key = within, drawn.choice(keys)
+        # what has a structure of its own more often
+        deep = [4 if isinstance(within[each], dict | list) else 1 for each in keys]
+        place, key = within, drawn.choices(keys, deep)[0]
         within, said = place[key], f"{said}[{key!r}]"
     if key is None:
         new = drawn.choice(ODD)

@@ -57,6 +57,7 @@ SOURCES: dict[str, tuple[str, dict[str, Any], list[list[str]]]] = {
     "fused": ("phi3", MHA, [*FOLDS, *OWN]),
     "classic": ("gpt_neox", MHA, OWN),
     "fp8": ("llama", {**MHA, **PLAIN}, ALL),
+    "int8": ("llama", {**MHA, **PLAIN}, ALL),
     "mxfp4": ("gpt_oss", {**GQA, "head_dim": 8, "num_local_experts": 2}, [["mqa"], *OWN]),
 }
 # Results of `kvfold convert`, and one of `kvfold uptrain`: source, options
@@ -99,7 +100,7 @@ def make_seeds(folder: Path) -> None:
     for name, size in (("legacy", 1 << 30), ("legacy-shards", 30_000)):
         make_legacy(folder / name, size)
     make_chat(folder / "chat")
-    for name, write in (("fp8", quantize_fp8), ("mxfp4", quantized.mxfp4_experts)):
+    for name, write in (("fp8", quantize_fp8), ("int8", quantize_int8), ("mxfp4", quantized.mxfp4_experts)):
         dense = (folder / name).rename(folder / f"{name}-dense")
         write(dense, folder / name)
         shutil.rmtree(dense)
@@ -180,3 +181,17 @@ def make_chat(folder: Path) -> None:
 
 def quantize_fp8(source: Path, out: Path) -> None:
     quantized.quantized_copy(source, out, quantized.fp8_settings((16, 16)), quantized.fp8_blocks((16, 16)))
+
+
+def quantize_int8(source: Path, out: Path) -> None:
+    """As compressed-tensors stores it, with a scale per output channel."""
+
+    def quantize(weight: torch.Tensor) -> tuple[quantized.Stored, torch.Tensor]:
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        stored = (weight / scale).round().to(torch.int8)
+        return {".weight": stored, ".weight_scale": scale}, stored * scale
+
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "group_size": None}
+    groups = {"group_0": {"targets": ["re:.*proj"], "weights": weights, "format": "int-quantized"}}
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+    quantized.quantized_copy(source, out, settings, quantize)

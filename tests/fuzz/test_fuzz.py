@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz.judge import run_all
+from fuzz.judge import run_all, sentence
 from fuzz.mutations import broken, header_changed
 from fuzz.seeds import make_seeds
 from safetensors import SafetensorError, deserialize
@@ -32,6 +32,13 @@ def test_a_sample_of_inputs(tmp_path: Path) -> None:
     failures: list[str] = []
     run_all(tmp_path, range(int(os.environ.get("KVFOLD_INPUTS", "300"))), 1, failures.append)
     assert not failures, "\n".join(failures)
+
+
+def test_the_counts_in_the_documentation() -> None:
+    root = Path(__file__).parents[2]
+    result = json.loads((root / "recipes" / "results" / "fuzz.json").read_text())
+    assert result["failures"] == 0
+    assert sentence(result) in (root / "docs" / "safety.md").read_text().splitlines()
 
 
 @pytest.mark.parametrize("part", range(4))

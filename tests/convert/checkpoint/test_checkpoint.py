@@ -185,14 +185,6 @@ def test_invalid_json(folder: Path, told: Any, file: str, text: str) -> None:
     told("\n".join(problems_of(folder)))
 
 
-def test_a_config_that_never_ends(folder: Path, told: Any) -> None:
-    with (folder / "config.json").open("wb") as file:
-        file.truncate(1 << 40)
-    told("\n".join(problems_of(folder)))
-    (folder / "config.json").write_text("[" * 100_000)
-    assert "not valid JSON" in problems_of(folder)[0]
-
-
 @pytest.mark.parametrize(
     ("header", "size"),
     [

@@ -36,12 +36,14 @@ def test_what_was_written_is_sound(demo_latent, tmp_path, name):
     assert "no kvfold.json with hashes" in source.summary()
 
 
-def test_a_file_that_cannot_be_opened_any_more_is_named_as_changed(out):
+def test_a_file_that_cannot_be_opened_any_more_is_named_as_changed(out, monkeypatch):
     with (out / "model.safetensors").open("ab") as file:
         file.write(b"x")
     first, second = verify_checkpoint(out).problems
     assert first.startswith("model.safetensors: changed since it was written: ")
     assert second.startswith("model.safetensors: no tensor uses the last 1 of ")
+    monkeypatch.chdir(out.parent)
+    assert verify_checkpoint("out").problems == [first, second]
 
 
 def test_files_that_changed(out, told):
