@@ -21,7 +21,7 @@ _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 def undeclared_problems(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> list[str]:
     """List the quantized tensors of a checkpoint whose config does not say how they are quantized, one problem each."""
-    if any(config.get(key) is not None for key in _QUANTIZATION_KEYS):
+    if any(config.get(key) not in (None, {}) for key in _QUANTIZATION_KEYS):
         return []
     return [
         f"{info.file}: tensor {name!r} of dtype {info.dtype} is quantized, but {CONFIG} does not say how; use the "
@@ -33,7 +33,7 @@ def undeclared_problems(config: Mapping[str, Any], tensors: Mapping[str, TensorI
 
 def dequantized(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     """``checkpoint`` as a dense one with floats in the safetensors ``dtype``. InputError if that is not possible."""
-    key = next((key for key in _QUANTIZATION_KEYS if checkpoint.config.get(key) is not None), None)
+    key = next((key for key in _QUANTIZATION_KEYS if checkpoint.config.get(key) not in (None, {})), None)
     if key is None:
         return checkpoint
     where, settings = checkpoint.hub_id or checkpoint.folder, checkpoint.config[key]
