@@ -49,6 +49,7 @@ _LARGEST_CONFIG = 16 << 20  # a thousand times the usual size
 _LARGEST_FILE = 64 << 20  # of those without weights: the largest tokenizers and indices have half as much
 # Twice the deepest published model: classes build layers one by one, so that a billion would keep a command for hours
 MOST_LAYERS = 1024
+_NO_NUMBER = 1 << 53  # larger ones are no numbers to many readers of JSON; tokenizers have them for no "max_length"
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 
 
@@ -124,11 +125,15 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     inside = [config]  # configs of wrappers contain others
     for table in inside:
         inside += [value for value in table.values() if isinstance(value, dict)]
-        for key in _LAYER_KEYS:
-            if isinstance(layers := table.get(key), int) and layers > MOST_LAYERS:
-                raise InputError(
-                    f"{path}: {key} is {short(layers)}, but models of at most {MOST_LAYERS} layers are read; correct it"
-                )
+        numbers = {key: value for key, value in table.items() if isinstance(value, int) and "max_length" not in key}
+        for key, value in numbers.items():
+            if key in _LAYER_KEYS and value > MOST_LAYERS:
+                rule = f"models of at most {MOST_LAYERS} layers are read"
+            elif abs(value) >= _NO_NUMBER:
+                rule = "numbers must be below 2^53"
+            else:
+                continue
+            raise InputError(f"{path}: {key} is {short(value)}, but {rule}; correct it")
     return config, hashlib.sha256(data).hexdigest()
 
 

@@ -12,7 +12,7 @@ import torch
 from kvfold.convert.checkpoint.files import check_unicode, open_source
 from kvfold.convert.checkpoint.headers import Header, TensorInfo
 from kvfold.convert.checkpoint.reader import Reader
-from kvfold.convert.errors import InputError, KvfoldError, first_line, short
+from kvfold.convert.errors import InputError, first_line, short
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,
@@ -39,7 +39,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype for a safetensors dtype name."""
     if name not in TORCH_DTYPES:
-        raise KvfoldError(f"dtype {name} must be one of {', '.join(TORCH_DTYPES)}")
+        raise InputError(f"dtype {name} must be one of {', '.join(TORCH_DTYPES)}")
     return TORCH_DTYPES[name]
 
 

@@ -41,7 +41,7 @@ from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
 from kvfold.convert.conversion.record import percent_text, text_name, versions
 from kvfold.convert.conversion.run import Conversion, convert_checkpoint
 from kvfold.convert.conversion.student import StudentWalk
-from kvfold.convert.errors import InputError, KvfoldError, opt, worded
+from kvfold.convert.errors import InputError, opt, worded
 from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.sweep_rows import KeptRows, resuming
 from kvfold.convert.measure.sweep_targets import (
@@ -230,10 +230,10 @@ class Sweep:
         return f"{limit}: {row.kind}, {saved} ({loss}{doubt})\n  {command}"
 
     def convert(self, within: float = WITHIN, *, quiet: bool = False) -> Conversion:
-        """Convert to the smallest target within the limit. Raises KvfoldError if no target is within it."""
+        """Convert to the smallest target within the limit. Raises InputError if no target is within it."""
         row = self.smallest(within)
         if row is None:
-            raise KvfoldError(f"{self.rows[0].request.out}: nothing was written; {self.decision(within)}")
+            raise InputError(f"{self.rows[0].request.out}: nothing was written; {self.decision(within)}")
         return convert_checkpoint(replace(row.request, quiet=quiet))
 
     def to_dict(self, within: float = WITHIN) -> dict[str, Any]:

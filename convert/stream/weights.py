@@ -24,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.checkpoint.reader import Checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
-from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.errors import InputError
 from kvfold.convert.families.layout import Read
 from kvfold.convert.stream.stock import auto_class, blaming, empty_model, reason
 
@@ -150,7 +150,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bo
 
 
 def _sources(model: Any, expected: dict[str, Tensor], names: Iterable[str]) -> dict[str, WeightSource]:
-    """Map each parameter to its source. Raises KvfoldError if stored tensors contradict each other."""
+    """Map each parameter to its source. Raises InputError if stored tensors contradict each other."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -168,9 +168,9 @@ def _sources(model: Any, expected: dict[str, Tensor], names: Iterable[str]) -> d
         stored = tuple(name for name, _ in parts)
         patterns = tuple(pattern for _, pattern in parts if pattern is not None)
         if not patterns and len(stored) > 1:
-            raise KvfoldError(f"{len(stored)} stored tensors map to one parameter, {target}: {', '.join(stored)}")
+            raise InputError(f"{len(stored)} stored tensors map to one parameter, {target}: {', '.join(stored)}")
         if patterns and len(patterns) < len(stored):
-            raise KvfoldError(f"{target} is stored both whole and in parts: {', '.join(stored[:4])}")
+            raise InputError(f"{target} is stored both whole and in parts: {', '.join(stored[:4])}")
         converter = by_pattern[patterns[0]] if patterns else None
         sources[target] = WeightSource(target, stored, patterns, converter)
     return sources

@@ -273,7 +273,8 @@ def write_trained(
 ) -> None:
     """Write the trained checkpoint to OUT atomically. ``training`` is the record of the run for ``kvfold.json``.
 
-    Raises KvfoldError if the written tensors differ from the source's in name, dtype or shape, or are not finite.
+    Raises KvfoldError if the written tensors differ from the source's in name, dtype or shape, InputError if they are
+    not finite.
     """
     with output_folder(request.out, overwrite=request.overwrite, model=source.folder) as folder:
         dtypes = {name: torch_dtype(info.dtype) for name, info in source.tensors.items()}
@@ -326,7 +327,7 @@ def _check(source: Checkpoint, folder: Path, trained: Mapping[str, Tensor]) -> N
         damaged = list(non_finite(written, written.tensors))
     if damaged:
         what = f"training produced NaN or infinity in {len(damaged)} tensor{'s' * (len(damaged) != 1)}"
-        raise KvfoldError(f"{source.origin}: {what}, so OUT was not written; lower {opt('relative_lr')}", damaged)
+        raise InputError(f"{source.origin}: {what}, so OUT was not written; lower {opt('relative_lr')}", damaged)
     for name in sorted(before.keys() | after.keys()):
         # Tensors that transformers does not load, such as inv_freq of old models, may be missing.
         dropped = name not in after and (name == "lm_head.weight" or name not in trained)
