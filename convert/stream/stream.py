@@ -13,6 +13,7 @@ casting to the dtype of the computation. So refinement trains exactly what will 
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ class CheckpointStream:
         self.release()
         tensors = self.parameters.under(f"{self._frame.path}.{index}.")
         try:
-            yield OpenLayer(index, self._frame.layers[index], arguments, tensors)
+            yield OpenLayer(index, self._frame.layers[index], arguments, tensors, partial(blaming, "config.json"))
         finally:
             tensors.clear()
             self.release()

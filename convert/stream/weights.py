@@ -154,7 +154,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bo
         # only the first process has weights.
         if not foreign and not any(parameter.is_meta for parameter in loaded.parameters()):
             with torch.no_grad():
-                loaded(torch.zeros(1, 2, dtype=torch.long, device=loaded.device), use_cache=False)
+                loaded(torch.zeros(1, 4, dtype=torch.long, device=loaded.device))
         return loaded
 
 
