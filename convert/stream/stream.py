@@ -173,7 +173,8 @@ class CheckpointStream:
             return hidden.to("meta"), [Arguments(_to_meta(each.args), _to_meta(each.kwargs)) for each in arguments]
 
         # Counted in the cache that generation makes, on the meta device, so that no rule of a class is repeated here.
-        total = cache_bytes_per_token(self._frame.layers, enter)
+        with blaming("config.json"):
+            total = cache_bytes_per_token(self._frame.layers, enter)
         name = self._config.get("dtype") or self._config.get("torch_dtype")
         stored = getattr(torch, str(name).removeprefix("torch."), self.dtype)
         return total * stored.itemsize // self.dtype.itemsize
