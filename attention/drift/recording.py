@@ -8,7 +8,7 @@ dim, ``H`` query heads, ``G`` key/value heads, ``D`` query/key dim of a head, ``
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from inspect import signature
@@ -77,13 +77,15 @@ class OpenLayer:
     """One layer of a stream, in memory.
 
     ``arguments`` returns the arguments that the stock model passes to the layer with a residual stream ``[B, T, E]``.
-    ``tensors`` replace the module's parameters with the same names; None runs the module unchanged.
+    ``tensors`` replace the module's parameters with the same names; None runs the module unchanged. ``guard`` makes the
+    context in which the module runs, which may explain its errors.
     """
 
     index: int
     module: nn.Module
     arguments: Callable[[Tensor], Arguments]
     tensors: dict[str, Tensor] | None = None
+    guard: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __call__(self, hidden: Tensor) -> LayerOutput:
         """Run the whole layer on ``hidden [B, T, E]``."""
@@ -101,7 +103,7 @@ class OpenLayer:
         ValueError if the layer never calls its attention module.
         """
         layer, arguments = self.module, self.arguments(hidden)
-        with _recording(layer.get_submodule(attention_name(layer)), whole) as recording:
+        with self.guard(), _recording(layer.get_submodule(attention_name(layer)), whole) as recording:
             try:
                 result = functional_call(layer, self.tensors or {}, (hidden, *arguments.args), arguments.kwargs)
             except Stop:

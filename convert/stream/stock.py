@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from kvfold.attention.checkpoints.registered import register_model
 from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.errors import InputError, KvfoldError, one_line
+from kvfold.convert.errors import InputError, KvfoldError, one_line, system_failure
 from kvfold.convert.families.wrappers import WRAPPERS
 
 _LONGEST_REASON = 200  # characters of another library's error text
@@ -108,9 +108,11 @@ def blaming(where: str) -> Iterator[None]:
     """Turn errors in transformers' classes, which only the config can cause here, into InputErrors about ``where``."""
     try:
         yield
-    except (KvfoldError, MemoryError, RuntimeError):  # the last are torch's own, such as no memory on a device
+    except KvfoldError:
         raise
     except Exception as error:
+        if system_failure(error) or "CUDA" in str(error):  # of the memory or the device
+            raise
         raise InputError(f"{where}: transformers cannot build or run this model ({reason(error)})") from error
 
 

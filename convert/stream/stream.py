@@ -13,6 +13,7 @@ casting to the dtype of the computation. So refinement trains exactly what will 
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ class CheckpointStream:
         self.release()
         tensors = self.parameters.under(f"{self._frame.path}.{index}.")
         try:
-            yield OpenLayer(index, self._frame.layers[index], arguments, tensors)
+            yield OpenLayer(index, self._frame.layers[index], arguments, tensors, partial(blaming, "config.json"))
         finally:
             tensors.clear()
             self.release()
@@ -172,7 +173,8 @@ class CheckpointStream:
             return hidden.to("meta"), [Arguments(_to_meta(each.args), _to_meta(each.kwargs)) for each in arguments]
 
         # Counted in the cache that generation makes, on the meta device, so that no rule of a class is repeated here.
-        total = cache_bytes_per_token(self._frame.layers, enter)
+        with blaming("config.json"):
+            total = cache_bytes_per_token(self._frame.layers, enter)
         name = self._config.get("dtype") or self._config.get("torch_dtype")
         stored = getattr(torch, str(name).removeprefix("torch."), self.dtype)
         return total * stored.itemsize // self.dtype.itemsize

@@ -134,7 +134,8 @@ class WeightMap:
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """Load a causal language model, or its wrapper, in ``dtype``. InputError if its config does not fit its tensors."""
     # transformers leaves random numbers in the place of tensors that are missing, and only warns.
-    if not (trust_remote_code and "auto_map" in checkpoint.config):
+    foreign = trust_remote_code and "auto_map" in checkpoint.config
+    if not foreign:
         WeightMap(empty_model(checkpoint.config), checkpoint.tensors).check_fits(checkpoint)
     classes = auto_class(checkpoint.config)
     # Below 5.23 gemma2's default, torch's fused attention, leaves out its softcap without a word.
@@ -145,8 +146,16 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bo
             config = CONFIG_MAPPING[checkpoint.config["model_type"]].from_dict(checkpoint.config)
             tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
             model = classes._model_mapping[type(config)]
-            return model.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **attention)
-        return classes.from_pretrained(checkpoint.folder, dtype=dtype, trust_remote_code=trust_remote_code, **attention)
+            loaded = model.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **attention)
+        else:
+            options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **attention}
+            loaded = classes.from_pretrained(checkpoint.folder, **options)
+        # Some values of a config, such as more experts per token than there are, show only when it runs. Under FSDP,
+        # only the first process has weights.
+        if not foreign and not any(parameter.is_meta for parameter in loaded.parameters()):
+            with torch.no_grad():
+                loaded(torch.zeros(1, 4, dtype=torch.long, device=loaded.device))
+        return loaded
 
 
 def _sources(model: Any, expected: dict[str, Tensor], names: Iterable[str]) -> dict[str, WeightSource]:

@@ -96,6 +96,7 @@ def make_seeds(folder: Path) -> None:
         (made := folder / name).mkdir()
         tiny_models.make_tiny(family, made, changes)
         add_tokenizer(made)
+        (made / "README.md").write_text("---\nlicense: other\nlicense_name: own\ntags: [a, b]\n---\n# A model\n")
     shard(folder / "sharded")
     for name, size in (("legacy", 1 << 30), ("legacy-shards", 30_000)):
         make_legacy(folder / name, size)
@@ -174,7 +175,6 @@ def make_chat(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [2], "top_p": 0.9}))
-    (folder / "README.md").write_text("---\nlicense: other\nlicense_name: own\ntags: [a, b]\n---\n# A model\n")
     (folder / "LICENSE").write_text("Do what you like.\n")
     (folder / "added_tokens.json").write_text("{}")
 
