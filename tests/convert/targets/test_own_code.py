@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from kvfold.attention import register_models
+from kvfold.attention.checkpoints import modeling_kvfold
 from kvfold.attention.checkpoints.registered import SOURCES
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
@@ -396,6 +397,11 @@ def test_a_config_that_kvfold_did_not_write_is_named(kv_heads, tiny_family, tmp_
 
 def test_vllm_finds_folds_of_layout_kvfold_by_the_plug_in(monkeypatch):
     """vLLM's Transformers backend reads a class from transformers, and the key/value heads from its config."""
+    for source, name in {"GPT2": "LMHeadModel", "GPTNeoX": "ForCausalLM", "OPT": "ForCausalLM"}.items():
+        # Other tests run in this process: what the plug-in sets is removed after this one.
+        config = getattr(modeling_kvfold, f"Kvfold{source}Config")
+        monkeypatch.setattr(config, "num_key_value_heads", None, raising=False)
+        monkeypatch.setattr(transformers, f"Kvfold{source}{name}", None, raising=False)
     entry = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["entry-points"]
     plug_in = EntryPoint("kvfold", entry["vllm.general_plugins"]["kvfold"], "vllm.general_plugins").load()
     for _ in range(2):  # vLLM calls it in each of its processes, perhaps twice
