@@ -26,7 +26,6 @@ _STAGE_NAMES = {
     "survey": "calibrating",
     "splits": "comparing",
     "finals": "refining",
-    "layouts": "comparing",
     "again": "walking past the finished layers again,",
     "convert": "fitting",
     "sweep": "fitting each layer for each target,",

@@ -222,11 +222,6 @@ class ConvertRequest(Request):
         return registry.find_method(self.resolved_method, self.to)
 
     @property
-    def tries_latents(self) -> bool:
-        """True if trials decide: between splits of a budget, or tell layout engine's loss against free's."""
-        return self.to == "mla" and (self.budget is not None or self.resolved_layout == "engine")
-
-    @property
     def resolved_layout(self) -> Layout:
         """The layout of an MLA result; ``free`` for methods that read no text, which ``engine`` is calibrated on."""
         return self.layout or (DEFAULT_LAYOUT if self.chosen_method.reads_text else "free")
@@ -314,8 +309,8 @@ class ConvertRequest(Request):
             way_out = f"omit {opt('keep_quantized')}, or change {opt('dtype')}"
             yield "keep_quantized", f"{either}, not {self.dtype}; {way_out}"
         if self.effort in EFFORTS:
-            chosen = f"{opt('effort', self.effort)} chooses {opt('refine')} and {opt('polish')}"
-            yield "effort", f"{chosen}; omit {opt('effort')}, or omit those two"
+            chosen = f"{opt('effort', self.effort)} stands for {opt('polish')} without {opt('refine')}"
+            yield "effort", f"{chosen}; omit {opt('effort')}, or use it without {opt('polish')} and {opt('refine')}"
         if self.resume and self.fresh:
             yield "fresh", f"{opt('fresh', True)} discards what {opt('resume', True)} continues; omit one of the two"
         for name in ("train", "teacher", "repeat_text", "keep_intervals"):

@@ -17,7 +17,7 @@ from kvfold.convert.checkpoint.hub import HUB_ID
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.judgment import loss_of, verdict_of
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.record import by_text, engine_cost, rank_sizes, text_name, versions
+from kvfold.convert.conversion.record import by_text, rank_sizes, text_name, versions
 from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.options import command_words, run_only
 from kvfold.convert.request import SELF, ConvertRequest
@@ -244,10 +244,9 @@ def _measured(record: Mapping[str, Any], drift: "DriftReport", source: str) -> s
 Measured on {drift.sequences} x {drift.length} held-out tokens of {text_name(record["calibration"]["source"])}.
 Verdict: {verdict_of(loss_of(drift))} (limits: docs/choosing.md of kvfold).
 These tokens were not used for fitting, but groups, splits and steps were chosen by them, so the figures are slightly
-optimistic. `kvfold drift {source} .` measures on text that played no part in any choice.
+optimistic. `kvfold drift {source} .`{_beside(source)} measures on text that played no part in any choice.
 {by_text(record)}
 {drift.positions_text()}
-{engine_cost(record, drift)}
 """
 
 
@@ -280,8 +279,8 @@ def _usage(plan: Plan) -> str:
         parts.append(_SERVE.format(commands="\n".join(commands)))
     # `kvfold uptrain` trains a plain model that writes text, of dense weights.
     if plan.checkpoint.config.get("model_type") not in WRAPPERS and not plan.request.keep_quantized:
-        beside = "" if plan.checkpoint.hub_id else ", whose folder must be next to this one"
-        parts.append(_TRAIN.format(source=source_name(plan), beside=beside))
+        source = source_name(plan)
+        parts.append(_TRAIN.format(source=source, beside=_beside(source)))
     return "".join(parts)
 
 
@@ -289,6 +288,11 @@ def source_name(plan: Plan) -> str:
     """The source as a shell word for commands in the card's folder: a hub id with commit, or the folder next to it."""
     name = plan.checkpoint.origin
     return shlex.quote(name if plan.checkpoint.hub_id else f"../{name}")
+
+
+def _beside(source: str) -> str:
+    """Says where the folder ``source`` must be, for commands in the card's folder; empty for a hub id."""
+    return " (whose folder must be next to this one)" if "../" in source else ""
 
 
 def _repeating(plan: Plan) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.conversion.memory import free_bytes, needs_of
 from kvfold.convert.conversion.plan import Plan, possible_kv_heads
+from kvfold.convert.errors import opt
 from kvfold.convert.options import command_words
 from kvfold.convert.request import EFFORTS, SELF, ConvertRequest
 from kvfold.convert.sizes import tokens_of
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
 
 NEAR, WORSE, UNTRAINED = "near the source", "clearly worse than the source", "needs training"
-_MOST = "thorough"  # the effort that is recommended
+_MOST, _LESS = "thorough", "normal"  # the effort that is recommended, and the one that is told beside it
 # A polished token passes through the source, and through the result forward and, at twice the time, backward: derived,
 # not measured. Held-out text is read in float32 from disk, so that the estimate is rather too long.
 _PASSES = 4
@@ -73,15 +74,24 @@ def verdict_of(loss: Loss) -> str:
 
 
 def verdict_text(drift: "DriftReport") -> str:
-    """One line with the verdict, its figures and the limits that it did not or did exceed."""
+    """One line with the verdict, its figures, and the limits that it keeps or those that it exceeds."""
     loss = loss_of(drift)
     verdict = verdict_of(loss)
     name = WORSE if verdict == UNTRAINED else NEAR
     limits = LIMITS[name]
-    most = f"at most {limits.excess:g}, at most {limits.kl:g}, at least {100 - 100 * limits.disagreement:.0f} %"
+    rules = {
+        "excess": f"excess loss at most {limits.excess:g}",
+        "kl": f"KL at most {limits.kl:g}",
+        "disagreement": f"top-1 agreement at least {100 - 100 * limits.disagreement:.0f} %",
+    }
+    exceeded = [rule for figure, rule in rules.items() if not getattr(loss, figure) <= getattr(limits, figure)]
+    margin = drift.measured.excess_margin or 0.0
+    doubtful = any(abs(loss.excess - each.excess) < margin for each in LIMITS.values())
+    narrow = f"; the 95 % interval of the excess, +-{margin:.3f}, includes a limit: more {opt('samples')} narrow it"
     return (
         f"verdict: {verdict}: excess loss {loss.excess:+.3f} nats per token, KL {loss.kl:.3f} nats, top-1 agreement "
-        f"{100 - 100 * loss.disagreement:.1f} % (limits of '{name}': {most})"
+        f"{100 - 100 * loss.disagreement:.2f} % ({'beyond' if exceeded else 'within'} the limits of '{name}': "
+        f"{', '.join(exceeded or rules.values())}){narrow if doubtful else ''}"
     )
 
 
@@ -124,11 +134,12 @@ def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep 
     free = free_bytes(plan)
     if done >= wanted or (free is not None and needs_of(replace(plan, request=polished)).memory > free):
         return None
-    why = (
-        "polish on more tokens"
-        if done
-        else "polish, which more than halved the excess loss of all conversions measured"
-    )
+    why = "polish on more tokens"
+    if not done:
+        why = "polish, which more than halved the excess loss of all conversions measured"
+        if per_token is not None and not request.refine:
+            shorter = seconds + per_token * (tokens_of(EFFORTS[_LESS]["polish"]) or 0)
+            why += f"; {opt('effort', _LESS)} takes about {_time(shorter)}, {opt('effort', _MOST)}"
     time = None if per_token is None else seconds + per_token * (wanted - done)
     return NextStep(_again(polished, request.out, "--overwrite"), why, time)
 

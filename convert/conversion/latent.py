@@ -221,8 +221,6 @@ def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, di
             gained = [engine for engine in best.served_by if engine not in least.served_by]
             other = {"kv_rank": least.target.kv_rank, "rope_dim": least.target.rope_dim, "kl": least.judged[1]}
             record["preferred_for_engines"] = {"engines": gained, "kl": best.judged[1], "instead_of": other}
-    if best.target.layout == "engine":
-        record["free_layout"] = _against_free(best, surveyed, stages)
     # Stock classes have the same slots in all layers; where frequencies differ there is a list for each.
     first = best.slots[0]
     if any(each is not first for each in best.slots):
@@ -266,19 +264,6 @@ def probed_layers(layers: int) -> set[int]:
     """The layers that trials convert: all layers of a small model, otherwise a few evenly spaced ones."""
     count = min(layers, _PROBED)
     return {(2 * place + 1) * layers // (2 * count) for place in range(count)}
-
-
-def _against_free(engine: Candidate, surveyed: Survey, stages: Stages) -> dict[str, Any]:
-    """Compare layouts engine and free at the same split in equal trials; returns the entry of ``kvfold.json``."""
-    refine, layers = bool(engine.plan.request.refine), engine.plan.geometry.layers
-    free = candidate(engine.plan, replace(engine.target, layout="free"), surveyed.layers)
-    _print_trials(engine.plan, "comparing layouts")
-    # With a budget, layout engine was tried already, unless layers are refined but its trial was not.
-    tried = engine.refined_kl is not None or (not refine and not math.isnan(engine.kl))
-    pending = [free] if tried else [free, engine]
-    made = [trial(each, surveyed, refine=refine) for each in stages.over("layouts", pending, len(pending), "layout")]
-    kls = {"kl": made[0].judged[1], "engine_kl": (engine if tried else made[1]).judged[1]}
-    return {**kls, "layers": sorted(probed_layers(layers)), **({"steps": _TRIAL_STEPS} if refine else {})}
 
 
 def _print_trials(plan: Plan, what: str) -> None:

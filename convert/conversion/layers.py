@@ -75,7 +75,7 @@ def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
             folder = scratch / ".survey"
             folder.mkdir(exist_ok=True)
             try:
-                tried = folder if plan.request.tries_latents else None
+                tried = None if plan.request.budget is None else folder
                 surveyed = survey_layers(plan, source, tokens, tried, stages, keep)
                 chosen, choices = resolve(plan, surveyed, stages)
                 reads = plan.request.chosen_method.reads_text

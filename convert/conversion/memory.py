@@ -81,7 +81,7 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
     at_end = 4 * _FLOAT * ends + _LOGIT * min(_LOGITS, held_out * shape.vocabulary)
     whole = _whole_model(plan)
     # Trials read two Gram matrices of every layer.
-    surveyed = shape.layers * 2 * _DOUBLE * width**2 if request.tries_latents else 0
+    surveyed = shape.layers * 2 * _DOUBLE * width**2 if request.budget is not None else 0
     return Needs(
         memory=_BASE_WITH_TEXT + max(held + max(in_layers, at_end), whole),
         spilled=_FLOAT * states if request.spill else 0,

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.judgment import next_step, verdict_text
-from kvfold.convert.conversion.memory import free_bytes, free_disk, needs_of
+from kvfold.convert.conversion.memory import free_bytes, free_disk, needs_of, writes_text
 from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.errors import opt
 from kvfold.convert.request import SELF
 from kvfold.convert.sizes import bytes_text, tokens_text
 from kvfold.convert.targets.engines import RANKS, folded_result, served_text
+from kvfold.convert.text.corpus import BUILT_IN, calibration_texts
 from kvfold.convert.training.budget import step_tokens, steps_of
 
 if TYPE_CHECKING:
@@ -110,7 +112,6 @@ def summary_text(
         groups_text(plan, record),
         ranks_text(record),
         padding_text(plan),
-        engine_cost(record, drift),
         f"wrote {written}: {bytes_text(size)} in {seconds:.1f} s; {parameters_text(plan)}",
         f"{served_text(plan.engines)}; {request.out}/README.md says how, and why not",
         absorb_text(plan),
@@ -250,6 +251,7 @@ def plan_text(plan: Plan) -> str:
     lines += [
         served_text(plan.engines),
         *(f"  {verdict.to_text()}" for verdict in plan.engines if not verdict.serves),
+        calibration_text(plan),
         polish_text(plan),
         f"disk: {bytes_text(needs.disk)} needed, {bytes_text(free_disk(plan))} free",
         f"memory: about {bytes_text(needs.memory)} needed{each}{found}",
@@ -278,6 +280,18 @@ def absorb_text(plan: Plan) -> str:
     )
 
 
+def calibration_text(plan: Plan) -> str:
+    """One line on the text that a calibrated run will read; empty for other runs."""
+    request = plan.request
+    if not request.calibrated:
+        return ""
+    names = (text or BUILT_IN for text in calibration_texts(request.texts, plan.checkpoint.chats))
+    line = f"calibration: {request.samples} x {request.length} tokens of {' + '.join(names)}"
+    without = opt("calibration", f"{SELF}:0")
+    itself = f"; {SELF} is text that MODEL writes, which keeps it in memory ({without} leaves it out)"
+    return line + (itself if writes_text(plan) else "")
+
+
 def polish_text(plan: Plan) -> str:
     """One line on what polishing will train, on how much text; empty without ``--polish``."""
     request = plan.request
@@ -285,18 +299,3 @@ def polish_text(plan: Plan) -> str:
         return ""
     steps, each = steps_of(request.polish, request.length), step_tokens(request.length)
     return f"polishing: {steps} steps of {each} tokens, {tokens_text(steps * each)} tokens in all, after the last layer"
-
-
-def engine_cost(record: Mapping[str, Any], drift: "DriftReport | None") -> str:
-    """One line comparing the drift of layouts engine and free; empty if they were not compared."""
-    if "free_layout" not in record or drift is None:
-        return ""
-    other = record["free_layout"]
-    engine = other.get("engine_kl", drift.kl)
-    after = f" after {other['steps']} steps of refinement" if "steps" in other else ""
-    tried = len(other.get("layers", []))
-    where = f" and with {tried} layers converted" if tried < len(drift.measured.layers) and tried else ""
-    return (
-        f"layout engine drifts by a KL of {engine:.4f} nats, layout free by {other['kl']:.4f} "
-        f"(same split, same text{after}{where})"
-    )

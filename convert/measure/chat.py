@@ -79,7 +79,7 @@ def side_by_side(texts: Sequence[str], width: int) -> str:
 
 
 def chat_models(request: ChatRequest, prompts: IO[str]) -> None:
-    """Answer every line of ``prompts`` on stdout, until an empty line or the end."""
+    """Answer every line of ``prompts`` on stdout, until the end, or an empty line on a terminal."""
     names = [request.model, *([request.against] if request.against is not None else [])]
     speakers = [open_speaker(name, request) for name in names]
     if speakers[0].tokenizer.chat_template is None:
@@ -95,7 +95,8 @@ def _lines(prompts: IO[str]) -> Iterator[str]:
     while True:
         if prompts.isatty():
             click.echo("> ", nl=False, err=True)
-        prompt = prompts.readline().strip()
-        if not prompt:
+        line = prompts.readline()
+        if not line or (prompts.isatty() and not line.strip()):
             return
-        yield prompt
+        if line.strip():
+            yield line.strip()

@@ -117,7 +117,7 @@ def chat_command(request: ChatRequest) -> None:
     """Answer each line of standard input with MODEL's chat template; with --against, two models side by side.
 
     Answers are greedy, so that a difference between two models is one of their weights. An MLA model decodes over its
-    latent cache (absorbed). An empty line or Ctrl-D ends the conversation.
+    latent cache (absorbed). Ctrl-D, or an empty line on a terminal, ends the conversation.
     """
     check_opens(request.model, *filter(None, [request.against]))
     from kvfold.convert.measure.chat import chat_models

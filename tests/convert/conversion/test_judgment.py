@@ -22,7 +22,8 @@ ROWS = json.loads((REPOSITORY / "recipes" / "results" / "real_models.json").read
 
 def drift_of(loss):
     agreement = 1 - loss.disagreement
-    return Mock(excess=loss.excess, kl=loss.kl, agreement=agreement, sequences=8, length=256)
+    measured = Mock(excess_margin=0.06)
+    return Mock(excess=loss.excess, kl=loss.kl, agreement=agreement, sequences=8, length=256, measured=measured)
 
 
 def measured(target, stage, text):
