@@ -24,6 +24,8 @@ Returned = TypeVar("Returned", covariant=True)
 
 # The whole numbers that Python reads quickly, in the digits of a keyboard: int() also takes those of other scripts.
 _WHOLE = "[0-9]{1,18}"
+# The limit of whole numbers without one of their own: products of a few must fit the 63 bits of torch's sizes.
+_MOST = 2**31
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -89,6 +91,8 @@ class Option:
             return rule
         if isinstance(value, (int, float)) and self.below is not None and value >= self.below:
             return f"below {self.below}"
+        if type(value) is int and self.below is None and value >= _MOST:
+            return f"below {_MOST}"
         # An empty path, as from an unset shell variable, would mean the current folder, which ``overwrite`` replaces.
         if self.argument and not str(value).strip():
             return f"{rule} (is a shell variable unset?)"

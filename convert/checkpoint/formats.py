@@ -281,7 +281,11 @@ def _compressed_shape(weights: Mapping[str, Any], parts: Parts) -> Shape:
         # the library drops this order when it decompresses
         raise ValueError("a column order (.weight_g_idx, from actorder 'group') is not supported")
     if ".weight" in parts:
-        return parts[".weight"].shape
+        shape, scales = parts[".weight"].shape, parts[".weight_scale"].shape if ".weight_scale" in parts else ()
+        # A scale for all, or for each row, or for each of equally long pieces of a row.
+        if len(scales) > len(shape) or any(size % max(1, each) for size, each in zip(shape, scales, strict=False)):
+            raise ValueError(f"scales of shape {list(scales)} do not divide a weight of shape {list(shape)}")
+        return shape
     rows, packed = parts[".weight_packed"].shape
     if parts[".weight_packed"].dtype == "U8":
         return rows, 2 * packed

@@ -35,7 +35,7 @@ WORDS = "- x fifo folder text.txt loop missing/x.json missing auto self none cud
 WORDS += " kvfold engine gqa:² mla:9+9 mqa,mqa 5XB 1e9GB ①GB text.txt:1e400 C:D a:b:c"
 STRINGS = [*NUMBERS, *WORDS.split(), "", " ", "x" * 300, "a\nb", "\x1b[2J", "\u202e"]
 # Options that ask for more work the larger they are: only small numbers and what is none.
-LONG = {"steps", "refine", "polish", "seconds", "teacher", "tasks", "device", "temperature"}
+LONG = {"steps", "refine", "polish", "effort", "seconds", "teacher", "tasks", "device", "temperature"}
 SMALL = ["0", "1", "2", "-1", "²", "", "x", "1e400x"]
 
 
