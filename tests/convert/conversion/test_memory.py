@@ -70,8 +70,8 @@ def test_hidden_states_are_in_memory_or_on_disk(config_only):
     few, many = needs(config_only), needs(config_only, samples=4096)
     assert many.memory > few.memory + 4 * 3 * (4096 - 128) * 512 * 4096  # three copies in float32
     assert few.spilled == few.scratch == 0
-    latent = {"to": "mla", "kv_heads": None, "kv_rank": 512, "rope_dim": 64}
-    assert needs(config_only, **latent).scratch == 0 < needs(config_only, **latent, layout="engine").scratch
+    latent, split = {"to": "mla", "kv_heads": None}, {"kv_rank": 512, "rope_dim": 64}
+    assert needs(config_only, **latent, **split).scratch == 0 < needs(config_only, **latent, budget=576).scratch
     some, more = needs(config_only, spill="."), needs(config_only, samples=4096, spill=".")
     assert more.memory == some.memory < few.memory
     assert more.spilled == pytest.approx(32 * some.spilled)
