@@ -35,7 +35,7 @@ WORDS = "- x fifo folder text.txt loop missing/x.json missing auto self none cud
 WORDS += " kvfold engine gqa:² mla:9+9 mqa,mqa 5XB 1e9GB ①GB text.txt:1e400 C:D a:b:c"
 STRINGS = [*NUMBERS, *WORDS.split(), "", " ", "x" * 300, "a\nb", "\x1b[2J", "\u202e"]
 # Options that ask for more work the larger they are: only small numbers and what is none.
-LONG = {"steps", "refine", "polish", "effort", "seconds", "teacher", "tasks", "device", "temperature"}
+LONG = {"steps", "refine", "polish", "effort", "threads", "seconds", "teacher", "tasks", "device", "temperature"}
 SMALL = ["0", "1", "2", "-1", "²", "", "x", "1e400x"]
 
 
@@ -143,7 +143,7 @@ def with_options(words: list[str], drawn: random.Random) -> list[str]:
     """``words`` with one or two more options, of values that fit their type or do not."""
     options = [each for each in kvfold.commands[words[0]].params if isinstance(each, click.Option)]
     for option in drawn.choices(options, k=drawn.choice([1, 1, 2])):
-        if option.name in ("trust_remote_code", "tasks"):
+        if option.name in ("trust_remote_code", "tasks", "out"):  # what is judged is in "result"
             continue
         given = [drawn.choice(option.opts)]
         if not option.is_flag:
