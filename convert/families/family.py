@@ -35,12 +35,20 @@ def load_family(name: str) -> Family:
     return parse_family(read_table(path), path.name)
 
 
+def stated_classes(config: Mapping[str, Any]) -> list[str] | None:
+    """The names in ``architectures`` of a decoded config.json. Raises InputError unless they are a list of strings."""
+    stated: list[str] | None = config.get("architectures")
+    if stated is not None and not TYPES["texts"][1](stated):
+        raise InputError(f"config.json: architectures must be {TYPES['texts'][0]}, not {stated!r}")
+    return stated
+
+
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family for the ``model_type`` of a decoded config.json; for a wrapper, the family of its language model.
 
     Raises ``InputError`` if the model is not supported.
     """
-    model_type, inner, stated = config.get("model_type"), text_type(config), config.get("architectures")
+    model_type, inner = config.get("model_type"), text_type(config)
     if inner is None and model_type not in supported():
         raise InputError(f"config.json: model_type {model_type!r} is {_unsupported(config)}")
     if inner is not None and inner not in (*supported(), *INNER):
@@ -49,8 +57,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
             f"supported; {_LISTED}"
         )
     family = load_family(inner or str(model_type))
-    if stated is not None and not TYPES["texts"][1](stated):
-        raise InputError(f"config.json: architectures must be {TYPES['texts'][0]}, not {stated!r}")
+    stated = stated_classes(config)
     known = (family.architecture, *family.also) if inner is None else (WRAPPERS[str(model_type)].architecture,)
     # Published files spell the names of classes with other capitals at times.
     if stated and not {name.casefold() for name in known} & {name.casefold() for name in stated}:

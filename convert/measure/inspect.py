@@ -13,10 +13,10 @@ from kvfold.convert.checkpoint.folder import RECORD, json_beside
 from kvfold.convert.checkpoint.headers import DTYPE_BITS, FLOAT_DTYPES
 from kvfold.convert.checkpoint.opening import Checkpoint, open_headers
 from kvfold.convert.conversion.plan import possible_kv_heads
-from kvfold.convert.errors import InputError, short
+from kvfold.convert.errors import InputError
+from kvfold.convert.families.family import stated_classes
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.rotary import rope_table
-from kvfold.convert.families.values import TYPES
 from kvfold.convert.measure.converted import converted_model, latent_faults
 from kvfold.convert.request import DEFAULT_LAYOUT
 from kvfold.convert.sizes import bytes_text, table
@@ -331,16 +331,14 @@ def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _file_facts(checkpoint: Checkpoint, architecture: str = "unknown") -> dict[str, Any]:
     """The fields that need no family. The dtype is the most common one; cache sizes assume it too."""
-    infos, stated = checkpoint.tensors.values(), checkpoint.config.get("architectures")
-    if stated is not None and not TYPES["texts"][1](stated):
-        raise InputError(f"config.json: architectures must be {TYPES['texts'][0]}, not {short(stated)}")
+    infos = checkpoint.tensors.values()
     sizes: Counter[str] = Counter()
     for info in infos:
         if info.dtype in FLOAT_DTYPES:
             sizes[info.dtype] += info.nbytes
     return {
         "model": checkpoint.origin,
-        "architecture": (stated or [architecture])[0],
+        "architecture": (stated_classes(checkpoint.config) or [architecture])[0],
         "dtype": max(sizes, key=sizes.__getitem__, default="F32"),
         "parameters": sum(math.prod(info.shape) for info in infos),
         "weight_bytes": sum(info.nbytes for info in infos),
