@@ -152,11 +152,11 @@ def _sums(present: Tensor, parts: Iterator[_Regression]) -> tuple[Tensor, Tensor
     for heads, target, weight in parts:
         # Products of a chunk in the tokens' dtype: `OUTPUT_RIDGE` is far above what float32 rounds. Weights may come
         # near the end of its range.
-        largest = weight.max().double()
-        scaled = heads * (weight / weight.max())[:, None]
+        largest = weight.max().clamp_min(torch.finfo(weight.dtype).tiny)
+        scaled = heads * (weight / largest)[:, None]
         with torch.autocast(heads.device.type, enabled=False):
-            gram += largest * (scaled.mT @ heads)
-            cross += largest * (target.mT @ scaled)
+            gram += largest.double() * (scaled.mT @ heads)
+            cross += largest.double() * (target.mT @ scaled)
         total += weight.double().sum()
     processes.add_up([gram, cross, total])
     total = torch.where(total != 0, total, 1.0)
