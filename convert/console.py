@@ -220,7 +220,12 @@ def duration(seconds: float) -> str:
 
 
 def check_files(json_file: str | None, plot: str | None = None, report: str | None = None) -> None:
-    """Raise InputError if a file for ``--json``, ``--plot`` or ``--report`` cannot be drawn or written."""
+    """Raise InputError if a file for ``--json``, ``--plot`` or ``--report`` cannot be drawn or written.
+
+    With ``--json -``, stdout is reserved for the JSON from here on.
+    """
+    if json_file == STDOUT:
+        _reserve_stdout()
     # Checked first, because a long run must not end in an error that could have been found in its first second.
     for option, path in (("plot", plot), ("report", report)):
         if path is not None and find_spec("matplotlib") is None:
@@ -232,6 +237,14 @@ def check_files(json_file: str | None, plot: str | None = None, report: str | No
     for option, path in (("json", json_file), ("plot", plot)):
         if path not in (None, STDOUT) and (reason := _unwritable(Path(str(path)))):
             raise option_error(option, path, f": cannot be written ({reason}); name a file in an existing folder")
+
+
+def _reserve_stdout() -> None:
+    """Send to stderr what libraries print to stdout past Python, as tokenizers does with its warnings."""
+    if sys.stdout is sys.__stdout__ and sys.stdout.fileno() == 1:
+        sys.stdout.flush()
+        sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+        os.dup2(2, 1)
 
 
 def _unwritable(path: Path, folder: bool = False) -> str | None:

@@ -1,5 +1,7 @@
 """``--json`` of every command, for every kind of checkpoint that it can be asked about, as a strict reader takes it."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,14 @@ def test_commands_that_load_whole_models(results, tmp_path):
     run("bench", results["free"], *small, "--json", tmp_path / "b")
     run("recipes", "--json", tmp_path / "r")
     assert all(strict((tmp_path / name).read_text()) for name in "ebr")
+
+
+def test_json_on_stdout_is_alone_when_a_library_prints_past_python():
+    # As the Rust code of tokenizers does for special tokens that it does not know.
+    code = (
+        "import os; from kvfold.convert.console import check_files, tell; check_files('-'); "
+        "os.write(1, b'a warning'); tell('-', lambda: {'a': 1}, 'a table')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert strict(ended.stdout) == {"a": 1}
+    assert ended.stderr == "a warninga table\n"
