@@ -83,6 +83,7 @@ def _become(folder: Path, work: Callable[[], object]) -> NoReturn:
             os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not forked, of which it would warn
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        sys.__stdout__ = sys.stdout
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         work()
