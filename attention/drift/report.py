@@ -129,7 +129,7 @@ class DriftReport:
             "perplexity": {
                 "source": finite(source),
                 "student": finite(student),
-                "floor": None if rounding is None else finite(source * math.expm1(rounding)),
+                "floor": None if rounding is None else finite(source * math.expm1(min(rounding, 700))),
             },
             "cache_bytes_per_token": {"source": self.source_cache_bytes, "student": self.student_cache_bytes},
             "layers": [_layer(layer, lowest) for layer, lowest in layers],

@@ -51,6 +51,9 @@ _LARGEST_FILE = 64 << 20  # of those without weights: the largest tokenizers and
 MOST_LAYERS = 1024
 _NO_NUMBER = 1 << 53  # larger ones are no numbers to many readers of JSON; tokenizers have them for no "max_length"
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+# Far beyond published models: classes compute tables of rotary frequencies and positions from these when they are built
+_MOST_WIDTH = 1 << 20
+_WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "head_dim", "qk_rope_head_dim", "rotary_dim")
 
 
 def raise_problems(problems: list[str]) -> None:
@@ -129,6 +132,8 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
         for key, value in numbers.items():
             if key in _LAYER_KEYS and value > MOST_LAYERS:
                 rule = f"models of at most {MOST_LAYERS} layers are read"
+            elif key in _WIDTH_KEYS and value > _MOST_WIDTH:
+                rule = f"sizes of at most {_MOST_WIDTH} are read"
             elif abs(value) >= _NO_NUMBER:
                 rule = "numbers must be below 2^53"
             else:

@@ -21,6 +21,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from kvfold.attention.drift.frame import attention_name, layer_list
+from kvfold.attention.drift.report import perplexity
 from kvfold.convert.checkpoint.files import replacing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device
@@ -273,7 +274,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
                 found.append(self.accelerator.gather_for_metrics(by_sequence).cpu())
                 advance(1)
         loss, *others = torch.cat(found).double().mean(0).tolist()
-        metrics = {"eval_loss": loss, "eval_perplexity": math.exp(loss)}
+        metrics = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
         if others:
             metrics |= {"eval_kl": others[0], "eval_excess": loss - others[1]}
         # The log adds the epoch to what it is given.

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -197,6 +198,9 @@ def test_reports_are_deterministic_and_valid_json():
     assert content["layers"][2]["attention_local"]["value"] == own.layers[2].attention_local
     assert content["layers"][2]["heads"][3]["error"]["floor"] == floor.layers[2].heads[3].error
     assert (content["predictions"], content["identical"]) == (55, False)
+    # A loss whose exponential no float holds, as of weights of 1e30.
+    far = replace(first.floor, measured=replace(floor, student_loss=floor.teacher_loss + 1e4))
+    assert replace(first, floor=far).to_dict()["perplexity"]["floor"] > 1e300
     with torch.no_grad():
         student.model.layers[1].self_attn.o_proj.weight[0, 0] = math.nan
     broken = measure_drift(source, student, tokens, floor=False)

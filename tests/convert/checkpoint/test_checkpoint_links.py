@@ -139,7 +139,8 @@ def test_a_link_to_a_folder_is_no_part_of_a_result(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{"num_hidden_layers": 10**9}, {"text_config": {"n_layer": 1025}}, {"sliding_window": 2**63}]
+    "config",
+    [{"num_hidden_layers": 10**9}, {"text_config": {"n_layer": 1025}}, {"head_dim": 10**9}, {"sliding_window": 2**63}],
 )
 def test_a_config_of_larger_numbers_than_any_model(tmp_path: Path, config: dict[str, Any], refused: Any) -> None:
     fill(tmp_path)
