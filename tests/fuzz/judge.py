@@ -164,6 +164,7 @@ def left_behind(before: State, after: State, drawn: Input, status: int) -> str:
         for name in own
         if not any(name == each or name.startswith(each + "/") for each in names)
         and not (status == 0 and re.match(r"case/result\.\d+[kM]?/|case/result\.\d+[kM]?$", name))
+        and not (status == 0 and any(each.startswith(name + "/") for each in names))  # folders around a new report
         and not (".result.kvfold-" in name and "--calibration" in words)  # finished layers
     ]
     if any(before.get(name, (0o100000,))[0] & 0o170000 != 0o100000 for name in own if name in names and name in before):
