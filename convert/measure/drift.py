@@ -11,6 +11,7 @@ import torch
 
 from kvfold.attention.drift.compare import compare
 from kvfold.attention.drift.report import TOKENS_AT_ONCE, DriftReport, LayerDrift, report_of
+from kvfold.convert.checkpoint.folder import RECORD
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
@@ -59,6 +60,9 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
             if before != after:
                 rule = f"{key} must be {before} as in {request.model}, not {after}"
                 raise InputError(f"{request.out}: {rule}; use a checkpoint that was converted from that model")
+        if [(each.folder / RECORD).exists() for each in (source, student)] == [True, False]:
+            swapped = f"{request.model} has a {RECORD}, as conversions have, and {request.out} has none"
+            print(f"warning: {swapped}; the source comes first, then its conversion", file=sys.stderr)
         place = choose_device(request.device)
         tokenizer = load_tokenizer(source, request.trust_remote_code, "measuring drift")
         drawn = request.samples, request.seq_len, request.seed

@@ -53,3 +53,10 @@ def test_layers_and_then_rounding_are_counted():
     options = {"samples": 1, "seq_len": 16, "quiet": True, "progress": lambda *at: calls.append(at)}
     drift_checkpoints(demo_folder(), demo_folder(), **options)
     assert calls == [(stage, done, 4) for stage in ("compare", "floor") for done in range(5)]
+
+
+def test_a_conversion_in_place_of_its_source_is_told(demo_latent, capsys):
+    for models in ((demo_latent, demo_folder()), (demo_folder(), demo_latent), (demo_latent, demo_latent)):
+        drift_checkpoints(*models, samples=1, seq_len=16, quiet=True)
+    swapped = f"{demo_latent} has a kvfold.json, as conversions have, and {demo_folder()} has none"
+    assert capsys.readouterr().err == f"warning: {swapped}; the source comes first, then its conversion\n"
