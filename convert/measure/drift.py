@@ -146,7 +146,7 @@ def _layers(report: DriftReport, shown: Iterable[int]) -> list[str]:
     layers = report.measured.layers
     floors: Sequence[LayerDrift | None] = [None] * len(layers) if report.floor is None else report.floor.measured.layers
     first, second = zip(*_COLUMNS.values(), strict=True)
-    rows = [("layer", *first, "  worst head"), ("", *second, "  and its error")]
+    rows = [("layer", *first, "  worst head"), ("from 0", *second, "  and its error")]
     for layer, floor in ((layers[index], floors[index]) for index in shown):
         cells = []
         for name in _COLUMNS:
@@ -158,4 +158,4 @@ def _layers(report: DriftReport, shown: Iterable[int]) -> list[str]:
             worst = max(layer.heads, key=lambda head: head.error)
             head = f"{worst.head:>5} {number(worst.error):>7}" if worst.error > 0 else f"{'none':>5}"
         rows.append((str(layer.layer), *cells, head))
-    return table(rows, (5, *[13] * len(_COLUMNS)), left=(len(_COLUMNS) + 1,))
+    return table(rows, (6, *[13] * len(_COLUMNS)), left=(len(_COLUMNS) + 1,))
