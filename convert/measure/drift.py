@@ -115,9 +115,10 @@ def drift_table(report: DriftReport, layers: bool = False) -> str:
     # Of errors that are not finite, the first layer's is the cause.
     error = {index: layer.residual_local for index, layer in enumerate(measured.layers)}
     worst = sorted(error, key=lambda index: error[index] if math.isfinite(error[index]) else math.inf, reverse=True)
-    several = "" if len(worst) <= _WORST else f"the {_WORST} with the largest local error of {len(worst)} layers; "
-    note = f"{several}--layers: all of them, the terms and the floor"
-    return "\n".join([*lines, "", *_layers(report, worst[:_WORST]), note])
+    shown = worst[:_WORST]
+    ordered = f"sorted by the local error of the residual: {len(shown)} of {len(worst)} layers"
+    note = f"{ordered}; --layers: all of them, the terms and the floor"
+    return "\n".join([*lines, "", *_layers(report, shown), note])
 
 
 def heading(report: DriftReport) -> list[str]:
