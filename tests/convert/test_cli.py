@@ -127,6 +127,8 @@ def test_exit_status_and_error_of_a_process():
         "convert a b --to mqa --max-shard-size ②",
         "eval a b --lengths ٣",
         "sweep a --targets mla:٣",
+        "sweep a --within 5%",
+        "sweep a --within 0",
         "inspect a --json " + "x" * 300,
         "drift a b --report " + "x" * 300,
         "drift a b --text " + "x" * 300,
