@@ -143,6 +143,13 @@ def test_a_wrong_command_line_ends_in_one_error_line(kvfold, line, told):
     told(done.stderr.strip())
 
 
+@pytest.mark.parametrize("line", ["convert a b --to mqa", "sweep a", "drift a b", "uptrain a b --text c", "chat a"])
+def test_a_gpu_that_is_not_there_is_refused_before_the_model(kvfold, line, monkeypatch):
+    monkeypatch.setattr(cli.console, "may_have_gpu", lambda: False)
+    error = "error: --device cuda: torch finds no CUDA device on this machine; use --device cpu or auto\n"
+    assert kvfold(*line.split(), "--device", "cuda").stderr == error
+
+
 def test_inspect_prints_a_summary_and_json(kvfold, tmp_path):
     text = kvfold("inspect", demo_folder()).stdout
     assert "MHA: 8 query heads, 8 key/value heads, head dim 32" in text
