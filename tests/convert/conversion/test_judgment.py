@@ -62,7 +62,7 @@ def test_the_worst_figure_decides(name):
 @pytest.fixture
 def planned(tmp_path):
     def plan(**options):
-        request = ConvertRequest(demo_folder(), tmp_path / "out", dry_run=True, seq_len=256, **options)
+        request = ConvertRequest(demo_folder(), tmp_path / "out", dry_run=True, **{"seq_len": 256, **options})
         return convert_checkpoint(replace(request, dry_run=True)).plan
 
     return plan
@@ -95,6 +95,15 @@ def test_the_command_that_helps_most(planned, options, loss, expected):
     words = shlex.split(step.command)
     made.update(kvfold.commands[words[1]].make_context(words[1], words[2:]).params)
     assert {name: str(made[name]) for name in expected} == {name: str(value) for name, value in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "repeated"),
+    [({}, ""), ({"samples": 65}, "--samples 65"), ({"seq_len": 256, "samples": 65}, "--samples 65 --seq-len 256")],
+)
+def test_a_length_that_was_left_to_the_model_stays_so(planned, options, repeated):
+    command = next_step(planned(to="mqa", **{"seq_len": "auto", **options}), drift_of(POOR), 60.0, 2.0).command
+    assert re.search("--to mqa (.*?) ?--dry-run", command)[1] == repeated
 
 
 def test_without_a_larger_target_or_more_polishing_the_result_is_trained(planned, monkeypatch):
