@@ -9,7 +9,7 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.conversion.memory import free_bytes, needs_of
+from kvfold.convert.conversion.memory import free_bytes, needs_of, writes_text
 from kvfold.convert.conversion.plan import Plan, possible_kv_heads
 from kvfold.convert.errors import opt
 from kvfold.convert.options import command_words
@@ -56,10 +56,11 @@ class NextStep:
     command: str
     why: str
     seconds: float | None = None
+    besides: str = ""  # what the estimate leaves out
 
     def to_text(self) -> str:
         """Two lines: why and how long, then the command."""
-        time = "" if self.seconds is None else f" (about {_time(self.seconds)} on this machine)"
+        time = "" if self.seconds is None else f" (about {_time(self.seconds)} on this machine{self.besides})"
         return f"next: {self.why}{time}:\n  {self.command}"
 
 
@@ -139,8 +140,9 @@ def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep 
         if per_token is not None and not request.refine:
             shorter = seconds + per_token * (tokens_of(EFFORTS[_LESS]["polish"]) or 0)
             why += f"; {opt('effort', _LESS)} takes about {_time(shorter)}, {opt('effort', _MOST)}"
+    written = ", plus the time to write further dialogues" if writes_text(plan) else ""
     time = None if per_token is None else seconds + per_token * (wanted - done)
-    return NextStep(_again(polished, request.out, "--overwrite"), why, time)
+    return NextStep(_again(polished, request.out, "--overwrite"), why, time, written)
 
 
 def _asked(plan: Plan) -> ConvertRequest:

@@ -123,6 +123,12 @@ def test_the_time_follows_from_the_timings_of_the_run(planned):
     assert next_step(fitted, drift_of(POOR), 60.0, None).seconds is None
 
 
+def test_a_model_that_writes_dialogues_takes_longer_to_polish(planned, monkeypatch):
+    monkeypatch.setattr(judgment, "writes_text", lambda plan: True)
+    told = next_step(planned(**LATENT), drift_of(POOR), 60.0, 2.0).to_text()
+    assert " min on this machine, plus the time to write further dialogues):\n" in told
+
+
 def test_a_conversion_ends_with_its_verdict(tiny_reader, tmp_path):
     done = convert_checkpoint(tiny_reader, tmp_path / "out", to="mqa", samples=2, seq_len=16, quiet=True)
     assert done.to_dict()["verdict"] == done.verdict == verdict_of(judgment.loss_of(done.drift))
