@@ -28,8 +28,8 @@ from kvfold.convert.errors import (
     system_failure,
     worded,
 )
-from kvfold.convert.host import set_threads
-from kvfold.convert.options import Option, Request, specs
+from kvfold.convert.host import may_have_gpu, set_threads
+from kvfold.convert.options import Option, Request, no_gpu, specs
 from kvfold.convert.signals import interruptible
 from kvfold.convert.sizes import jsonable
 
@@ -80,6 +80,9 @@ def request_options(
             # Inverted here, because each version of click declares a flag that sets False in a different way.
             own = {name: not value if found[name].default is True else value for name, value in own.items()}
             made = request(**own) if build is None else build(own, values)
+            # Told before a model is downloaded; `device.choose_device` asks torch.
+            if getattr(made, "device", None) == "cuda" and not may_have_gpu():
+                raise no_gpu()
             function(made, **values)
 
         decorated: Any = command

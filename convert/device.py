@@ -8,8 +8,8 @@ import torch
 
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
-from kvfold.convert.errors import opt, option_error
 from kvfold.convert.host import host_memory
+from kvfold.convert.options import no_gpu
 
 _COMPUTED = ("F32", "BF16", "F16")
 # A training step casts its activations too: below this ratio the products' gain is about lost. A choice, not tuned;
@@ -23,9 +23,7 @@ _TIMED_SHAPE, _TIMED = {"cpu": (128, 1024), "cuda": (1024, 4096)}, 3
 def choose_device(name: str) -> torch.device:
     """The device ``name``; ``auto`` is a GPU if torch finds one. Raises InputError for ``cuda`` without a GPU."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise option_error(
-            "device", "cuda", f": torch finds no CUDA device on this machine; use {opt('device', 'cpu')} or auto"
-        )
+        raise no_gpu()
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)

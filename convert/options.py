@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from types import UnionType
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
-from kvfold.convert.errors import InputError, Problem, as_option, did_you_mean, opt
+from kvfold.convert.errors import InputError, Problem, as_option, did_you_mean, opt, option_error
 
 Fields = ParamSpec("Fields")
 Made = TypeVar("Made", contravariant=True)
@@ -174,6 +174,12 @@ def value_problems(found: Mapping[str, Option], values: Mapping[str, Any]) -> It
             shown = ", ".join(map(repr, value)) if isinstance(value, tuple) else repr(value)
             named = name.upper() if spec.argument else opt(name)
             yield Problem(f"{named} must be {rule}, not {shown}", name, value)
+
+
+def no_gpu() -> InputError:
+    """The error of ``--device cuda`` on a machine without a GPU."""
+    way_out = f"use {opt('device', 'cpu')} or auto"
+    return option_error("device", "cuda", f": torch finds no CUDA device on this machine; {way_out}")
 
 
 def command_words(values: Mapping[str, Any]) -> list[str]:

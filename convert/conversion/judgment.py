@@ -9,11 +9,11 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.conversion.memory import free_bytes, needs_of
+from kvfold.convert.conversion.memory import free_bytes, needs_of, writes_text
 from kvfold.convert.conversion.plan import Plan, possible_kv_heads
 from kvfold.convert.errors import opt
 from kvfold.convert.options import command_words
-from kvfold.convert.request import EFFORTS, SELF, ConvertRequest
+from kvfold.convert.request import EFFORTS, SELF, UNIT_LENGTH, ConvertRequest
 from kvfold.convert.sizes import tokens_of
 from kvfold.convert.targets.engines import budgets, proposals
 from kvfold.convert.text.corpus import with_share
@@ -56,10 +56,11 @@ class NextStep:
     command: str
     why: str
     seconds: float | None = None
+    besides: str = ""  # what the estimate leaves out
 
     def to_text(self) -> str:
         """Two lines: why and how long, then the command."""
-        time = "" if self.seconds is None else f" (about {_time(self.seconds)} on this machine)"
+        time = "" if self.seconds is None else f" (about {_time(self.seconds)} on this machine{self.besides})"
         return f"next: {self.why}{time}:\n  {self.command}"
 
 
@@ -97,7 +98,7 @@ def verdict_text(drift: "DriftReport") -> str:
 
 def next_step(plan: Plan, drift: "DriftReport", seconds: float, pass_seconds: float | None) -> NextStep:
     """The command that helps most after a run of ``seconds``; ``pass_seconds`` of the result over the held-out text."""
-    request, loss = plan.request, loss_of(drift)
+    request, loss = _asked(plan), loss_of(drift)
     verdict = verdict_of(loss)
     if verdict == NEAR:
         compare = shlex.join(["kvfold", "drift", str(request.model), str(request.out)])
@@ -127,12 +128,11 @@ def larger_target(plan: Plan) -> dict[str, Any] | None:
 
 def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep | None:
     """The same conversion with polishing; None if it was polished as long, or the model does not fit in memory."""
-    request = plan.request
-    wanted, length = tokens_of(EFFORTS[_MOST]["polish"]) or 0, request.length
+    request, wanted, length = _asked(plan), tokens_of(EFFORTS[_MOST]["polish"]) or 0, plan.request.length
     done = steps_of(request.polish, length) * step_tokens(length) if request.polish else 0
     polished = replace(request, **EFFORTS[_MOST])
-    free = free_bytes(plan)
-    if done >= wanted or (free is not None and needs_of(replace(plan, request=polished)).memory > free):
+    free, sized = free_bytes(plan), polished.sized(plan.geometry.positions)
+    if done >= wanted or (free is not None and needs_of(replace(plan, request=sized)).memory > free):
         return None
     why = "polish on more tokens"
     if not done:
@@ -140,8 +140,16 @@ def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep 
         if per_token is not None and not request.refine:
             shorter = seconds + per_token * (tokens_of(EFFORTS[_LESS]["polish"]) or 0)
             why += f"; {opt('effort', _LESS)} takes about {_time(shorter)}, {opt('effort', _MOST)}"
+    written = ", plus the time to write further dialogues" if writes_text(plan) else ""
     time = None if per_token is None else seconds + per_token * (wanted - done)
-    return NextStep(_again(polished, request.out, "--overwrite"), why, time)
+    return NextStep(_again(polished, request.out, "--overwrite"), why, time, written)
+
+
+def _asked(plan: Plan) -> ConvertRequest:
+    """The request of ``plan`` with ``auto`` in place of the length and the number of sequences that it stands for."""
+    request = plan.request
+    asked = replace(request, samples=max(1, request.samples * request.length // UNIT_LENGTH), seq_len="auto")
+    return asked if asked.sized(plan.geometry.positions) == request else request
 
 
 def _uptraining(request: ConvertRequest, per_token: float | None) -> NextStep:

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -9,6 +10,7 @@ import click
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import STDOUT, PanelCommand, check_files, json_option, report_option, request_options, tell
+from kvfold.convert.errors import option_error
 from kvfold.convert.measure.figures import excess_by_cache
 from kvfold.convert.measure.page import sweep_page, write_report
 from kvfold.convert.measure.sweep_targets import WITHIN, parse_targets
@@ -16,9 +18,20 @@ from kvfold.convert.request import BenchRequest, ChatRequest, EvalRequest, Sweep
 from kvfold.convert.text.corpus import check_sources
 
 _TARGET = re.compile(r"[\w+]*[:,][\w:,+]*|\d[\d,+]*|gqa|mqa|mla", re.IGNORECASE)
+
+
+def _rise(context: click.Context, option: click.Parameter, value: str) -> float:
+    """The value of ``--within``, in an error of the same wording as those of a request's options."""
+    with suppress(ValueError):
+        if (rise := float(value)) > 0:
+            return rise
+    raise option_error("within", value, "must be a number above 0; 0.01 accepts a rise of 1 %")
+
+
 _within = click.option(
     "--within",
-    type=click.FloatRange(0, min_open=True),
+    type=str,
+    callback=_rise,
     default=WITHIN,
     show_default=True,
     metavar="X",

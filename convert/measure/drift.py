@@ -11,6 +11,7 @@ import torch
 
 from kvfold.attention.drift.compare import compare
 from kvfold.attention.drift.report import TOKENS_AT_ONCE, DriftReport, LayerDrift, report_of
+from kvfold.convert.checkpoint.folder import RECORD
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
@@ -59,6 +60,9 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
             if before != after:
                 rule = f"{key} must be {before} as in {request.model}, not {after}"
                 raise InputError(f"{request.out}: {rule}; use a checkpoint that was converted from that model")
+        if [(each.folder / RECORD).exists() for each in (source, student)] == [True, False]:
+            swapped = f"{request.model} has a {RECORD}, as conversions have, and {request.out} has none"
+            print(f"warning: {swapped}; the source comes first, then its conversion", file=sys.stderr)
         place = choose_device(request.device)
         tokenizer = load_tokenizer(source, request.trust_remote_code, "measuring drift")
         drawn = request.samples, request.seq_len, request.seed
@@ -111,9 +115,10 @@ def drift_table(report: DriftReport, layers: bool = False) -> str:
     # Of errors that are not finite, the first layer's is the cause.
     error = {index: layer.residual_local for index, layer in enumerate(measured.layers)}
     worst = sorted(error, key=lambda index: error[index] if math.isfinite(error[index]) else math.inf, reverse=True)
-    several = "" if len(worst) <= _WORST else f"the {_WORST} with the largest local error of {len(worst)} layers; "
-    note = f"{several}--layers: all of them, the terms and the floor"
-    return "\n".join([*lines, "", *_layers(report, worst[:_WORST]), note])
+    shown = worst[:_WORST]
+    ordered = f"sorted by the local error of the residual: {len(shown)} of {len(worst)} layers"
+    note = f"{ordered}; --layers: all of them, the terms and the floor"
+    return "\n".join([*lines, "", *_layers(report, shown), note])
 
 
 def heading(report: DriftReport) -> list[str]:
@@ -142,7 +147,7 @@ def _layers(report: DriftReport, shown: Iterable[int]) -> list[str]:
     layers = report.measured.layers
     floors: Sequence[LayerDrift | None] = [None] * len(layers) if report.floor is None else report.floor.measured.layers
     first, second = zip(*_COLUMNS.values(), strict=True)
-    rows = [("layer", *first, "  worst head"), ("", *second, "  and its error")]
+    rows = [("layer", *first, "  worst head"), ("from 0", *second, "  and its error")]
     for layer, floor in ((layers[index], floors[index]) for index in shown):
         cells = []
         for name in _COLUMNS:
@@ -154,4 +159,4 @@ def _layers(report: DriftReport, shown: Iterable[int]) -> list[str]:
             worst = max(layer.heads, key=lambda head: head.error)
             head = f"{worst.head:>5} {number(worst.error):>7}" if worst.error > 0 else f"{'none':>5}"
         rows.append((str(layer.layer), *cells, head))
-    return table(rows, (5, *[13] * len(_COLUMNS)), left=(len(_COLUMNS) + 1,))
+    return table(rows, (6, *[13] * len(_COLUMNS)), left=(len(_COLUMNS) + 1,))

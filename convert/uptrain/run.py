@@ -41,7 +41,7 @@ from kvfold.convert.text.tokenizer import load_tokenizer, render
 from kvfold.convert.training.log import LogRow
 from kvfold.convert.training.steps import check_constant
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.work import BEST, TokenPlan, TrainingOrder, last_checkpoint, prepare
+from kvfold.convert.uptrain.work import BEST, COMPLETE, TokenPlan, TrainingOrder, last_checkpoint, prepare
 
 _SECTION = """
 A converted checkpoint, trained further by kvfold: {what} trained for {steps} steps of {tokens} tokens{text}{teacher}.
@@ -112,7 +112,7 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
         try:
             return _train(request, source, read_side_files(source))
         except BaseException as error:
-            if checkpoints := [*request.work.glob("checkpoint-*")]:
+            if checkpoints := [*request.work.glob(f"checkpoint-*/{COMPLETE}")]:
                 error.add_note(f"checkpoints kept for the same request in {request.work}: {len(checkpoints)}")
             elif request.work.exists():
                 error.add_note(f"{request.work} is kept for the same request")

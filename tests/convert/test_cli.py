@@ -127,6 +127,8 @@ def test_exit_status_and_error_of_a_process():
         "convert a b --to mqa --max-shard-size ②",
         "eval a b --lengths ٣",
         "sweep a --targets mla:٣",
+        "sweep a --within 5%",
+        "sweep a --within 0",
         "inspect a --json " + "x" * 300,
         "drift a b --report " + "x" * 300,
         "drift a b --text " + "x" * 300,
@@ -139,6 +141,13 @@ def test_a_wrong_command_line_ends_in_one_error_line(kvfold, line, told):
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
     told(done.stderr.strip())
+
+
+@pytest.mark.parametrize("line", ["convert a b --to mqa", "sweep a", "drift a b", "uptrain a b --text c", "chat a"])
+def test_a_gpu_that_is_not_there_is_refused_before_the_model(kvfold, line, monkeypatch):
+    monkeypatch.setattr(cli.console, "may_have_gpu", lambda: False)
+    error = "error: --device cuda: torch finds no CUDA device on this machine; use --device cpu or auto\n"
+    assert kvfold(*line.split(), "--device", "cuda").stderr == error
 
 
 def test_inspect_prints_a_summary_and_json(kvfold, tmp_path):

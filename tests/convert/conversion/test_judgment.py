@@ -62,7 +62,7 @@ def test_the_worst_figure_decides(name):
 @pytest.fixture
 def planned(tmp_path):
     def plan(**options):
-        request = ConvertRequest(demo_folder(), tmp_path / "out", dry_run=True, seq_len=256, **options)
+        request = ConvertRequest(demo_folder(), tmp_path / "out", dry_run=True, **{"seq_len": 256, **options})
         return convert_checkpoint(replace(request, dry_run=True)).plan
 
     return plan
@@ -97,6 +97,15 @@ def test_the_command_that_helps_most(planned, options, loss, expected):
     assert {name: str(made[name]) for name in expected} == {name: str(value) for name, value in expected.items()}
 
 
+@pytest.mark.parametrize(
+    ("options", "repeated"),
+    [({}, ""), ({"samples": 65}, "--samples 65"), ({"seq_len": 256, "samples": 65}, "--samples 65 --seq-len 256")],
+)
+def test_a_length_that_was_left_to_the_model_stays_so(planned, options, repeated):
+    command = next_step(planned(to="mqa", **{"seq_len": "auto", **options}), drift_of(POOR), 60.0, 2.0).command
+    assert re.search("--to mqa (.*?) ?--dry-run", command)[1] == repeated
+
+
 def test_without_a_larger_target_or_more_polishing_the_result_is_trained(planned, monkeypatch):
     step = next_step(planned(to="gqa", kv_heads=4, polish="1M"), drift_of(AWFUL), 60.0, 2.0)
     words = shlex.split(step.command)
@@ -112,6 +121,12 @@ def test_the_time_follows_from_the_timings_of_the_run(planned):
     assert next_step(fitted, drift_of(POOR), 60.0, passed).seconds == pytest.approx(60 + 400)
     assert next_step(polished, drift_of(POOR), 60.0, passed).seconds == pytest.approx(60 + 320, rel=0.01)
     assert next_step(fitted, drift_of(POOR), 60.0, None).seconds is None
+
+
+def test_a_model_that_writes_dialogues_takes_longer_to_polish(planned, monkeypatch):
+    monkeypatch.setattr(judgment, "writes_text", lambda plan: True)
+    told = next_step(planned(**LATENT), drift_of(POOR), 60.0, 2.0).to_text()
+    assert " min on this machine, plus the time to write further dialogues):\n" in told
 
 
 def test_a_conversion_ends_with_its_verdict(tiny_reader, tmp_path):

@@ -42,8 +42,9 @@ def test_a_summary_is_short_and_has_the_worst_layers_first():
     measured = replace(REPORT.measured, layers=layers)
     lines = drift_table(replace(REPORT, measured=measured, floor=None)).splitlines()
     assert lines.index("") <= 10
+    assert lines[lines.index("") + 2].startswith("from 0")
     assert [int(line.split()[0]) for line in lines[lines.index("") + 3 : -1]] == [4, 9, 14]
-    assert lines[-1].startswith("the 3 with the largest local error of 30 layers; --layers: all of them")
+    assert lines[-1].startswith("sorted by the local error of the residual: 3 of 30 layers; --layers: all of them")
     assert (REPORT.kl, REPORT.excess) == (0.1234, REPORT.measured.excess)
     assert REPORT.perplexity == pytest.approx(51.31)
 
@@ -53,3 +54,10 @@ def test_layers_and_then_rounding_are_counted():
     options = {"samples": 1, "seq_len": 16, "quiet": True, "progress": lambda *at: calls.append(at)}
     drift_checkpoints(demo_folder(), demo_folder(), **options)
     assert calls == [(stage, done, 4) for stage in ("compare", "floor") for done in range(5)]
+
+
+def test_a_conversion_in_place_of_its_source_is_told(demo_latent, capsys):
+    for models in ((demo_latent, demo_folder()), (demo_folder(), demo_latent), (demo_latent, demo_latent)):
+        drift_checkpoints(*models, samples=1, seq_len=16, quiet=True)
+    swapped = f"{demo_latent} has a kvfold.json, as conversions have, and {demo_folder()} has none"
+    assert capsys.readouterr().err == f"warning: {swapped}; the source comes first, then its conversion\n"

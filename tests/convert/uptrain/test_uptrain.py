@@ -180,6 +180,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_pa
     with pytest.raises(InputError) as raised:
         run(relative_lr=0.1)
     told(raised.value)
+    assert raised.value.__notes__ == [f"checkpoints kept for the same request in {work}: 1"]
     with monkeypatch.context() as patch:
         patch.setattr(uptrain_run, "write_trained", full)
         with pytest.raises(OSError, match="No space left"):
