@@ -9,8 +9,9 @@ bfloat16 as a transformers folder. `table` converts it to every target, in every
 with stock transformers, and compares it with the model on 24 windows of 256 tokens of FILE and of the code that ships
 with kvfold: another domain. Excess is ln(perplexity / perplexity of the model), nats per token; KL is that of the
 next-token distributions, nats; top-1 agreement is the share of tokens for which both predict the same next one. Rows
-that the JSON file holds already are not run again: a table can be made in several sittings, and with --work an
-interrupted row goes on where it was. Rows polished on tokens have the curve of held-out figures, too.
+that the JSON file holds already are not run again: a table can be made in several sittings, and with --work the
+checkpoints stay there and an interrupted row goes on where it was. Rows polished on tokens have the curve of held-out
+figures, too.
 
 Ways to spend equal time and what to train are compared by stages of other options, with the seconds of each row:
 
@@ -21,7 +22,6 @@ Ways to spend equal time and what to train are compared by stages of other optio
 import argparse
 import json
 import math
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -137,7 +137,7 @@ def options(args: argparse.Namespace, target: str, stage: str, code: Path) -> li
 
 @contextmanager
 def work_folder(parent: Path | None, name: str) -> Iterator[Path]:
-    """A folder that is deleted after the block; below ``parent`` it is kept when the block raises, for a next run."""
+    """A folder for a row, below ``parent``, where it stays; without, a temporary one."""
     if parent is None:
         with tempfile.TemporaryDirectory() as place:
             yield Path(place)
@@ -145,7 +145,6 @@ def work_folder(parent: Path | None, name: str) -> Iterator[Path]:
     folder = parent / name.replace(" ", "-")
     folder.mkdir(parents=True, exist_ok=True)
     yield folder
-    shutil.rmtree(folder)
 
 
 def run(command: list[str]) -> float:
@@ -252,7 +251,7 @@ def main() -> None:
     measure.add_argument("--samples", type=int, default=64)
     measure.add_argument("--seed", type=int, default=0)
     measure.add_argument(
-        "--work", type=Path, help="folder for converted checkpoints and interrupted rows; default: the system's"
+        "--work", type=Path, help="folder where converted checkpoints stay, those of interrupted rows too"
     )
     measure.add_argument("--json", type=Path, help="results file; continued where it exists")
     measure.set_defaults(run=table)
