@@ -25,8 +25,8 @@ from kvfold.convert.data import demo_folder
 
 _TEXT = ["--samples", "16", "--seq-len", "128", "--quiet"]
 COMMANDS = {
-    "sweep": ["sweep", str(demo_folder()), "--targets", "gqa:4,2 mqa", *_TEXT],
-    "convert": ["convert", str(demo_folder()), "OUT", "--to", "mqa", "--refine", "20", "--overwrite", *_TEXT],
+    "sweep": ["sweep", "DEMO", "--targets", "gqa:4,2 mqa", *_TEXT],
+    "convert": ["convert", "DEMO", "OUT", "--to", "mqa", "--refine", "20", "--overwrite", *_TEXT],
 }
 # libgomp's own count of turns before a thread sleeps
 THREADS = {"one": {"OMP_NUM_THREADS": "1"}, "default": {}, "spinning": {"GOMP_SPINCOUNT": "300000"}}
@@ -86,7 +86,8 @@ def rows(done: list[Row], folder: str) -> Iterator[Row]:
                     spins = threads == "spinning" and (condition is not nothing or command == "convert")
                     if spins or (name, command, threads) in seen:
                         continue
-                    whole = [word if word != "OUT" else f"{folder}/out" for word in words]
+                    places = {"DEMO": str(demo_folder()), "OUT": f"{folder}/out"}
+                    whole = [places.get(word, word) for word in words]
                     load = round(os.getloadavg()[0], 1)
                     found = measured([*around, sys.executable, "-m", "kvfold.convert", *whole], extra)
                     yield {"condition": name, "command": command, "threads": threads, "load_before": load, **found}
