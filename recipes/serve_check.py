@@ -148,11 +148,14 @@ def row_of(checkpoint: Path, chosen: argparse.Namespace, options: dict[str, Any]
     }  # fmt: skip
     answer = ask(chosen.engine, chosen.python, request, chosen.timeout)
     row = {"engine": chosen.engine, "checkpoint": checkpoint.name, "model_type": reference.model.config.model_type}
+    if chosen.prompts:
+        row["prompts_of"] = chosen.text.name if chosen.text else "the held-out text that ships"
     row |= about(checkpoint) | {"dtype": chosen.dtype, "options": {k: v for k, v in options.items() if k != "sources"}}
     if "error" in answer:
         message = re.sub(r"/\S*/", "", " ".join(str(answer["error"]).split()))[:400]
         return row | {"verdict": "refused", "message": message}
     row |= compare(reference, answer.pop("tokens"))
+    row["engine_versions"] = answer.pop("versions")  # beside those of the reference
     return row | {"speed_of": speed} | answer
 
 
@@ -160,7 +163,7 @@ def add_ratios(rows: list[dict[str, Any]]) -> None:
     """Beside each result: the source's cache by its own, as reported and as promised; its speed by the source's."""
     source = rows[0]
     for row in rows:
-        if "cache" not in row or "cache" not in source:
+        if "cache" not in row or "cache" not in source or source["attention"] != "source":
             continue
         row["cache_ratio"] = source["cache"] / row["cache"]
         row["cache_ratio_promised"] = source["cache_promised"] / row["cache_promised"]
@@ -194,7 +197,7 @@ def merge(file: Path, rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT", help="the source first")
+    parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT", help="the source first, for ratios")
     parser.add_argument("--engine", choices=SCRIPTS, required=True)
     parser.add_argument("--python", help="the Python that has the engine (default: an environment variable, or this)")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="an option of the engine")
