@@ -1,12 +1,13 @@
 """Greedy tokens of checkpoints in an inference engine side by side with transformers', cache sizes, and speeds.
 
-    python recipes/serve_check.py SOURCE OUT ... --engine vllm|mlx|llama.cpp [--python PATH] [--json FILE]
+    python recipes/serve_check.py SOURCE OUT ... --engine vllm|mlx|llama.cpp [--prompts N] [--json FILE]
 
-Eight prompts of 16 tokens, 32 greedy tokens each, float32. At the first difference in a prompt transformers is asked
-about both tokens: where their logits are within 1e-3 the prompt counts as equal so far (a tie). A checkpoint is equal,
-wrong, or refused with the engine's message. The cache is what the engine itself reports, beside what kvfold.json
-promises. Engines run in the Python that --python names (requirements-engines.txt says how each is installed); rows
-replace those of the same engine, checkpoint and options in FILE. Exits with 1 if any checkpoint is served wrongly.
+Eight prompts of 16 tokens, or with --prompts N so many windows of held-out text, 32 greedy tokens each, float32. At the
+first difference in a prompt transformers is asked about both tokens: where their logits are within 1e-3 the prompt
+counts as equal so far (a tie). A checkpoint is equal, wrong, or refused with the engine's message. The cache is what
+the engine itself reports, beside what kvfold.json promises. Engines run in the Python that --python names
+(requirements-engines.txt says how each is installed); rows replace those of the same engine, checkpoint and options in
+FILE. Exits with 1 if any checkpoint is served wrongly.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from measured import conditions
 SCRIPTS = {"vllm": "engine_vllm.py", "mlx": "engine_mlx.py", "llama.cpp": "engine_llama_cpp.py"}
 PYTHONS = {"vllm": "KVFOLD_VLLM_PYTHON", "mlx": "KVFOLD_MLX_PYTHON", "llama.cpp": "KVFOLD_LLAMA_CPP_PYTHON"}
 SOURCES = "KVFOLD_LLAMA_CPP"  # the folder of llama.cpp's sources
-PROMPTS, LENGTH, NEW_TOKENS = 8, 16, 32
+LENGTH, NEW_TOKENS, BATCH = 16, 32, 20
 TIE = 1e-3  # logits
 TEXT = """The river was high that spring, and the road to the village lay under water for most of a week.
 She opened the letter slowly, read it twice, and put it back into the drawer without a word.
@@ -44,23 +45,34 @@ Tokens = list[list[int]]
 class Reference:
     """transformers' float32 model of a checkpoint, and its greedy tokens."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, prompts: int | None = None, text: Path | None = None) -> None:
         from transformers import AutoTokenizer
 
+        from kvfold.attention import register_models
+        from kvfold.convert.data import read_documents
         from kvfold.convert.stream.stock import AutoModelForCausalLM
 
+        register_models()
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).float().eval()
-        self.prompts: Tokens = [tokenizer(text)["input_ids"][:LENGTH] for text in TEXT]
-        self.tokens = [self._greedy(prompt) for prompt in self.prompts]
+        if prompts is None:
+            self.prompts: Tokens = [tokenizer(line)["input_ids"][:LENGTH] for line in TEXT]
+        else:
+            told = "".join(read_documents("held_out")) if text is None else text.read_text(encoding="utf-8")
+            self.prompts = windows(tokenizer(told)["input_ids"], prompts)
+        same_length = len({*map(len, self.prompts)}) == 1
+        step = BATCH if same_length else 1
+        starts = range(0, len(self.prompts), step)
+        self.tokens = [row for at in starts for row in self._greedy(self.prompts[at : at + step])]
 
     @torch.no_grad()
-    def _greedy(self, prompt: list[int]) -> list[int]:
+    def _greedy(self, prompts: Tokens) -> Tokens:
         made = self.model.generate(
-            torch.tensor([prompt]), do_sample=False, min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS,
+            torch.tensor(prompts), do_sample=False, min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS,
             suppress_tokens=None, eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
-        return made[0, len(prompt) :].tolist()
+        rows: Tokens = made[:, len(prompts[0]) :].tolist()
+        return rows
 
     @torch.no_grad()
     def gap(self, row: int, at: int, token: int) -> float:
@@ -68,6 +80,13 @@ class Reference:
         ids = self.prompts[row] + self.tokens[row][:at]
         logits = self.model(torch.tensor([ids])).logits[0, -1]
         return float(logits.max() - logits[token])
+
+
+def windows(ids: list[int], count: int) -> Tokens:
+    """``count`` prompts, as far apart in ``ids`` as they can be."""
+    if len(ids) < count * LENGTH:
+        raise SystemExit(f"--prompts {count} need {count * LENGTH} tokens of text, which has {len(ids)}")
+    return [ids[at : at + LENGTH] for at in (row * (len(ids) - LENGTH) // max(count - 1, 1) for row in range(count))]
 
 
 def compare(reference: Reference, tokens: Tokens) -> dict[str, Any]:
@@ -106,13 +125,13 @@ def ask(engine: str, python: str, request: dict[str, Any], timeout: float) -> di
 
 
 def about(checkpoint: Path) -> dict[str, Any]:
-    """What kvfold.json says of a result; of a source, which has none, its config's numbers."""
+    """What kvfold.json says of a result; of a source, which has none, its attention and cache."""
     record = checkpoint / "kvfold.json"
-    config = json.loads((checkpoint / "config.json").read_text())
     if not record.exists():
-        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        return {"attention": "source", "layout": None, "cache_promised": 2 * heads * size}
+        from kvfold.convert import inspect_checkpoint
+
+        promised = inspect_checkpoint(str(checkpoint)).cache.numbers_per_token_and_layer
+        return {"attention": "source", "layout": None, "cache_promised": promised}
     told = json.loads(record.read_text())
     layout = told["request"].get("layout") if told["request"]["to"] == "mla" else None
     promised = told["cache_elements_per_token_per_layer"]["to"]
@@ -121,7 +140,7 @@ def about(checkpoint: Path) -> dict[str, Any]:
 
 
 def row_of(checkpoint: Path, chosen: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
-    reference = Reference(checkpoint)
+    reference = Reference(checkpoint, chosen.prompts, chosen.text)
     speed = dict(zip(("batch", "context", "new_tokens"), chosen.speed, strict=True)) if chosen.speed else None
     request = {
         "model": str(checkpoint.resolve()), "prompts": reference.prompts, "new_tokens": NEW_TOKENS,
@@ -129,11 +148,14 @@ def row_of(checkpoint: Path, chosen: argparse.Namespace, options: dict[str, Any]
     }  # fmt: skip
     answer = ask(chosen.engine, chosen.python, request, chosen.timeout)
     row = {"engine": chosen.engine, "checkpoint": checkpoint.name, "model_type": reference.model.config.model_type}
+    if chosen.prompts:
+        row["prompts_of"] = chosen.text.name if chosen.text else "the held-out text that ships"
     row |= about(checkpoint) | {"dtype": chosen.dtype, "options": {k: v for k, v in options.items() if k != "sources"}}
     if "error" in answer:
         message = re.sub(r"/\S*/", "", " ".join(str(answer["error"]).split()))[:400]
         return row | {"verdict": "refused", "message": message}
     row |= compare(reference, answer.pop("tokens"))
+    row["engine_versions"] = answer.pop("versions")  # beside those of the reference
     return row | {"speed_of": speed} | answer
 
 
@@ -141,7 +163,7 @@ def add_ratios(rows: list[dict[str, Any]]) -> None:
     """Beside each result: the source's cache by its own, as reported and as promised; its speed by the source's."""
     source = rows[0]
     for row in rows:
-        if "cache" not in row or "cache" not in source:
+        if "cache" not in row or "cache" not in source or source["attention"] != "source":
             continue
         row["cache_ratio"] = source["cache"] / row["cache"]
         row["cache_ratio_promised"] = source["cache_promised"] / row["cache_promised"]
@@ -175,10 +197,12 @@ def merge(file: Path, rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT", help="the source first")
+    parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT", help="the source first, for ratios")
     parser.add_argument("--engine", choices=SCRIPTS, required=True)
     parser.add_argument("--python", help="the Python that has the engine (default: an environment variable, or this)")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="an option of the engine")
+    parser.add_argument("--prompts", type=int, metavar="N", help="N windows of a text, not eight sentences")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="the text of --prompts (default: the one that ships)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--speed", nargs=3, type=int, metavar=("BATCH", "CONTEXT", "TOKENS"), help="measure speeds too")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one checkpoint")

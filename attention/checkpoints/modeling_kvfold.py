@@ -33,7 +33,8 @@ class FixedRotation(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate ``x [B, heads, T, D]`` by ``positions [B or 1, T]``."""
-        if self._table is None or self._table.device != x.device:
+        # vLLM traces the model first, which leaves a proxy here
+        if not isinstance(self._table, Tensor) or self._table.device != x.device:
             self._table = torch.tensor(self.frequencies, dtype=torch.float32, device=x.device)
         angles = positions[:, None, :, None].to(x.device).float() * self._table
         cos, sin = (
@@ -107,16 +108,20 @@ class GroupedSelfAttention(SelfAttention):
         self, hidden_states: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """The heads' outputs ``[B, T, H, D]``, and the attention weights if they were computed."""
-        projected = [projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj)]
-        if self.clip is not None:
-            projected = [each.clamp(-self.clip, self.clip) for each in projected]
-        # [B, heads, T, D]
-        query, key, value = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in projected)
-        if self.rotation is not None and positions is not None:
-            query, key = self.rotation(query, positions), self.rotation(key, positions)
+        query, key, value = self.projected(hidden_states, positions)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         return configured_attention(self, query, key, value, with_alibi(mask, query, options), **options)
+
+    def projected(self, hidden_states: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[B, H, T, D]``, and keys and values ``[B, G, T, D]``, of new tokens."""
+        projected = [projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj)]
+        if self.clip is not None:
+            projected = [each.clamp(-self.clip, self.clip) for each in projected]
+        query, key, value = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in projected)
+        if self.rotation is not None and positions is not None:
+            query, key = self.rotation(query, positions), self.rotation(key, positions)
+        return query, key, value
 
 
 class QueryNorm(nn.Module):
@@ -314,7 +319,9 @@ class Replaced:
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
         super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
-        attention = VARIANTS[config.kvfold["variant"]]
+        variant = config.kvfold["variant"]
+        # an engine may have set a class of its own (vllm_plugin.py)
+        attention = VARIANTS.get(f"{config._attn_implementation} {variant}", VARIANTS[variant])
         for parent in list(self.modules()):  # type: ignore[attr-defined]
             for name, child in list(parent.named_children()):
                 # families subclass the attention of others: the replaced name may be a parent's

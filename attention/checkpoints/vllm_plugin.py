@@ -8,16 +8,32 @@ caches latents in a way that vLLM has no kernel for; layout ``engine`` and ``fre
 from typing import Any
 
 import transformers
+from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvfold.attention.checkpoints import SOURCES, modeling_kvfold
 from kvfold.attention.checkpoints.registered import register_models
 
 
+class ServedSelfAttention(modeling_kvfold.GroupedSelfAttention):
+    """Grouped attention over the pages of vLLM, which looks for the call of its function in the source of `forward`."""
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, position_ids: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, None]:
+        """``hidden_states [1, T, E]``, new tokens of all sequences one after the other, to ``[1, T, E]``."""
+        query, key, value = self.projected(hidden_states, position_ids)
+        attention = ALL_ATTENTION_FUNCTIONS["vllm"]
+        context, _ = attention(self, query, key, value, None, scaling=self.scaling)  # [T, H * D]
+        return self.o_proj(context.view(*hidden_states.shape[:2], -1)), None
+
+
 def register() -> None:
     """Register layout ``kvfold`` of the families whose stock class vLLM can run; may be called again."""
     register_models()
+    modeling_kvfold.VARIANTS["vllm grouped"] = ServedSelfAttention
     for source in SOURCES:
         stock = CONFIG_MAPPING[source]
         config = getattr(modeling_kvfold, f"Kvfold{stock.__name__}")
@@ -25,7 +41,8 @@ def register() -> None:
         # Classes that have key/value heads of their own are in this layout for MLA only.
         if model.is_backend_compatible() and not hasattr(stock(), "num_key_value_heads"):
             setattr(transformers, model.__name__, model)
-            config.num_key_value_heads = property(_kv_heads)
+            # A source's config may hold the name too, with its own number.
+            config.num_key_value_heads = property(_kv_heads, lambda config, value: None)
 
 
 def _kv_heads(config: Any) -> int:

@@ -19,6 +19,7 @@ PROPOSED = ((512, 64), (448, 64), (256, 64))  # splits that MLA kernels support
 _PARTS = (2, 3, 4, 8)  # divisors of the source's cache
 RANKS = (1, 2, 4, 8)  # of tensor parallelism
 _NOT_IN_SGLANG = ("nemotron", "smollm3")  # families whose class no EntryClass of srt/models names
+_PLUGGED = ("gpt2", "gpt_neox", "opt")  # whose folds kvfold's plug-in registers in vLLM
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def folded_result(model: Model, kv_heads: int | None = None) -> Result:
     size, family = model.geometry, model.family.model_type
     present = size.kv_heads if kv_heads is None else kv_heads
     if model.family.sizes.kv_heads is None:
-        return Result("own", size.layers, size.heads, present, size.head_dim)
+        return Result("own", size.layers, size.heads, present, size.head_dim, family=family)
     # A fold is written with the older keys that its source lacks.
     older = _older_rope(family, {**model.config, **older_rope_keys(model.config)})
     return Result("fold", size.layers, size.heads, present, size.head_dim, family=family, older_rope=older)
@@ -150,7 +151,8 @@ class Engine:
     def way(self, result: Result) -> Way:
         """The answer for ``result``. Only transformers was tested with everything that kvfold writes."""
         if self.ask is not _transformers:
-            if result.kind == "own":
+            plugged = self.ask is _vllm and result.family in _PLUGGED and not any(result.split)
+            if result.kind == "own" and not plugged:
                 return Way(False, "not tested with modeling code from a checkpoint")
             if result.family in WRAPPERS:
                 return Way(False, "not tested with multimodal wrappers")
@@ -194,7 +196,7 @@ def verdicts(result: Result, alternatives: Mapping[str, Result] | None = None) -
         }
         others = (options for options, other in smaller.items() if engine.way(other).serves)
         cache, instead = (result.elements(), None) if way.serves else (None, next(others, None))
-        ran = result.kind in runs and result.family in ("", "llama") and not way.read
+        ran = result.kind in runs and (result.kind == "own" or result.family in ("", "llama")) and not way.read
         made.append(Verdict(engine.name, engine.version, way.serves, cache, way.how, instead, ran))
     return made
 
@@ -246,6 +248,8 @@ def _transformers(result: Result) -> Way:
 
 
 def _vllm(result: Result) -> Way:
+    if result.kind == "own":
+        return Way(True, "if kvfold is installed in its environment")
     if result.kind == "fold":
         return Way(True)
     sizes = f"{', '.join(map(str, KERNEL_CACHES[:-1]))} or {KERNEL_CACHES[-1]}"
@@ -315,8 +319,9 @@ ENGINES = (
     # model_executor/layers/attention/mla_attention.py (sizes of the cache),
     # v1/attention/backends/mla/prefill/flash_attn.py (sizes of heads),
     # v1/attention/backends/mla/cpu_mla.py and amx_mla.py (512+64 only),
-    # model_executor/models/transformers/base.py (layout free), moe.py and fusers/moe.py in that folder (experts)
-    Engine("vLLM", "0.32.0", _vllm, ("fold", "free", "engine"), ("free", "engine")),
+    # model_executor/models/transformers/base.py (layout free), moe.py and fusers/moe.py in that folder (experts),
+    # fusers/attention.py there (layout kvfold)
+    Engine("vLLM", "0.32.0", _vllm, ("fold", "free", "engine", "own"), ("free", "engine")),
     # srt/models/deepseek_v2.py (config keys), EntryClass of srt/models/*.py (classes of folds),
     # srt/models/phi.py and olmo.py (key/value heads), srt/model_loader/utils.py (the way to transformers' code)
     Engine("SGLang", "0.5.23", _sglang, kept=Way(False, "not tested with FP8 weights and dense attention")),

@@ -30,7 +30,13 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "mla-free": {"to": "mla", "kv_rank": 48, "rope_dim": 16, **FREE},
     "mla-512-64-engine": {"to": "mla", "kv_rank": 512, "rope_dim": 64, **ENGINE},
     "mla-512-64-free": {"to": "mla", "kv_rank": 512, "rope_dim": 64, **FREE},
+    # of tiny random models, in layout kvfold
+    "gpt2-gqa-4": {"to": "gqa", "kv_heads": 4, "method": "mean"},
+    "gpt_neox-gqa-4": {"to": "gqa", "kv_heads": 4, "method": "mean"},
+    "gpt_neox-mla": {"to": "mla", "kv_rank": 48, "rope_dim": 16, "method": "svd"},
+    "opt-mqa": {"to": "mqa", "method": "mean"},
 }
+CLASSIC = {"hidden_size": 256, "vocab_size": 2048, "max_position_embeddings": 512}  # heads of 32 dims, vLLM's least
 EXPERTS = {"sliding_window": None, "head_dim": 16, "vocab_size": 2048, "max_position_embeddings": 512}
 
 
@@ -41,11 +47,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def python_with() -> Callable[[str], str]:
+def python_with() -> Callable[..., str]:
     """``python_with("KVFOLD_MLX_PYTHON")``: the Python that the variable names, or this one, if it has the engine."""
 
-    def find(variable: str) -> str:
-        modules = MODULES[variable]
+    def find(variable: str, *also: str) -> str:
+        modules = [*MODULES[variable], *also]
         if named := os.environ.get(variable):
             wanted = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {modules})))"
             if subprocess.run([named, "-c", wanted], check=False).returncode:
@@ -62,14 +68,16 @@ def python_with() -> Callable[[str], str]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """``made("gqa-2")``: the folder of the model that ships, converted as ``REQUESTS`` says.
 
-    ``experts-...`` is ``mla-...`` of a tiny random mixtral.
+    ``experts-...`` is ``mla-...`` of a tiny random mixtral; other names begin with the family of a tiny random source.
     """
     place = tmp_path_factory.mktemp("converted")
 
     def folder(name: str) -> Path:
-        out, source = place / name, place / "mixtral" if name.startswith("experts-") else demo_folder()
+        first, out = name.partition("-")[0], place / name
+        family = "mixtral" if first == "experts" else first
+        source = place / family if family in ("mixtral", *tiny_models.CLASSICS) else demo_folder()
         if not source.exists():
-            tiny_models.make_tiny("mixtral", source, EXPERTS)
+            tiny_models.make_tiny(family, source, EXPERTS if family == "mixtral" else CLASSIC)
             add_demo_tokenizer(source)
         if not out.exists():
             options = {"allow_growth": True, "quiet": True} | REQUESTS[name.replace("experts", "mla")]

@@ -35,6 +35,12 @@ def test_verdicts(
         assert row["differences"] == [{"prompt": 1, "token": 31, "logits_apart": apart}]
 
 
+def test_prompts_are_windows_over_the_whole_text(script: ModuleType) -> None:
+    assert script.windows([*range(50)], 3) == [[*range(at, at + 16)] for at in (0, 17, 34)]
+    with pytest.raises(SystemExit, match="--prompts 4 need 64 tokens of text, which has 50"):
+        script.windows([*range(50)], 4)
+
+
 def test_a_dead_engine_is_a_refusal_with_its_message(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,12 @@ OUTCOMES = {
         "mla-512-64-free": SERVED,
         "experts-512-64-engine": SERVED,
     },
+    "vllm with kvfold": {
+        "gpt2-gqa-4": SERVED,
+        "gpt_neox-gqa-4": SERVED,
+        "opt-mqa": SERVED,
+        "gpt_neox-mla": "vLLM has no kernels for MLA of layout kvfold",
+    },
     "vllm --model-impl transformers": {"mla-512-64-engine": SERVED, "mla-512-64-free": SERVED},
     "mlx": {
         "gqa-2": SERVED,
@@ -52,10 +58,10 @@ OPTIONS = {"vllm --model-impl transformers": ["--option", 'model_impl="transform
 
 @pytest.mark.parametrize("case", OUTCOMES)
 def test_tokens_equal_or_refused_and_the_cache_as_promised(
-    case: str, python_with: Callable[[str], str], made: Callable[[str], Path], tmp_path: Path
+    case: str, python_with: Callable[..., str], made: Callable[[str], Path], tmp_path: Path
 ) -> None:
     engine, expected, out = case.split()[0], OUTCOMES[case], tmp_path / "rows.json"
-    python = python_with(VARIABLES[engine])
+    python = python_with(VARIABLES[engine], *(["kvfold"] if "kvfold" in case else []))
     if engine == "llama.cpp" and not Path(SOURCES, "convert_hf_to_gguf.py").is_file():
         pytest.skip("no convert_hf_to_gguf.py; set KVFOLD_LLAMA_CPP to the folder of llama.cpp's sources")
     folders = [str(demo_folder()), *(str(made(name)) for name in expected)]

@@ -48,6 +48,16 @@ def test_folds_of_families_that_an_engine_reads_in_another_way():
     assert not any(each.ran for each in en.verdicts(en.folded_result(model(QWEN), 4)))
 
 
+def test_folds_of_layout_kvfold_are_served_by_vllm_where_the_plug_in_has_them(tiny_family):
+    for family in ("gpt2", "gpt_neox", "opt", "gptj"):
+        source = model_of(json.loads((tiny_family(family) / "config.json").read_text()))
+        found = en.verdicts(en.folded_result(source, 2))
+        served = {"transformers"} | ({"vLLM"} if family != "gptj" else set())
+        assert {verdict.engine for verdict in found if verdict.serves and verdict.ran} == served
+        latent = en.latent_result_of(source, LatentTarget(12, 0, layout="kvfold"))
+        assert {each.engine for each in en.verdicts(latent) if each.serves} == {"transformers"}
+
+
 def test_a_fold_of_a_checkpoint_without_rope_theta_is_written_with_one():
     """Checkpoints that transformers 5 wrote have it in ``rope_parameters`` only; tables by layer type stay alone."""
     plain = {"rope_type": "default", "rope_theta": 500000.0}

@@ -1,5 +1,6 @@
 """Layout ``kvfold``: families whose stock class cannot share heads, in checkpoints that bring their attention along."""
 
+import inspect
 import json
 import shutil
 import tomllib
@@ -19,7 +20,9 @@ from helpers.processes import run_python
 from safetensors.torch import load_file, save_file
 from tiny_models import CLASSICS
 from tokenizers import Tokenizer
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.attention import register_models
 from kvfold.attention.checkpoints import modeling_kvfold
@@ -395,21 +398,57 @@ def test_a_config_that_kvfold_did_not_write_is_named(kv_heads, tiny_family, tmp_
         inspect_checkpoint(str(out))
 
 
-def test_vllm_finds_folds_of_layout_kvfold_by_the_plug_in(monkeypatch):
-    """vLLM's Transformers backend reads a class from transformers, and the key/value heads from its config."""
+@pytest.fixture
+def plug_in(monkeypatch):
+    """vLLM's plug-in; what it sets is removed after the test, since others run in this process."""
     for source, name in {"GPT2": "LMHeadModel", "GPTNeoX": "ForCausalLM", "OPT": "ForCausalLM"}.items():
-        # Other tests run in this process: what the plug-in sets is removed after this one.
         config = getattr(modeling_kvfold, f"Kvfold{source}Config")
         monkeypatch.setattr(config, "num_key_value_heads", None, raising=False)
         monkeypatch.setattr(transformers, f"Kvfold{source}{name}", None, raising=False)
+    monkeypatch.setattr(modeling_kvfold, "VARIANTS", {**modeling_kvfold.VARIANTS})
     entry = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["entry-points"]
-    plug_in = EntryPoint("kvfold", entry["vllm.general_plugins"]["kvfold"], "vllm.general_plugins").load()
+    return EntryPoint("kvfold", entry["vllm.general_plugins"]["kvfold"], "vllm.general_plugins").load()
+
+
+def test_vllm_finds_folds_of_layout_kvfold_by_the_plug_in(plug_in):
+    """vLLM's Transformers backend reads a class from transformers, and the key/value heads from its config."""
     for _ in range(2):  # vLLM calls it in each of its processes, perhaps twice
         plug_in()
     found = {name.removeprefix("Kvfold") for name in vars(transformers) if name.startswith("Kvfold")}
     assert found == {"GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM"}
-    config = transformers.AutoConfig.for_model("kvfold_gpt_neox", kvfold={"variant": "grouped", "kv_heads": 2})
+    stated = {"kvfold": {"variant": "grouped", "kv_heads": 2}, "num_key_value_heads": 8}  # the source's
+    config = transformers.AutoConfig.for_model("kvfold_gpt_neox", **stated)
     assert config.num_key_value_heads == 2
     config.kvfold = {"variant": "latent"}
     with pytest.raises(ValueError, match=r"no kernels for MLA of layout kvfold .kvfold_gpt_neox.; convert the source"):
         _ = config.num_key_value_heads
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "opt"])
+@torch.no_grad()
+def test_attention_of_the_plug_in_is_that_of_the_checkpoint(name, plug_in, tiny_family, tmp_path, monkeypatch):
+    """Over a function that takes and returns what vLLM's does, in the one place where vLLM looks for its call."""
+
+    def pages(module, query, key, value, mask, scaling):
+        assert mask is None
+        context = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        return context.transpose(1, 2).flatten(2)[0], None
+
+    out = convert(tiny_family(name), tmp_path / "out", kv_heads=2)
+    register_models()
+    expected = stock_model(out)(tokens()[:1]).logits
+    plug_in()
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "vllm", pages)
+    served = stock_model(out, attn_implementation="vllm")
+    kinds = [type(module) for module in served.modules() if isinstance(module, modeling_kvfold.SelfAttention)]
+    assert len(kinds) == 2
+    assert all("ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind.forward) for kind in kinds)
+    torch.testing.assert_close(served(tokens()[:1], use_cache=False).logits, expected, **TOLERANCE)
+
+
+def test_a_traced_rotation_rotates():
+    """vLLM traces modules that it serves afterwards."""
+    rotation = modeling_kvfold.FixedRotation([1.0], 1.0)
+    torch.fx.symbolic_trace(rotation)
+    turned = rotation(torch.tensor([[[[1.0, 0.0]]]]), torch.tensor([[1]]))
+    torch.testing.assert_close(turned.flatten(), torch.tensor([0.5403023, 0.8414710]))
