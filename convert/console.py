@@ -211,7 +211,9 @@ def _usage(error: click.ClickException, command: click.Command, name: str, argum
     if isinstance(error, click.BadOptionUsage) and text.endswith("requires an argument"):
         options = (option for option in command.params if error.option_name in option.opts and option.metavar)
         text += "".join(f": {option.metavar}" for option in options)
-    return f"{where}: {text[:1].lower()}{text[1:]}; see `{where} --help`"
+    # A capital that begins a name in capitals, as REPO, stays.
+    text = text if text[1:2].isupper() else f"{text[:1].lower()}{text[1:]}"
+    return f"{where}: {text}; see `{where} --help`"
 
 
 def duration(seconds: float) -> str:
@@ -244,9 +246,10 @@ def check_files(json_file: str | None, plot: str | None = None, report: str | No
 
 def _reserve_stdout() -> None:
     """Send to stderr what libraries print to stdout past Python, as tokenizers does with its warnings."""
-    if sys.stdout is sys.__stdout__ and sys.stdout.fileno() == 1:
-        sys.stdout.flush()
-        sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    usual = sys.__stdout__
+    if usual is not None and sys.stdout is usual and usual.fileno() == 1:
+        usual.flush()
+        sys.stdout = os.fdopen(os.dup(1), "w", encoding=usual.encoding, errors=usual.errors)
         os.dup2(2, 1)
 
 

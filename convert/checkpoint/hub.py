@@ -149,5 +149,6 @@ def _asking(model: str) -> Iterator[None]:
     except Exception as error:  # the hub's library passes on its transport's errors, which have no common base
         kinds = [kind.__name__ for kind in type(error).__mro__]
         advice = next((text for name, text in _HUB_ADVICE.items() if name in kinds), None)
-        reason = advice or f"no such folder here, and the hub could not provide it: {first_line(error)}"
+        failed = f"the hub could not provide it ({first_line(error)})"
+        reason = advice or f"no such folder here, and {failed}; check the path or the hub id"
         raise InputError(f"{model}: {reason}") from None

@@ -98,5 +98,7 @@ def _lines(prompts: IO[str]) -> Iterator[str]:
         line = prompts.readline()
         if not line or (prompts.isatty() and not line.strip()):
             return
-        if line.strip():
-            yield line.strip()
+        if prompt := line.strip():
+            if not prompts.isatty():
+                click.echo(f"> {prompt}")
+            yield prompt

@@ -338,7 +338,7 @@ def _sweep(
     if not request.quiet:
         count, length = tokens.calibration.shape
         where = f"{count} x {length} tokens of {text_name(tokens.source)}"
-        print(f"sweeping over {len(plans)} targets on {where}", file=sys.stderr)
+        print(f"sweeping over {len(plans)} target{'s' * (len(plans) != 1)} on {where}", file=sys.stderr)
     surveyed: Survey | None = None
     try:
         for group in groups({target: plan for target, plan in zip(targets, plans, strict=True) if target not in rows}):

@@ -243,8 +243,8 @@ def _transformers(result: Result) -> Way:
         return Way(True, "with trust_remote_code=True, or without it after kvfold.attention.register_models()")
     absorb = "kvfold.attention.absorb(model) decodes over the latent cache"
     if result.experts:
-        return Way(True, f"version 5.4 or later, as Mistral4ForCausalLM; {absorb}")
-    return Way(True, {"fold": "", "free": f"version 5.1 or later; {absorb}"}.get(result.kind, absorb))
+        return Way(True, f"version 5.17 or later, as Mistral4ForCausalLM; {absorb}")
+    return Way(True, {"fold": "", "free": f"version 5.17 or later; {absorb}"}.get(result.kind, absorb))
 
 
 def _vllm(result: Result) -> Way:

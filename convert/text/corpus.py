@@ -222,7 +222,10 @@ def calibration_texts(given: Sequence[str], chats: bool) -> list[str | None]:
 
 
 def check_sources(names: Iterable[str], option: str = "calibration") -> None:
-    """Raise InputError if a file or dataset given with ``option`` does not exist or cannot be read as text."""
+    """Raise InputError if a file or dataset given with ``option`` does not exist or cannot be read as text.
+
+    Of a .jsonl file the first line is parsed too, so that a file of another form is refused before models are read.
+    """
     for name in names:
         if option == "calibration":
             name, _ = with_share(name)
@@ -230,6 +233,12 @@ def check_sources(names: Iterable[str], option: str = "calibration") -> None:
                 continue
         if fault := _source_fault(Path(name)):
             raise option_error(option, name, fault)
+        path = Path(name)
+        if path.suffix == _ROWS_SUFFIX and path.is_file():
+            with path.open("rb") as file:
+                first = file.readline(_SNIFFED)
+            if len(first) < _SNIFFED:
+                list(TextFile(name, path, lambda messages: "", 0)._parse(0, first))
 
 
 def _source_fault(path: Path) -> str | None:

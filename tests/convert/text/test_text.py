@@ -148,7 +148,7 @@ def test_messages_go_through_the_chat_template_and_get_one_bos(tmp_path: Path) -
         b'{"text": "fine"}\n\n{"body": "x"}\n',
         b'{"text": "fine"}\n\n{"text": 3}\n',
         b'{"text": "fine"}\n\n{"messages": [{"role": "user", "content": "hello"}]}\n',
-        b"plain\nmore\ncaf\xe9\n",
+        b'{"text": "a"}\n\ncaf\xe9\n',
         b"",
         b'{"text": "short"}\n' * 40,
     ],
@@ -159,6 +159,12 @@ def test_rows_that_give_no_text_are_named_with_their_line(tmp_path: Path, conten
     path.write_bytes(content)
     with refused():
         load_calibration(str(path), byte_tokenizer(eos=False), 1, 32)
+
+
+def test_a_file_without_rows_is_refused_before_a_model_is_read(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("not json\n")
+    with pytest.raises(InputError, match="line 1: not JSON"):
+        check_sources([f"{tmp_path / 'rows.jsonl'}:3"])
 
 
 def test_too_little_text_and_sequences_that_cannot_be(tmp_path: Path, tokenizer: Any, refused: Any) -> None:
