@@ -56,9 +56,12 @@ STAGES = {
     "baseline": "",  # mean pooling, or the weights' singular vectors: set by the target
     "fitted": "",
     "fitted on both": "",  # half of the calibration is code
+    "fitted on both 3:1": "",  # a quarter is
+    "refined 50 on both 3:1": "--refine 50",
     "refined": "--refine auto",
     "polished": "--refine auto --polish auto",
     "briefly polished on both": "--refine 50 --polish 100",
+    "effort normal on both": "--polish 100k --refine 50",  # a quarter is code
     "polished 400k on both": "--polish 400k",  # a quarter is code
     "polished 1M on both": "--polish 1M --keep-intervals",
     # The fitted checkpoint, trained further: options of `kvfold uptrain`.
@@ -120,13 +123,18 @@ def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+def blended(stage: str) -> bool:
+    """Whether a quarter of the calibration text is code, of the split that is long enough for polishing."""
+    return STAGES[stage].startswith("--polish") or stage.endswith("3:1")
+
+
 def options(args: argparse.Namespace, target: str, stage: str, code: Path) -> list[str]:
     """The options of `kvfold convert` for a row; ``code`` is a file of code to calibrate on."""
     baseline = ["--method", "svd" if "mla" in TARGETS[target] else "mean"]
     if stage == "baseline":
         return [*TARGETS[target].split(), *baseline]
-    texts = [args.calibration, *([code] if stage.endswith("on both") else [])]
-    shares = (":3", ":1") if STAGES[stage].startswith("--polish") else ("", "")
+    texts = [args.calibration, *([code] if "on both" in stage else [])]
+    shares = (":3", ":1") if blended(stage) else ("", "")
     named = [f"{text}{share}" for text, share in zip(texts, shares, strict=False) if text is not None]
     # Without the dialogues that a chat model writes by default, which recipes/chat_answers.py measures.
     calibration = [word for text in [*named, "self:0"] for word in ("--calibration", text)]
@@ -166,10 +174,7 @@ def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tens
     with work_folder(args.work, f"{target} {stage}") as place:
         out, code = place / "out", place / "code.txt"
         # What is polished needs more than the calibration split has; the other split trained the model that ships.
-        code.write_text(
-            read_text("train" if STAGES[stage].startswith("--polish") else "calibration"),
-            encoding="utf-8",
-        )
+        code.write_text(read_text("train" if blended(stage) else "calibration"), encoding="utf-8")
         given = options(args, target, stage, code)
         # Of a row that was interrupted later only the rest is timed.
         seconds = 0.0 if out.exists() else run(["convert", str(args.model), str(out), *given, "--quiet"])

@@ -27,6 +27,9 @@ _MOST, _LESS = "thorough", "normal"  # the effort that is recommended, and the o
 # A polished token passes through the source, and through the result forward and, at twice the time, backward: derived,
 # not measured. Held-out text is read in float32 from disk, so that the estimate is rather too long.
 _PASSES = 4
+# The time of refining all layers by a step on sequences of one token, in polished tokens: 4.1 and 4.9 on SmolLM2-135M,
+# MLA 128+64 and 64+64 (rows "effort normal" of real_models.json, 2026-11-25).
+_REFINED = 4.5
 _UPTRAIN = {"steps": 200, "batch_tokens": 16384}  # chosen: a batch of a quarter of the default, a few million tokens
 
 
@@ -130,18 +133,20 @@ def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep 
     """The same conversion with polishing; None if it was polished as long, or the model does not fit in memory."""
     request, wanted, length = _asked(plan), tokens_of(EFFORTS[_MOST]["polish"]) or 0, plan.request.length
     done = steps_of(request.polish, length) * step_tokens(length) if request.polish else 0
-    polished = replace(request, **EFFORTS[_MOST])
+    effort = EFFORTS[_MOST] | ({"refine": request.refine} if request.refine else {})
+    polished = replace(request, **effort)
     free, sized = free_bytes(plan), polished.sized(plan.geometry.positions)
     if done >= wanted or (free is not None and needs_of(replace(plan, request=sized)).memory > free):
         return None
     why = "polish on more tokens"
     if not done:
         why = "polish, which more than halved the excess loss of all conversions measured"
-        if per_token is not None and not request.refine:
-            shorter = seconds + per_token * (tokens_of(EFFORTS[_LESS]["polish"]) or 0)
-            why += f"; {opt('effort', _LESS)} takes about {_time(shorter)}, {opt('effort', _MOST)}"
+    refined = 0 if request.refine else _REFINED * effort["refine"] * sized.length
+    if not done and per_token is not None and not request.refine:
+        shorter = seconds + per_token * (refined + (tokens_of(EFFORTS[_LESS]["polish"]) or 0))
+        why += f"; {opt('effort', _LESS)} takes about {_time(shorter)}, {opt('effort', _MOST)}"
     written = ", plus the time to write further dialogues" if writes_text(plan) else ""
-    time = None if per_token is None else seconds + per_token * (wanted - done)
+    time = None if per_token is None else seconds + per_token * (refined + wanted - done)
     return NextStep(_again(polished, request.out, "--overwrite"), why, time, written)
 
 
@@ -163,7 +168,7 @@ def _again(request: ConvertRequest, out: str, *flags: str) -> str:
     """The command of ``request`` that writes ``out``."""
     left_out = ("model", "out", "quiet", "resume", "fresh", "overwrite", "keep_intervals")
     given = {name: value for name, value in request.given().items() if name not in left_out}
-    if not request.refine and EFFORTS[_MOST].items() <= given.items():
+    if EFFORTS[_MOST].items() <= given.items():
         given = {name: value for name, value in given.items() if name not in EFFORTS[_MOST]} | {"effort": _MOST}
     return shlex.join(["kvfold", "convert", request.model, out, *command_words(given), *flags])
 

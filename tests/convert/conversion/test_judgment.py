@@ -82,7 +82,7 @@ def test_verdicts_and_commands_are_told(planned, told):
     ("options", "loss", "expected"),
     [
         (LATENT, POOR, {"effort": "thorough"}),
-        (LATENT | {"refine": 5}, POOR, {"polish": "1M", "repeat_text": True}),
+        (LATENT | {"refine": 5}, POOR, {"refine": 5, "polish": "1M", "repeat_text": True}),
         (LATENT, AWFUL, {"budget": 64, "kv_rank": None}),
         (LATENT | {"polish": "1M"}, POOR, {"budget": 64, "polish": "1M"}),
         ({"to": "mqa"}, AWFUL, {"to": "gqa", "kv_heads": 2}),
@@ -118,8 +118,9 @@ def test_without_a_larger_target_or_more_polishing_the_result_is_trained(planned
 def test_the_time_follows_from_the_timings_of_the_run(planned):
     fitted, polished = planned(**LATENT), planned(**LATENT, polish="200k", repeat_text=True)
     passed = 8 * 256 * 1e-4  # 1e-4 s per token
-    assert next_step(fitted, drift_of(POOR), 60.0, passed).seconds == pytest.approx(60 + 400)
-    assert next_step(polished, drift_of(POOR), 60.0, passed).seconds == pytest.approx(60 + 320, rel=0.01)
+    refined = judgment._REFINED * 50 * fitted.request.length * 4e-4
+    assert next_step(fitted, drift_of(POOR), 60.0, passed).seconds == pytest.approx(60 + 400 + refined)
+    assert next_step(polished, drift_of(POOR), 60.0, passed).seconds == pytest.approx(60 + 320 + refined, rel=0.01)
     assert next_step(fitted, drift_of(POOR), 60.0, None).seconds is None
 
 
