@@ -148,6 +148,9 @@ def page(measured: list[dict[str, Any]]) -> str:
         f"{source['date']}, torch {versions['torch']}, transformers {versions['transformers']};",
         "`recipes/chat_answers.py` ([all figures and answers](../recipes/results/chat_answers.json)).",
         "",
+        "The KL on dialogues is a mean over thousands of tokens, but a single answer goes either way: that about the",
+        "capital of France is wrong at a third with dialogues, and right without.",
+        "",
         f"The greedy answers to twenty fixed instructions, at most {LONGEST} tokens each:",
     ]
     for number, instruction in enumerate(INSTRUCTIONS):
