@@ -311,7 +311,7 @@ class ConvertRequest(Request):
             way_out = f"omit {opt('keep_quantized')}, or change {opt('dtype')}"
             yield "keep_quantized", f"{either}, not {self.dtype}; {way_out}"
         if self.effort in EFFORTS:
-            chosen = f"{opt('effort', self.effort)} stands for {opt('refine')} and {opt('polish')}"
+            chosen = f"{opt('effort', self.effort)} chooses {opt('refine')} and {opt('polish')}"
             yield "effort", f"{chosen}; omit {opt('effort')}, or use it without {opt('polish')} and {opt('refine')}"
         if self.resume and self.fresh:
             yield "fresh", f"{opt('fresh', True)} discards what {opt('resume', True)} continues; omit one of the two"

@@ -62,8 +62,7 @@ STAGES = {
     "polished": "--refine auto --polish auto",
     "briefly polished on both": "--refine 50 --polish 100",
     "effort normal on both": "--polish 100k --refine 50",  # a quarter is code
-    "polished 400k on both": "--polish 400k",  # a quarter is code
-    "polished 1M on both": "--polish 1M --keep-intervals",
+    "polished 1M on both": "--polish 1M --keep-intervals",  # a quarter is code
     # The fitted checkpoint, trained further: options of `kvfold uptrain`.
     "uptrained": "--steps 50 --batch-tokens 1024 --seq-len 256 --eval-every 0",
 }
@@ -176,8 +175,11 @@ def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tens
         # What is polished needs more than the calibration split has; the other split trained the model that ships.
         code.write_text(read_text("train" if blended(stage) else "calibration"), encoding="utf-8")
         given = options(args, target, stage, code)
-        # Of a row that was interrupted later only the rest is timed.
-        seconds = 0.0 if out.exists() else run(["convert", str(args.model), str(out), *given, "--quiet"])
+        # A checkpoint that is there already was converted by a run that was interrupted before its row was written.
+        timed = place / "seconds"
+        if not out.exists():
+            timed.write_text(str(run(["convert", str(args.model), str(out), *given, "--quiet"])))
+        seconds = float(timed.read_text())
         record = json.loads((out / "kvfold.json").read_text())
         elements = record["cache_elements_per_token_per_layer"]
         if stage.startswith("uptrained"):

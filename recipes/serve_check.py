@@ -184,10 +184,11 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def merge(file: Path, rows: list[dict[str, Any]]) -> None:
-    """Puts ``rows`` in the place of those of the same engine, checkpoint, dtype and options."""
+    """Puts ``rows`` in the place of those of the same engine, checkpoint, dtype, options and prompts."""
 
     def key(row: dict[str, Any]) -> str:
-        return json.dumps([row[name] for name in ("engine", "checkpoint", "layout", "dtype", "options")])
+        names = ("engine", "checkpoint", "layout", "dtype", "options", "prompts_of")
+        return json.dumps([row.get(name) for name in names])
 
     old = json.loads(file.read_text())["rows"] if file.exists() else []
     kept = {key(row): row for row in old} | {key(row): row for row in rows}

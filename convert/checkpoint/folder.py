@@ -51,7 +51,7 @@ _LARGEST_FILE = 64 << 20  # of those without weights: the largest tokenizers and
 MOST_LAYERS = 1024
 _NO_NUMBER = 1 << 53  # larger ones are no numbers to many readers of JSON; tokenizers have them for no "max_length"
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
-# Far beyond published models: classes compute tables of rotary frequencies and positions from these when they are built
+# Far beyond published models: classes compute tables of rotary frequencies from these when they are built
 _MOST_WIDTH = 1 << 20
 _WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "head_dim", "qk_rope_head_dim", "rotary_dim")
 

@@ -48,7 +48,7 @@ class Loss:
 
 # The limits of the first two verdicts, between the rows of the table in docs/choosing.md.
 LIMITS = {NEAR: Loss(0.07, 0.12, 0.20), WORSE: Loss(0.25, 0.40, 0.35)}
-# The parts that refinement and polishing leave of each figure: the largest of three targets (table in the same page).
+# The parts that `--refine auto --polish auto` leaves of each figure: the largest of three targets (same page).
 _LEFT = Loss(0.40, 0.60, 0.80)
 
 
@@ -138,9 +138,9 @@ def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep 
     free, sized = free_bytes(plan), polished.sized(plan.geometry.positions)
     if done >= wanted or (free is not None and needs_of(replace(plan, request=sized)).memory > free):
         return None
-    why = "polish on more tokens"
+    why = "polish on more tokens" if request.refine else "refine, and polish on more tokens"
     if not done:
-        why = "polish, which more than halved the excess loss of all conversions measured"
+        why = "refine and polish, which left 0.3 to 0.55 of the excess loss of the conversions measured"
     refined = 0 if request.refine else _REFINED * effort["refine"] * sized.length
     if not done and per_token is not None and not request.refine:
         shorter = seconds + per_token * (refined + (tokens_of(EFFORTS[_LESS]["polish"]) or 0))

@@ -117,7 +117,7 @@ def drift_table(report: DriftReport, layers: bool = False) -> str:
     worst = sorted(error, key=lambda index: error[index] if math.isfinite(error[index]) else math.inf, reverse=True)
     shown = worst[:_WORST]
     ordered = f"sorted by the local error of the residual: {len(shown)} of {len(worst)} layers"
-    note = f"{ordered}; behind each error, that of rounding; --layers: all layers, and the terms"
+    note = f"{ordered}; after each error, its rounding floor; --layers: all layers, and the terms"
     return "\n".join([*lines, "", *_layers(report, shown), note])
 
 

@@ -129,6 +129,7 @@ def test_exit_status_and_error_of_a_process():
         "sweep a --targets mla:٣",
         "sweep a --within 5%",
         "sweep a --within 0",
+        "sweep a --within inf",
         "inspect a --json " + "x" * 300,
         "drift a b --report " + "x" * 300,
         "drift a b --text " + "x" * 300,

@@ -122,6 +122,9 @@ def test_the_time_follows_from_the_timings_of_the_run(planned):
     assert next_step(fitted, drift_of(POOR), 60.0, passed).seconds == pytest.approx(60 + 400 + refined)
     assert next_step(polished, drift_of(POOR), 60.0, passed).seconds == pytest.approx(60 + 320 + refined, rel=0.01)
     assert next_step(fitted, drift_of(POOR), 60.0, None).seconds is None
+    normal = next_step(planned(**LATENT, effort="normal"), drift_of(POOR), 60.0, passed)
+    assert normal.seconds == pytest.approx(60 + 360, rel=0.01)
+    assert normal.why == "polish on more tokens"
 
 
 def test_a_model_that_writes_dialogues_takes_longer_to_polish(planned, monkeypatch):

@@ -44,7 +44,7 @@ def test_a_summary_is_short_and_has_the_worst_layers_first():
     assert lines.index("") <= 10
     assert lines[lines.index("") + 2].startswith("from 0")
     assert [int(line.split()[0]) for line in lines[lines.index("") + 3 : -1]] == [4, 9, 14]
-    assert lines[-1].startswith("sorted by the local error of the residual: 3 of 30 layers; behind each error, that")
+    assert lines[-1].startswith("sorted by the local error of the residual: 3 of 30 layers; after each error, its")
     assert (REPORT.kl, REPORT.excess) == (0.1234, REPORT.measured.excess)
     assert REPORT.perplexity == pytest.approx(51.31)
 
