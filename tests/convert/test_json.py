@@ -8,7 +8,7 @@ import pytest
 from fuzz.judge import strict
 
 from kvfold.convert import cli
-from kvfold.convert.data import demo_folder
+from kvfold.convert.data import demo_folder, read_text
 
 SMALL = ["--samples", "2", "--seq-len", "32"]
 RESULTS = {
@@ -57,13 +57,17 @@ def test_every_command_and_checkpoint(results, tmp_path, name, command):
 
 
 @pytest.mark.slow
-def test_commands_that_load_whole_models(results, tmp_path):
+@pytest.mark.parametrize("name", RESULTS)
+def test_commands_that_load_whole_models(results, tmp_path, name):
     small = ["--context", "16", "--batch", "1", "--prefill-tokens", "0", "--seconds", "0", "--device", "cpu", "--quiet"]
     lengths = ["--lengths", "256", "--samples", "2", "--quiet"]
-    run("eval", demo_folder(), results["free"], *lengths, "--json", tmp_path / "e")
-    run("bench", results["free"], *small, "--json", tmp_path / "b")
+    (tmp_path / "text.txt").write_text(read_text("calibration"))
+    steps = ["--text", tmp_path / "text.txt", "--steps", "1", "--batch-tokens", "64", "--seq-len", "32", "--quiet"]
+    run("eval", demo_folder(), results[name], *lengths, "--json", tmp_path / "e")
+    run("bench", results[name], *small, "--json", tmp_path / "b")
+    run("uptrain", results[name], tmp_path / "trained", *steps, "--json", tmp_path / "u")
     run("recipes", "--json", tmp_path / "r")
-    assert all(strict((tmp_path / name).read_text()) for name in "ebr")
+    assert all(strict((tmp_path / file).read_text()) for file in "ebur")
 
 
 def test_json_on_stdout_is_alone_when_a_library_prints_past_python():
