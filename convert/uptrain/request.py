@@ -62,7 +62,9 @@ class UptrainRequest(Request):
         "Warmup, as a fraction of the steps.",
         check=lambda value: None if 0 <= value < 1 else "at least 0 and below 1",
     )
-    weight_decay: float = option(0.0, "Weight decay (except biases and norms), times the learning rate.", least=0)
+    weight_decay: float = option(
+        0.0, "Weight decay (except biases and norms), times the learning rate.", least=0, below=100
+    )
     clip: float = option(1.0, "Maximum gradient norm; 0 disables clipping.", least=0)
     eval_every: int = option(
         100, "Steps between drift measurements; 0 disables them.", panel="Measurement", metavar="N", least=0
