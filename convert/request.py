@@ -32,9 +32,9 @@ Steps = int | Literal["auto"]
 Length = int | Literal["auto"]
 
 TARGETS: tuple[str, ...] = get_args(Target)
-# Options that --effort stands for, the tokens chosen. SmolLM2-135M, MLA 128+64, fitted and refined in 50 steps:
-# held-out KL 0.112 after 11 minutes of one core, where polishing alone took 512k tokens, more than an hour, to get
-# there (recipes/results/real_models.json, 2026-11-25).
+# Options that --effort stands for, the tokens chosen. SmolLM2-135M, MLA 128+64: held-out KL 0.158 as fitted, 0.112
+# refined in 50 steps, 0.104 polished on 100k tokens after that, in 27 minutes; polishing alone 0.112 on 512k tokens and
+# 0.099 on 1M, in 141 minutes (recipes/results/real_models.json, one core, 2026-11-25).
 EFFORTS: dict[str, dict[str, Any]] = {
     "quick": {},
     "normal": {"refine": 50, "polish": "100k", "repeat_text": True},

@@ -27,8 +27,8 @@ _MOST, _LESS = "thorough", "normal"  # the effort that is recommended, and the o
 # A polished token passes through the source, and through the result forward and, at twice the time, backward: derived,
 # not measured. Held-out text is read in float32 from disk, so that the estimate is rather too long.
 _PASSES = 4
-# The time of refining all layers by a step on sequences of one token, in polished tokens: 4.1 and 4.9 on SmolLM2-135M,
-# MLA 128+64 and 64+64 (rows "effort normal" of real_models.json, 2026-11-25).
+# The time of refining all layers by a step on sequences of one token, in polished tokens: 4.1 and 4.9 by the clock of
+# the runs behind the rows "effort normal on both" of real_models.json (SmolLM2-135M, 2026-11-25).
 _REFINED = 4.5
 _UPTRAIN = {"steps": 200, "batch_tokens": 16384}  # chosen: a batch of a quarter of the default, a few million tokens
 
