@@ -90,7 +90,8 @@ def rows(done: list[Row], folder: str) -> Iterator[Row]:
                     whole = [places.get(word, word) for word in words]
                     load = round(os.getloadavg()[0], 1)
                     found = measured([*around, sys.executable, "-m", "kvfold.convert", *whole], extra)
-                    yield {"condition": name, "command": command, "threads": threads, "load_before": load, **found}
+                    row = {"condition": name, "command": command, "threads": threads, "load_before": load, **found}
+                    yield row | {"date": conditions()["date"]}
 
 
 def main() -> None:
