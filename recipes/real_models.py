@@ -175,7 +175,7 @@ def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tens
         # What is polished needs more than the calibration split has; the other split trained the model that ships.
         code.write_text(read_text("train" if blended(stage) else "calibration"), encoding="utf-8")
         given = options(args, target, stage, code)
-        # A checkpoint that is there already was converted by a run that was interrupted before its row was written.
+        # A checkpoint that is there was converted before; of an interrupted conversion only the rest is timed.
         timed = place / "seconds"
         if not out.exists():
             timed.write_text(str(run(["convert", str(args.model), str(out), *given, "--quiet"])))

@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).parent / "benchmarks"))
+sys.path += [str(Path(__file__).parent / "benchmarks"), str(Path(__file__).parent / "serve")]
 from measured import conditions
+from worker import batches
 
 SCRIPTS = {"vllm": "engine_vllm.py", "mlx": "engine_mlx.py", "llama.cpp": "engine_llama_cpp.py"}
 PYTHONS = {"vllm": "KVFOLD_VLLM_PYTHON", "mlx": "KVFOLD_MLX_PYTHON", "llama.cpp": "KVFOLD_LLAMA_CPP_PYTHON"}
 SOURCES = "KVFOLD_LLAMA_CPP"  # the folder of llama.cpp's sources
-LENGTH, NEW_TOKENS, BATCH = 16, 32, 20
+LENGTH, NEW_TOKENS = 16, 32
 TIE = 1e-3  # logits
 TEXT = """The river was high that spring, and the road to the village lay under water for most of a week.
 She opened the letter slowly, read it twice, and put it back into the drawer without a word.
@@ -60,10 +61,7 @@ class Reference:
         else:
             told = "".join(read_documents("held_out")) if text is None else text.read_text(encoding="utf-8")
             self.prompts = windows(tokenizer(told)["input_ids"], prompts)
-        same_length = len({*map(len, self.prompts)}) == 1
-        step = BATCH if same_length else 1
-        starts = range(0, len(self.prompts), step)
-        self.tokens = [row for at in starts for row in self._greedy(self.prompts[at : at + step])]
+        self.tokens = [row for each in batches(self.prompts) for row in self._greedy(each)]
 
     @torch.no_grad()
     def _greedy(self, prompts: Tokens) -> Tokens:

@@ -138,13 +138,14 @@ def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep 
     free, sized = free_bytes(plan), polished.sized(plan.geometry.positions)
     if done >= wanted or (free is not None and needs_of(replace(plan, request=sized)).memory > free):
         return None
-    why = "polish on more tokens" if request.refine else "refine, and polish on more tokens"
-    if not done:
-        why = "refine and polish, which left 0.3 to 0.55 of the excess loss of the conversions measured"
     refined = 0 if request.refine else _REFINED * effort["refine"] * sized.length
-    if not done and per_token is not None and not request.refine:
-        shorter = seconds + per_token * (refined + (tokens_of(EFFORTS[_LESS]["polish"]) or 0))
-        why += f"; {opt('effort', _LESS)} takes about {_time(shorter)}, {opt('effort', _MOST)}"
+    if done:
+        why = "polish on more tokens" if request.refine else "refine, and polish on more tokens"
+    else:
+        why = "refine and polish, which left 0.3 to 0.55 of the excess loss of the conversions measured"
+        if per_token is not None and not request.refine:
+            shorter = seconds + per_token * (refined + (tokens_of(EFFORTS[_LESS]["polish"]) or 0))
+            why += f"; {opt('effort', _LESS)} takes about {_time(shorter)}, {opt('effort', _MOST)}"
     written = ", plus the time to write further dialogues" if writes_text(plan) else ""
     time = None if per_token is None else seconds + per_token * (refined + wanted - done)
     return NextStep(_again(polished, request.out, "--overwrite"), why, time, written)

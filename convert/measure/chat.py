@@ -92,13 +92,15 @@ def chat_models(request: ChatRequest, prompts: IO[str]) -> None:
 
 
 def _lines(prompts: IO[str]) -> Iterator[str]:
+    typed = prompts.isatty()
     while True:
-        if prompts.isatty():
+        if typed:
             click.echo("> ", nl=False, err=True)
         line = prompts.readline()
-        if not line or (prompts.isatty() and not line.strip()):
+        prompt = line.strip()
+        if not line or (typed and not prompt):
             return
-        if prompt := line.strip():
-            if not prompts.isatty():
+        if prompt:
+            if not typed:
                 click.echo(f"> {prompt}")
             yield prompt

@@ -6,9 +6,7 @@ The size of the cache is that of the arrays in mlx-lm's prompt cache.
 from pathlib import Path
 from typing import Any
 
-from worker import main, measure, versions
-
-BATCH = 20
+from worker import batches, main, measure, versions
 
 
 def serve(request: dict[str, Any]) -> dict[str, Any]:
@@ -28,12 +26,13 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
 
     caches = make_prompt_cache(model)
     decode(request["prompts"][:1], 1, caches)
-    prompts = request["prompts"]
-    step = BATCH if len({*map(len, prompts)}) == 1 else 1
-    batches = [prompts[at : at + step] for at in range(0, len(prompts), step)]
     shapes = [(cache.keys.shape, cache.values.shape) for cache in caches]  # (sequences, heads, positions, size)
     return {
-        "tokens": [row for each in batches for row in decode(each, request["new_tokens"], make_prompt_cache(model))],
+        "tokens": [
+            row
+            for prompts in batches(request["prompts"])
+            for row in decode(prompts, request["new_tokens"], make_prompt_cache(model))
+        ],
         "cache": sum(part[1] * part[3] for layer in shapes for part in layer) / len(shapes),
         "reported": f"arrays (sequences, heads, positions, size) of a layer: {shapes[0][0]} and {shapes[0][1]}",
         "runs": type(model).__module__,

@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+BATCH = 20  # prompts that are written together
+
 Generate = Callable[[list[list[int]], int], list[list[int]]]  # prompts of one length, new tokens -> tokens
 
 
@@ -25,6 +27,12 @@ def main(serve: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     except Exception as error:  # a refusal is an answer, whatever the engine raised
         found = {"error": f"{type(error).__name__}: {error}"}
     answer.write_text(json.dumps(found))
+
+
+def batches(prompts: list[list[int]]) -> list[list[list[int]]]:
+    """``prompts`` in batches, of one prompt each unless all are equally long."""
+    size = BATCH if len({*map(len, prompts)}) == 1 else 1
+    return [prompts[at : at + size] for at in range(0, len(prompts), size)]
 
 
 def versions(*packages: str) -> dict[str, str]:
