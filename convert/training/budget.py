@@ -1,4 +1,4 @@
-"""The steps of polishing, their sequences and logits. Does not import torch, because planning uses this module."""
+"""The steps of training, their sequences and logits. Does not import torch, because planning uses this module."""
 
 import math
 from itertools import count, islice, takewhile
@@ -12,6 +12,12 @@ POLISH_ROUND = 25
 # KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 512 0.1112 / 0.0261, 1024 0.1045 / 0.0249, 2048
 # 0.0997 / 0.0243, in twice the time of 1024 (bench_polish_constants.py, 2026-11-23)
 BATCH_TOKENS = 1024
+# Sequences of a step of refinement. Excess loss of the model that ships after 40 steps on sequences of 64 tokens, MQA /
+# MLA 24+8: 2 +0.0411 / +0.0772, 8 +0.0338 / +0.0649, 32 +0.0324 / +0.0601, in 2 times the time of 8
+# (bench_refine_constants.py, 2026-11-24)
+_REFINED_SEQUENCES = 8
+# The most of its tokens. Chosen, eight sequences of 512: longer ones take no more time and memory.
+_REFINED_TOKENS = 4096
 # Steps for which the source's states are computed at once: chosen, 2 GB of bfloat16 at a width of 4096.
 BLOCK_STEPS = 256
 # Elements at once. Derived: the allocator reuses float32 blocks below 32 MiB instead of mapping them anew.
@@ -45,6 +51,11 @@ def intervals(steps: int, length: int) -> dict[int, str]:
 def batch_size(length: int) -> int:
     """The number of sequences of ``length`` tokens in one step."""
     return max(1, BATCH_TOKENS // length)
+
+
+def refining_batch(length: int) -> int:
+    """The number of sequences of ``length`` tokens in one step of refinement."""
+    return max(1, min(_REFINED_SEQUENCES, _REFINED_TOKENS // length))
 
 
 def sequences_of(polish: int | str, length: int) -> int:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
+from kvfold.convert.training.budget import refining_batch
 from kvfold.convert.training.fit import AfterRound, Trainee, fit, random_batches
 from kvfold.convert.walk.hidden import Hidden, sequence
 from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, token_weights
@@ -44,8 +45,6 @@ _DECAY_STEPS = 50  # the last steps of ``auto``, in which the learning rate fall
 # model, MLA 40+24, most of whose error is inherited (bench_refine.py, 2026-11-23): 0.03 +0.0091, 0.01 +0.0085, in 1.25
 # times the time.
 MIN_GAIN = 0.01  # relative; after a round that gains less the learning rate falls
-# 2: +0.0411 / +0.0772, 8: +0.0338 / +0.0649, 32: +0.0324 / +0.0601, in 2 times the time of 8 (2026-11-24)
-_BATCH = 8
 # 0.0125: +0.0383 / +0.0726, 0.05: +0.0338 / +0.0649 (2026-11-24); at a width of 256 _WIDTH_LR gives the same rate
 _RELATIVE_LR = 0.05  # relative to the root mean square of the tensor
 _WIDTH_LR = 0.8  # the same times the root of the model's width: Adam's steps of all inputs add up
@@ -104,13 +103,13 @@ def refine_layer(
     with step.student.stream.training():
         training = examples(task.update, step.teacher, step.calibration, step.student_calibration, shared=True)
     held_out = examples(task.update, step.teacher, step.held_out, step.student_held_out)
-    width = training.inputs[0].shape[-1]
+    length, width = training.inputs[0].shape[-2:]
     step.student.put(tensors)
     with step.student.stream.open_layer(step.index) as layer:
         for slower in _RETRY_LR:
             trainee = LayerTrainee(step.student, layer, tensors, task)
             # Each layer has its own order of the sequences.
-            batches = random_batches(training.count, _BATCH, task.seed * 1_000_003 + step.index)
+            batches = random_batches(training.count, refining_batch(length), task.seed * 1_000_003 + step.index)
             fitted = fit(
                 trainee,
                 training,

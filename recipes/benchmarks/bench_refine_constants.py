@@ -1,6 +1,6 @@
 """The loss of a refined model as each tuned constant of refinement moves: where their comments get their figures.
 
-    python recipes/benchmarks/bench_refine_constants.py [--only _BATCH] [--json FILE]
+    python recipes/benchmarks/bench_refine_constants.py [--only _REFINED_SEQUENCES] [--json FILE]
     python recipes/benchmarks/bench_refine_constants.py --blocks
     python recipes/benchmarks/bench_refine_constants.py --uptrain
     python recipes/benchmarks/bench_refine_constants.py --attention
@@ -24,7 +24,7 @@ from typing import Any
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder, read_text
 
-REFINE, FIT = "convert.training.refine", "convert.training.fit"
+REFINE, FIT, BUDGET = (f"convert.training.{name}" for name in ("refine", "fit", "budget"))
 WALK, TRIALS = "convert.walk.walk", "convert.conversion.latent"
 SOURCE: dict[str, Any] = {"model": str(demo_folder())}  # and what the command line adds to every run
 SMALL: dict[str, Any] = {"samples": 64, "seq_len": 64}
@@ -38,7 +38,7 @@ RUNS: dict[str, dict[str, Any]] = {
 AUTO_STEPS = 400  # the most that auto spends on a layer here, for the sake of time
 SHORT, AUTO = ("MQA, 40 steps", "MLA 24+8, 40 steps"), ("MQA, auto",)
 CONSTANTS: list[tuple[str, tuple[str, ...], list[Any], tuple[str, ...]]] = [  # module, names, values, runs
-    (REFINE, ("_BATCH",), [2, 8, 32], SHORT),
+    (BUDGET, ("_REFINED_SEQUENCES",), [2, 8, 32], SHORT),
     (REFINE, ("_RELATIVE_LR",), [0.0125, 0.05], SHORT),
     (REFINE, ("_RELATIVE_LR", "_WIDTH_LR"), [(0.05, 0.8), (0.2, 3.2)], SHORT),  # the smaller of the two decides
     (REFINE, ("_ERROR_POWER",), [0.0, 0.5, 0.75], SHORT),

@@ -22,7 +22,7 @@ from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion import latent, layers, polishing, student
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.measure.machine import peak_memory, reset_peak
-from kvfold.convert.training.budget import step_tokens
+from kvfold.convert.training.budget import refining_batch, step_tokens
 from kvfold.convert.uptrain.trainer import Uptrainer
 from kvfold.convert.walk.statistics import StatisticsAccumulator
 
@@ -39,7 +39,6 @@ EIGHT = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads":
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
 MOST_EXCESS = 0.005  # nats, of a conversion on the card over the same one on a CPU
 MATMUL_SHARE = 0.4
-REFINE_BATCH = 8  # sequences, as in `training.refine`
 # Tokens of a run of polishing, and the share of the time left that it is planned to take.
 AMOUNTS, SHARE = [digit * 10**power for power in (5, 6, 7) for digit in (1, 2, 3, 5)], 0.8
 
@@ -132,7 +131,8 @@ def _refined(check: Check) -> Row:
     with timed({(student, "refine_layer"): "refining"}, check.device) as parts:
         done = check.convert("refined", to="mla", kv_rank=rank, rope_dim=rope, refine=steps)
     depth = len(done.plan.layout.computed)
-    tokens = depth * steps * min(REFINE_BATCH, sample["samples"]) * sample["seq_len"]
+    batch = min(refining_batch(sample["seq_len"]), sample["samples"])
+    tokens = depth * steps * batch * sample["seq_len"]
     rate = tokens / parts["refining"]
     share = rate * _refined_elements(check.work / "refined") * 4 / depth / rates(check.device, check.rehearse)[1]
     row = {"refining": tokens, "tokens_per_s": rate, "seconds_per_layer": parts["refining"] / depth, "of_bf16": share}

@@ -14,6 +14,7 @@ from kvfold.convert.cli import kvfold
 from kvfold.convert.conversion import judgment
 from kvfold.convert.conversion.judgment import LIMITS, NEAR, UNTRAINED, WORSE, Loss, next_step, verdict_of, verdict_text
 from kvfold.convert.data import demo_folder
+from kvfold.convert.training.budget import refining_batch
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PAGE = (REPOSITORY / "docs" / "choosing.md").read_text()
@@ -118,7 +119,7 @@ def test_without_a_larger_target_or_more_polishing_the_result_is_trained(planned
 def test_the_time_follows_from_the_timings_of_the_run(planned):
     fitted, polished = planned(**LATENT), planned(**LATENT, polish="200k", repeat_text=True)
     passed = 8 * 256 * 1e-4  # 1e-4 s per token
-    refined = judgment._REFINED * 50 * fitted.request.length * 4e-4
+    refined = judgment._REFINED * 50 * refining_batch(fitted.request.length) * fitted.request.length * 4e-4
     assert next_step(fitted, drift_of(POOR), 60.0, passed).seconds == pytest.approx(60 + 400 + refined)
     assert next_step(polished, drift_of(POOR), 60.0, passed).seconds == pytest.approx(60 + 320 + refined, rel=0.01)
     assert next_step(fitted, drift_of(POOR), 60.0, None).seconds is None

@@ -16,6 +16,7 @@ from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.conversion.student import refinement
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.training import refine as refining
+from kvfold.convert.training.budget import refining_batch
 from kvfold.convert.training.fit import random_batches
 from kvfold.convert.training.refine import (
     MOST_STEPS,
@@ -187,6 +188,10 @@ def test_auto_refines_until_it_has_settled(llama, monkeypatch):
     assert told == list(range(0, found.steps + 1, REFINE_ROUND))
     assert 2 * REFINE_ROUND <= found.steps <= 200
     assert found.after < 0.9 * found.before
+
+
+def test_a_step_takes_no_more_tokens_of_long_sequences():
+    assert [refining_batch(length) for length in (2, 512, 513, 1024, 4097)] == [8, 8, 7, 4, 1]
 
 
 def test_batches_use_every_sequence_before_any_again():
