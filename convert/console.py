@@ -211,6 +211,8 @@ def _usage(error: click.ClickException, command: click.Command, name: str, argum
     if isinstance(error, click.BadOptionUsage) and text.endswith("requires an argument"):
         options = (option for option in command.params if error.option_name in option.opts and option.metavar)
         text += "".join(f": {option.metavar}" for option in options)
+    if "unexpected extra argument" in text:
+        text += "; a value with spaces, such as a list of targets, needs quotes"
     # A capital that begins a name in capitals, as REPO, stays.
     text = text if text[1:2].isupper() else f"{text[:1].lower()}{text[1:]}"
     return f"{where}: {text}; see `{where} --help`"

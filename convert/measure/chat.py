@@ -4,7 +4,7 @@ import shutil
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import IO, Any
@@ -79,16 +79,19 @@ def side_by_side(texts: Sequence[str], width: int) -> str:
 
 
 def chat_models(request: ChatRequest, prompts: IO[str]) -> None:
-    """Answer every line of ``prompts`` on stdout, until the end, or an empty line on a terminal."""
+    """Answer every line of ``prompts`` on stdout, until the end; on a terminal also until an empty line or Ctrl-C."""
     names = [request.model, *([request.against] if request.against is not None else [])]
     speakers = [open_speaker(name, request) for name in names]
     if speakers[0].tokenizer.chat_template is None:
         click.echo("the model has no chat template: it continues each prompt", err=True)
     width = shutil.get_terminal_size().columns
-    for prompt in _lines(prompts):
-        answers = [speaker.answer(prompt, request.max_new_tokens) for speaker in speakers]
-        heads = [f"{speaker.name} ({rate:.1f} tokens/s)" for speaker, (_, rate) in zip(speakers, answers, strict=True)]
-        click.echo(f"{side_by_side(heads, width)}\n\n{side_by_side([text for text, _ in answers], width)}\n")
+    with suppress(KeyboardInterrupt) if prompts.isatty() else nullcontext():
+        for prompt in _lines(prompts):
+            answers = [speaker.answer(prompt, request.max_new_tokens) for speaker in speakers]
+            rates = [
+                f"{speaker.name} ({rate:.1f} tokens/s)" for speaker, (_, rate) in zip(speakers, answers, strict=True)
+            ]
+            click.echo(f"{side_by_side(rates, width)}\n\n{side_by_side([text for text, _ in answers], width)}\n")
 
 
 def _lines(prompts: IO[str]) -> Iterator[str]:

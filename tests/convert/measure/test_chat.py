@@ -61,3 +61,14 @@ def test_two_models_answer_every_line(chatty, capsys, monkeypatch):
 def test_a_model_that_does_not_exist_is_refused_first():
     done = CliRunner().invoke(kvfold, ["chat", "no/such/folder"], input="hello\n")
     assert done.exit_code != 0
+
+
+def test_ctrl_c_at_the_prompt_of_a_terminal_ends_the_chat(capsys):
+    class Terminal(io.StringIO):
+        isatty = lambda self: True  # noqa: E731
+
+        def readline(self):
+            raise KeyboardInterrupt
+
+    chat_models(ChatRequest(model=str(demo_folder()), device="cpu"), Terminal())
+    assert capsys.readouterr().out == ""
