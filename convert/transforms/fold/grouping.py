@@ -18,7 +18,7 @@ from kvfold.convert.transforms.fold import principal
 from kvfold.convert.transforms.fold.heads import Objective
 from kvfold.convert.transforms.fold.principal import LayerMoments
 from kvfold.convert.transforms.fold.score_fit import SCORES, fit_scores, principal_keys, score_losses
-from kvfold.convert.transforms.linalg import metric_root
+from kvfold.convert.transforms.linalg import metric_root, threads_for
 from kvfold.convert.transforms.weights import AttentionWeights
 
 Partition = tuple[tuple[int, ...], ...]
@@ -111,7 +111,8 @@ def _score_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
     # All partners of a head at once: one decomposition instead of one for each, of which a device waits for every one.
     for i in range(heads - 1):
         others = torch.arange(i + 1, heads, device=lost.device)
-        errors, energies = torch.vmap(sharing)(torch.stack([torch.full_like(others, i), others], 1))
+        with threads_for(layer.query_moments):
+            errors, energies = torch.vmap(sharing)(torch.stack([torch.full_like(others, i), others], 1))
         lost[i + 1 :, i], lost[i, i + 1 :] = errors.unbind(1)
         total[i], total[i + 1 :] = energies[0, 0], energies[:, 1]
     return lost, total

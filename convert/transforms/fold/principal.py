@@ -121,8 +121,9 @@ def fold_moments(layer: LayerMoments, groups: Groups, objective: Objective = SCO
     if len(groups[0]) == 1:
         return source.map(Tensor.float)
     members = [layer.group(group) for group in groups]
-    key_heads = [objective.key_head(each) for each in members]
-    value_heads = [objective.value_head(each).repeat_decode(repeat) for each in members]
+    with linalg.threads_for(layer.query_moments):
+        key_heads = [objective.key_head(each) for each in members]
+        value_heads = [objective.value_head(each).repeat_decode(repeat) for each in members]
     folded = _fold_keys(layer, groups, source, key_heads)
     return _fold_values(layer, groups, folded, value_heads).map(Tensor.float)
 
