@@ -30,7 +30,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,19 +52,28 @@ TARGETS = {  # of 384 KV-cache elements per token per layer
     "MLA 32+16": "--to mla --kv-rank 32 --rope-dim 16",
     "MLA 24+24": "--to mla --kv-rank 24 --rope-dim 24",
 }
+
+
+class Stage(NamedTuple):
+    """Options of `kvfold convert`, and the parts of prose in the text to one of code; 0 for prose alone."""
+
+    options: str
+    prose: int = 0
+
+
 STAGES = {
-    "baseline": "",  # mean pooling, or the weights' singular vectors: set by the target
-    "fitted": "",
-    "fitted on both": "",  # half of the calibration is code
-    "fitted on both 3:1": "",  # a quarter is
-    "refined 50 on both 3:1": "--refine 50",
-    "refined": "--refine auto",
-    "polished": "--refine auto --polish auto",
-    "briefly polished on both": "--refine 50 --polish 100",
-    "effort normal on both": "--polish 100k --refine 50",  # a quarter is code
-    "polished 1M on both": "--polish 1M --keep-intervals",  # a quarter is code
+    "baseline": Stage(""),  # mean pooling, or the weights' singular vectors: set by the target
+    "fitted": Stage(""),
+    "fitted on both": Stage("", 1),
+    "fitted on both 3:1": Stage("", 3),
+    "refined 50 on both 3:1": Stage("--refine 50", 3),
+    "refined": Stage("--refine auto"),
+    "polished": Stage("--refine auto --polish auto"),
+    "briefly polished on both": Stage("--refine 50 --polish 100", 1),
+    "effort normal on both": Stage("--refine 50 --polish 100k", 3),
+    "polished 1M on both": Stage("--polish 1M --keep-intervals", 3),
     # The fitted checkpoint, trained further: options of `kvfold uptrain`.
-    "uptrained": "--steps 50 --batch-tokens 1024 --seq-len 256 --eval-every 0",
+    "uptrained": Stage("--steps 50 --batch-tokens 1024 --seq-len 256 --eval-every 0"),
 }
 WINDOWS, LENGTH, BATCH = 24, 256, 4
 
@@ -122,24 +131,20 @@ def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def blended(stage: str) -> bool:
-    """Whether a quarter of the calibration text is code, of the split that is long enough for polishing."""
-    return STAGES[stage].startswith("--polish") or stage.endswith("3:1")
-
-
 def options(args: argparse.Namespace, target: str, stage: str, code: Path) -> list[str]:
     """The options of `kvfold convert` for a row; ``code`` is a file of code to calibrate on."""
     baseline = ["--method", "svd" if "mla" in TARGETS[target] else "mean"]
     if stage == "baseline":
         return [*TARGETS[target].split(), *baseline]
-    texts = [args.calibration, *([code] if "on both" in stage else [])]
-    shares = (":3", ":1") if blended(stage) else ("", "")
+    own, prose = STAGES[stage]
+    texts = [args.calibration, *([code] if prose else [])]
+    shares = (f":{prose}", ":1") if prose > 1 else ("", "")
     named = [f"{text}{share}" for text, share in zip(texts, shares, strict=False) if text is not None]
     # Without the dialogues that a chat model writes by default, which recipes/chat_answers.py measures.
     calibration = [word for text in [*named, "self:0"] for word in ("--calibration", text)]
     shape = ["--samples", str(args.samples), "--seq-len", str(LENGTH), "--seed", str(args.seed)]
-    own = [] if stage.startswith("uptrained") else STAGES[stage].split()
-    return [*TARGETS[target].split(), *own, *calibration, *shape]
+    given = [] if stage.startswith("uptrained") else own.split()
+    return [*TARGETS[target].split(), *given, *calibration, *shape]
 
 
 @contextmanager
@@ -173,7 +178,7 @@ def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tens
     with work_folder(args.work, f"{target} {stage}") as place:
         out, code = place / "out", place / "code.txt"
         # What is polished needs more than the calibration split has; the other split trained the model that ships.
-        code.write_text(read_text("train" if blended(stage) else "calibration"), encoding="utf-8")
+        code.write_text(read_text("train" if STAGES[stage].prose > 1 else "calibration"), encoding="utf-8")
         given = options(args, target, stage, code)
         # A checkpoint that is there was converted before; of an interrupted conversion only the rest is timed.
         timed = place / "seconds"
@@ -185,7 +190,7 @@ def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tens
         if stage.startswith("uptrained"):
             trained = place / "trained"
             text = [] if args.calibration is None else ["--text", str(args.calibration)]
-            how = ["--teacher", str(args.model), *text, *STAGES[stage].split(), "--quiet"]
+            how = ["--teacher", str(args.model), *text, *STAGES[stage].options.split(), "--quiet"]
             seconds += run(["uptrain", str(out), str(trained), *how])
             out = trained
         model, result = load(args.model), load(out)
@@ -193,7 +198,7 @@ def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tens
     before["commit"] = commit()
     shown = [Path(word).name if word.startswith((str(args.calibration), str(code))) else word for word in given]
     common = {"target": target, "stage": stage, "options": " ".join(shown), "cache_elements": elements}
-    common |= {"uptrain": STAGES[stage]} if stage.startswith("uptrained") else {}
+    common |= {"uptrain": STAGES[stage].options} if stage.startswith("uptrained") else {}
     common |= {"curve": record["polish"]["curve"]} if "polish" in record else {}
     return {**common, "measured": measured, "seconds": round(seconds, 1), **before}
 
@@ -230,7 +235,7 @@ def perplexities(model: Path, texts: dict[str, Tensor]) -> dict[str, float]:
 
 
 def table(args: argparse.Namespace) -> None:
-    STAGES.update(args.stage)
+    STAGES.update({name: Stage(given, 3 if "on both" in name else 0) for name, given in args.stage})
     header = {"model": "SmolLM2-135M-Instruct", "samples": args.samples, "length": LENGTH, "windows": WINDOWS}
     continue_rows(args.json, header, lambda done: rows(args, done), show)
 
@@ -253,7 +258,8 @@ def main() -> None:
         type=lambda text: text.split("=", 1),
         default=[],
         metavar="NAME=OPTIONS",
-        help="another stage, with options of `kvfold convert`; if NAME begins with uptrained, of `kvfold uptrain`",
+        help="another stage, with options of `kvfold convert`, or, if NAME begins with uptrained, of `kvfold uptrain`; "
+        "its text is a quarter code if NAME says 'on both'",
     )
     measure.add_argument("--samples", type=int, default=64)
     measure.add_argument("--seed", type=int, default=0)
