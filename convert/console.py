@@ -1,6 +1,5 @@
 """The terminal: click options built from requests, a command's exit status, and output files named by options."""
 
-import atexit
 import errno
 import functools
 import gc
@@ -157,8 +156,6 @@ def run_command(
     exception say what an ended run left behind.
     """
     set_threads()
-    # Freeing every object of torch at the exit takes 0.35 s.
-    atexit.register(gc.freeze)
     logging.setLogRecordFactory(_PlainRecord)
     words = sys.argv[1:] if arguments is None else arguments
     left, stopped = "nothing was left behind", True

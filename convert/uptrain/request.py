@@ -73,7 +73,8 @@ class UptrainRequest(Request):
     log_every: int = option(10, "Steps between log rows.", metavar="N", least=1, runs=True)
     device: Device = device_option(panel="Running")
     precision: Precision = option(
-        "auto", "Compute dtype; master weights stay float32. auto is bfloat16 on a GPU and float32 on a CPU."
+        "auto",
+        "Compute dtype; master weights stay float32. auto: bfloat16 on a GPU, and on a CPU that multiplies it faster.",
     )
     micro_batch: int = option(4, "Maximum number of sequences per device at a time.", least=1, runs=True)
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")

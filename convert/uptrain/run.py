@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvfold.attention.drift.report import dtype_name
 from kvfold.convert.checkpoint.atomic import check_output, output_folder, output_lock
 from kvfold.convert.checkpoint.files import dump, parse_json, portable_name, write_file
 from kvfold.convert.checkpoint.folder import CARD, RECORD, raise_problems, read_member
@@ -120,7 +121,13 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
 
 
 def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles") -> Uptrained:
-    from kvfold.convert.uptrain.trainer import Uptrainer, load_teacher, prepare_model, training_arguments
+    from kvfold.convert.uptrain.trainer import (
+        Uptrainer,
+        forward_dtype,
+        load_teacher,
+        prepare_model,
+        training_arguments,
+    )
 
     config = load_config(source, request.trust_remote_code)
     positions = getattr(config, "max_position_embeddings", None)
@@ -131,7 +138,8 @@ def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles")
         with closing(open_checkpoint(request.teacher)) as teacher:
             files += teacher.states
     checkpoint = last_checkpoint(request, files)
-    arguments = training_arguments(request, config.hidden_size, checkpoint is not None)
+    precision = forward_dtype(request, source)
+    arguments = training_arguments(request, config.hidden_size, precision, checkpoint is not None)
     hide_bars(request.quiet)
     if not request.quiet and started_first():
         if checkpoint is not None:
@@ -141,8 +149,11 @@ def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles")
                 file=sys.stderr,
             )
         chosen = "" if request.relative_lr else f", chosen for {request.batch_tokens} tokens per step"
-        print(f"learning rate: {arguments.learning_rate:.2g} of each tensor's size{chosen}", file=sys.stderr)
-    distilled = request.teacher and load_teacher(request.teacher, request, source, arguments.device)
+        computed = f"forward and backward passes in {dtype_name(precision)}"
+        print(
+            f"learning rate: {arguments.learning_rate:.2g} of each tensor's size{chosen}; {computed}", file=sys.stderr
+        )
+    distilled = request.teacher and load_teacher(request.teacher, request, source, precision, arguments.device)
     model = load_model(source, torch.float32, request.trust_remote_code)
     held = prepare_model(model, source, request)
     tokens = prepare(request, files, checkpoint, plan, arguments)
@@ -154,7 +165,7 @@ def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles")
         if held:
             check_constant(state, source)
         rows = trainer.run_log.rows(trainer.state.log_history)
-        record = _record(request, plan, Uptrained({}, rows).held_out)
+        record = _record(request, plan, Uptrained({}, rows).held_out) | {"precision": dtype_name(precision)}
         model = trainer.accelerator.unwrap_model(trainer.model)
         write_trained(request, source, side_files, model, state, record)
         # Only a resumed run needs these.

@@ -24,7 +24,7 @@ from kvfold.attention.drift.frame import attention_name, layer_list
 from kvfold.attention.drift.report import perplexity
 from kvfold.convert.checkpoint.files import replacing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.device import choose_device
+from kvfold.convert.device import choose_device, training_autocast
 from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.processes import environment_number, started_first
 from kvfold.convert.progress import Stages
@@ -47,12 +47,12 @@ _LOSS_NAMES = {"loss": "loss", "learning_rate": "lr", "eval_loss": "held-out los
 _LOSS_NAMES |= {"eval_perplexity": "perplexity", "eval_kl": "KL", "eval_excess": "excess"}
 
 
-def training_arguments(request: UptrainRequest, width: int, resumed: bool) -> TrainingArguments:
+def training_arguments(request: UptrainRequest, width: int, precision: torch.dtype, resumed: bool) -> TrainingArguments:
     """The trainer's arguments for hidden size ``width``; in distributed runs, also creates the process group.
 
-    Raises InputError if the device, the precision or the number of processes cannot be used.
+    Raises InputError if the device or the number of processes cannot be used.
     """
-    device, precision = choose_device(request.device), forward_dtype(request)
+    device = choose_device(request.device)
     processes = environment_number("WORLD_SIZE", 1)
     # A single process uses all GPUs that it sees: transformers divides each of its batches among them.
     replicas = torch.cuda.device_count() if processes == 1 and device.type == "cuda" else processes
@@ -112,8 +112,11 @@ def divide_batch(sequences: int, micro_batch: int, replicas: int) -> tuple[int, 
     return micro, each // micro
 
 
-def forward_dtype(request: UptrainRequest) -> torch.dtype:
-    """The dtype of forward passes; ``auto`` is float32 on CPUs, and on GPUs bfloat16 if supported, else float16."""
+def forward_dtype(request: UptrainRequest, source: Checkpoint) -> torch.dtype:
+    """The dtype of forward passes; ``auto`` is bfloat16 if supported on GPUs, else float16, and on CPUs if it pays.
+
+    Raises InputError if the device cannot compute in the requested one.
+    """
     device = choose_device(request.device)
     if request.precision == "float16" and device.type == "cpu":
         raise option_error("precision", "float16", "requires a GPU; on a CPU, use bfloat16 or float32")
@@ -121,7 +124,7 @@ def forward_dtype(request: UptrainRequest) -> torch.dtype:
         precision: torch.dtype = getattr(torch, request.precision)
         return precision
     if device.type == "cpu":
-        return torch.float32
+        return training_autocast(source, device) or torch.float32
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
@@ -139,7 +142,9 @@ def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> di
     return hold_constant(dict(model.named_parameters())) if has_constant(source) else {}
 
 
-def load_teacher(name: str, request: UptrainRequest, source: Checkpoint, device: torch.device) -> Any:
+def load_teacher(
+    name: str, request: UptrainRequest, source: Checkpoint, precision: torch.dtype, device: torch.device
+) -> Any:
     """Load the model to distill from: frozen, in the training's compute dtype, and unsharded on every device."""
     from accelerate.utils import patch_environment
 
@@ -148,7 +153,7 @@ def load_teacher(name: str, request: UptrainRequest, source: Checkpoint, device:
         check_teacher(opened, source, tokenizer, request.trust_remote_code)
         # Under FSDP transformers loads weights on the first process only; a teacher is not sharded.
         with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
-            teacher = load_model(opened, forward_dtype(request), request.trust_remote_code)
+            teacher = load_model(opened, precision, request.trust_remote_code)
     return teacher.to(device).eval().requires_grad_(False)
 
 

@@ -104,13 +104,6 @@ cli.main({line})
     assert run_python("-c", script).stdout.splitlines()[-1] == "['torch']"
 
 
-def test_a_process_ends_without_collecting_every_object():
-    code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count()))"
-    code += "; from kvfold.convert.cli import main; main(['--version'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout.splitlines()[-1]) > 0
-
-
 def test_exit_status_and_error_of_a_process():
     done = run_python("-m", "kvfold.convert", "convert", "a", "b", "--to", "gpa", check=False)
     assert (done.returncode, done.stdout) == (2, "")

@@ -20,7 +20,7 @@ from helpers.checkpoints import stock_model, tensors
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert import ConvertRequest, convert_checkpoint, device
 from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.targets.mla.tensors import CONSTANT
@@ -233,6 +233,16 @@ def test_the_stored_dtype_is_kept_and_a_tied_head_stays_tied(text, tmp_path):
     assert "lm_head.weight" not in tensors(out)
 
 
+@pytest.mark.parametrize(("speed", "expected"), [(4.0, "bfloat16"), (1.1, "float32")])
+def test_a_cpu_trains_in_bfloat16_if_it_multiplies_it_faster(text, tmp_path, monkeypatch, capsys, speed, expected):
+    monkeypatch.setattr(device, "bfloat16_speed", lambda *shape: speed)
+    start = tmp_path / "mqa"
+    convert_checkpoint(ConvertRequest(str(demo_folder()), str(start), **TARGETS["mqa"], quiet=True))
+    done = train(start, tmp_path / "out", text, steps=1, eval_every=0, device="cpu", quiet=False)
+    assert done.record["precision"] == expected
+    assert f"forward and backward passes in {expected}" in capsys.readouterr().err
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(converted, text, tmp_path, monkeypatch):
     monkeypatch.setattr(uptrain_trainer, "next_token_loss", lambda logits, tokens: logits.mean() * float("nan"))
     with pytest.raises(KvfoldError, match="step 1: the loss is NaN or infinite; lower --relative-lr"):
@@ -307,9 +317,9 @@ def test_what_is_written_is_the_best_state_even_that_before_training(source, con
 
 def test_the_default_learning_rate_falls_with_the_root_of_the_width_and_of_a_small_batch():
     request = UptrainRequest(model="m", out="o", text="t", device="cpu")
-    narrow, wide = (training_arguments(request, width, False).learning_rate for width in (256, 4096))
+    narrow, wide = (training_arguments(request, width, torch.float32, False).learning_rate for width in (256, 4096))
     assert narrow == pytest.approx(4 * wide)
-    small = training_arguments(replace(request, batch_tokens=1024), 256, False).learning_rate
+    small = training_arguments(replace(request, batch_tokens=1024), 256, torch.float32, False).learning_rate
     assert narrow == pytest.approx(8 * small)
     assert (
         uptrain_command.make_context("uptrain", ["a", "b", "--text", "c", "--lr", "0.02"]).params["relative_lr"] == 0.02
