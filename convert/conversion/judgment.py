@@ -92,10 +92,11 @@ def verdict_text(drift: "DriftReport") -> str:
     margin = drift.measured.excess_margin or 0.0
     doubtful = any(abs(loss.excess - each.excess) < margin for each in LIMITS.values())
     narrow = f"; the 95 % interval of the excess, +-{margin:.3f}, includes a limit: more {opt('samples')} narrow it"
+    figures = f"excess loss {loss.excess:+.3f} nats per token, KL {loss.kl:.3f} nats, top-1 agreement "
+    kept = f"{'beyond' if exceeded else 'within'} the limits of '{name}': {', '.join(exceeded or rules.values())}"
     return (
-        f"verdict: {verdict}: excess loss {loss.excess:+.3f} nats per token, KL {loss.kl:.3f} nats, top-1 agreement "
-        f"{100 - 100 * loss.disagreement:.2f} % ({'beyond' if exceeded else 'within'} the limits of '{name}': "
-        f"{', '.join(exceeded or rules.values())}){narrow if doubtful else ''}"
+        f"verdict: {verdict}{', uncertain' * doubtful}: {figures}{100 - 100 * loss.disagreement:.2f} % ({kept})"
+        f"{narrow if doubtful else ''}"
     )
 
 

@@ -20,7 +20,7 @@ from kvfold.convert.errors import opt
 from kvfold.convert.request import SELF
 from kvfold.convert.sizes import bytes_text, tokens_text
 from kvfold.convert.targets.engines import RANKS, folded_result, served_text
-from kvfold.convert.text.corpus import BUILT_IN, calibration_texts
+from kvfold.convert.text.corpus import BUILT_IN, calibration_texts, with_share
 from kvfold.convert.training.budget import step_tokens, steps_of
 
 if TYPE_CHECKING:
@@ -285,7 +285,9 @@ def calibration_text(plan: Plan) -> str:
     request = plan.request
     if not request.calibrated:
         return ""
-    names = (text or BUILT_IN for text in calibration_texts(request.texts, plan.checkpoint.chats))
+    texts = [with_share(text or BUILT_IN) for text in calibration_texts(request.texts, plan.checkpoint.chats)]
+    parts = sum(share for _, share in texts)
+    names = (f"{name} ({share / parts:.0%})" if len(texts) > 1 else name for name, share in texts)
     line = f"calibration: {request.samples} x {request.length} tokens of {' + '.join(names)}"
     without = opt("calibration", f"{SELF}:0")
     itself = f"; {SELF} is text that MODEL writes, which keeps it in memory ({without} leaves it out)"

@@ -4,7 +4,7 @@ import shutil
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import IO, Any
@@ -15,6 +15,7 @@ import torch
 from kvfold.attention.deepseek import absorb
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
+from kvfold.convert.errors import opt
 from kvfold.convert.request import ChatRequest
 from kvfold.convert.stream.stock import hide_bars
 from kvfold.convert.stream.weights import load_model
@@ -25,7 +26,7 @@ _GAP = " | "
 
 @dataclass
 class Speaker:
-    """A loaded model that remembers its own side of the conversation in ``messages``."""
+    """A loaded model and its own side of the conversation, ``messages``."""
 
     name: str
     model: Any
@@ -38,9 +39,9 @@ class Speaker:
         if self.tokenizer.chat_template is None:
             inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         else:
-            self.messages.append({"role": "user", "content": prompt})
+            asked = [*self.messages, {"role": "user", "content": prompt}]
             options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-            inputs = self.tokenizer.apply_chat_template(self.messages, **options)
+            inputs = self.tokenizer.apply_chat_template(asked, **options)
         inputs = inputs.to(self.model.device)
         started = time.perf_counter()
         pad = self.tokenizer.pad_token_id
@@ -48,9 +49,12 @@ class Speaker:
         written = self.model.generate(**inputs, max_new_tokens=most, do_sample=False, pad_token_id=pad)
         new = written[0, inputs["input_ids"].shape[1] :]
         text = self.tokenizer.decode(new, skip_special_tokens=True).strip()
-        if self.messages:
-            self.messages.append({"role": "assistant", "content": text})
         return text, len(new) / (time.perf_counter() - started)
+
+    def remember(self, prompt: str, answer: str) -> None:
+        """Make the turn a part of the conversation, which only a chat template has."""
+        if self.tokenizer.chat_template is not None:
+            self.messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
 def open_speaker(name: str, request: ChatRequest) -> Speaker:
@@ -85,13 +89,21 @@ def chat_models(request: ChatRequest, prompts: IO[str]) -> None:
     if speakers[0].tokenizer.chat_template is None:
         click.echo("the model has no chat template: it continues each prompt", err=True)
     width = shutil.get_terminal_size().columns
-    with suppress(KeyboardInterrupt) if prompts.isatty() else nullcontext():
-        for prompt in _lines(prompts):
+    if prompts.isatty():
+        most = opt("max_new_tokens", request.max_new_tokens)
+        click.echo(f"a message per line, answered in full ({most}); Ctrl-C stops an answer, Ctrl-D ends", err=True)
+    for prompt in _lines(prompts):
+        try:
             answers = [speaker.answer(prompt, request.max_new_tokens) for speaker in speakers]
-            rates = [
-                f"{speaker.name} ({rate:.1f} tokens/s)" for speaker, (_, rate) in zip(speakers, answers, strict=True)
-            ]
-            click.echo(f"{side_by_side(rates, width)}\n\n{side_by_side([text for text, _ in answers], width)}\n")
+        except KeyboardInterrupt:
+            if not prompts.isatty():
+                raise
+            click.echo("(stopped)", err=True)
+            continue
+        for speaker, (text, _) in zip(speakers, answers, strict=True):
+            speaker.remember(prompt, text)
+        heads = [f"{speaker.name} ({rate:.1f} tokens/s)" for speaker, (_, rate) in zip(speakers, answers, strict=True)]
+        click.echo(f"{side_by_side(heads, width)}\n\n{side_by_side([text for text, _ in answers], width)}\n")
 
 
 def _lines(prompts: IO[str]) -> Iterator[str]:
@@ -99,7 +111,12 @@ def _lines(prompts: IO[str]) -> Iterator[str]:
     while True:
         if typed:
             click.echo("> ", nl=False, err=True)
-        line = prompts.readline()
+        try:
+            line = prompts.readline()
+        except KeyboardInterrupt:
+            if not typed:
+                raise
+            return
         prompt = line.strip()
         if not line or (typed and not prompt):
             return

@@ -1,6 +1,5 @@
 """The commands ``kvfold eval``, ``sweep``, ``bench`` and ``chat``. Slow imports happen inside the functions."""
 
-import math
 import re
 import sys
 from contextlib import suppress
@@ -24,9 +23,9 @@ _TARGET = re.compile(r"[\w+]*[:,][\w:,+]*|\d[\d,+]*|gqa|mqa|mla", re.IGNORECASE)
 def _rise(context: click.Context, option: click.Parameter, value: str) -> float:
     """The value of ``--within``, in an error of the same wording as those of a request's options."""
     with suppress(ValueError):
-        if value.isascii() and 0 < (rise := float(value)) < math.inf:
+        if value.isascii() and 0 < (rise := float(value)) < 1:
             return rise
-    raise option_error("within", value, "must be a number above 0; 0.01 accepts a rise of 1 %")
+    raise option_error("within", value, "must be a number above 0 and below 1; 0.01 accepts a rise of 1 %")
 
 
 _within = click.option(

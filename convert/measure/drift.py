@@ -31,7 +31,8 @@ _COLUMNS = {
     "residual_propagated": ("residual,", "propagated"),
     "row_kl": ("attention", "rows, KL"),
 }
-_WORST = 3  # layers in the summary: chosen
+# Chosen: the layers in the summary, and so many that it shows all.
+_WORST, _FEW_LAYERS = 3, 8
 _LEGEND = (
     "attention, residual: relative error of the attention's output, and of the residual stream after",
     "  the layer, against the source; local: with the source's inputs;",
@@ -115,9 +116,9 @@ def drift_table(report: DriftReport, layers: bool = False) -> str:
     # Of errors that are not finite, the first layer's is the cause.
     error = {index: layer.residual_local for index, layer in enumerate(measured.layers)}
     worst = sorted(error, key=lambda index: error[index] if math.isfinite(error[index]) else math.inf, reverse=True)
-    shown = worst[:_WORST]
+    shown = worst if len(worst) <= _FEW_LAYERS else worst[:_WORST]
     ordered = f"sorted by the local error of the residual: {len(shown)} of {len(worst)} layers"
-    note = f"{ordered}; after each error, its rounding floor; --layers: all layers, and the terms"
+    note = f"{ordered}; after each error, its rounding floor; --layers: all layers in order, and the terms"
     return "\n".join([*lines, "", *_layers(report, shown), note])
 
 

@@ -183,7 +183,7 @@ def _size_problems(model: Model, target: LatentTarget, allow_growth: bool) -> It
         rule = f"must be at most {most} ({size.rotary_dims} rotary dims per head{times})"
         if engine and rope in {dims for _, dims, _ in KERNEL_HEADS} and rope % size.rotary_dims == 0:
             ranks = ", ".join(str(cache - rope) for cache in KERNEL_CACHES)
-            rule += f", except with {opt('kv_rank')} {ranks}, whose kernels take zeros in the rest"
+            rule += f"; use {most}, or {opt('kv_rank')} {ranks}, whose kernels take zeros in the rest"
     elif rope % 2:
         rule = f"must be even, such as {rope + 1}, because rotary dims come in pairs"
     if rule:

@@ -2,6 +2,7 @@
 
 import io
 import shutil
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
@@ -10,7 +11,7 @@ from transformers import AutoTokenizer
 from kvfold.attention.deepseek import FORMS
 from kvfold.convert.cli import kvfold
 from kvfold.convert.data import demo_folder
-from kvfold.convert.measure.chat import chat_models, open_speaker, side_by_side
+from kvfold.convert.measure.chat import Speaker, chat_models, open_speaker, side_by_side
 from kvfold.convert.request import ChatRequest
 
 TEMPLATE = (
@@ -39,7 +40,10 @@ def test_a_model_keeps_the_conversation_and_its_latent_is_absorbed(chatty):
     assert {type(module) for module in speaker.model.modules()} & set(FORMS.values())
     first, rate = speaker.answer("What is a list?", 4)
     assert rate > 0
+    assert speaker.messages == []
+    speaker.remember("What is a list?", first)
     second, _ = speaker.answer("And a set?", 4)
+    speaker.remember("And a set?", second)
     asked = ["What is a list?", first, "And a set?", second]
     assert [each["content"] for each in speaker.messages] == asked
     text = speaker.tokenizer.apply_chat_template(speaker.messages[:3], add_generation_prompt=True, tokenize=False)
@@ -63,12 +67,39 @@ def test_a_model_that_does_not_exist_is_refused_first():
     assert done.exit_code != 0
 
 
-def test_ctrl_c_at_the_prompt_of_a_terminal_ends_the_chat(capsys):
-    class Terminal(io.StringIO):
-        isatty = lambda self: True  # noqa: E731
+class Terminal(io.StringIO):
+    """A terminal where Ctrl-C is pressed after the lines."""
 
-        def readline(self):
+    def isatty(self):
+        return True
+
+    def readline(self):
+        line = super().readline()
+        if not line:
             raise KeyboardInterrupt
+        return line
 
-    chat_models(ChatRequest(model=str(demo_folder()), device="cpu"), Terminal())
-    assert capsys.readouterr().out == ""
+
+def test_ctrl_c_stops_an_answer_in_a_terminal_and_at_the_prompt_it_ends_the_chat(chatty, capsys, monkeypatch):
+    answer, asked = Speaker.answer, []
+
+    def interrupted(self, prompt, most):
+        asked.append([each["content"] for each in self.messages])
+        if prompt == "first":
+            raise KeyboardInterrupt
+        return answer(self, prompt, most)
+
+    monkeypatch.setattr(Speaker, "answer", interrupted)
+    chat_models(ChatRequest(model=str(chatty), max_new_tokens=3, device="cpu"), Terminal("first\nsecond\nthird\n"))
+    shown = capsys.readouterr()
+    assert "Ctrl-C stops an answer" in shown.err
+    assert shown.err.count("(stopped)") == 1
+    assert shown.out.count("tokens/s") == 2
+    assert [len(messages) for messages in asked] == [0, 0, 2]
+    assert asked[2][0] == "second"
+
+
+def test_ctrl_c_ends_a_chat_of_a_pipe(chatty, monkeypatch):
+    monkeypatch.setattr(Speaker, "answer", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        chat_models(ChatRequest(model=str(chatty), device="cpu"), io.StringIO("first\n"))
