@@ -32,6 +32,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "writing": (("replies", "choice", "arithmetic", "copying"), 16, 256),
     "ruler": (("niah_single_1", "vt", "fwe"), 8, 1024),
     "positions": ((), 4, 8192),
+    "positions to 4096": ((), 6, 4096),
 }
 
 
