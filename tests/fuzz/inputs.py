@@ -100,7 +100,7 @@ def survey(command: str, drawn: random.Random) -> tuple[str, list[str], str]:
     seed = drawn.choice(list(SOURCES))
     targets = sorted({"mla:12" if "mla" in each else each[0].replace("gqa", "gqa:2") for each in SEEDS[seed].targets})
     words = f"sweep source --targets {drawn.choice(targets)} --calibration text.txt".split() + RUN
-    return seed, [*words, *drawn.choice(["", "--out result --within 1e9"]).split()], "source"
+    return seed, [*words, *drawn.choice(["", "--out result --within 0.999"]).split()], "source"
 
 
 def training(command: str, drawn: random.Random) -> tuple[str, list[str], str]:
