@@ -287,7 +287,7 @@ def calibration_text(plan: Plan) -> str:
         return ""
     texts = [with_share(text or BUILT_IN) for text in calibration_texts(request.texts, plan.checkpoint.chats)]
     parts = sum(share for _, share in texts)
-    names = (f"{name} ({share / parts:.0%})" if len(texts) > 1 else name for name, share in texts)
+    names = (f"{name} ({100 * share / parts:.0f} %)" if len(texts) > 1 else name for name, share in texts)
     line = f"calibration: {request.samples} x {request.length} tokens of {' + '.join(names)}"
     without = opt("calibration", f"{SELF}:0")
     itself = f"; {SELF} is text that MODEL writes, which keeps it in memory ({without} leaves it out)"

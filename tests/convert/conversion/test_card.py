@@ -174,6 +174,15 @@ def test_a_dry_run_of_a_budget_names_no_split(tmp_path):
     assert "sha256" not in done.to_dict()["source"]  # no weights were read
 
 
+def test_a_dry_run_tells_the_shares_of_its_texts(tmp_path):
+    texts = [tmp_path / "prose.txt", tmp_path / "code.txt"]
+    for text in texts:
+        text.write_text("A list of words. " * 40)
+    options = {"calibration": [f"{texts[0]}:3", str(texts[1])], "samples": 2, "seq_len": 16, "dry_run": True}
+    said = convert_checkpoint(ConvertRequest(demo_folder(), tmp_path / "out", to="mqa", **options)).summary()
+    assert f"calibration: 2 x 16 tokens of {texts[0]} (75 %) + {texts[1]} (25 %)\n" in said
+
+
 def test_a_dry_run_tells_the_polishing(tmp_path):
     request = ConvertRequest(demo_folder(), tmp_path / "out", to="mqa", polish="200k", dry_run=True)
     line = "polishing: 196 steps of 1024 tokens, 201k tokens in all, after the last layer"

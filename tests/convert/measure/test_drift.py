@@ -45,6 +45,8 @@ def test_a_summary_is_short_and_has_the_worst_layers_first():
     assert lines[lines.index("") + 2].startswith("from 0")
     assert [int(line.split()[0]) for line in lines[lines.index("") + 3 : -1]] == [4, 9, 14]
     assert lines[-1].startswith("sorted by the local error of the residual: 3 of 30 layers; after each error, its")
+    few = drift_table(replace(REPORT, measured=replace(measured, layers=layers[:8]), floor=None)).splitlines()
+    assert [int(line.split()[0]) for line in few[few.index("") + 3 : -1]] == [4, 3, 2, 7, 1, 6, 0, 5]
     assert (REPORT.kl, REPORT.excess) == (0.1234, REPORT.measured.excess)
     assert REPORT.perplexity == pytest.approx(51.31)
 
