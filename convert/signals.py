@@ -140,7 +140,8 @@ def limited(seconds: float, most_bytes: int = 512 << 20) -> Iterator[None]:
     ended, thread = threading.Event(), threading.get_ident()
 
     def watch() -> None:
-        if not ended.wait(seconds):
+        # Again and again: code that an exception cannot leave, such as a finalizer, swallows it.
+        while not ended.wait(seconds):
             # no signal: it would reach only the main thread
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
 

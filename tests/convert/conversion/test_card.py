@@ -4,6 +4,8 @@ import json
 import re
 import shlex
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -18,6 +20,7 @@ from kvfold.convert.conversion import card
 from kvfold.convert.conversion.card import front_matter, trained_card
 from kvfold.convert.conversion.record import chosen_text, cost_text, groups_text
 from kvfold.convert.data import demo_folder
+from kvfold.convert.signals import limited
 
 
 @pytest.fixture
@@ -187,3 +190,17 @@ def test_a_dry_run_tells_the_polishing(tmp_path):
     request = ConvertRequest(demo_folder(), tmp_path / "out", to="mqa", polish="200k", dry_run=True)
     line = "polishing: 196 steps of 1024 tokens, 201k tokens in all, after the last layer"
     assert line in convert_checkpoint(request).summary().splitlines()
+
+
+def test_a_limit_holds_where_its_error_is_swallowed_once():
+    ended = time.monotonic() + 20
+
+    def work():
+        with suppress(TimeoutError):
+            while time.monotonic() < ended:
+                pass
+        while time.monotonic() < ended:
+            pass
+
+    with pytest.raises(TimeoutError), limited(0.1):
+        work()
