@@ -84,6 +84,12 @@ def _become(folder: Path, work: Callable[[], object]) -> NoReturn:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not forked, of which it would warn
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         sys.__stdout__ = sys.stdout
+        if "torch" in sys.modules:
+            # A fork makes torch's thread pool anew at its first use, which threads must not race for: the loader of
+            # transformers has some ("Invalid thread pool!").
+            import torch
+
+            torch.set_num_threads(torch.get_num_threads())
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         work()
