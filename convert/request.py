@@ -93,6 +93,10 @@ _fold = partial(option, None, targets=("gqa", "mqa"))
 # Options of several requests; keywords replace what differs in one of them.
 _source = partial(option, argument=True, rule=_SOURCE_RULE)
 _samples = partial(option, default=128, help="Calibration sequences.", least=1)
+_PRECISION: dict[str, Any] = {
+    "default": "auto",
+    "help": "Dtype of products in calibration passes and training; auto: the faster, measured. Held-out text: float32.",
+}
 _LENGTH: dict[str, Any] = {
     "help": f"Tokens per sequence; auto: {AUTO_LENGTH} (with --refine or --polish {UNIT_LENGTH}) or "
     f"MODEL's context, if it is shorter, in as many sequences as hold SAMPLES x {UNIT_LENGTH} tokens.",
@@ -185,10 +189,7 @@ class ConvertRequest(Request):
         False, "Leave checkpoints OUT.200k, OUT.500k, OUT.1M ... of polishing on so many tokens.", runs=True
     )
     device: Device = device_option(panel="Running")
-    precision: TrainingDtype = option(
-        "auto",
-        "Dtype of products in calibration passes and training; auto: the faster, measured. Held-out text: float32.",
-    )
+    precision: TrainingDtype = option(**_PRECISION)
     dtype: Dtype = dtype_option(
         help="Stored dtype; auto keeps the source's dtype (bfloat16 if the source is quantized)."
     )
@@ -394,6 +395,7 @@ class SweepRequest(Request):
         0, "Steps of training each layer's attention, for every target.", panel="Refinement", **_STEPS
     )
     device: Device = device_option(panel="Running")
+    precision: TrainingDtype = option(**_PRECISION)
     dtype: Dtype = dtype_option(help="Stored dtype of OUT.")
     fresh: bool = option(False, "Discard the finished rows of an interrupted sweep and start over.", runs=True)
     quiet: bool = option(False, "Print no progress.")

@@ -28,7 +28,7 @@ from typing import Any
 from tqdm import tqdm
 
 from kvfold.attention.drift.compare import Stretch
-from kvfold.attention.drift.report import Measurement, finite, perplexity
+from kvfold.attention.drift.report import Measurement, dtype_name, finite, perplexity
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.console import duration
@@ -63,7 +63,8 @@ from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.walk.walk import Teacher
 
 # Options of a sweep that its conversions have too, in the same sense.
-_SHARED = ("model", "calibration", "samples", "seq_len", "seed", "refine", "device", "dtype", "trust_remote_code")
+_SHARED = ("model", "calibration", "samples", "seq_len", "seed", "refine", "device", "precision", "dtype")
+_SHARED += ("trust_remote_code",)
 # Given as arguments of the command, or without influence on the result.
 _NOT_REPEATED = ("model", "out", "quiet", "max_shard_size")
 _SWEEP_HEAD = ("target", "elements", "saving", "excess loss", "95 % interval", "KL, nats", "top-1", "time")
@@ -75,7 +76,7 @@ _SWEEP_WIDTHS = (0, 8, 6, 11, 18, 9, 6, 6)
 class SweptSource:
     """The source model of a sweep, its cached ``elements`` per token per layer, and the text.
 
-    Targets are measured on ``sequences`` held-out sequences of ``length`` tokens.
+    Targets are fitted in the dtype ``precision`` and measured on ``sequences`` held-out sequences of ``length`` tokens.
     """
 
     name: str
@@ -88,6 +89,7 @@ class SweptSource:
     calibration_sequences: int
     sequences: int
     length: int
+    precision: str
 
     @property
     def held_out(self) -> str:
@@ -334,6 +336,7 @@ def _sweep(
         calibration_sequences=len(tokens.calibration),
         sequences=len(tokens.held_out),
         length=tokens.held_out.shape[1],
+        precision=dtype_name(stream.autocast or stream.dtype),
     )
     if not request.quiet:
         count, length = tokens.calibration.shape

@@ -48,6 +48,13 @@ def test_a_target_is_what_its_conversion_alone_would_be(tmp_path, swept, place):
     assert (done.plan.layout.kind, done.plan.layout.cache_elements) == (row.kind, row.elements)
 
 
+def test_targets_are_fitted_in_the_requested_precision(reader):
+    wide, short = (sweep_checkpoint(str(reader), "mqa", **TEXT, precision=name) for name in ("float32", "bfloat16"))
+    assert (wide.source.precision, short.source.precision) == ("float32", "bfloat16")
+    assert wide.rows[0].measured.kl != short.rows[0].measured.kl
+    assert "--precision bfloat16" in short.rows[0].command("MODEL", "OUT")
+
+
 def test_a_budget_gets_a_split_and_its_request_names_it(swept):
     row = swept.rows[3]
     assert len(row.splits) > 2
