@@ -9,6 +9,7 @@ from kvfold.convert.errors import opt
 from kvfold.convert.options import Request, device_option, option, run_only, seed_option, seq_len_option, trust_option
 from kvfold.convert.request import Device
 from kvfold.convert.sizes import size_expected
+from kvfold.convert.training.budget import BATCH_TOKENS
 
 Trained = Literal["all", "attention"]
 Schedule = Literal["cosine", "linear", "constant"]
@@ -76,7 +77,13 @@ class UptrainRequest(Request):
         "auto",
         "Compute dtype; master weights stay float32. auto: bfloat16 on a GPU, and on a CPU that multiplies it faster.",
     )
-    micro_batch: int = option(4, "Maximum number of sequences per device at a time.", least=1, runs=True)
+    micro_batch: int | None = option(
+        None,
+        f"Maximum number of sequences per device at a time; default: 4, on a CPU those of {BATCH_TOKENS} tokens.",
+        metavar="N",
+        least=1,
+        runs=True,
+    )
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
     save_every: int = option(200, "Steps between checkpoints; 0 disables them.", metavar="N", least=0, runs=True)
     max_shard_size: int | str = option("5GB", "Maximum size per shard.", metavar="SIZE", check=size_expected, runs=True)

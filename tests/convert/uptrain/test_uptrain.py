@@ -315,6 +315,14 @@ def test_what_is_written_is_the_best_state_even_that_before_training(source, con
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+def test_a_cpu_takes_a_thousand_tokens_at_a_time_unless_told_otherwise():
+    request = UptrainRequest(model="m", out="o", text="t", device="cpu", batch_tokens=8192)
+    for length, micro, sequences in ((1024, None, 1), (256, None, 4), (1024, 2, 2)):
+        made = training_arguments(replace(request, seq_len=length, micro_batch=micro), 256, torch.float32, False)
+        assert (made.per_device_train_batch_size, made.per_device_eval_batch_size) == (sequences, sequences)
+        assert made.gradient_accumulation_steps == 8192 // length // sequences
+
+
 def test_the_default_learning_rate_falls_with_the_root_of_the_width_and_of_a_small_batch():
     request = UptrainRequest(model="m", out="o", text="t", device="cpu")
     narrow, wide = (training_arguments(request, width, torch.float32, False).learning_rate for width in (256, 4096))
