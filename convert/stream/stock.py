@@ -74,10 +74,9 @@ def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
     if getattr(hf_config, "output_router_logits", False):
         hf_config.output_router_logits = False  # a training loss, computed from what all layers return
     stock = auto._model_mapping[type(hf_config)]
-    if any(getattr(kind, "_supports_attention_backend", False) for kind in getattr(stock, "__mro__", ())):
-        attention = BLOCKWISE
-    else:  # the class computes its attention itself (bloom)
-        attention = "sdpa" if getattr(stock, "_supports_sdpa", False) else "eager"
+    # Some classes compute their attention themselves (bloom).
+    otherwise = "sdpa" if getattr(stock, "_supports_sdpa", False) else "eager"
+    attention = BLOCKWISE if takes_attention(stock) else otherwise
     with torch.device("meta"):
         # torch's grouped matrix product, which experts use by default, has no float64
         experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
@@ -97,6 +96,11 @@ def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
         if pending:
             model._init_weights(module)
     return model.eval().requires_grad_(False)
+
+
+def takes_attention(stock: Any) -> bool:
+    """True if models of the class ``stock`` call the attention function that their config names."""
+    return any(getattr(kind, "_supports_attention_backend", False) for kind in getattr(stock, "__mro__", ()))
 
 
 def reason(error: Exception) -> str:

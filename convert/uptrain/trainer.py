@@ -22,12 +22,14 @@ from transformers.trainer_callback import PrinterCallback
 
 from kvfold.attention.drift.frame import attention_name, layer_list
 from kvfold.attention.drift.report import perplexity
+from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert.checkpoint.files import replacing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, training_autocast
 from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.processes import environment_number, started_first
 from kvfold.convert.progress import Stages
+from kvfold.convert.stream.stock import takes_attention
 from kvfold.convert.stream.weights import load_model
 from kvfold.convert.targets.mla.tensors import HeldSlice
 from kvfold.convert.text.tokenizer import check_teacher, load_tokenizer
@@ -133,9 +135,19 @@ def forward_dtype(request: UptrainRequest, source: Checkpoint) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
+def attend_in_blocks(model: Any, device: torch.device) -> None:
+    """Compute the attention of a model that will run on a CPU in blocks, if its class allows it."""
+    # torch has no fused kernel for values narrower than keys, as in MLA: it computes and keeps whole maps. A step on
+    # 1 x 1024 tokens of SmolLM2-135M, MLA 128+64, with its teacher: 11.0 s instead of 16.0 s (one thread of an AMD
+    # EPYC, 2026-11-26).
+    if device.type == "cpu" and takes_attention(type(model)):
+        model.set_attn_implementation(BLOCKWISE)
+
+
 def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> dict[str, HeldSlice]:
     """Freeze the parameters that are not trained; returns the constant channel's slices by name, if there are any."""
     model.config.use_cache = False
+    attend_in_blocks(model, choose_device(request.device))
     if request.gradient_checkpointing:
         # The first name is that of transformers 6.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
@@ -159,6 +171,7 @@ def load_teacher(
         # Under FSDP transformers loads weights on the first process only; a teacher is not sharded.
         with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
             teacher = load_model(opened, precision, request.trust_remote_code)
+            attend_in_blocks(teacher, device)
     return teacher.to(device).eval().requires_grad_(False)
 
 
