@@ -20,6 +20,7 @@ from helpers.checkpoints import stock_model, tensors
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
+from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert import ConvertRequest, convert_checkpoint, device
 from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
@@ -31,7 +32,7 @@ from kvfold.convert.uptrain.__main__ import main
 from kvfold.convert.uptrain.__main__ import uptrain as uptrain_command
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.run import uptrain_checkpoint
-from kvfold.convert.uptrain.trainer import training_arguments
+from kvfold.convert.uptrain.trainer import attend_in_blocks, training_arguments
 from kvfold.convert.uptrain.work import COMPLETE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -313,6 +314,18 @@ def test_what_is_written_is_the_best_state_even_that_before_training(source, con
     assert done.held_out.after == done.held_out.before
     before, after = tensors(converted("free")), tensors(tmp_path / "out")
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_on_a_cpu_attention_goes_in_blocks_and_stays_what_it_is(converted, tiny_family):
+    tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
+    for folder, in_blocks in ((converted("free"), True), (tiny_family("bloom"), False)):
+        model = stock_model(folder)
+        before = model(input_ids=tokens, use_cache=False).logits
+        attend_in_blocks(model, torch.device("cuda"))
+        assert model.config._attn_implementation != BLOCKWISE
+        attend_in_blocks(model, torch.device("cpu"))
+        assert (model.config._attn_implementation == BLOCKWISE) == in_blocks
+        torch.testing.assert_close(model(input_ids=tokens, use_cache=False).logits, before)
 
 
 def test_a_cpu_takes_a_thousand_tokens_at_a_time_unless_told_otherwise():
