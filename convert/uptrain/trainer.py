@@ -138,8 +138,8 @@ def forward_dtype(request: UptrainRequest, source: Checkpoint) -> torch.dtype:
 def attend_in_blocks(model: Any, device: torch.device) -> None:
     """Compute the attention of a model that will run on a CPU in blocks, if its class allows it."""
     # torch has no fused kernel for values narrower than keys, as in MLA: it computes and keeps whole maps. A step on
-    # 1 x 1024 tokens of SmolLM2-135M, MLA 128+64, with its teacher: 11.0 s instead of 16.0 s (one thread of an AMD
-    # EPYC, 2026-11-26).
+    # 1 x 1024 tokens of SmolLM2-135M, MLA 128+64, with its teacher: 10.7 s instead of 15.2 s (one thread of an AMD
+    # EPYC, bench_training.py uptrain, 2026-11-26).
     if device.type == "cpu" and takes_attention(type(model)):
         model.set_attn_implementation(BLOCKWISE)
 

@@ -1,13 +1,15 @@
 """How close calibrated conversions come to the machine's speed: polishing and fitting next to bare stock passes.
 
     python recipes/benchmarks/bench_training.py polish MODEL CONVERTED --json recipes/results/training_speed.json
+    python recipes/benchmarks/bench_training.py uptrain MODEL CONVERTED --batch 1 --seq-len 1024
     python recipes/benchmarks/bench_training.py fit MODEL --calibration FILE
 
 `polish` times steps of polishing CONVERTED (a result of `kvfold convert` of MODEL), and, in turn, a forward and
 backward pass of the same checkpoint in stock transformers with the same trained tensors, in the arithmetic that
 `convert.device.training_autocast` chooses, on as many tokens. `fit` divides the processor time of a whole
-`kvfold convert` to MLA by that of stock forward passes over the same calibration tokens in that arithmetic. Both use
-one thread unless --threads says otherwise; times are processor seconds, the least of several rounds.
+`kvfold convert` to MLA by that of stock forward passes over the same calibration tokens in that arithmetic. `uptrain`
+times passes of CONVERTED and its teacher MODEL as `kvfold uptrain` makes them, with torch's attention and in blocks.
+All use one thread unless --threads says otherwise; times are processor seconds, the least of several rounds.
 """
 
 import argparse
@@ -30,10 +32,13 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.polishing import taught_text
 from kvfold.convert.device import training_autocast
 from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.stream.weights import load_model
 from kvfold.convert.text.tokenizer import load_tokenizer
 from kvfold.convert.text.windows import load_calibration
+from kvfold.convert.training.fit import distillation_loss
 from kvfold.convert.training.polish import ModelTrainee, TrainingText
 from kvfold.convert.training.steps import has_constant
+from kvfold.convert.uptrain.trainer import attend_in_blocks
 
 CPU = torch.device("cpu")
 
@@ -73,6 +78,25 @@ def polishing_step(model: Path, converted: Path, tokens: Tensor, device: torch.d
         trainee.optimizer.zero_grad(set_to_none=True)
         trainee.backward(training, batch)
         trainee.optimizer.step()
+
+    return run
+
+
+def uptraining_step(model: Path, converted: Path, tokens: Tensor, in_blocks: bool) -> Callable[[], None]:
+    """A forward pass of both models over ``tokens [N, T]``, and a backward pass to all weights of ``converted``."""
+    source, written = open_checkpoint(str(model)), open_checkpoint(str(converted))
+    dtype = training_autocast(written, CPU)
+    teacher = load_model(source, dtype or torch.float32, False).requires_grad_(False)
+    student = load_model(written, torch.float32, False)
+    if in_blocks:
+        attend_in_blocks(teacher, CPU)
+        attend_in_blocks(student, CPU)
+
+    def run() -> None:
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            logits, expected = (each(input_ids=tokens, use_cache=False).logits for each in (student, teacher))
+        distillation_loss(logits.float(), expected, 1.0).backward()
+        student.zero_grad()
 
     return run
 
@@ -118,6 +142,15 @@ def bench_polish(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"tokens_per_second": rates, "ratio": rates["polish"] / rates["stock"], "asked": 0.9}
 
 
+def bench_uptrain(arguments: argparse.Namespace) -> dict[str, Any]:
+    tokens = calibration(arguments.model, arguments.calibration, arguments.batch, arguments.seq_len)
+    models = arguments.model, arguments.converted, tokens
+    seconds = least_seconds(
+        {name: uptraining_step(*models, name == "blocks") for name in ("torch", "blocks")}, arguments.rounds
+    )
+    return {"tokens": list(tokens.shape), "seconds": seconds, "ratio": seconds["blocks"] / seconds["torch"]}
+
+
 def bench_fit(arguments: argparse.Namespace) -> dict[str, Any]:
     tokens = calibration(arguments.model, arguments.calibration, arguments.samples, arguments.seq_len)
     parts = [stock_pass(arguments.model, part, False) for part in tokens.split(arguments.batch)[:4]]
@@ -137,9 +170,9 @@ def bench_fit(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["polish", "fit"])
+    parser.add_argument("what", choices=["polish", "uptrain", "fit"])
     parser.add_argument("model", type=Path)
-    parser.add_argument("converted", type=Path, nargs="?", help="of polish")
+    parser.add_argument("converted", type=Path, nargs="?", help="of polish and uptrain")
     parser.add_argument("--options", default="--to mla --kv-rank 128 --rope-dim 64", help="of fit")
     parser.add_argument("--calibration", help="default: the text that ships")
     parser.add_argument("--samples", type=int, default=64)
@@ -150,7 +183,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="adds the figures to this file, under the name of the benchmark")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    result = {"polish": bench_polish, "fit": bench_fit}[arguments.what](arguments)
+    result = {"polish": bench_polish, "uptrain": bench_uptrain, "fit": bench_fit}[arguments.what](arguments)
     print(json.dumps(result, indent=2))
     if arguments.json:
         rows = json.loads(arguments.json.read_text()) if arguments.json.is_file() else {}
