@@ -45,8 +45,7 @@ DEFAULT_LAYOUT: Layout = "free"
 RULER = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
 BUILT_IN_TASKS = ("replies", "choice", "arithmetic", "copying", *RULER)
 # Tokens of the sequences that --samples counts, and at most of those that --seq-len auto joins them to. SmolLM2-135M,
-# MLA 128+64, 12 x 2048 held-out tokens: KL 0.146 on 16 x 1024 tokens, 0.157 on 8 x 2048 in twice the time
-# (2026-11-26, docs/method.md).
+# MLA 128+64, lost more at almost every position after a fit on 8 x 2048 tokens than on 16 x 1024 (docs/method.md).
 UNIT_LENGTH, AUTO_LENGTH = 512, 1024
 SELF = "self"  # --calibration self or self:SHARE: the source generates the text ...
 SELF_TOKENS = 24_576  # ... so many tokens at once: chosen, not tuned; memory grows with them

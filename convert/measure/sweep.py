@@ -63,8 +63,10 @@ from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.walk.walk import Teacher
 
 # Options of a sweep that its conversions have too, in the same sense.
-_SHARED = ("model", "calibration", "samples", "seq_len", "seed", "refine", "device", "precision", "dtype")
-_SHARED += ("trust_remote_code",)
+_SHARED = (
+    *("model", "calibration", "samples", "seq_len", "seed", "refine", "device", "precision", "dtype"),
+    "trust_remote_code",
+)
 # Given as arguments of the command, or without influence on the result.
 _NOT_REPEATED = ("model", "out", "quiet", "max_shard_size")
 _SWEEP_HEAD = ("target", "elements", "saving", "excess loss", "95 % interval", "KL, nats", "top-1", "time")
@@ -76,7 +78,7 @@ _SWEEP_WIDTHS = (0, 8, 6, 11, 18, 9, 6, 6)
 class SweptSource:
     """The source model of a sweep, its cached ``elements`` per token per layer, and the text.
 
-    Targets are fitted in the dtype ``precision`` and measured on ``sequences`` held-out sequences of ``length`` tokens.
+    Targets are measured on ``sequences`` held-out sequences of ``length`` tokens.
     """
 
     name: str
@@ -89,7 +91,6 @@ class SweptSource:
     calibration_sequences: int
     sequences: int
     length: int
-    precision: str
 
     @property
     def held_out(self) -> str:
@@ -101,9 +102,9 @@ class SweptSource:
 class SweptTarget:
     """A target in the notation of ``--targets``, the request that converts to it, and its cost.
 
-    ``kind`` is, for example, ``MLA 32+32``. ``elements`` are cached per token per layer. ``seconds`` excludes work that
-    targets share. ``splits`` are the splits tried for a budget. ``distances`` are the relative errors of the residual
-    stream by layer.
+    ``kind`` is, for example, ``MLA 32+32``. ``elements`` are cached per token per layer. ``precision`` is the dtype in
+    which the target was fitted. ``seconds`` excludes work that targets share. ``splits`` are the splits tried for a
+    budget. ``distances`` are the relative errors of the residual stream by layer.
     """
 
     target: str
@@ -111,6 +112,7 @@ class SweptTarget:
     kind: str
     elements: int
     measured: Measurement
+    precision: str
     seconds: float
     splits: tuple[Split, ...] = ()
     distances: tuple[float, ...] = ()
@@ -165,6 +167,7 @@ class SweptTarget:
             "perplexity": finite(self.perplexity),
             "kl": {"value": finite(self.kl), "margin": finite(self.measured.kl_margin)},
             "agreement": self.agreement,
+            "precision": self.precision,
             "seconds": self.seconds,
             "residual_by_layer": [finite(distance) for distance in self.distances],
             **({"splits": [split.to_dict() for split in self.splits]} if self.splits else {}),
@@ -336,7 +339,6 @@ def _sweep(
         calibration_sequences=len(tokens.calibration),
         sequences=len(tokens.held_out),
         length=tokens.held_out.shape[1],
-        precision=dtype_name(stream.autocast or stream.dtype),
     )
     if not request.quiet:
         count, length = tokens.calibration.shape
@@ -399,7 +401,7 @@ def _swept(
                 student.seconds += time.monotonic() - started
                 advance(1)
     with stages("measuring"):
-        return list(map(_measured, students))
+        return [_measured(student, dtype_name(stream.autocast or stream.dtype)) for student in students]
 
 
 def _row_values(row: SweptTarget) -> dict[str, Any]:
@@ -409,7 +411,7 @@ def _row_values(row: SweptTarget) -> dict[str, Any]:
         "measured": {**vars(row.measured), "layers": [], "stretches": stretches, "by_sequence": []},
         "split": [row.request.kv_rank, row.request.rope_dim],
         "splits": [vars(each) for each in row.splits],
-        **{name: getattr(row, name) for name in ("kind", "elements", "seconds", "distances")},
+        **{name: getattr(row, name) for name in ("kind", "elements", "precision", "seconds", "distances")},
     }
 
 
@@ -423,13 +425,14 @@ def _row_of(target: str, plan: Plan, values: Mapping[str, Any]) -> SweptTarget:
         kind=values["kind"],
         elements=values["elements"],
         measured=Measurement(**{**measured, "layers": (), "stretches": stretches, "by_sequence": ()}),
+        precision=values["precision"],
         seconds=values["seconds"],
         splits=tuple(Split(**each) for each in values["splits"]),
         distances=tuple(values["distances"]),
     )
 
 
-def _measured(student: _Target) -> SweptTarget:
+def _measured(student: _Target, precision: str) -> SweptTarget:
     """The target with its loss on held-out text; its request contains the chosen split instead of a budget."""
     started, request, target = time.monotonic(), student.plan.request, student.plan.latent
     measured = student.walk.measurement()
@@ -441,6 +444,7 @@ def _measured(student: _Target) -> SweptTarget:
         kind=student.plan.layout.kind,
         elements=student.plan.layout.cache_elements,
         measured=measured,
+        precision=precision,
         seconds=student.seconds + time.monotonic() - started,
         splits=tuple(map(split_of, student.tried)),
         distances=tuple(student.distances),

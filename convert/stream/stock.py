@@ -99,7 +99,7 @@ def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
 
 
 def takes_attention(stock: Any) -> bool:
-    """True if models of the class ``stock`` call the attention function that their config names."""
+    """True if the class ``stock`` declares that its models call the attention function that their config names."""
     return any(getattr(kind, "_supports_attention_backend", False) for kind in getattr(stock, "__mro__", ()))
 
 

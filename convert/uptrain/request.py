@@ -79,7 +79,7 @@ class UptrainRequest(Request):
     )
     micro_batch: int | None = option(
         None,
-        f"Maximum number of sequences per device at a time; default: 4, on a CPU those of {BATCH_TOKENS} tokens.",
+        f"Maximum sequences per device at a time; default: 4, on a CPU as many as hold {BATCH_TOKENS} tokens.",
         metavar="N",
         least=1,
         runs=True,

@@ -61,7 +61,8 @@ def training_arguments(request: UptrainRequest, width: int, precision: torch.dty
     processes = environment_number("WORLD_SIZE", 1)
     # A single process uses all GPUs that it sees: transformers divides each of its batches among them.
     replicas = torch.cuda.device_count() if processes == 1 and device.type == "cuda" else processes
-    # On a CPU larger products are no faster. SmolLM2-135M with its teacher: 5.5 GB for 1 x 1024 tokens, 7.9 GB for 2.
+    # On a CPU a thousand tokens keep the products busy, and more take memory: SmolLM2-135M with its teacher 5.5 GB for
+    # 1 x 1024 tokens, 7.9 GB for 2 (peaks of `kvfold uptrain --steps 1`, 2026-11-26).
     most = request.micro_batch or (batch_size(request.seq_len) if device.type == "cpu" else _GPU_SEQUENCES)
     micro, accumulation = divide_batch(request.sequences, most, replicas)
     evaluated, saved = bool(request.eval_every), bool(request.save_every)
@@ -136,12 +137,13 @@ def forward_dtype(request: UptrainRequest, source: Checkpoint) -> torch.dtype:
 
 
 def attend_in_blocks(model: Any, device: torch.device) -> None:
-    """Compute the attention of a model that will run on a CPU in blocks, if its class allows it."""
-    # torch has no fused kernel for values narrower than keys, as in MLA: it computes and keeps whole maps. A step on
-    # 1 x 1024 tokens of SmolLM2-135M, MLA 128+64, with its teacher: 10.7 s instead of 15.2 s (one thread of an AMD
-    # EPYC, bench_training.py uptrain, 2026-11-26).
-    if device.type == "cpu" and takes_attention(type(model)):
-        model.set_attn_implementation(BLOCKWISE)
+    """Compute the attention of a model that will be trained on a CPU in blocks, if it would use torch's own."""
+    # torch has no fused kernel for values narrower than keys, as in MLA: it computes and keeps whole maps. With blocks
+    # the passes over 1 x 1024 tokens of SmolLM2-135M, MLA 128+64, and its teacher take 11.3 s instead of 16.8 s
+    # (bench_training.py uptrain, one thread of an AMD EPYC, 2026-11-26).
+    if device.type == "cpu" and model.config._attn_implementation == "sdpa" and takes_attention(type(model)):
+        # The model's own method refuses classes whose files do not spell the call as transformers does.
+        model.config._attn_implementation = BLOCKWISE
 
 
 def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> dict[str, HeldSlice]:
@@ -171,7 +173,6 @@ def load_teacher(
         # Under FSDP transformers loads weights on the first process only; a teacher is not sharded.
         with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
             teacher = load_model(opened, precision, request.trust_remote_code)
-            attend_in_blocks(teacher, device)
     return teacher.to(device).eval().requires_grad_(False)
 
 

@@ -2,9 +2,9 @@
 
     python recipes/benchmarks/bench_precision.py MODEL --calibration FILE --json recipes/results/precision.json
 
-Held-out text is always judged in float32. ``difference`` is that of bfloat16 to float32 with the same seed, ``seeds``
-that between two seeds, which draw other calibration sequences and other held-out ones; ``margin`` is half of the 95 %
-interval of a figure. Finished sweeps stay in the JSON file and are not run again.
+On a CPU, where held-out text is judged in float32. ``difference`` is that of bfloat16 to float32 with the same seed,
+``seeds`` that between two seeds, which draw other calibration sequences and other held-out ones; ``margin`` is half of
+the 95 % interval of a figure. Finished sweeps stay in the JSON file and are not run again.
 """
 
 import argparse
@@ -25,6 +25,7 @@ RUNS = (("bfloat16", 0), ("float32", 0), ("bfloat16", 1))
 def swept(given: argparse.Namespace, precision: str, seed: int) -> Row:
     """KL and excess loss of every target of a sweep."""
     options = shlex.split(f"--samples {given.samples} --seq-len {given.seq_len} --seed {seed} --precision {precision}")
+    options += ["--device", "cpu"]
     options += ["--calibration", given.calibration, "--calibration", "self:0"] if given.calibration else []
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = ["sweep", given.model, "--targets", given.targets, *options, "--json", file.name, "--quiet"]
@@ -57,22 +58,26 @@ def main() -> None:
     parser.add_argument("--calibration", help="as of kvfold sweep")
     parser.add_argument("--samples", type=int, default=32, help="calibration sequences")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens of each")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", type=Path, required=True, help="where to write the figures")
     given = parser.parse_args()
 
     def rows(done: list[Row]) -> Iterator[Row]:
         for precision, seed in RUNS[len(done) :]:
             yield swept(given, precision, seed)
 
-    header = {"model": Path(given.model).name, "samples": given.samples, "seq_len": given.seq_len}
+    names = ("targets", "calibration", "samples", "seq_len")
+    header = {"model": Path(given.model).name} | {name: vars(given)[name] for name in names}
+    header["calibration"] = header["calibration"] and Path(header["calibration"]).name
+    earlier = json.loads(given.json.read_text()) if given.json.exists() else header
+    if any(earlier.get(name) != value for name, value in header.items()):
+        raise SystemExit(f"{given.json} has rows of another model or other options; use another file")
     continue_rows(given.json, header, rows, lambda row: print(row["precision"], "seed", row["seed"], flush=True))
-    if given.json:
-        found = json.loads(given.json.read_text())
-        compared = list(differences(found["rows"]))
-        given.json.write_text(json.dumps({**found, "compared": compared}, indent=1) + "\n")
-        for row in compared:
-            kl = {name: f"{value:+.4f}" for name, value in row["kl"].items()}
-            print(f"{row['target']:12} KL {kl['difference']}, between seeds {kl['seeds']}, margin {kl['margin']}")
+    found = json.loads(given.json.read_text())
+    compared = list(differences(found["rows"]))
+    given.json.write_text(json.dumps({**found, "compared": compared}, indent=1) + "\n")
+    for row in compared:
+        kl = {name: f"{value:+.4f}" for name, value in row["kl"].items()}
+        print(f"{row['target']:12} KL {kl['difference']}, between seeds {kl['seeds']}, margin {kl['margin']}")
 
 
 if __name__ == "__main__":

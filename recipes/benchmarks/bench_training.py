@@ -8,7 +8,7 @@
 backward pass of the same checkpoint in stock transformers with the same trained tensors, in the arithmetic that
 `convert.device.training_autocast` chooses, on as many tokens. `fit` divides the processor time of a whole
 `kvfold convert` to MLA by that of stock forward passes over the same calibration tokens in that arithmetic. `uptrain`
-times passes of CONVERTED and its teacher MODEL as `kvfold uptrain` makes them, with torch's attention and in blocks.
+times passes of CONVERTED and its teacher MODEL as `kvfold uptrain` makes them, with torch's attention and with blocks.
 All use one thread unless --threads says otherwise; times are processor seconds, the least of several rounds.
 """
 
@@ -89,12 +89,13 @@ def uptraining_step(model: Path, converted: Path, tokens: Tensor, in_blocks: boo
     teacher = load_model(source, dtype or torch.float32, False).requires_grad_(False)
     student = load_model(written, torch.float32, False)
     if in_blocks:
-        attend_in_blocks(teacher, CPU)
         attend_in_blocks(student, CPU)
 
     def run() -> None:
+        with torch.no_grad():
+            expected = teacher(input_ids=tokens, use_cache=False).logits
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
-            logits, expected = (each(input_ids=tokens, use_cache=False).logits for each in (student, teacher))
+            logits = student(input_ids=tokens, use_cache=False).logits
         distillation_loss(logits.float(), expected, 1.0).backward()
         student.zero_grad()
 

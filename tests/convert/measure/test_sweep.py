@@ -50,7 +50,7 @@ def test_a_target_is_what_its_conversion_alone_would_be(tmp_path, swept, place):
 
 def test_targets_are_fitted_in_the_requested_precision(reader):
     wide, short = (sweep_checkpoint(str(reader), "mqa", **TEXT, precision=name) for name in ("float32", "bfloat16"))
-    assert (wide.source.precision, short.source.precision) == ("float32", "bfloat16")
+    assert (wide.rows[0].precision, short.rows[0].precision) == ("float32", "bfloat16")
     assert wide.rows[0].measured.kl != short.rows[0].measured.kl
     assert "--precision bfloat16" in short.rows[0].command("MODEL", "OUT")
 

@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvfold.attention import register_models
 from kvfold.attention.checkpoints import modeling_kvfold
 from kvfold.attention.checkpoints.registered import SOURCES
+from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.plan import latent_targets
@@ -363,9 +364,10 @@ def test_attention_alone_is_trained_under_any_name(tiny_family, tmp_path):
         source = open_checkpoint(str(convert(tiny_family(name), tmp_path / name, kv_heads=4)))
         model = load_model(source, torch.float32, False)
         request = UptrainRequest(
-            model=str(source.folder), out=str(tmp_path / "trained"), text="text.txt", train="attention"
+            model=str(source.folder), out=str(tmp_path / "trained"), text="text.txt", train="attention", device="cpu"
         )
         assert prepare_model(model, source, request) == {}
+        assert model.config._attn_implementation == BLOCKWISE
         source.close()
         trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
         assert trained == {key for key, _ in model.named_parameters() if module in key}

@@ -316,21 +316,22 @@ def test_what_is_written_is_the_best_state_even_that_before_training(source, con
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_on_a_cpu_attention_goes_in_blocks_and_stays_what_it_is(converted, tiny_family):
+@pytest.mark.parametrize("on", ["cpu", "cuda"])
+def test_on_a_cpu_attention_goes_in_blocks_and_stays_what_it_is(converted, tiny_family, on):
     tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
-    for folder, in_blocks in ((converted("free"), True), (tiny_family("bloom"), False)):
-        model = stock_model(folder)
-        before = model(input_ids=tokens, use_cache=False).logits
-        attend_in_blocks(model, torch.device("cuda"))
-        assert model.config._attn_implementation != BLOCKWISE
-        attend_in_blocks(model, torch.device("cpu"))
+    for folder, in_blocks in ((converted("free"), on == "cpu"), (tiny_family("bloom"), False)):
+        model, expected = stock_model(folder), stock_model(folder)
+        attend_in_blocks(model, torch.device(on))
         assert (model.config._attn_implementation == BLOCKWISE) == in_blocks
-        torch.testing.assert_close(model(input_ids=tokens, use_cache=False).logits, before)
+        for each in (model, expected):
+            each(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_a_cpu_takes_a_thousand_tokens_at_a_time_unless_told_otherwise():
     request = UptrainRequest(model="m", out="o", text="t", device="cpu", batch_tokens=8192)
-    for length, micro, sequences in ((1024, None, 1), (256, None, 4), (1024, 2, 2)):
+    for length, micro, sequences in ((2048, None, 1), (1024, None, 1), (256, None, 4), (1024, 2, 2)):
         made = training_arguments(replace(request, seq_len=length, micro_batch=micro), 256, torch.float32, False)
         assert (made.per_device_train_batch_size, made.per_device_eval_batch_size) == (sequences, sequences)
         assert made.gradient_accumulation_steps == 8192 // length // sequences
