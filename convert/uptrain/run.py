@@ -149,9 +149,11 @@ def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles")
                 file=sys.stderr,
             )
         chosen = "" if request.relative_lr else f", chosen for {request.batch_tokens} tokens per step"
+        warmup = f" after {arguments.warmup_steps} steps of warmup" if arguments.warmup_steps else ""
         computed = f"forward and backward passes in {dtype_name(precision)}"
         print(
-            f"learning rate: {arguments.learning_rate:.2g} of each tensor's size{chosen}; {computed}", file=sys.stderr
+            f"learning rate: {arguments.learning_rate:.2g} of each tensor's size{warmup}{chosen}; {computed}",
+            file=sys.stderr,
         )
     distilled = request.teacher and load_teacher(request.teacher, request, source, precision, arguments.device)
     model = load_model(source, torch.float32, request.trust_remote_code)

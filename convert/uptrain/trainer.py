@@ -37,7 +37,7 @@ from kvfold.convert.training.budget import batch_size
 from kvfold.convert.training.fit import BETAS, distillation_loss, next_token_loss
 from kvfold.convert.training.log import LogRow
 from kvfold.convert.training.steps import has_constant, hold_constant, scale_gradients, scale_steps, tensor_sizes
-from kvfold.convert.uptrain.request import UptrainRequest
+from kvfold.convert.uptrain.request import WARMUP_STEPS, UptrainRequest
 from kvfold.convert.uptrain.work import BEST, TrainingOrder, mark_complete
 
 # A sixteenth of refinement's: all layers move at once, and the steps of all inputs add up. KL after 40 steps, MLA 24+8
@@ -74,7 +74,7 @@ def training_arguments(request: UptrainRequest, width: int, precision: torch.dty
         gradient_accumulation_steps=accumulation,
         learning_rate=request.relative_lr or default_rate(width, request.batch_tokens),
         lr_scheduler_type=request.schedule if request.schedule != "constant" else "constant_with_warmup",
-        warmup_steps=int(request.warmup * request.steps),
+        warmup_steps=warmup_steps(request),
         weight_decay=request.weight_decay,
         max_grad_norm=request.clip,
         adam_beta2=BETAS[1],
@@ -97,6 +97,13 @@ def training_arguments(request: UptrainRequest, width: int, precision: torch.dty
         disable_tqdm=True,
         report_to="none",
     )
+
+
+def warmup_steps(request: UptrainRequest) -> int:
+    """The steps in which the learning rate rises; more than the run has, if that is short."""
+    if request.warmup is None:
+        return max(WARMUP_STEPS, request.steps // 20)
+    return int(request.warmup * request.steps)
 
 
 def default_rate(width: int, batch_tokens: int) -> float:

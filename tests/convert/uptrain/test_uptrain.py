@@ -44,7 +44,7 @@ TARGETS = {
     "engine": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "layout": "engine", "samples": 16, "seq_len": 32},
 }
 QUICK = {"steps": 10, "batch_tokens": 512, "seq_len": 64, "micro_batch": 8, "relative_lr": 0.05, "eval_sequences": 8}
-QUICK |= {"eval_every": 5, "log_every": 1, "device": "cpu", "quiet": True}
+QUICK |= {"eval_every": 5, "log_every": 1, "warmup": 0.0, "device": "cpu", "quiet": True}
 
 
 def letters(folder):
@@ -314,6 +314,13 @@ def test_what_is_written_is_the_best_state_even_that_before_training(source, con
     assert done.held_out.after == done.held_out.before
     before, after = tensors(converted("free")), tensors(tmp_path / "out")
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_short_runs_warm_up_too_unless_told_otherwise():
+    request = UptrainRequest(model="m", out="o", text="t", device="cpu")
+    for steps, warmup, expected in ((1000, None, 50), (100, None, 10), (3, None, 10), (3, 0.0, 0), (1000, 0.2, 200)):
+        made = training_arguments(replace(request, steps=steps, warmup=warmup), 256, torch.float32, False)
+        assert made.warmup_steps == expected
 
 
 @pytest.mark.parametrize("on", ["cpu", "cuda"])
