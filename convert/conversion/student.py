@@ -65,7 +65,7 @@ class Calibrated:
                 f"the written checkpoint has a loss of {written:.6f} nats, but the converted model in memory had "
                 f"{expected:.6f} on the same text; the output was discarded, please report this"
             )
-        precisions = (self.stream.autocast or self.stream.dtype, self.stream.dtype)
+        precisions = (self.stream.training_dtype, self.stream.dtype)
         losses = {"loss_in_memory": expected, "loss_of_written_checkpoint": written}
         return {
             "calibration": {

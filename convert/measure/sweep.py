@@ -64,7 +64,15 @@ from kvfold.convert.walk.walk import Teacher
 
 # Options of a sweep that its conversions have too, in the same sense.
 _SHARED = (
-    *("model", "calibration", "samples", "seq_len", "seed", "refine", "device", "precision", "dtype"),
+    "model",
+    "calibration",
+    "samples",
+    "seq_len",
+    "seed",
+    "refine",
+    "device",
+    "precision",
+    "dtype",
     "trust_remote_code",
 )
 # Given as arguments of the command, or without influence on the result.
@@ -401,7 +409,7 @@ def _swept(
                 student.seconds += time.monotonic() - started
                 advance(1)
     with stages("measuring"):
-        return [_measured(student, dtype_name(stream.autocast or stream.dtype)) for student in students]
+        return [_measured(student, dtype_name(stream.training_dtype)) for student in students]
 
 
 def _row_values(row: SweptTarget) -> dict[str, Any]:

@@ -80,6 +80,11 @@ class CheckpointStream:
         enabled = self.autocast is not None and self.dtype == torch.float32
         return torch.autocast(self.device.type, self.autocast, enabled=enabled)
 
+    @property
+    def training_dtype(self) -> torch.dtype:
+        """The dtype of matrix products in `training`."""
+        return self.autocast or self.dtype
+
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed ``tokens [B, T]``. Returns the first layer's input ``[B, T, E]``.

@@ -65,6 +65,8 @@ def training_arguments(request: UptrainRequest, width: int, precision: torch.dty
     # 1 x 1024 tokens, 7.9 GB for 2 (peaks of `kvfold uptrain --steps 1`, 2026-11-26).
     most = request.micro_batch or (batch_size(request.seq_len) if device.type == "cpu" else _GPU_SEQUENCES)
     micro, accumulation = divide_batch(request.sequences, most, replicas)
+    # More steps than a short run has: it ends on the way to the peak.
+    warmup = max(WARMUP_STEPS, request.steps // 20) if request.warmup is None else int(request.warmup * request.steps)
     evaluated, saved = bool(request.eval_every), bool(request.save_every)
     return TrainingArguments(
         output_dir=str(request.work),
@@ -74,7 +76,7 @@ def training_arguments(request: UptrainRequest, width: int, precision: torch.dty
         gradient_accumulation_steps=accumulation,
         learning_rate=request.relative_lr or default_rate(width, request.batch_tokens),
         lr_scheduler_type=request.schedule if request.schedule != "constant" else "constant_with_warmup",
-        warmup_steps=warmup_steps(request),
+        warmup_steps=warmup,
         weight_decay=request.weight_decay,
         max_grad_norm=request.clip,
         adam_beta2=BETAS[1],
@@ -97,13 +99,6 @@ def training_arguments(request: UptrainRequest, width: int, precision: torch.dty
         disable_tqdm=True,
         report_to="none",
     )
-
-
-def warmup_steps(request: UptrainRequest) -> int:
-    """The steps in which the learning rate rises; more than the run has, if that is short."""
-    if request.warmup is None:
-        return max(WARMUP_STEPS, request.steps // 20)
-    return int(request.warmup * request.steps)
 
 
 def default_rate(width: int, batch_tokens: int) -> float:
