@@ -100,6 +100,7 @@ def refine_layer(
 
     ``progress`` is called with the result so far before training and after every round.
     """
+    step.contexts.clear()  # training changes what the heads compute
     with step.student.stream.training():
         training = examples(task.update, step.teacher, step.calibration, step.student_calibration, shared=True)
     held_out = examples(task.update, step.teacher, step.held_out, step.student_held_out)

@@ -85,7 +85,8 @@ def refit_output(
     """Return ``weights`` with the output projection (and bias, if any) that best fits the student's residual stream.
 
     The new projection is used only if it is better on held-out sequences. The returned `OutputFit` is None if the layer
-    does not expose its heads' results or the model family normalizes the attention output.
+    does not expose its heads' results or the model family normalizes the attention output. The heads' results on the
+    calibration sequences stay in ``step.contexts`` if hidden states are in memory.
     """
     if update.norm is not None:
         return weights, None
@@ -97,12 +98,15 @@ def refit_output(
     present = present.to(step.student.stream.device)
     with step.student.stream.open_layer(step.index) as layer:
         common = step, layer, weights, present, update
+        # Of the candidate only the output projection will change, and not what its heads compute.
+        step.contexts.clear()
+        contexts = step.contexts if isinstance(step.student_calibration, list) else None
         held_out = _regressions(*common, step.held_out, step.student_held_out)
         first = next(held_out, None)
         if first is None:
             return weights, None
         with step.student.stream.training():
-            gram, missing = _sums(present, _regressions(*common, step.calibration, step.student_calibration))
+            gram, missing = _sums(present, _regressions(*common, step.calibration, step.student_calibration, contexts))
         fitted, before, after = processes.from_first(partial(_fit, present, gram, missing, chain([first], held_out)))
     if not after < before:
         return weights, OutputFit(before, before)
@@ -120,8 +124,12 @@ def _regressions(
     update: AttentionUpdate,
     teacher: Hidden,
     student: Hidden,
+    contexts: list[Tensor] | None = None,
 ) -> Iterator[_Regression]:
-    """Yield each chunk's regression; nothing if the output is not a linear map of the recorded heads' results."""
+    """Yield each chunk's regression; nothing if the output is not a linear map of the recorded heads' results.
+
+    The heads' results are added to ``contexts``, if it is given.
+    """
     checked = False
     for inputs, student_inputs in zip(teacher, student, strict=True):
         output = layer.attend(student_inputs)
@@ -138,6 +146,8 @@ def _regressions(
             checked = explained.shape == output.attention.shape
             if not checked or (explained - output.attention).square().sum() > _UNEXPLAINED * energy:
                 return
+        if contexts is not None:
+            contexts.append(output.context)
         added = update.of(step.teacher, step.teacher.attend(inputs))
         after, before = (inputs + added).to(wide), student_inputs.to(wide)
         weight = token_weights(after, before).square()

@@ -39,7 +39,7 @@ Memory holds one layer of each model, and the hidden states unless they are stor
 calibration sequences only if a fit or refinement needs them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -137,7 +137,8 @@ class Step:
     ``student_held_out`` are the teacher's and the student's residual streams before the layer on the held-out
     sequences; ``calibration`` and ``student_calibration`` are the same for the calibration sequences, empty unless the
     walk keeps them. ``outputs`` are the outputs of the teacher's layer for ``held_out``. ``done``: both streams have
-    passed the layer. ``drift`` is None unless converted.
+    passed the layer. ``drift`` is None unless converted. ``contexts`` are the heads' results of the candidate on
+    ``student_calibration``, in chunks, as long as only its output projection changes; empty if they are not known.
     """
 
     index: int
@@ -152,6 +153,7 @@ class Step:
     student_calibration: Hidden = field(default_factory=list)
     done: bool = field(init=False, default=False)
     drift: compare.LayerDrift | None = field(init=False, default=None)
+    contexts: list[Tensor] = field(init=False, default_factory=list)
 
     @torch.no_grad()
     def attention_error(self, tensors: Mapping[str, Tensor]) -> float:
@@ -209,15 +211,18 @@ class Step:
             same = torch.equal(self.held_out[chunk], self.student_held_out[chunk])
             student = output if same else self.teacher(self.student_held_out[chunk])
             self.held_out[chunk], self.student_held_out[chunk] = output.states, student.states
+        self.contexts.clear()
         self._finish(self.teacher)
 
     def _finish(self, layer: OpenLayer) -> None:
         """Run the student's calibration sequences through ``layer``, and free everything that only this layer needs."""
         # Nothing is fitted after the last layer.
         if self.index + 1 < self.student.stream.layers:
+            contexts: Sequence[Tensor | None] = self.contexts or [None] * len(self.student_calibration)
             with self.student.stream.training():
-                for chunk, hidden in enumerate(self.student_calibration):
-                    self.student_calibration[chunk] = layer(hidden).states
+                for chunk, (hidden, context) in enumerate(zip(self.student_calibration, contexts, strict=True)):
+                    self.student_calibration[chunk] = layer.run(hidden, context=context).states
+        self.contexts.clear()
         self.outputs = ()
         self.done = True
 

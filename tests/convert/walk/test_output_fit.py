@@ -8,6 +8,7 @@ import torch
 from helpers.walks import Case
 from torch import Tensor
 
+from kvfold.attention.drift import recording
 from kvfold.convert.transforms.weights import AttentionWeights
 from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, refit_output
 from kvfold.convert.walk.walk import Step
@@ -83,6 +84,31 @@ def test_what_does_not_help_held_out_sequences_is_not_kept(case: Case, step: Ste
 def test_a_normed_output_is_left_alone(case: Case, step: Step) -> None:
     source = weights_of(case)
     assert refit(step, source, AttentionUpdate(norm="norm")) == (source, None)
+
+
+def test_after_a_fit_the_students_heads_are_not_computed_again(case: Case, monkeypatch) -> None:
+    attended, states = list[int](), list[list[Tensor]]()
+    recorded = recording._Recording
+
+    def counting(function):
+        def attend(*args, **options):
+            attended[-1] += 1
+            return function(*args, **options)
+
+        return recorded(attend)
+
+    monkeypatch.setattr(recording, "_Recording", counting)
+    for kept in (True, False):
+        attended.append(0)
+        steps, source = iter(case.walk(statistics=False, keep_calibration=True)), weights_of(case)
+        step = next(steps)
+        found, _ = refit(step, replace(source, v=source.v * 1.5))
+        if not kept:
+            step.contexts.clear()
+        step.convert(named(0, found))
+        states.append(step.student_calibration[:])
+    assert attended[0] == attended[1] - len(states[0])
+    assert all(map(torch.equal, *states))
 
 
 def test_massive_tokens_of_the_student_alone_do_not_rule(case: Case, step: Step) -> None:
