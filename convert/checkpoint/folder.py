@@ -49,6 +49,7 @@ _LARGEST_CONFIG = 16 << 20  # a thousand times the usual size
 _LARGEST_FILE = 64 << 20  # of those without weights: the largest tokenizers and indices have half as much
 # Twice the deepest published model: classes build layers one by one, so that a billion would keep a command for hours
 MOST_LAYERS = 1024
+_HASHED = 64 << 20  # chosen: hashing so many bytes takes less than a tenth of a second
 _NO_NUMBER = 1 << 53  # larger ones are no numbers to many readers of JSON; tokenizers have them for no "max_length"
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 # Far beyond published models: classes compute tables of rotary frequencies from these when they are built
@@ -209,8 +210,17 @@ def index_problems(
 
 
 def stamps(paths: Iterable[Path]) -> list[list[Any]]:
-    """Path, size and modification time of each existing file, as JSON values, to tell whether it changed since."""
-    return [[str(path), *state[2:]] for path, state in file_states(paths).items()]
+    """Path, size, and SHA-256 of each existing file, as JSON values, to tell whether it changed since.
+
+    A file above 64 MiB has its modification time in place of the SHA-256, which would take seconds per file.
+    """
+    # A copied or mounted folder has new times, and the hours of an interrupted run are not discarded for that.
+    found = []
+    for path, (_, _, size, time) in file_states(paths).items():
+        with suppress(OSError):
+            small = path.is_file() and size <= _HASHED
+            found.append([str(path), size, hashlib.sha256(path.read_bytes()).hexdigest() if small else time])
+    return found
 
 
 def file_states(paths: Iterable[Path]) -> dict[Path, tuple[int, int, int, int]]:

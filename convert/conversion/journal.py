@@ -157,7 +157,7 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
 
 
 def run_settings(plan: Plan) -> dict[str, Any]:
-    """Everything that affects a run's bytes, as JSON values; files count by size and modification time."""
+    """Everything that affects a run's bytes, as JSON values; files count by `stamps`."""
     import torch
 
     request = plan.request

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kvfold.convert.checkpoint.folder import stamps
 from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers
 from kvfold.convert.checkpoint.tensors import count_non_finite
 from kvfold.convert.errors import InputError, KvfoldError
@@ -284,3 +285,16 @@ def test_values_that_are_not_finite_are_counted(dtype: torch.dtype) -> None:
         values[position] = float(value)
     assert count_non_finite(values) == 3
     assert [count_non_finite(torch.zeros(size, dtype=torch.int64)) for size in (0, 3)] == [0, 0]
+
+
+def test_small_files_count_as_changed_by_their_content_and_large_ones_by_their_time(folder: Path, monkeypatch) -> None:
+    config = folder / "config.json"
+    before = stamps([config, folder / "missing"])
+    os.utime(config, (1, 1))
+    assert stamps([config]) == before
+    config.write_text(config.read_text().replace("llama", "LLAMA"))
+    assert stamps([config]) != before
+    monkeypatch.setattr("kvfold.convert.checkpoint.folder._HASHED", 4)
+    before = stamps([config])
+    os.utime(config, (2, 2))
+    assert stamps([config]) != before

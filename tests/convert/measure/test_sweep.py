@@ -133,6 +133,9 @@ def test_rows_of_an_interrupted_sweep_are_discarded_when_the_model_changed_or_on
         assert KeptRows(plan, ("samples",), False).rows == {"mqa": {"kl": 1}}
         assert KeptRows(plan, ("samples",), True).rows == {}
         os.utime(model / "config.json", (1, 1))
+        assert KeptRows(plan, ("samples",), False).rows == {"mqa": {"kl": 1}}
+        with (model / "config.json").open("a") as config:
+            config.write("\n")
         assert KeptRows(plan, ("samples",), False).rows == {}
     assert "discarding the rows (1) of an interrupted sweep: config.json changed since then" in capsys.readouterr().err
 
