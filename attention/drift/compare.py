@@ -68,12 +68,13 @@ class LayerDrift:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The ``excess`` loss of tokens ``start`` to ``end`` of each sequence, in nats, with its 95 % ``margin``."""
+    """The ``excess`` loss of tokens ``start`` to ``end``, in nats, over ``sequences``, with its 95 % ``margin``."""
 
     start: int
     end: int
     excess: float
     margin: float | None
+    sequences: int
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ def compare_predictions(
     stretches = []
     for (first, last), sums in zip(bounds, by_place, strict=True):
         excess = (sums[3] - sums[2]) / (last - first)
-        stretches.append(Stretch(first, last, float(excess.mean()), margin(excess)))
+        stretches.append(Stretch(first, last, float(excess.mean()), margin(excess), len(excess)))
     kls, excesses = each[0] / length, (each[3] - each[2]) / length
     return Measurement(
         predictions=each.shape[1] * length,

@@ -123,7 +123,13 @@ class DriftReport:
                 "margin": finite(measured.excess_margin),
             },
             "excess_by_position": [
-                {"from": each.start, "to": each.end, "value": finite(each.excess), "margin": finite(each.margin)}
+                {
+                    "from": each.start,
+                    "to": each.end,
+                    "value": finite(each.excess),
+                    "margin": finite(each.margin),
+                    "sequences": each.sequences,
+                }
                 for each in measured.stretches
             ],
             "perplexity": {
@@ -139,7 +145,10 @@ class DriftReport:
         """One line with the excess loss of each stretch of positions; empty if there is only one."""
         stretches = self.measured.stretches
         of_each = ", ".join(f"{each.excess:+.3f} at {each.start}-{each.end}" for each in stretches)
-        return f"excess loss by position, nats per token: {of_each}" if len(stretches) > 1 else ""
+        if len(stretches) < 2:
+            return ""
+        size = f"{stretches[0].sequences} x {stretches[-1].end} tokens"
+        return f"excess loss by position, nats per token, on {size}: {of_each}"
 
 
 def measure_drift(

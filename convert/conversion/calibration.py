@@ -22,7 +22,7 @@ from kvfold.convert.device import choose_device, compute_dtype, training_autocas
 from kvfold.convert.errors import opt, option_error
 from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.progress import Stages
-from kvfold.convert.request import SELF
+from kvfold.convert.request import LONG_LENGTH, SELF
 from kvfold.convert.sizes import tokens_of
 from kvfold.convert.stream.stock import hide_bars
 from kvfold.convert.stream.stream import CheckpointStream
@@ -88,10 +88,11 @@ def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None
         # Only a number of tokens says how much text there must be.
         enough = tokens_of(request.polish) is None or request.repeat_text
         texts = calibration_texts(request.texts, plan.checkpoint.chats)
+        long = min(LONG_LENGTH, plan.geometry.positions)
         write = partial(_written_sequences, plan, tokenizer, scratch, stages)
         spec = texts if len(texts) > 1 else texts[0]
-        tokens = load_calibration(spec, tokenizer, *sizes, further=further, fewer=enough, write=write)
-        for part in (tokens.training, tokens.held_out):
+        tokens = load_calibration(spec, tokenizer, *sizes, further=further, fewer=enough, write=write, long=long)
+        for part in (tokens.training, tokens.held_out, tokens.long):
             check_vocabulary(part, plan.geometry.vocabulary, plan.checkpoint.origin)
         return tokens
 

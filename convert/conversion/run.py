@@ -275,6 +275,7 @@ def _complete(
         write_file(folder / code.name, code.read_bytes())
     with stages("checking what was written"):
         # A calibrated conversion is read back: its record holds the loss of the files on disk too.
+        measured = None if measured is None else measured.with_positions(folder)
         started = time.monotonic()
         entries = {} if measured is None else measured.record(folder)
         passed = None if measured is None else time.monotonic() - started

@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -47,6 +47,19 @@ class Calibrated:
     choices: Notes
     stream: CheckpointStream
     spill: str | None = None
+
+    @torch.no_grad()
+    def with_positions(self, folder: Path) -> "Calibrated":
+        """Measure the loss by position of the checkpoint in ``folder`` on long sequences, if there are any."""
+        tokens = self.tokens.long
+        if not len(tokens):
+            return self
+        with written_stream(folder, self.stream) as stream, hidden_states(self.spill) as keep:
+            expected, actual = (last_states(each, tokens, keep) for each in (self.stream, stream))
+            parts = torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))
+            stretches = compare_predictions(self.stream, stream, expected, actual, parts).stretches
+        self.stream.release()
+        return replace(self, drift=replace(self.drift, measured=replace(self.drift.measured, stretches=stretches)))
 
     @torch.no_grad()
     def record(self, folder: Path) -> dict[str, Any]:

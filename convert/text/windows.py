@@ -18,6 +18,7 @@ from kvfold.convert.text.tokenizer import prefix_tokens, render, tokenize
 # Bytes of a text that are read first, chosen: several times what most tokenizers need, as windows are drawn from all.
 _READ_AT_LEAST = 2 << 20
 _BYTES_PER_TOKEN = 16
+_LONG_SEQUENCES = 4  # chosen: as many held-out tokens as of shorter sequences by default, 4 x 2048 and 8 x 1024
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,10 @@ class CalibrationTokens:
 
     ``source`` is the text's name in messages; ``digest`` is the SHA-256 of the text, or of the name for a dataset.
     ``further`` are additional sequences for training that needs more than the calibration sequences; K may be 0. As
-    they may be many, they are int32, the others int64. ``held_out_texts`` names the text of each held-out sequence of a
-    mixture; it is empty for a single text. ``plain`` names the texts in which no document has ``messages``.
+    they may be many, they are int32, the others int64. ``long [L, T']`` are more held-out sequences of T' > T tokens,
+    for the loss by position; L is 0 if there is no text left for them. ``held_out_texts`` names the text of each
+    held-out sequence of a mixture; it is empty for a single text. ``plain`` names the texts in which no document has
+    ``messages``.
     """
 
     calibration: Tensor
@@ -35,6 +38,7 @@ class CalibrationTokens:
     source: str
     digest: str
     further: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
+    long: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
     held_out_texts: tuple[str, ...] = ()
     plain: tuple[str, ...] = ()
 
@@ -56,11 +60,13 @@ def load_calibration(
     further: int = 0,
     fewer: bool = True,
     write: Callable[[int], Tensor] | None = None,
+    long: int = 0,
 ) -> CalibrationTokens:
     """Draw ``samples`` calibration sequences of ``seq_len`` tokens each, and ``held_out`` sequences for evaluation.
 
     ``held_out`` defaults to ``held_out_count(samples)``. ``further`` additional sequences are drawn; with ``fewer``, as
-    many of them as the text contains that was read for the others.
+    many of them as the text contains that was read for the others. Where ``long`` exceeds ``seq_len``, a few more
+    sequences of so many tokens are drawn from text that the model did not write, as far as there are any.
 
     ``spec`` is a plain text file (one document), a .jsonl file (``text`` or ``messages`` per line), the name of a
     dataset, or None for a ``split`` of the text that ships with kvfold. If ``spec`` is a list, the texts contribute to
@@ -82,8 +88,11 @@ def load_calibration(
     otherwise = f"or lower {opt('samples')} or {opt('seq_len')}"
     if not fewer:
         otherwise = f"lower {opt('polish')}{{}}, or add {opt('repeat_text', True)}"
+    longs = [weight * (name != SELF) for name, weight in shared]
+    of_long = share_counts(_LONG_SEQUENCES if long > seq_len and any(longs) else 0, longs if any(longs) else weights)
     names, digests, plain, of_each, parts = list[str](), list[str](), list[str](), list[str](), list[Any]()
-    for each, (name, weight), own in zip(specs, shared, zip(*shares, strict=True), strict=True):
+    positions = [torch.empty(0, long, dtype=torch.int32)]
+    for each, (name, weight), own, count in zip(specs, shared, zip(*shares, strict=True), of_long, strict=True):
         share = (each or "").removeprefix(name or "")
         if name == SELF and write is not None:
             # Of further sequences the other texts may contain fewer than their shares.
@@ -92,7 +101,8 @@ def load_calibration(
             digest = hashlib.sha256(drawn.numpy().tobytes()).hexdigest()
         else:
             corpus = open_corpus(name, partial(render, tokenizer), seed, split, option)
-            drawn, rendered = _draw(corpus, tokenizer, own, fewer, seq_len, seed, otherwise)
+            drawn, of_text, rendered = _draw(corpus, tokenizer, own, fewer, seq_len, seed, otherwise, (count, long))
+            positions += [of_text] if count else []
             name, digest = corpus.name, corpus.digest()
             plain += [] if rendered else [name]
         parts.append(torch.tensor_split(drawn, [own[0], sum(own[:2])]))
@@ -105,8 +115,9 @@ def load_calibration(
         mixed = [each[permutation(len(each), seed)] for each in mixed]
         texts = tuple(of_each[place] for place in permutation(len(of_each), seed).tolist())
         digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
+    calibration, held_out_tokens, long_tokens = mixed[0].long(), mixed[1].long(), torch.cat(positions).long()
     source = " + ".join(names)
-    return CalibrationTokens(mixed[0].long(), mixed[1].long(), source, digest, mixed[2], texts, tuple(plain))
+    return CalibrationTokens(calibration, held_out_tokens, source, digest, mixed[2], long_tokens, texts, tuple(plain))
 
 
 def share_counts(count: int, weights: Sequence[float]) -> list[int]:
@@ -120,12 +131,20 @@ def share_counts(count: int, weights: Sequence[float]) -> list[int]:
 
 
 def _draw(
-    corpus: Corpus, tokenizer: Any, wanted: Sequence[int], fewer: bool, seq_len: int, seed: int, otherwise: str
-) -> tuple[Tensor, bool]:
+    corpus: Corpus,
+    tokenizer: Any,
+    wanted: Sequence[int],
+    fewer: bool,
+    seq_len: int,
+    seed: int,
+    otherwise: str,
+    long: tuple[int, int],
+) -> tuple[Tensor, Tensor, bool]:
     """Draw sequences at random from one text: ``wanted`` for calibration, held out and further ones.
 
     Reads the text only until it yields these, with ``fewer`` without the further ones; raises InputError, advising
-    ``otherwise``, if it yields fewer. Also returns True if the text has dialogues.
+    ``otherwise``, if it yields fewer. Also returns ``long``: as many of its first number of sequences, with its second
+    number of tokens each, as the text has left, and True if the text has dialogues.
     """
     kinds = dict(zip(("to calibrate on", "held out", "more to polish on"), wanted, strict=True))
     needed = sum(wanted[:2] if fewer else wanted)
@@ -154,8 +173,33 @@ def _draw(
                 f"{seq_len} tokens{divided}; give more text, {otherwise.format(limit_text)}"
             )
         limit *= 4
-    drawn = windows[permutation(len(windows), seed)[: sum(wanted)]]
-    return torch.cat([prefix.expand(len(drawn), -1), drawn], dim=1), any(each.rendered for each in documents)
+    order, (count, length) = permutation(len(windows), seed), long
+    size = max(1, math.ceil((length - len(prefix)) / windows.shape[1]))
+    runs = _runs([len(each) // windows.shape[1] for each in tokens], len(windows), order[needed:], size, count)
+    order = order[torch.isin(order, runs, invert=True)][: sum(wanted)]
+    drawn, joined = windows[order], windows[runs].flatten(1)[:, : length - len(prefix)]
+    drawn, joined = (torch.cat([prefix.expand(len(each), -1), each], dim=1) for each in (drawn, joined))
+    return drawn, joined, any(each.rendered for each in documents)
+
+
+def _runs(documents: list[int], windows: int, free: Tensor, size: int, count: int) -> Tensor:
+    """Up to ``count`` runs of ``size`` consecutive windows of one document, all of them in ``free``: ``[n, size]``.
+
+    ``documents`` are the numbers of windows of each document; the others of all ``windows`` were packed.
+    """
+    documents = [*documents, windows - sum(documents)]
+    owner = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))
+    unused, found = torch.zeros(windows, dtype=torch.bool), list[Tensor]()
+    unused[free] = True
+    # From the end, which further sequences reach last.
+    for first in free.flip(0).tolist():
+        last = first + size - 1
+        if len(found) == count:
+            break
+        if last < windows and owner[first] == owner[last] and unused[first : last + 1].all():
+            unused[first : last + 1] = False
+            found.append(torch.arange(first, last + 1))
+    return torch.stack(found) if found else torch.empty(0, size, dtype=torch.int64)
 
 
 def cut(documents: list[Tensor], length: int, eos: int | None) -> Tensor:

@@ -243,7 +243,8 @@ def test_stretches_of_positions_are_those_of_stock_losses(monkeypatch):
         values = between[:, each.start - 1 : each.end - 1].mean(1)
         assert (each.excess, each.margin) == pytest.approx((values.mean().item(), margin(values)), rel=1e-3)
     first = report.to_dict()["excess_by_position"][0]
-    assert first == {"from": 1, "to": 3, "value": stretches[0].excess, "margin": stretches[0].margin}
+    figures = {"value": stretches[0].excess, "margin": stretches[0].margin, "sequences": len(tokens)}
+    assert first == {"from": 1, "to": 3, **figures}
     assert report.positions_text().endswith(f"{stretches[1].excess:+.3f} at 3-6, {stretches[2].excess:+.3f} at 6-12")
 
 

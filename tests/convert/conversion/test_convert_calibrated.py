@@ -10,17 +10,18 @@ from unittest.mock import Mock
 import pytest
 import torch
 from helpers.checkpoints import stock_model, tensors
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, sweep_checkpoint
 from kvfold.convert.conversion import latent as splits
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
-from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
+from kvfold.convert.measure.losses import checkpoint_perplexity, token_losses, token_windows
 from kvfold.convert.progress import Stages
 from kvfold.convert.targets.engines import latent_result_of, verdicts
 from kvfold.convert.targets.mla.config import LatentTarget
+from kvfold.convert.text.windows import load_calibration
 
 QUICK = {"samples": 16, "seq_len": 64, "quiet": True}
 LITTLE = {"samples": 4, "seq_len": 32}
@@ -73,6 +74,22 @@ def test_a_run_with_automatic_lengths_is_the_run_with_the_numbers_that_it_record
     assert (record["request"]["samples"], record["request"]["seq_len"]) == (8, 64)
     for file in (tmp_path / "plain").iterdir():
         assert file.read_bytes() == (tmp_path / "auto" / file.name).read_bytes(), file.name
+
+
+def test_the_loss_by_position_is_measured_beyond_the_length_of_the_calibration(folded):
+    tokenizer = AutoTokenizer.from_pretrained(demo_folder())
+    tokens = load_calibration(None, tokenizer, QUICK["samples"], QUICK["seq_len"], long=512).long
+    models = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in (demo_folder(), folded)
+    )
+    before, after = (token_losses(model, tokens).double() for model in models)
+    stretches = json.loads((folded / "kvfold.json").read_text())["drift"]["excess_by_position"]
+    assert [each["to"] for each in stretches] == [64, 128, 256, 512]
+    for each in stretches:
+        part = slice(each["from"] - 1, each["to"] - 1)
+        assert each["value"] == pytest.approx((after - before)[:, part].mean().item(), abs=2e-4)
+        assert each["sequences"] == 4
+    assert "excess loss by position, nats per token, on 4 x 512 tokens: " in (folded / "README.md").read_text()
 
 
 def test_a_calibrated_run_records_its_groups_and_its_drift(folded):

@@ -96,6 +96,28 @@ def test_further_sequences_leave_the_others_as_they_are(tmp_path, tokenizer):
     assert len(every.training) + 3 == 12000 // 30  # characters; a sequence begins with the BOS token
 
 
+def test_long_sequences_are_further_text_and_leave_the_others_as_they_are(tmp_path, tokenizer):
+    for name, count in {"long": 2000, "short": 60, "other": 900}.items():
+        (tmp_path / f"{name}.txt").write_text(numbers(count, 3000 * len(name)), encoding="utf-8")
+    path = str(tmp_path / "long.txt")
+    plain, found = (load_calibration(path, tokenizer, 5, 31, held_out=3, further=10**6, long=long) for long in (0, 100))
+    assert (len(plain.long), found.long.shape, found.long.dtype) == (0, (4, 100), torch.int64)
+    assert torch.equal(found.calibration, plain.calibration)
+    assert torch.equal(found.held_out, plain.held_out)
+    text, rows = (tmp_path / "long.txt").read_text(), [*found.training, *found.held_out, *found.long]
+    places = sorted(
+        (text.index(piece), len(piece)) for piece in (tokenizer.decode(row[1:]).removesuffix("</s>") for row in rows)
+    )
+    assert all(place + length <= after for (place, length), (after, _) in pairwise(places))
+    assert all(row[0] == BOS for row in rows)
+    # What is left of a short text has no place for them; a mixture has them of its other texts, by their shares.
+    assert len(load_calibration(str(tmp_path / "short.txt"), tokenizer, 5, 31, held_out=3, long=200).long) == 0
+    spec = [f"{path}:3", f"{tmp_path}/other.txt:1", "self:4"]
+    mixed = load_calibration(spec, tokenizer, 8, 31, long=100, write=lambda count: torch.zeros(count, 31))
+    of_other = [tokenizer.decode(row[1:]) in (tmp_path / "other.txt").read_text() for row in mixed.long]
+    assert sorted(of_other) == [False, False, False, True]
+
+
 @pytest.mark.parametrize(("options", "prefix"), [({}, [BOS]), ({"closes": True}, [BOS]), ({"bos": False}, [])])
 def test_windows_for_perplexity_begin_with_the_prefix_alone(options: dict[str, bool], prefix: list[int]) -> None:
     tokenizer, words = byte_tokenizer(**options), numbers(100)
