@@ -3,12 +3,14 @@
     python recipes/benchmarks/bench_training.py polish MODEL CONVERTED --json recipes/results/training_speed.json
     python recipes/benchmarks/bench_training.py uptrain MODEL CONVERTED --batch 1 --seq-len 1024
     python recipes/benchmarks/bench_training.py fit MODEL --calibration FILE
+    python recipes/benchmarks/bench_training.py against MODEL --calibration FILE --other OLD/bin/python
 
 `polish` times steps of polishing CONVERTED (a result of `kvfold convert` of MODEL), and, in turn, a forward and
 backward pass of the same checkpoint in stock transformers with the same trained tensors, in the arithmetic that
 `convert.device.training_autocast` chooses, on as many tokens. `fit` divides the processor time of a whole
 `kvfold convert` to MLA by that of stock forward passes over the same calibration tokens in that arithmetic. `uptrain`
 times passes of CONVERTED and its teacher MODEL as `kvfold uptrain` makes them, with torch's attention and with blocks.
+`against` divides the processor time of `kvfold convert` as installed beside the interpreter --other by this version's.
 All use one thread unless --threads says otherwise; times are processor seconds, the least of several rounds.
 """
 
@@ -41,6 +43,7 @@ from kvfold.convert.training.steps import has_constant
 from kvfold.convert.uptrain.trainer import attend_in_blocks
 
 CPU = torch.device("cpu")
+AGAINST = {"fitted": "", "refined and polished": "--refine 5 --polish 15"}
 
 
 def stock_pass(folder: Path, tokens: Tensor, trained: bool, device: torch.device = CPU) -> Callable[[], None]:
@@ -169,12 +172,31 @@ def bench_fit(arguments: argparse.Namespace) -> dict[str, Any]:
     return {**found, "precision": record["precision"], **drift}
 
 
+def bench_against(arguments: argparse.Namespace) -> dict[str, Any]:
+    sizes = ["--samples", str(arguments.samples), "--seq-len", str(arguments.seq_len), "--quiet"]
+    text = [] if arguments.calibration is None else ["--calibration", arguments.calibration]
+    found: dict[str, Any] = {}
+    for stage, options in AGAINST.items():
+        row: dict[str, Any] = {"options": f"{arguments.options} {options}".strip()}
+        # Dialogues that the model writes itself are no part of older versions' default.
+        for name, python, own in (("this", Path(sys.executable), "self:0"), ("other", arguments.other, None)):
+            texts = [*text, *([] if own is None else ["--calibration", own])]
+            with tempfile.TemporaryDirectory(prefix="kvfold-bench-") as work:
+                command = [str(python.with_name("kvfold")), "convert", str(arguments.model), f"{work}/out"]
+                spent = timed([*command, *row["options"].split(), *sizes, *texts])["cpu_seconds"]
+                drift = json.loads(Path(work, "out", "kvfold.json").read_text())["drift"]
+            row[name] = {"cpu_seconds": spent, **{figure: drift[figure]["value"] for figure in ("kl", "excess")}}
+        found[stage] = {**row, "ratio": row["other"]["cpu_seconds"] / row["this"]["cpu_seconds"]}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["polish", "uptrain", "fit"])
+    parser.add_argument("what", choices=["polish", "uptrain", "fit", "against"])
     parser.add_argument("model", type=Path)
     parser.add_argument("converted", type=Path, nargs="?", help="of polish and uptrain")
-    parser.add_argument("--options", default="--to mla --kv-rank 128 --rope-dim 64", help="of fit")
+    parser.add_argument("--options", default="--to mla --kv-rank 128 --rope-dim 64", help="of fit and against")
+    parser.add_argument("--other", type=Path, help="of against: the interpreter of an environment with another version")
     parser.add_argument("--calibration", help="default: the text that ships")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--seq-len", type=int, default=256)
@@ -184,7 +206,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="adds the figures to this file, under the name of the benchmark")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    result = {"polish": bench_polish, "uptrain": bench_uptrain, "fit": bench_fit}[arguments.what](arguments)
+    benchmarks = {"polish": bench_polish, "uptrain": bench_uptrain, "fit": bench_fit, "against": bench_against}
+    result = benchmarks[arguments.what](arguments)
     print(json.dumps(result, indent=2))
     if arguments.json:
         rows = json.loads(arguments.json.read_text()) if arguments.json.is_file() else {}
