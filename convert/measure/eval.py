@@ -1,6 +1,5 @@
 """``kvfold eval``: compare a source and its conversion on the same documents, with one model in memory at a time."""
 
-import itertools
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.compare import margin
+from kvfold.attention.drift.compare import margin, stretch_bounds
 from kvfold.attention.drift.report import perplexity
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
@@ -50,8 +49,6 @@ _LONGEST_CONTEXT = {"cpu": 1024}
 # More than any language needs, so that enough text is read.
 _BYTES_PER_TOKEN = 16
 _BATCH = 8  # replies written together: 5 times as fast as one by one on a CPU
-# Tokens of the first stretch of positions.
-_FIRST = 64
 _EVAL_WIDTHS = (27, 9, 7, 7, 17)
 
 # By task and length; None if the task has no lengths.
@@ -352,11 +349,8 @@ def paired(before: Tensor, after: Tensor) -> Paired:
 
 def by_position(before: Tensor, after: Tensor) -> list[PositionRow]:
     """Perplexities and excess loss from both models' losses ``[n, T - 1]``, for ranges of positions that double."""
-    length = before.shape[1] + 1
-    # Losses fall with the logarithm of the position, so each stretch is as long as all before it.
-    inner = itertools.takewhile(lambda end: end < length, (_FIRST << power for power in itertools.count()))
     rows = []
-    for start, end in itertools.pairwise([1, *inner, length]):
+    for start, end in stretch_bounds(before.shape[1] + 1):
         both = [losses[:, start - 1 : end - 1].mean(1) for losses in (before, after)]
         pair = paired(both[0], both[1])
         pair = replace(pair, source=perplexity(pair.source), student=perplexity(pair.student))
