@@ -85,7 +85,8 @@ class Measurement:
     all in nats. ``agreement`` is the top-1 agreement: the fraction of positions with the same most likely token. The
     margins are the half-widths of 95 % confidence intervals for ``kl`` and ``excess`` on similar texts; they treat
     sequences, but not the tokens within one sequence, as independent samples. They are None for a single sequence.
-    ``stretches`` divide the excess by position, and ``by_sequence`` has the KL and the excess of each sequence.
+    ``stretches`` divide the excess by position, on other, longer sequences if the caller has them; ``by_sequence`` has
+    the KL and the excess of each sequence.
     """
 
     predictions: int

@@ -88,10 +88,12 @@ def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None
         # Only a number of tokens says how much text there must be.
         enough = tokens_of(request.polish) is None or request.repeat_text
         texts = calibration_texts(request.texts, plan.checkpoint.chats)
-        long = min(LONG_LENGTH, plan.geometry.positions)
+        long_length = min(LONG_LENGTH, plan.geometry.positions)
         write = partial(_written_sequences, plan, tokenizer, scratch, stages)
         spec = texts if len(texts) > 1 else texts[0]
-        tokens = load_calibration(spec, tokenizer, *sizes, further=further, fewer=enough, write=write, long=long)
+        tokens = load_calibration(
+            spec, tokenizer, *sizes, further=further, fewer=enough, write=write, long_length=long_length
+        )
         for part in (tokens.training, tokens.held_out, tokens.long):
             check_vocabulary(part, plan.geometry.vocabulary, plan.checkpoint.origin)
         return tokens

@@ -72,7 +72,7 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
     learned = 4 - bool(request.spill) + refined if fitted or refined else 0
     states = width * (learned * tokens + (4 + refined) * held_out) + refined * (tokens + held_out)
     outputs = held_out * (2 * width + (2 * shape.heads + shape.kv_heads) * shape.head_dim)  # of the source's attention
-    outputs += fitted * tokens * shape.heads * shape.head_dim  # of the student's heads
+    outputs += fitted * tokens * shape.heads * shape.head_dim  # of the student's heads, unpadded
     held = 0 if request.spill else _FLOAT * (states + outputs)
     # One layer of each model, then the embedding and the head with the logits.
     sizes = [prod(tensor.shape) for tensor in plan.model.tensors.values()]

@@ -273,9 +273,11 @@ def _complete(
     if plan.layout.code is not None and (spec := find_spec(plan.layout.code)) is not None:
         code = Path(str(spec.origin))
         write_file(folder / code.name, code.read_bytes())
+    if measured is not None:
+        with stages("measuring the loss by position"):
+            measured = measured.with_positions(folder)
     with stages("checking what was written"):
         # A calibrated conversion is read back: its record holds the loss of the files on disk too.
-        measured = None if measured is None else measured.with_positions(folder)
         started = time.monotonic()
         entries = {} if measured is None else measured.record(folder)
         passed = None if measured is None else time.monotonic() - started

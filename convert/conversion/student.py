@@ -20,7 +20,7 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import hidden_states, own_sequences, source_heads
 from kvfold.convert.conversion.fitted import LatentSpectrum
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.errors import KvfoldError
+from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.methods.registry import Notes
 from kvfold.convert.progress import Advance, Stages
 from kvfold.convert.stream.stream import CheckpointStream
@@ -50,15 +50,24 @@ class Calibrated:
 
     @torch.no_grad()
     def with_positions(self, folder: Path) -> "Calibrated":
-        """Measure the loss by position of the checkpoint in ``folder`` on long sequences, if there are any."""
+        """Return the results with the loss by position on long sequences, if there are any, of the files in ``folder``.
+
+        Where activations exceed their dtype only in long sequences, the stretches stay those of the shorter ones.
+        """
         tokens = self.tokens.long
         if not len(tokens):
             return self
-        with written_stream(folder, self.stream) as stream, hidden_states(self.spill) as keep:
-            expected, actual = (last_states(each, tokens, keep) for each in (self.stream, stream))
-            parts = torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))
-            stretches = compare_predictions(self.stream, stream, expected, actual, parts).stretches
-        self.stream.release()
+        try:
+            with written_stream(folder, self.stream) as stream, hidden_states(self.spill) as keep:
+                expected, actual = (last_states(each, tokens, keep) for each in (self.stream, stream))
+                parts = torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))
+                stretches = compare_predictions(self.stream, stream, expected, actual, parts).stretches
+        except InputError as error:
+            # Hours of work are not lost for a measurement beside it.
+            print(f"the loss by position ends at {self.tokens.held_out.shape[1]} tokens: {error}", file=sys.stderr)
+            return self
+        finally:
+            self.stream.release()
         return replace(self, drift=replace(self.drift, measured=replace(self.drift.measured, stretches=stretches)))
 
     @torch.no_grad()

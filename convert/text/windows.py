@@ -60,13 +60,13 @@ def load_calibration(
     further: int = 0,
     fewer: bool = True,
     write: Callable[[int], Tensor] | None = None,
-    long: int = 0,
+    long_length: int = 0,
 ) -> CalibrationTokens:
     """Draw ``samples`` calibration sequences of ``seq_len`` tokens each, and ``held_out`` sequences for evaluation.
 
     ``held_out`` defaults to ``held_out_count(samples)``. ``further`` additional sequences are drawn; with ``fewer``, as
-    many of them as the text contains that was read for the others. Where ``long`` exceeds ``seq_len``, a few more
-    sequences of so many tokens are drawn from text that the model did not write, as far as there are any.
+    many of them as the text contains that was read for the others. If ``long_length`` exceeds ``seq_len``, four more
+    sequences of so many tokens are drawn from text that the model did not write, or none if it is too short.
 
     ``spec`` is a plain text file (one document), a .jsonl file (``text`` or ``messages`` per line), the name of a
     dataset, or None for a ``split`` of the text that ships with kvfold. If ``spec`` is a list, the texts contribute to
@@ -88,11 +88,12 @@ def load_calibration(
     otherwise = f"or lower {opt('samples')} or {opt('seq_len')}"
     if not fewer:
         otherwise = f"lower {opt('polish')}{{}}, or add {opt('repeat_text', True)}"
-    longs = [weight * (name != SELF) for name, weight in shared]
-    of_long = share_counts(_LONG_SEQUENCES if long > seq_len and any(longs) else 0, longs if any(longs) else weights)
+    unwritten = [weight * (name != SELF) for name, weight in shared]
+    long_count = _LONG_SEQUENCES if long_length > seq_len and any(unwritten) else 0
+    shares.append(share_counts(long_count, unwritten) if long_count else [0] * len(specs))
     names, digests, plain, of_each, parts = list[str](), list[str](), list[str](), list[str](), list[Any]()
-    positions = [torch.empty(0, long, dtype=torch.int32)]
-    for each, (name, weight), own, count in zip(specs, shared, zip(*shares, strict=True), of_long, strict=True):
+    long = list[Tensor]()
+    for each, (name, weight), own in zip(specs, shared, zip(*shares, strict=True), strict=True):
         share = (each or "").removeprefix(name or "")
         if name == SELF and write is not None:
             # Of further sequences the other texts may contain fewer than their shares.
@@ -101,8 +102,8 @@ def load_calibration(
             digest = hashlib.sha256(drawn.numpy().tobytes()).hexdigest()
         else:
             corpus = open_corpus(name, partial(render, tokenizer), seed, split, option)
-            drawn, of_text, rendered = _draw(corpus, tokenizer, own, fewer, seq_len, seed, otherwise, (count, long))
-            positions += [of_text] if count else []
+            drawn, longer, rendered = _draw(corpus, tokenizer, own, fewer, (seq_len, long_length), seed, otherwise)
+            long += longer.unbind()
             name, digest = corpus.name, corpus.digest()
             plain += [] if rendered else [name]
         parts.append(torch.tensor_split(drawn, [own[0], sum(own[:2])]))
@@ -115,9 +116,10 @@ def load_calibration(
         mixed = [each[permutation(len(each), seed)] for each in mixed]
         texts = tuple(of_each[place] for place in permutation(len(of_each), seed).tolist())
         digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
-    calibration, held_out_tokens, long_tokens = mixed[0].long(), mixed[1].long(), torch.cat(positions).long()
-    source = " + ".join(names)
-    return CalibrationTokens(calibration, held_out_tokens, source, digest, mixed[2], long_tokens, texts, tuple(plain))
+    # Fewer would be worse than the held-out sequences, which have positions too.
+    of_long = torch.stack(long).long() if 0 < len(long) == long_count else torch.empty(0, long_length, dtype=torch.long)
+    source, first, second = " + ".join(names), mixed[0].long(), mixed[1].long()
+    return CalibrationTokens(first, second, source, digest, mixed[2], of_long, texts, tuple(plain))
 
 
 def share_counts(count: int, weights: Sequence[float]) -> list[int]:
@@ -135,17 +137,18 @@ def _draw(
     tokenizer: Any,
     wanted: Sequence[int],
     fewer: bool,
-    seq_len: int,
+    lengths: tuple[int, int],
     seed: int,
     otherwise: str,
-    long: tuple[int, int],
 ) -> tuple[Tensor, Tensor, bool]:
-    """Draw sequences at random from one text: ``wanted`` for calibration, held out and further ones.
+    """Draw sequences at random from one text: ``wanted`` for calibration, held out, further, and long ones.
 
-    Reads the text only until it yields these, with ``fewer`` without the further ones; raises InputError, advising
-    ``otherwise``, if it yields fewer. Also returns ``long``: as many of its first number of sequences, with its second
-    number of tokens each, as the text has left, and True if the text has dialogues.
+    ``lengths`` are the tokens of the first three kinds, and of the long ones. Reads the text only until it yields the
+    first two, without ``fewer`` the first three; raises InputError, advising ``otherwise``, if it yields fewer. Returns
+    the first three kinds, as many long ones as the text has left, and True if the text has dialogues.
     """
+    seq_len, long_length = lengths
+    *wanted, long_count = wanted
     kinds = dict(zip(("to calibrate on", "held out", "more to polish on"), wanted, strict=True))
     needed = sum(wanted[:2] if fewer else wanted)
     prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int32)
@@ -173,11 +176,15 @@ def _draw(
                 f"{seq_len} tokens{divided}; give more text, {otherwise.format(limit_text)}"
             )
         limit *= 4
-    order, (count, length) = permutation(len(windows), seed), long
-    size = max(1, math.ceil((length - len(prefix)) / windows.shape[1]))
-    runs = _runs([len(each) // windows.shape[1] for each in tokens], len(windows), order[needed:], size, count)
+    order, body = permutation(len(windows), seed), long_length - len(prefix)
+    runs = torch.empty(0, 1, dtype=torch.int64)
+    # Windows that no other sequence needs come first; else further sequences, of which there may be fewer, give way.
+    for start in (sum(wanted), needed):
+        if len(runs) < long_count:
+            counts = [len(each) // windows.shape[1] for each in tokens]
+            runs = _runs(counts, len(windows), order[start:], math.ceil(body / windows.shape[1]), long_count)
     order = order[torch.isin(order, runs, invert=True)][: sum(wanted)]
-    drawn, joined = windows[order], windows[runs].flatten(1)[:, : length - len(prefix)]
+    drawn, joined = windows[order], windows[runs].flatten(1)[:, : max(0, body)]
     drawn, joined = (torch.cat([prefix.expand(len(each), -1), each], dim=1) for each in (drawn, joined))
     return drawn, joined, any(each.rendered for each in documents)
 
@@ -191,8 +198,7 @@ def _runs(documents: list[int], windows: int, free: Tensor, size: int, count: in
     owner = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))
     unused, found = torch.zeros(windows, dtype=torch.bool), list[Tensor]()
     unused[free] = True
-    # From the end, which further sequences reach last.
-    for first in free.flip(0).tolist():
+    for first in free.tolist():
         last = first + size - 1
         if len(found) == count:
             break

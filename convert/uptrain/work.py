@@ -139,7 +139,7 @@ def last_checkpoint(request: UptrainRequest, sources: Iterable[Path]) -> Path | 
 
 
 def started_with(request: UptrainRequest, sources: Iterable[Path]) -> dict[str, Any]:
-    """The options of a run, and its source files by size and modification time, as JSON values."""
+    """The options of a run, and its source files, which count by `stamps`, as JSON values."""
     return {**request.result_options(), "files": stamps(sources)}
 
 

@@ -86,7 +86,7 @@ def refit_output(
 
     The new projection is used only if it is better on held-out sequences. The returned `OutputFit` is None if the layer
     does not expose its heads' results or the model family normalizes the attention output. The heads' results on the
-    calibration sequences stay in ``step.contexts`` if hidden states are in memory.
+    calibration sequences stay in ``step.contexts``, for the layer's pass over them, if hidden states are in memory.
     """
     if update.norm is not None:
         return weights, None
@@ -100,7 +100,8 @@ def refit_output(
         common = step, layer, weights, present, update
         # Of the candidate only the output projection will change, and not what its heads compute.
         step.contexts.clear()
-        contexts = step.contexts if isinstance(step.student_calibration, list) else None
+        in_memory = isinstance(step.student_calibration, list)
+        contexts = step.contexts if in_memory and step.index + 1 < step.student.stream.layers else None
         held_out = _regressions(*common, step.held_out, step.student_held_out)
         first = next(held_out, None)
         if first is None:

@@ -138,7 +138,8 @@ class Step:
     sequences; ``calibration`` and ``student_calibration`` are the same for the calibration sequences, empty unless the
     walk keeps them. ``outputs`` are the outputs of the teacher's layer for ``held_out``. ``done``: both streams have
     passed the layer. ``drift`` is None unless converted. ``contexts`` are the heads' results of the candidate on
-    ``student_calibration``, in chunks, as long as only its output projection changes; empty if they are not known.
+    ``student_calibration``, ``[b, T, H, Dv]`` in chunks, as long as only its output projection changes; empty if they
+    are not known.
     """
 
     index: int

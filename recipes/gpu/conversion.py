@@ -28,7 +28,7 @@ from kvfold.convert.walk.statistics import StatisticsAccumulator
 
 # The functions whose time is that of a part; the rest is reading, walking and checking what was written.
 PARTS = {
-    (recording.OpenLayer, "__call__ attend"): "passes",
+    (recording.OpenLayer, "run"): "passes",
     (StatisticsAccumulator, "add result"): "statistics",
     (layers, "fitted_fold"): "fits",
     (latent, "fitted_latent"): "fits",

@@ -22,6 +22,7 @@ from kvfold.convert.progress import Stages
 from kvfold.convert.targets.engines import latent_result_of, verdicts
 from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.text.windows import load_calibration
+from kvfold.convert.walk.passes import last_states
 
 QUICK = {"samples": 16, "seq_len": 64, "quiet": True}
 LITTLE = {"samples": 4, "seq_len": 32}
@@ -78,7 +79,7 @@ def test_a_run_with_automatic_lengths_is_the_run_with_the_numbers_that_it_record
 
 def test_the_loss_by_position_is_measured_beyond_the_length_of_the_calibration(folded):
     tokenizer = AutoTokenizer.from_pretrained(demo_folder())
-    tokens = load_calibration(None, tokenizer, QUICK["samples"], QUICK["seq_len"], long=512).long
+    tokens = load_calibration(None, tokenizer, QUICK["samples"], QUICK["seq_len"], long_length=512).long
     models = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in (demo_folder(), folded)
     )
@@ -90,6 +91,18 @@ def test_the_loss_by_position_is_measured_beyond_the_length_of_the_calibration(f
         assert each["value"] == pytest.approx((after - before)[:, part].mean().item(), abs=2e-4)
         assert each["sequences"] == 4
     assert "excess loss by position, nats per token, on 4 x 512 tokens: " in (folded / "README.md").read_text()
+
+
+def test_a_failing_measurement_of_long_sequences_does_not_cost_the_run(tmp_path, monkeypatch, capsys):
+    def failing(stream, tokens, keep):
+        if tokens.shape[1] > QUICK["seq_len"]:
+            raise InputError("infinite activations")
+        return last_states(stream, tokens, keep)
+
+    monkeypatch.setattr("kvfold.convert.conversion.student.last_states", failing)
+    done = convert(tmp_path / "out", to="mqa")
+    assert done.drift.measured.stretches[-1].end == QUICK["seq_len"]
+    assert "the loss by position ends at 64 tokens: infinite activations" in capsys.readouterr().err
 
 
 def test_a_calibrated_run_records_its_groups_and_its_drift(folded):

@@ -100,7 +100,9 @@ def test_long_sequences_are_further_text_and_leave_the_others_as_they_are(tmp_pa
     for name, count in {"long": 2000, "short": 60, "other": 900}.items():
         (tmp_path / f"{name}.txt").write_text(numbers(count, 3000 * len(name)), encoding="utf-8")
     path = str(tmp_path / "long.txt")
-    plain, found = (load_calibration(path, tokenizer, 5, 31, held_out=3, further=10**6, long=long) for long in (0, 100))
+    plain, found = (
+        load_calibration(path, tokenizer, 5, 31, held_out=3, further=10**6, long_length=long) for long in (0, 100)
+    )
     assert (len(plain.long), found.long.shape, found.long.dtype) == (0, (4, 100), torch.int64)
     assert torch.equal(found.calibration, plain.calibration)
     assert torch.equal(found.held_out, plain.held_out)
@@ -110,10 +112,15 @@ def test_long_sequences_are_further_text_and_leave_the_others_as_they_are(tmp_pa
     )
     assert all(place + length <= after for (place, length), (after, _) in pairwise(places))
     assert all(row[0] == BOS for row in rows)
-    # What is left of a short text has no place for them; a mixture has them of its other texts, by their shares.
-    assert len(load_calibration(str(tmp_path / "short.txt"), tokenizer, 5, 31, held_out=3, long=200).long) == 0
+    # Further sequences stay as they are while there is other text.
+    few = [load_calibration(path, tokenizer, 5, 31, held_out=3, further=20, long_length=long) for long in (0, 100)]
+    assert torch.equal(few[0].further, few[1].further)
+    # What is left of a short text has a place for one of them, or none; then there are none.
+    for length in (100, 200):
+        assert not len(load_calibration(str(tmp_path / "short.txt"), tokenizer, 4, 31, 0, 1, long_length=length).long)
+    # A mixture has them of its other texts, by their shares.
     spec = [f"{path}:3", f"{tmp_path}/other.txt:1", "self:4"]
-    mixed = load_calibration(spec, tokenizer, 8, 31, long=100, write=lambda count: torch.zeros(count, 31))
+    mixed = load_calibration(spec, tokenizer, 8, 31, long_length=100, write=lambda count: torch.zeros(count, 31))
     of_other = [tokenizer.decode(row[1:]) in (tmp_path / "other.txt").read_text() for row in mixed.long]
     assert sorted(of_other) == [False, False, False, True]
 
