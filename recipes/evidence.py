@@ -33,6 +33,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "ruler": (("niah_single_1", "vt", "fwe"), 8, 1024),
     "positions": ((), 4, 8192),
     "positions to 4096": ((), 6, 4096),
+    "positions to 2048": ((), 12, 2048),
 }
 
 
@@ -57,7 +58,7 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
                 continue
             out = named.get(target) or convert(args, target)
             before, started = conditions(), time.process_time()
-            shape = {"samples": samples, "lengths": (length,), "retrieval": False, "quiet": True}
+            shape = {"samples": samples, "lengths": (length,), "retrieval": False, "quiet": True, "text": args.text}
             found = eval_checkpoints(str(args.model), str(out), tasks=tasks, **shape)
             kept = {name: value for name, value in found.to_dict().items() if name not in ("model", "out", "retrieval")}
             seconds = round(time.process_time() - started)
@@ -69,7 +70,7 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
 
 def show(row: dict[str, Any]) -> None:
     """A line of a Markdown table for each measurement of the row."""
-    if row["group"] == "positions":
+    if row["group"].startswith("positions"):
         for each in row["positions"]:
             change = f"{each['excess']:+.3f} ± {each['margin']:.3f}"
             _line(row["target"], f"tokens {each['from']} to {each['to']}", "", "", change)
@@ -100,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--calibration", type=Path, help="default: the text that ships with kvfold")
+    parser.add_argument("--text", help="text for the loss by position; default: the held-out text that ships")
     parser.add_argument("--work", type=Path, required=True, help="folder for converted checkpoints")
     parser.add_argument("--groups", default=",".join(GROUPS), help="groups of tasks, separated by commas")
     parser.add_argument("--only", action="append", default=[], metavar="NAME=FOLDER", help="measure only these")
