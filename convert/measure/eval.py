@@ -36,7 +36,7 @@ from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import BUILT_IN_TASKS, RULER, EvalRequest
 from kvfold.convert.sizes import table
-from kvfold.convert.stream.stock import hide_bars
+from kvfold.convert.stream.stock import attend_in_blocks, hide_bars
 from kvfold.convert.stream.weights import load_model
 from kvfold.convert.text.corpus import check_sources, open_corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer, prefix_tokens, render, tokenize
@@ -313,6 +313,7 @@ def _examine(
         with stages(f"loading {name}"):
             dtype = compute_dtype(checkpoint, device, request.dtype)
             model = load_model(checkpoint, dtype, request.trust_remote_code).to(device).eval()
+            attend_in_blocks(model, device)
         right = {}
         for (task, length), asked in questions.items():
             with stages("retrieval", len(asked), "document") as advance:

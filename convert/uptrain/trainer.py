@@ -22,14 +22,13 @@ from transformers.trainer_callback import PrinterCallback
 
 from kvfold.attention.drift.frame import attention_name, layer_list
 from kvfold.attention.drift.report import perplexity
-from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert.checkpoint.files import replacing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, training_autocast
 from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.processes import environment_number, started_first
 from kvfold.convert.progress import Stages
-from kvfold.convert.stream.stock import takes_attention
+from kvfold.convert.stream.stock import attend_in_blocks
 from kvfold.convert.stream.weights import load_model
 from kvfold.convert.targets.mla.tensors import HeldSlice
 from kvfold.convert.text.tokenizer import check_teacher, load_tokenizer
@@ -136,16 +135,6 @@ def forward_dtype(request: UptrainRequest, source: Checkpoint) -> torch.dtype:
     if device.type == "cpu":
         return training_autocast(source, device) or torch.float32
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-
-
-def attend_in_blocks(model: Any, device: torch.device) -> None:
-    """Compute the attention of a model that will be trained on a CPU in blocks, if it would use torch's own."""
-    # torch has no fused kernel for values narrower than keys, as in MLA: it computes and keeps whole maps. With blocks
-    # the passes over 1 x 1024 tokens of SmolLM2-135M, MLA 128+64, and its teacher take 11.3 s instead of 16.8 s
-    # (bench_training.py uptrain, one thread of an AMD EPYC, 2026-11-26).
-    if device.type == "cpu" and model.config._attn_implementation == "sdpa" and takes_attention(type(model)):
-        # The model's own method refuses classes whose files do not spell the call as transformers does.
-        model.config._attn_implementation = BLOCKWISE
 
 
 def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> dict[str, HeldSlice]:

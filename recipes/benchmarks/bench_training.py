@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.polishing import taught_text
 from kvfold.convert.device import training_autocast
+from kvfold.convert.stream.stock import attend_in_blocks
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.stream.weights import load_model
 from kvfold.convert.text.tokenizer import load_tokenizer
@@ -43,7 +44,6 @@ from kvfold.convert.text.windows import load_calibration
 from kvfold.convert.training.fit import distillation_loss
 from kvfold.convert.training.polish import ModelTrainee, TrainingText
 from kvfold.convert.training.steps import has_constant
-from kvfold.convert.uptrain.trainer import attend_in_blocks
 
 CPU = torch.device("cpu")
 AGAINST = {"fitted": "", "refined and polished": "--refine 5 --polish 15"}

@@ -24,6 +24,7 @@ from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert import ConvertRequest, convert_checkpoint, device
 from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.stream.stock import attend_in_blocks
 from kvfold.convert.targets.mla.tensors import CONSTANT
 from kvfold.convert.training.fit import distillation_loss, next_token_loss
 from kvfold.convert.uptrain import run as uptrain_run
@@ -32,7 +33,7 @@ from kvfold.convert.uptrain.__main__ import main
 from kvfold.convert.uptrain.__main__ import uptrain as uptrain_command
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.run import uptrain_checkpoint
-from kvfold.convert.uptrain.trainer import attend_in_blocks, training_arguments
+from kvfold.convert.uptrain.trainer import training_arguments
 from kvfold.convert.uptrain.work import COMPLETE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -330,6 +331,9 @@ def test_on_a_cpu_attention_goes_in_blocks_and_stays_what_it_is(converted, tiny_
         model, expected = stock_model(folder), stock_model(folder)
         attend_in_blocks(model, torch.device(on))
         assert (model.config._attn_implementation == BLOCKWISE) == in_blocks
+        padded = {"input_ids": tokens, "attention_mask": torch.tensor([[1] * 24, [0] * 5 + [1] * 19])}
+        written = [each.generate(**padded, max_new_tokens=6, do_sample=False) for each in (model, expected)]
+        assert torch.equal(*written)
         for each in (model, expected):
             each(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         for one, other in zip(model.parameters(), expected.parameters(), strict=True):
