@@ -31,6 +31,8 @@ _GPU_LOGITS = 1 << 27
 _SAMPLED = 1 << 22
 # heads are relabeled when that explains at least half of the difference
 _CLEARLY = 0.5
+# tokens on which heads are compared: attention maps of both models take as long as a layer
+_HEAD_TOKENS = 4096
 # tokens of the first stretch of positions
 _FIRST = 64
 
@@ -39,6 +41,7 @@ _FIRST = 64
 class HeadDrift:
     """Drift of one teacher head and its corresponding student head, both on the teacher's inputs.
 
+    It is measured on the first sequences with 4096 tokens in all.
     ``error`` is the relative error of the head's contribution to the attention output; ``row_kl`` is the mean KL
     between its attention rows, in nats.
     """
@@ -86,7 +89,7 @@ class Measurement:
     margins are the half-widths of 95 % confidence intervals for ``kl`` and ``excess`` on similar texts; they treat
     sequences, but not the tokens within one sequence, as independent samples. They are None for a single sequence.
     ``stretches`` divide the excess by position, on other, longer sequences if the caller has them; ``by_sequence`` has
-    the KL and the excess of each sequence.
+    the KL, the excess and the student's loss of each sequence.
     """
 
     predictions: int
@@ -98,7 +101,7 @@ class Measurement:
     kl_margin: float | None = None
     excess_margin: float | None = None
     stretches: tuple[Stretch, ...] = ()
-    by_sequence: tuple[tuple[float, float], ...] = ()
+    by_sequence: tuple[tuple[float, float, float], ...] = ()
 
     @property
     def excess(self) -> float:
@@ -146,10 +149,11 @@ def compare_layer(
         pairs += [(output.states, other.states) for other in (local, propagated)]
         sums.append(_squared_errors(pairs))
         # heads are matched on the first batch
-        compared = _compare_heads(output, local, heads[0][0] if heads else None)
-        heads += [] if compared is None else [compared]
+        if sequences * hidden.shape[1] < _HEAD_TOKENS:
+            compared = _compare_heads(output, local, heads[0][0] if heads else None)
+            heads += [] if compared is None else [compared]
+            sequences += len(hidden)
         expected[part], actual[part] = output.states, propagated.states
-        sequences += len(hidden)
     errors = [relative(*pair) for pair in torch.stack(sums).sum(0).tolist()]
     rows = [kl for _, _, kl in heads if kl is not None]
     kls: list[float] = (torch.stack(rows).sum(0) / sequences).tolist() if rows else []
@@ -274,7 +278,7 @@ def compare_predictions(
     for (first, last), sums in zip(bounds, by_place, strict=True):
         excess = (sums[3] - sums[2]) / (last - first)
         stretches.append(Stretch(first, last, float(excess.mean()), margin(excess), len(excess)))
-    kls, excesses = each[0] / length, (each[3] - each[2]) / length
+    kls, excesses, student_losses = each[0] / length, (each[3] - each[2]) / length, each[3] / length
     return Measurement(
         predictions=each.shape[1] * length,
         kl=kl,
@@ -285,7 +289,7 @@ def compare_predictions(
         kl_margin=margin(kls),
         excess_margin=margin(excesses),
         stretches=tuple(stretches),
-        by_sequence=tuple(zip(kls.tolist(), excesses.tolist(), strict=True)),
+        by_sequence=tuple(zip(kls.tolist(), excesses.tolist(), student_losses.tolist(), strict=True)),
     )
 
 

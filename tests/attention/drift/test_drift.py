@@ -224,6 +224,17 @@ def test_margins_are_those_of_the_sequences():
         assert margin(values) == pytest.approx(quantile * values.std().item() / math.sqrt(count), rel=5e-3)
 
 
+def test_heads_are_compared_on_the_first_tokens_alone(monkeypatch):
+    source, tokens = tiny(), some_tokens()
+    student = disturbed(source)
+    first = measure_drift(source, student, tokens[:2], floor=False, batch=1).measured
+    monkeypatch.setattr("kvfold.attention.drift.compare._HEAD_TOKENS", tokens.shape[1] + 1)
+    found = measure_drift(source, student, tokens, floor=False, batch=1).measured
+    for one, other in zip(found.layers, first.layers, strict=True):
+        assert one.heads == other.heads
+        assert one.attention_local != other.attention_local
+
+
 def test_stretches_of_positions_are_those_of_stock_losses(monkeypatch):
     assert stretch_bounds(300) == [(1, 64), (64, 128), (128, 256), (256, 300)]
     assert stretch_bounds(40) == [(1, 40)]
