@@ -41,9 +41,8 @@ _FIRST = 64
 class HeadDrift:
     """Drift of one teacher head and its corresponding student head, both on the teacher's inputs.
 
-    It is measured on the first sequences with 4096 tokens in all.
     ``error`` is the relative error of the head's contribution to the attention output; ``row_kl`` is the mean KL
-    between its attention rows, in nats.
+    between its attention rows, in nats. Both are measured on the first sequences, with 4096 tokens in all.
     """
 
     head: int

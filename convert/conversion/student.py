@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvfold.attention.drift.compare import compare_predictions
+from kvfold.attention.drift.compare import Measurement, compare_predictions
 from kvfold.attention.drift.report import DriftReport, dtype_name, finite, report_of
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import hidden_states, own_sequences, source_heads
@@ -55,7 +55,6 @@ class Calibrated:
         """The first held-out sequences, on which the written checkpoint must have the loss measured in memory."""
         return self.tokens.held_out[: max(1, _CHECKED_TOKENS // self.tokens.held_out.shape[1])]
 
-    @torch.no_grad()
     def with_positions(self, folder: Path) -> "Calibrated":
         """Return the results with the loss by position on long sequences, if there are any, of the files in ``folder``.
 
@@ -65,10 +64,7 @@ class Calibrated:
         if not len(tokens):
             return self
         try:
-            with written_stream(folder, self.stream) as stream, hidden_states(self.spill) as keep:
-                expected, actual = (last_states(each, tokens, keep) for each in (self.stream, stream))
-                parts = torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))
-                stretches = compare_predictions(self.stream, stream, expected, actual, parts).stretches
+            stretches = self._compared(folder, tokens, self.stream).stretches
         except InputError as error:
             # Hours of work are not lost for a measurement beside it.
             print(f"the loss by position ends at {self.tokens.held_out.shape[1]} tokens: {error}", file=sys.stderr)
@@ -78,6 +74,14 @@ class Calibrated:
         return replace(self, drift=replace(self.drift, measured=replace(self.drift.measured, stretches=stretches)))
 
     @torch.no_grad()
+    def _compared(self, folder: Path, tokens: Tensor, teacher: CheckpointStream | None = None) -> Measurement:
+        """Compare the checkpoint in ``folder`` on ``tokens`` with ``teacher``; with itself if only its loss matters."""
+        with written_stream(folder, self.stream) as stream, hidden_states(self.spill) as keep:
+            actual = last_states(stream, tokens, keep)
+            expected = actual if teacher is None else last_states(teacher, tokens, keep)
+            parts = torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))
+            return compare_predictions(teacher or stream, stream, expected, actual, parts)
+
     def record(self, folder: Path) -> dict[str, Any]:
         """The entries for ``kvfold.json``, identical for equal runs.
 
@@ -85,11 +89,7 @@ class Calibrated:
         """
         tokens, checked = self.tokens, self.checked
         expected = fmean(loss for _, _, loss in self.drift.measured.by_sequence[: len(checked)])
-        with written_stream(folder, self.stream) as stream, hidden_states(self.spill) as keep:
-            parts = torch.split(checked, chunk_size(stream.device, checked.shape[1]))
-            states = last_states(stream, checked, keep)
-            # The stream is compared with itself to obtain its loss, in nats per token.
-            written = compare_predictions(stream, stream, states, states, parts).teacher_loss
+        written = self._compared(folder, checked).student_loss  # nats per token
         if not math.isclose(written, expected, rel_tol=_AGREE, abs_tol=_AGREE):
             raise KvfoldError(
                 f"the written checkpoint has a loss of {written:.6f} nats, but the converted model in memory had "
