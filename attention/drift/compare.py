@@ -70,12 +70,14 @@ class LayerDrift:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The ``excess`` loss of tokens ``start`` to ``end``, in nats, over ``sequences``, with its 95 % ``margin``."""
+    """The ``excess`` loss and ``kl`` of tokens ``start`` to ``end``, in nats, with 95 % margins over ``sequences``."""
 
     start: int
     end: int
     excess: float
     margin: float | None
+    kl: float
+    kl_margin: float | None
     sequences: int
 
 
@@ -87,8 +89,8 @@ class Measurement:
     all in nats. ``agreement`` is the top-1 agreement: the fraction of positions with the same most likely token. The
     margins are the half-widths of 95 % confidence intervals for ``kl`` and ``excess`` on similar texts; they treat
     sequences, but not the tokens within one sequence, as independent samples. They are None for a single sequence.
-    ``stretches`` divide the excess by position, on other, longer sequences if the caller has them; ``by_sequence`` has
-    the KL, the excess and the student's loss of each sequence.
+    ``stretches`` divide excess and KL by position, on other, longer sequences if the caller has them; ``by_sequence``
+    has the KL, the excess and the student's loss of each sequence.
     """
 
     predictions: int
@@ -275,8 +277,9 @@ def compare_predictions(
     kl, agreement, loss, student_loss = (each.sum(1) / (length * each.shape[1])).tolist()
     stretches = []
     for (first, last), sums in zip(bounds, by_place, strict=True):
-        excess = (sums[3] - sums[2]) / (last - first)
-        stretches.append(Stretch(first, last, float(excess.mean()), margin(excess), len(excess)))
+        excess, of_each = (sums[3] - sums[2]) / (last - first), sums[0] / (last - first)
+        means = float(excess.mean()), margin(excess), float(of_each.mean()), margin(of_each)
+        stretches.append(Stretch(first, last, *means, sequences=len(excess)))
     kls, excesses, student_losses = each[0] / length, (each[3] - each[2]) / length, each[3] / length
     return Measurement(
         predictions=each.shape[1] * length,

@@ -128,6 +128,8 @@ class DriftReport:
                     "to": each.end,
                     "value": finite(each.excess),
                     "margin": finite(each.margin),
+                    "kl": finite(each.kl),
+                    "kl_margin": finite(each.kl_margin),
                     "sequences": each.sequences,
                 }
                 for each in measured.stretches
@@ -142,13 +144,13 @@ class DriftReport:
         }
 
     def positions_text(self) -> str:
-        """One line with the excess loss of each stretch of positions; empty if there is only one."""
+        """One line with the excess loss and KL of each stretch of positions; empty if there is only one."""
         stretches = self.measured.stretches
-        of_each = ", ".join(f"{each.excess:+.3f} at {each.start}-{each.end}" for each in stretches)
+        of_each = ", ".join(f"{each.excess:+.3f} ({each.kl:.3f}) at {each.start}-{each.end}" for each in stretches)
         if len(stretches) < 2:
             return ""
         size = f"{stretches[0].sequences} x {stretches[-1].end} tokens"
-        return f"excess loss by position, nats per token, on {size}: {of_each}"
+        return f"excess loss (KL) by position, nats per token, on {size}: {of_each}"
 
 
 def measure_drift(

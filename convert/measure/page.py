@@ -94,7 +94,7 @@ def _verdict(drift: "DriftReport") -> str:
 
 
 def _lead(drift: "DriftReport") -> list[str]:
-    """The excess loss with its interval, and that of stretches of positions."""
+    """The excess loss with its interval, and excess and KL of stretches of positions."""
     excess, margin = drift.excess, drift.measured.excess_margin
     interval = "" if margin is None else f", 95 % interval {excess - margin:+.4f} to {excess + margin:+.4f}"
     line = f"excess loss {excess:+.4f} nats per token{interval} (perplexity {percent_text(excess, margin)})"

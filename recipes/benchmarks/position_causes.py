@@ -1,11 +1,13 @@
 """Which part of a latent attention makes its loss grow with the position: each is swapped for the source's in turn.
 
-    python recipes/benchmarks/position_causes.py MODEL CONVERTED --text FILE --json recipes/results/position_causes.json
+    python recipes/benchmarks/position_causes.py MODEL OUT.. --text FILE --json recipes/results/position_causes.json
+    python recipes/benchmarks/position_causes.py MODEL OUT.. --text FILE --parts conversion --windows 12
 
-MODEL is a llama, CONVERTED its conversion to MLA, layout free. In every layer of CONVERTED one part is replaced by what
+MODEL is a llama, each OUT a conversion of it to MLA, layout free. In every layer of OUT one part is replaced by what
 the source's weights compute from the same inputs:
 
-    none        nothing: the conversion
+    conversion  nothing: the model as it is loaded, with attention in blocks, for long sequences
+    none        nothing, with whole attention maps; `distance` needs it before
     values      values and output projection
     scores      queries and keys
     sink        the share of attention that the first token gets
@@ -13,7 +15,7 @@ the source's weights compute from the same inputs:
     reach       the share of attention that keys at 256 tokens and more get
     far         its distribution among them
 
-Excess loss over the source by position, nats per token; margins are 95 % intervals over sequences.
+Excess loss and KL from the source by position, nats per token; margins are 95 % intervals over sequences.
 """
 
 import argparse
@@ -26,14 +28,15 @@ from typing import Any
 import torch
 from measured import Row, conditions, continue_rows
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvfold.attention.drift.compare import margin, stretch_bounds
+from kvfold.attention.drift.compare import distances, margin, stretch_bounds
 from kvfold.convert.measure.losses import token_windows
+from kvfold.convert.stream.stock import attend_in_blocks
 
 PARTS = ("none", "values", "scores", "sink", "distance", "reach", "far")
 FAR = 256
+CHUNK = 256  # positions whose logits are kept at once
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -127,51 +130,64 @@ def attend(
     return project((weights @ values).transpose(1, 2).flatten(2)), None
 
 
-def losses(model: Any, tokens: Tensor) -> Tensor:
-    """Losses ``[N, T - 1]`` of each next token, in nats."""
-    found = []
-    for rows in tokens.split(1):
-        hidden = model.model(rows, use_cache=False).last_hidden_state
-        parts = [model.lm_head(part).float() for part in hidden[:, :-1].split(256, 1)]
-        labels = rows[:, 1:].split(256, 1)
-        found.append(
-            torch.cat([cross_entropy(a.mT, b, reduction="none") for a, b in zip(parts, labels, strict=True)], 1)
-        )
-    return torch.cat(found)
+def states(model: Any, tokens: Tensor) -> list[Tensor]:
+    """The last hidden state ``[1, T, D]`` of each sequence."""
+    return [model.model(row, use_cache=False).last_hidden_state for row in tokens.split(1)]
+
+
+def by_position(source: Any, student: Any, expected: list[Tensor], tokens: Tensor) -> Iterator[dict[str, Any]]:
+    """Excess loss and KL of each stretch of positions; ``expected`` are the source's states."""
+    actual = states(student, tokens)
+    for first, last in stretch_bounds(tokens.shape[1]):
+        sums = torch.zeros(4, len(tokens), dtype=torch.float64)
+        for start in range(first - 1, last - 1, CHUNK):
+            span = slice(start, min(start + CHUNK, last - 1))
+            labels = tokens[:, 1:][:, span].split(1)
+            for index, (hidden, other) in enumerate(zip(expected, actual, strict=True)):
+                logits = source.lm_head(hidden[:, span]), student.lm_head(other[:, span])
+                sums[:, index] += distances(*logits, labels[index])[:, 0]
+        kl, _, loss, student_loss = sums / (last - first)
+        excess = student_loss - loss
+        yield {
+            "from": first,
+            "to": last,
+            "excess": float(excess.mean()),
+            "margin": margin(excess),
+            "kl": float(kl.mean()),
+            "kl_margin": margin(kl),
+        }
 
 
 def rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokens = token_windows(tokenizer, args.text.read_text(encoding="utf-8"), args.windows, args.length)
-    source, student = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        for folder in (args.model, args.converted)
-    )
-    expected = losses(source, tokens)
-    student.config._attn_implementation = "recording"
-    state: dict[str, Any] = {"sums": {}}
-    counts = torch.arange(args.length, 0, -1) * len(tokens)
-    modules = [layer.self_attn for layer in student.model.layers]
-    for module in modules:
-        module.original = module.forward
-    for part in args.parts.split(","):
-        for index, module in enumerate(modules):
-            own = source.model.layers[index].self_attn
-            module.forward = partial(attend, part, state, index, module, own, source.model.rotary_emb)
-        excess = losses(student, tokens) - expected
-        if part == "none":
-            state["bias"] = {index: sums / counts for index, sums in state["sums"].items()}
-        stretches = []
-        for first, last in stretch_bounds(args.length):
-            each = excess[:, first - 1 : last - 1].double().mean(1)
-            stretches.append({"from": first, "to": last, "excess": float(each.mean()), "margin": margin(each)})
-        yield {"converted": args.converted.name, "swapped": part, "positions": stretches, **conditions()}
+    source = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    expected = states(source, tokens)
+    for folder in args.converted:
+        student = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        attend_in_blocks(student, torch.device("cpu"))
+        blocks = student.config._attn_implementation
+        state: dict[str, Any] = {"sums": {}}
+        counts = torch.arange(args.length, 0, -1) * len(tokens)
+        modules = [layer.self_attn for layer in student.model.layers]
+        for module in modules:
+            module.original = module.forward
+        for part in args.parts.split(","):
+            student.config._attn_implementation = blocks if part == "conversion" else "recording"
+            for index, (module, layer) in enumerate(zip(modules, source.model.layers, strict=True)):
+                swapped = partial(attend, part, state, index, module, layer.self_attn, source.model.rotary_emb)
+                module.forward = module.original if part == "conversion" else swapped
+            stretches = list(by_position(source, student, expected, tokens))
+            if part == "none":
+                state["bias"] = {index: sums / counts for index, sums in state["sums"].items()}
+            size = {"windows": args.windows, "length": args.length}
+            yield {"converted": folder.name, "swapped": part, **size, "positions": stretches, **conditions()}
 
 
 def show(row: Row) -> None:
     print(
-        f"{row['swapped']:10}",
-        "  ".join(f"{s['from']}-{s['to']} {s['excess']:+.4f}" for s in row["positions"]),
+        f"{row['converted']}, {row['swapped']}, {row['windows']} x {row['length']}:",
+        "  ".join(f"{s['from']}-{s['to']} {s['excess']:+.4f} ({s['kl']:.4f})" for s in row["positions"]),
         flush=True,
     )
 
@@ -180,17 +196,17 @@ def show(row: Row) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("converted", type=Path)
+    parser.add_argument("converted", type=Path, nargs="+", metavar="out")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", default=",".join(PARTS), help="with commas, of those above")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register("recording", lambda *a, **k: ATTENTION["recording"](*a, **k))
-    continue_rows(args.json, {"windows": args.windows, "length": args.length}, partial(rows, args), show)
+    continue_rows(args.json, {"model": args.model.name}, partial(rows, args), show)
 
 
 if __name__ == "__main__":

@@ -243,20 +243,21 @@ def test_stretches_of_positions_are_those_of_stock_losses(monkeypatch):
     student = disturbed(source)
     report = measure_drift(source, student, tokens, floor=False, batch=2)
     with torch.no_grad():
-        losses = [
-            F.cross_entropy(model(tokens).logits[:, :-1].mT, tokens[:, 1:], reduction="none")
-            for model in (source, student)
-        ]
-    between = (losses[1] - losses[0]).double()
+        logits = [model(tokens).logits[:, :-1] for model in (source, student)]
+    losses = [F.cross_entropy(each.mT, tokens[:, 1:], reduction="none").double() for each in logits]
+    log_p, log_q = (each.double().log_softmax(-1) for each in logits)
+    excess, kl = losses[1] - losses[0], (log_p.exp() * (log_p - log_q)).sum(-1)
     stretches = report.measured.stretches
     assert [(each.start, each.end) for each in stretches] == [(1, 3), (3, 6), (6, 12)]
     for each in stretches:
-        values = between[:, each.start - 1 : each.end - 1].mean(1)
-        assert (each.excess, each.margin) == pytest.approx((values.mean().item(), margin(values)), rel=1e-3)
-    first = report.to_dict()["excess_by_position"][0]
-    figures = {"value": stretches[0].excess, "margin": stretches[0].margin, "sequences": len(tokens)}
-    assert first == {"from": 1, "to": 3, **figures}
-    assert report.positions_text().endswith(f"{stretches[1].excess:+.3f} at 3-6, {stretches[2].excess:+.3f} at 6-12")
+        for values, found in (excess, (each.excess, each.margin)), (kl, (each.kl, each.kl_margin)):
+            of_each = values[:, each.start - 1 : each.end - 1].mean(1)
+            assert found == pytest.approx((of_each.mean().item(), margin(of_each)), rel=1e-3)
+    first = stretches[0]
+    figures = {"value": first.excess, "margin": first.margin, "kl": first.kl, "kl_margin": first.kl_margin}
+    assert report.to_dict()["excess_by_position"][0] == {"from": 1, "to": 3, **figures, "sequences": len(tokens)}
+    second, third = (f"{each.excess:+.3f} ({each.kl:.3f}) at {each.start}-{each.end}" for each in stretches[1:])
+    assert report.positions_text().endswith(f"{second}, {third}")
 
 
 def test_what_cannot_be_compared_is_an_error(refused):

@@ -90,7 +90,7 @@ def test_the_loss_by_position_is_measured_beyond_the_length_of_the_calibration(f
         part = slice(each["from"] - 1, each["to"] - 1)
         assert each["value"] == pytest.approx((after - before)[:, part].mean().item(), abs=2e-4)
         assert each["sequences"] == 4
-    assert "excess loss by position, nats per token, on 4 x 512 tokens: " in (folded / "README.md").read_text()
+    assert "excess loss (KL) by position, nats per token, on 4 x 512 tokens: " in (folded / "README.md").read_text()
 
 
 def test_a_failing_measurement_of_long_sequences_does_not_cost_the_run(tmp_path, monkeypatch, capsys):
