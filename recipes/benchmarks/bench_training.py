@@ -178,7 +178,7 @@ def bench_fit(arguments: argparse.Namespace) -> dict[str, Any]:
 def bench_against(arguments: argparse.Namespace) -> dict[str, Any]:
     sizes = ["--samples", str(arguments.samples), "--seq-len", str(arguments.seq_len), "--quiet"]
     text = [] if arguments.calibration is None else ["--calibration", arguments.calibration]
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"other": arguments.other_name}
     for stage, options in AGAINST.items():
         row: dict[str, Any] = {"options": f"{arguments.options} {options}".strip()}
         # Dialogues that the model writes itself are no part of older versions' default.
@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("converted", type=Path, nargs="?", help="of polish and uptrain")
     parser.add_argument("--options", default="--to mla --kv-rank 128 --rope-dim 64", help="of fit and against")
     parser.add_argument("--other", type=Path, help="of against: the interpreter of an environment with another version")
+    parser.add_argument("--other-name", help="of against: what the figures call that version, such as its commit")
     parser.add_argument("--calibration", help="default: the text that ships")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--seq-len", type=int, default=256)

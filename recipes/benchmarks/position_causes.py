@@ -1,7 +1,7 @@
-"""Which part of a latent attention makes its loss grow with the position: each is swapped for the source's in turn.
+"""Excess loss and KL by position, and which part of a latent attention makes them grow: each is swapped in turn.
 
-    python recipes/benchmarks/position_causes.py MODEL OUT.. --text FILE --json recipes/results/position_causes.json
-    python recipes/benchmarks/position_causes.py MODEL OUT.. --text FILE --parts conversion --windows 12
+    python recipes/benchmarks/position_causes.py MODEL OUT.. --text FILE --parts conversion --windows 12 --json FILE2
+    python recipes/benchmarks/position_causes.py MODEL OUT.. --text FILE --parts none,scores,sink,values --windows 4
 
 MODEL is a llama, each OUT a conversion of it to MLA, layout free. In every layer of OUT one part is replaced by what
 the source's weights compute from the same inputs:
@@ -15,8 +15,9 @@ the source's weights compute from the same inputs:
     reach       the share of attention that keys at 256 tokens and more get
     far         its distribution among them
 
-Excess loss and KL from the source by position, nats per token, with 95 % intervals over sequences, and the source's own
-loss and entropy: where its loss is the larger, it is surer than the text warrants, and a vaguer result loses less.
+Figures are in nats per token, with 95 % intervals over sequences, beside the source's own loss and entropy. On text
+that MODEL samples after the first 64 tokens of each window (--written), excess loss and KL agree from there on, up to
+sampling noise.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from kvfold.convert.stream.stock import attend_in_blocks
 PARTS = ("none", "values", "scores", "sink", "distance", "reach", "far")
 FAR = 256
 CHUNK = 256  # positions whose logits are kept at once
+PROMPT = 64
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -132,6 +134,16 @@ def attend(
     return project((weights @ values).transpose(1, 2).flatten(2)), None
 
 
+def written(model: Any, tokens: Tensor) -> Tensor:
+    """Sequences as long as ``tokens [N, T]``, sampled from ``model`` after their first tokens, past any end of text."""
+    model.generation_config.eos_token_id = None
+    torch.manual_seed(0)
+    prompt = tokens[:, :PROMPT]
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    new = tokens.shape[1] - PROMPT
+    return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, **sampling)
+
+
 def states(model: Any, tokens: Tensor) -> list[Tensor]:
     """The last hidden state ``[1, T, D]`` of each sequence."""
     return [model.model(row, use_cache=False).last_hidden_state for row in tokens.split(1)]
@@ -167,7 +179,10 @@ def rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokens = token_windows(tokenizer, args.text.read_text(encoding="utf-8"), args.windows, args.length)
     source = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    if args.written:
+        tokens = written(source, tokens)
     expected = states(source, tokens)
+    text = {"windows": len(tokens), "length": args.length, "written_by_source": args.written}
     for folder in args.converted:
         student = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         attend_in_blocks(student, torch.device("cpu"))
@@ -177,7 +192,11 @@ def rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
         modules = [layer.self_attn for layer in student.model.layers]
         for module in modules:
             module.original = module.forward
-        for part in args.parts.split(","):
+        for part in args.parts:
+            row = {"converted": folder.name, "swapped": part, **text}
+            measured = any(row.items() <= each.items() for each in done)
+            if measured and not (part == "none" and "distance" in args.parts):
+                continue
             student.config._attn_implementation = blocks if part == "conversion" else "recording"
             for index, (module, layer) in enumerate(zip(modules, source.model.layers, strict=True)):
                 swapped = partial(attend, part, state, index, module, layer.self_attn, source.model.rotary_emb)
@@ -185,8 +204,8 @@ def rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
             stretches = list(by_position(source, student, expected, tokens))
             if part == "none":
                 state["bias"] = {index: sums / counts for index, sums in state["sums"].items()}
-            size = {"windows": args.windows, "length": args.length}
-            yield {"converted": folder.name, "swapped": part, **size, "positions": stretches, **conditions()}
+            if not measured:
+                yield {**row, "positions": stretches, **conditions()}
 
 
 def show(row: Row) -> None:
@@ -205,9 +224,17 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--parts", default=",".join(PARTS), help="with commas, of those above")
+    parser.add_argument("--parts", default=",".join(PARTS), help="with commas: conversion, " + ", ".join(PARTS))
+    parser.add_argument(
+        "--written", action="store_true", help="on text that MODEL samples from each window's beginning"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    args.parts = args.parts.split(",")
+    if unknown := set(args.parts) - {"conversion", *PARTS}:
+        parser.error(f"--parts has no {', '.join(sorted(unknown))}")
+    if args.written and args.length <= PROMPT:
+        parser.error(f"--written needs a --length of more than {PROMPT}")
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register("recording", lambda *a, **k: ATTENTION["recording"](*a, **k))

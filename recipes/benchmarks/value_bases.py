@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from measured import Row, conditions, continue_rows
-from position_causes import losses, source_parts
+from position_causes import source_parts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.attention.drift.compare import stretch_bounds
-from kvfold.convert.measure.losses import token_windows
+from kvfold.convert.measure.losses import token_losses, token_windows
 from kvfold.convert.transforms.linalg import metric_root
 
 TRAIN, TEST, LENGTH = 3, 2, 2048
@@ -94,7 +94,7 @@ def rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
 
 def noisy(model: Any, tokens: Tensor, share: float) -> list[float]:
     """The excess loss by stretch of positions with noise in the attention outputs."""
-    before, inputs = losses(model, tokens), dict[str, Tensor]()
+    before, inputs = token_losses(model, tokens), dict[str, Tensor]()
 
     def keep(module: Any, given: tuple[Tensor, ...]) -> None:
         inputs["hidden"] = given[0]
@@ -106,7 +106,7 @@ def noisy(model: Any, tokens: Tensor, share: float) -> list[float]:
     torch.manual_seed(0)
     hooks = [layer.register_forward_pre_hook(keep) for layer in model.model.layers]
     hooks += [layer.self_attn.register_forward_hook(add) for layer in model.model.layers]
-    excess = losses(model, tokens) - before
+    excess = token_losses(model, tokens) - before
     for hook in hooks:
         hook.remove()
     return [float(excess[:, first - 1 : last - 1].mean()) for first, last in stretch_bounds(LENGTH)]
