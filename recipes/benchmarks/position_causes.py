@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvfold.attention.drift.compare import distances, margin, stretch_bounds
+from kvfold.attention.drift.compare import compare_predictions, stretch_bounds
 from kvfold.convert.measure.losses import token_windows
 from kvfold.convert.stream.stock import attend_in_blocks
 
@@ -149,30 +150,39 @@ def states(model: Any, tokens: Tensor) -> list[Tensor]:
     return [model.model(row, use_cache=False).last_hidden_state for row in tokens.split(1)]
 
 
-def by_position(source: Any, student: Any, expected: list[Tensor], tokens: Tensor) -> Iterator[dict[str, Any]]:
-    """Excess loss, KL, and the source's loss and entropy in each stretch; ``expected`` are the source's states."""
+def head(model: Any) -> Any:
+    """What `compare_predictions` needs of a model whose last states are known."""
+    return SimpleNamespace(device=torch.device("cpu"), logits=model.lm_head)
+
+
+def certainty(model: Any, expected: list[Tensor], tokens: Tensor) -> Tensor:
+    """The loss and the entropy of ``model``, whose states are ``expected``, in each stretch: ``[stretches, 2]``."""
+    found = []
+    for hidden, labels in zip(expected, tokens[:, 1:].split(1), strict=True):
+        parts = zip(hidden[:, :-1].split(CHUNK, 1), labels.split(CHUNK, 1), strict=True)
+        predicted = ((Categorical(logits=model.lm_head(part)), following) for part, following in parts)
+        found.append(torch.cat([torch.stack([-each.log_prob(ids), each.entropy()], -1) for each, ids in predicted], 1))
+    both = torch.cat(found).double()
+    return torch.stack([both[:, first - 1 : last - 1].mean((0, 1)) for first, last in stretch_bounds(tokens.shape[1])])
+
+
+def by_position(source: Any, student: Any, expected: list[Tensor], tokens: Tensor, sure: Tensor) -> list[Row]:
+    """Excess loss and KL in each stretch beside the source's own ``sure``; ``expected`` are the source's states."""
     actual = states(student, tokens)
-    for first, last in stretch_bounds(tokens.shape[1]):
-        sums, entropy = torch.zeros(4, len(tokens), dtype=torch.float64), 0.0
-        for start in range(first - 1, last - 1, CHUNK):
-            span = slice(start, min(start + CHUNK, last - 1))
-            labels = tokens[:, 1:][:, span].split(1)
-            for index, (hidden, other) in enumerate(zip(expected, actual, strict=True)):
-                logits = source.lm_head(hidden[:, span]), student.lm_head(other[:, span])
-                sums[:, index] += distances(*logits, labels[index])[:, 0]
-                entropy += float(Categorical(logits=logits[0]).entropy().sum())
-        kl, _, loss, student_loss = sums / (last - first)
-        excess = student_loss - loss
-        yield {
-            "from": first,
-            "to": last,
-            "excess": float(excess.mean()),
-            "margin": margin(excess),
-            "kl": float(kl.mean()),
-            "kl_margin": margin(kl),
-            "source_loss": float(loss.mean()),
-            "source_entropy": entropy / len(tokens) / (last - first),
+    measured = compare_predictions(head(source), head(student), expected, actual, tokens.split(1))
+    return [
+        {
+            "from": each.start,
+            "to": each.end,
+            "excess": each.excess,
+            "margin": each.margin,
+            "kl": each.kl,
+            "kl_margin": each.kl_margin,
+            "source_loss": loss,
+            "source_entropy": entropy,
         }
+        for each, (loss, entropy) in zip(measured.stretches, sure.tolist(), strict=True)
+    ]
 
 
 def rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
@@ -182,6 +192,7 @@ def rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
     if args.written:
         tokens = written(source, tokens)
     expected = states(source, tokens)
+    sure = certainty(source, expected, tokens)
     text = {"windows": len(tokens), "length": args.length, "written_by_source": args.written}
     for folder in args.converted:
         student = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -201,7 +212,7 @@ def rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
             for index, (module, layer) in enumerate(zip(modules, source.model.layers, strict=True)):
                 swapped = partial(attend, part, state, index, module, layer.self_attn, source.model.rotary_emb)
                 module.forward = module.original if part == "conversion" else swapped
-            stretches = list(by_position(source, student, expected, tokens))
+            stretches = by_position(source, student, expected, tokens, sure)
             if part == "none":
                 state["bias"] = {index: sums / counts for index, sums in state["sums"].items()}
             if not measured:
