@@ -67,9 +67,7 @@ class Journal:
         if not processes.is_first():
             return
         self._layers.append({"notes": dict(notes), "sha256": self._hashes(len(self._layers))})
-        with replacing(self._folder / _NAME) as new:
-            write_file(new, json.dumps({"run": self._settings, "layers": self._layers}))
-            sync_path(new)
+        _write(self._folder, {"run": self._settings, "layers": self._layers})
 
     def _hashes(self, layer: int) -> dict[str, str]:
         """The SHA-256 of the converted tensors of ``layer`` in each shard, by file name."""
@@ -82,10 +80,12 @@ class Journal:
         """The recorded layers before the first one whose tensors have changed; empty if a shard is incomplete."""
         journal = _read(self._folder)
         layers = journal["layers"] if journal is not None and journal["run"] == self._settings else []
+        # The state of polishing has all tensors that were being replaced, so they are written again in any case.
+        polished = journal is not None and journal["polished"] and (self._folder / POLISH_STATE).is_file()
         sound = 0
         if all(is_laid_out(self._folder / shard.file, shard) for shard in self._shards):
             for layer in layers:
-                if not isinstance(layer, dict) or layer.get("sha256") != self._hashes(sound):
+                if not isinstance(layer, dict) or not (polished or layer.get("sha256") == self._hashes(sound)):
                     break
                 sound += 1
         if sound < len(layers):
@@ -96,6 +96,15 @@ class Journal:
             for shard in self._shards:
                 (self._folder / shard.file).unlink(missing_ok=True)
         return layers[:sound]
+
+
+def mark_polished(folder: Path) -> None:
+    """Record that the converted tensors in ``folder`` are being replaced by polished ones, and no longer have hashes.
+
+    Else a run that is interrupted after polishing, while its output is measured, would count as damaged.
+    """
+    if (journal := _read(folder)) is not None:
+        _write(folder, {**journal, "polished": True})
 
 
 def forget(folder: Path) -> None:
@@ -173,10 +182,17 @@ def run_settings(plan: Plan) -> dict[str, Any]:
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
-    """The settings (``run``) and ``layers`` in the journal in ``folder``; None if it is damaged or missing."""
+    """The settings (``run``), ``layers`` and ``polished`` of the journal in ``folder``; None if damaged or missing."""
     try:
         journal = json.loads((folder / _NAME).read_bytes())
         run = {**journal["run"], "files": list(journal["run"]["files"]), "device": list(journal["run"]["device"])}
-        return {"run": run, "layers": list(journal["layers"])} if int(run["device"][2]) > 0 else None
+        found = {"run": run, "layers": list(journal["layers"]), "polished": journal.get("polished", False)}
+        return found if int(run["device"][2]) > 0 else None
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
+
+
+def _write(folder: Path, journal: Mapping[str, Any]) -> None:
+    with replacing(folder / _NAME) as new:
+        write_file(new, json.dumps(journal))
+        sync_path(new)

@@ -19,7 +19,7 @@ from kvfold.convert.checkpoint.atomic import output_folder
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.checkpoint.writer import ShardWriter
-from kvfold.convert.conversion.journal import POLISH_STATE
+from kvfold.convert.conversion.journal import POLISH_STATE, mark_polished
 from kvfold.convert.conversion.plan import Plan, dense_dtype
 from kvfold.convert.conversion.student import Calibrated, reporting, written_stream
 from kvfold.convert.progress import Advance, Stages
@@ -76,8 +76,13 @@ def polish_checkpoint(plan: Plan, calibrated: Calibrated, folder: Path, stages: 
             fitted = polish(trainee, training, held_out, steps, seed=request.seed, saved=saved, progress=progress)
         if constant:
             check_constant(fitted.tensors, written)
-    made = processes.run_on_first(lambda: _rewritten(plan, calibrated, folder, fitted.tensors, fitted, stages))
-    return made or calibrated
+
+    def replaced() -> Calibrated:
+        if fitted.tensors:
+            mark_polished(folder)
+        return _rewritten(plan, calibrated, folder, fitted.tensors, fitted, stages)
+
+    return processes.run_on_first(replaced) or calibrated
 
 
 def _state_file(trainee: ModelTrainee, folder: Path) -> Path | None:

@@ -19,6 +19,7 @@ from kvfold.convert.cli import main
 from kvfold.convert.conversion import calibration, journal, memory, run
 from kvfold.convert.data import demo_folder
 from kvfold.convert.text.self_written import Turns
+from kvfold.convert.training.polish import ModelTrainee
 
 OPTIONS = {
     "mqa": {"to": "mqa", "group": "contiguous", "refine": 1},
@@ -194,6 +195,30 @@ def test_layers_that_were_damaged_since_a_failed_run_are_made_again(tmp_path, re
     convert_checkpoint(ConvertRequest(**options))
     said = capsys.readouterr().err
     assert said.startswith(f"layer {damaged} of the interrupted run is damaged;") or (not damage and not said)
+    convert_checkpoint(ConvertRequest(**{**options, "out": str(tmp_path / "unbroken")}))
+    assert forked.snapshot(tmp_path / "out") == forked.snapshot(tmp_path / "unbroken")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", mostly_slow(["kept", "lost"], 1))
+def test_a_run_that_failed_after_polishing_trains_no_step_again(tmp_path, request_of, monkeypatch, capsys, state):
+    """Once polished layers are in the files, they come from the state of polishing; without it, all is made again."""
+    options, ran = request_of("mqa", polish=3, repeat_text=True), []
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "model_card", Mock(side_effect=RuntimeError("the disk went away")))
+        with pytest.raises(RuntimeError, match="went away"):
+            convert_checkpoint(ConvertRequest(**options))
+    (left,) = tmp_path.glob(".out.kvfold-*/.polish.pt")
+    assert torch.load(left, weights_only=True)["kept"] > 0  # else the files have the layers as they were fitted
+    if state == "lost":
+        left.unlink()
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        backward = ModelTrainee.backward
+        patch.setattr(ModelTrainee, "backward", lambda *given: ran.append(1) or backward(*given))
+        convert_checkpoint(ConvertRequest(**options))
+    said = capsys.readouterr().err
+    assert (len(ran), said) == (0, "") if state == "kept" else (len(ran) == 3 and "is damaged; converting" in said)
     convert_checkpoint(ConvertRequest(**{**options, "out": str(tmp_path / "unbroken")}))
     assert forked.snapshot(tmp_path / "out") == forked.snapshot(tmp_path / "unbroken")
 
