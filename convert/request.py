@@ -45,7 +45,8 @@ DEFAULT_LAYOUT: Layout = "free"
 RULER = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
 BUILT_IN_TASKS = ("replies", "choice", "arithmetic", "copying", *RULER)
 # Tokens of the sequences that --samples counts, and at most of those that --seq-len auto joins them to. SmolLM2-135M,
-# MLA 128+64: the mean KL was larger in every stretch after a fit on 8 x 2048 tokens than on 16 x 1024 (docs/method.md).
+# MLA 128+64: the mean KL was larger in every stretch after a fit on 8 x 2048 tokens than on 16 x 1024;
+# refined and polished on 32 x 512, it was equal at 1024 to 2048 tokens and lower before (docs/method.md).
 UNIT_LENGTH, AUTO_LENGTH = 512, 1024
 # Tokens of the sequences on which the loss by position is measured, if the model's context is as long; chosen.
 LONG_LENGTH = 2048
