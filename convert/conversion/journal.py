@@ -30,7 +30,7 @@ _NAME = ".journal.json"
 SELF_TEXT = ".text.pt"
 # The name of the dtype of calibration passes and training steps, which was chosen by measurement.
 PRECISION = ".precision"
-# The masters, moments and best weights of the last round of a run that polishes.
+# The masters, moments and best weights of the last saved round of a run that polishes.
 POLISH_STATE = ".polish.pt"
 _SETTINGS = {"device": "device or number of processes", "versions": "versions"}
 
@@ -67,7 +67,7 @@ class Journal:
         if not processes.is_first():
             return
         self._layers.append({"notes": dict(notes), "sha256": self._hashes(len(self._layers))})
-        _write(self._folder, {"run": self._settings, "layers": self._layers})
+        _write(self._folder, {"run": self._settings, "layers": self._layers, "polished": None})
 
     def _hashes(self, layer: int) -> dict[str, str]:
         """The SHA-256 of the converted tensors of ``layer`` in each shard, by file name."""
@@ -77,34 +77,48 @@ class Journal:
         return {file: file_sha256(self._folder / file, ranges[file]) for file in files}
 
     def _intact(self) -> list[dict[str, Any]]:
-        """The recorded layers before the first one whose tensors have changed; empty if a shard is incomplete."""
+        """The recorded layers before the first one whose tensors have changed, or all polished ones with their state.
+
+        Empty if a shard is incomplete.
+        """
         journal = _read(self._folder)
         layers = journal["layers"] if journal is not None and journal["run"] == self._settings else []
-        # The state of polishing has all tensors that were being replaced, so they are written again in any case.
-        polished = journal is not None and journal["polished"] and (self._folder / POLISH_STATE).is_file()
+        # Hashes are of the fitted tensors. Once polished ones replace them, this run writes them all again from the
+        # state of polishing, torn ones too.
+        state, digest = self._folder / POLISH_STATE, journal and journal["polished"]
+        polished = digest is not None and state.is_file() and file_sha256(state) == digest
         sound = 0
         if all(is_laid_out(self._folder / shard.file, shard) for shard in self._shards):
             for layer in layers:
                 if not isinstance(layer, dict) or not (polished or layer.get("sha256") == self._hashes(sound)):
                     break
                 sound += 1
-        if sound < len(layers):
+        if digest is not None and not polished:
+            lost = "the state of polishing, which replaced the fitted layers, is missing or damaged"
+            print(f"{lost}; converting again from the first layer", file=sys.stderr)
+            state.unlink(missing_ok=True)
+            sound = 0
+        elif sound < len(layers):
             text = f"layer {sound + 1} of the interrupted run is damaged; converting again from this layer"
             print(text, file=sys.stderr)
         if layers and not sound:
-            # Without a finished layer the shards are created again.
-            for shard in self._shards:
-                (self._folder / shard.file).unlink(missing_ok=True)
+            # Without a finished layer the shards are created again, to which this journal does not apply.
+            for file in (_NAME, *(shard.file for shard in self._shards)):
+                (self._folder / file).unlink(missing_ok=True)
         return layers[:sound]
 
 
 def mark_polished(folder: Path) -> None:
-    """Record that the converted tensors in ``folder`` are being replaced by polished ones, and no longer have hashes.
+    """Record the hash of the state of polishing, before its tensors replace the fitted ones in ``folder``.
 
-    Else a run that is interrupted after polishing, while its output is measured, would count as damaged.
+    A run that is interrupted from then on, while its output is measured, writes them again from this state. Without a
+    state, for which the disk had no room, its layers count as damaged.
     """
-    if (journal := _read(folder)) is not None:
-        _write(folder, {**journal, "polished": True})
+    state, journal = folder / POLISH_STATE, _read(folder)
+    if journal is not None and state.is_file():
+        sync_path(state)
+        sync_path(folder)
+        _write(folder, {**journal, "polished": file_sha256(state)})
 
 
 def forget(folder: Path) -> None:
@@ -186,7 +200,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
     try:
         journal = json.loads((folder / _NAME).read_bytes())
         run = {**journal["run"], "files": list(journal["run"]["files"]), "device": list(journal["run"]["device"])}
-        found = {"run": run, "layers": list(journal["layers"]), "polished": journal.get("polished", False)}
+        found = {"run": run, "layers": list(journal["layers"]), "polished": journal.get("polished")}
         return found if int(run["device"][2]) > 0 else None
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None

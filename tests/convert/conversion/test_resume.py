@@ -16,7 +16,7 @@ from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
 from kvfold.convert.checkpoint import writer
 from kvfold.convert.checkpoint.headers import read_header
 from kvfold.convert.cli import main
-from kvfold.convert.conversion import calibration, journal, memory, run
+from kvfold.convert.conversion import calibration, journal, memory, polishing, run
 from kvfold.convert.data import demo_folder
 from kvfold.convert.text.self_written import Turns
 from kvfold.convert.training.polish import ModelTrainee
@@ -199,26 +199,41 @@ def test_layers_that_were_damaged_since_a_failed_run_are_made_again(tmp_path, re
     assert forked.snapshot(tmp_path / "out") == forked.snapshot(tmp_path / "unbroken")
 
 
+class Torn(writer.ShardWriter):
+    """Fails after the first tensor."""
+
+    def write_own(self, tensors):
+        super().write_own(dict(list(tensors.items())[:1]))
+        raise RuntimeError("the disk went away")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("state", mostly_slow(["kept", "lost"], 1))
-def test_a_run_that_failed_after_polishing_trains_no_step_again(tmp_path, request_of, monkeypatch, capsys, state):
-    """Once polished layers are in the files, they come from the state of polishing; without it, all is made again."""
+@pytest.mark.parametrize("left", ["polished", "torn", "no state", "damaged state"])
+def test_a_run_that_failed_after_polishing_takes_the_weights_of_its_state(tmp_path, request_of, capsys, left):
     options, ran = request_of("mqa", polish=3, repeat_text=True), []
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "model_card", Mock(side_effect=RuntimeError("the disk went away")))
+        if left == "torn":
+            patch.setattr(polishing, "ShardWriter", Torn)
         with pytest.raises(RuntimeError, match="went away"):
             convert_checkpoint(ConvertRequest(**options))
-    (left,) = tmp_path.glob(".out.kvfold-*/.polish.pt")
-    assert torch.load(left, weights_only=True)["kept"] > 0  # else the files have the layers as they were fitted
-    if state == "lost":
-        left.unlink()
+    (state,) = tmp_path.glob(".out.kvfold-*/.polish.pt")
+    assert torch.load(state, weights_only=True)["kept"] > 0  # else the files have the layers as they were fitted
+    if left == "no state":
+        state.unlink()
+    elif left == "damaged state":
+        state.write_bytes(state.read_bytes()[:-1])
     capsys.readouterr()
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         backward = ModelTrainee.backward
         patch.setattr(ModelTrainee, "backward", lambda *given: ran.append(1) or backward(*given))
         convert_checkpoint(ConvertRequest(**options))
     said = capsys.readouterr().err
-    assert (len(ran), said) == (0, "") if state == "kept" else (len(ran) == 3 and "is damaged; converting" in said)
+    if "state" in left:
+        assert len(ran) == 3
+        assert said.startswith("the state of polishing, which replaced the fitted layers, is missing or damaged; conv")
+    else:
+        assert (len(ran), said) == (0, "")
     convert_checkpoint(ConvertRequest(**{**options, "out": str(tmp_path / "unbroken")}))
     assert forked.snapshot(tmp_path / "out") == forked.snapshot(tmp_path / "unbroken")
 
