@@ -77,28 +77,15 @@ class Journal:
         return {file: file_sha256(self._folder / file, ranges[file]) for file in files}
 
     def _intact(self) -> list[dict[str, Any]]:
-        """The recorded layers before the first one whose tensors have changed, or all polished ones with their state.
-
-        Empty if a shard is incomplete.
-        """
+        """The recorded layers before the first one whose tensors have changed; all polished ones with their state."""
         journal = _read(self._folder)
         layers = journal["layers"] if journal is not None and journal["run"] == self._settings else []
-        # Hashes are of the fitted tensors. Once polished ones replace them, this run writes them all again from the
-        # state of polishing, torn ones too.
-        state, digest = self._folder / POLISH_STATE, journal and journal["polished"]
-        polished = digest is not None and state.is_file() and file_sha256(state) == digest
-        sound = 0
-        if all(is_laid_out(self._folder / shard.file, shard) for shard in self._shards):
-            for layer in layers:
-                if not isinstance(layer, dict) or not (polished or layer.get("sha256") == self._hashes(sound)):
-                    break
-                sound += 1
-        if digest is not None and not polished:
+        state, digest, sound = self._folder / POLISH_STATE, journal and journal["polished"], 0
+        if digest is not None and not (state.is_file() and file_sha256(state) == digest):
             lost = "the state of polishing, which replaced the fitted layers, is missing or damaged"
             print(f"{lost}; converting again from the first layer", file=sys.stderr)
             state.unlink(missing_ok=True)
-            sound = 0
-        elif sound < len(layers):
+        elif (sound := self._sound(layers, hashed=digest is None)) < len(layers):
             text = f"layer {sound + 1} of the interrupted run is damaged; converting again from this layer"
             print(text, file=sys.stderr)
         if layers and not sound:
@@ -106,6 +93,19 @@ class Journal:
             for file in (_NAME, *(shard.file for shard in self._shards)):
                 (self._folder / file).unlink(missing_ok=True)
         return layers[:sound]
+
+    def _sound(self, layers: list[Any], *, hashed: bool) -> int:
+        """The number of ``layers`` before the first damaged one; 0 if a shard is incomplete.
+
+        The hashes are of the fitted tensors. Not ``hashed`` are polished ones: this run writes them all again from the
+        state of polishing, torn ones too.
+        """
+        if not all(is_laid_out(self._folder / shard.file, shard) for shard in self._shards):
+            return 0
+        for index, layer in enumerate(layers):
+            if not isinstance(layer, dict) or (hashed and layer.get("sha256") != self._hashes(index)):
+                return index
+        return len(layers)
 
 
 def mark_polished(folder: Path) -> None:
