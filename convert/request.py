@@ -44,10 +44,9 @@ DEFAULT_LAYOUT: Layout = "free"
 # Tasks of `kvfold eval` that need neither a download nor lm-evaluation-harness.
 RULER = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
 BUILT_IN_TASKS = ("replies", "choice", "arithmetic", "copying", *RULER)
-# Tokens of the sequences that --samples counts, and at most of those that --seq-len auto joins them to. SmolLM2-135M,
-# MLA 128+64: the mean KL was larger in every stretch after a fit on 8 x 2048 tokens than on 16 x 1024;
-# refined and polished on 32 x 512, it was equal at 1024 to 2048 tokens and lower before (docs/method.md).
-UNIT_LENGTH, AUTO_LENGTH = 512, 1024
+# Tokens of a sequence with --seq-len auto. SmolLM2-135M, MLA 128+64: after a fit on 128 x 512 tokens the KL was lower
+# to 1024 tokens than on 64 x 1024, and equal from there to 2048 (docs/method.md).
+AUTO_LENGTH = 512
 # Tokens of the sequences on which the loss by position is measured, if the model's context is as long; chosen.
 LONG_LENGTH = 2048
 SELF = "self"  # --calibration self or self:SHARE: the source generates the text ...
@@ -102,8 +101,8 @@ _PRECISION: dict[str, Any] = {
     "help": "Dtype of products in calibration passes and training; auto: the faster, measured. Held-out text: float32.",
 }
 _LENGTH: dict[str, Any] = {
-    "help": f"Tokens per sequence; auto: {AUTO_LENGTH} (with --refine or --polish {UNIT_LENGTH}) or "
-    f"MODEL's context, if it is shorter, in as many sequences as hold SAMPLES x {UNIT_LENGTH} tokens.",
+    "help": f"Tokens per sequence; auto: {AUTO_LENGTH}, or MODEL's context, if it is shorter, in as many sequences as "
+    f"hold SAMPLES x {AUTO_LENGTH} tokens.",
     "metavar": "N|auto",
     "least": 2,
     "rule": "a whole number of at least 2, or auto",
@@ -255,10 +254,8 @@ class ConvertRequest(Request):
         """The request with the numbers that ``seq_len="auto"`` stands for in a model of so many ``positions``."""
         if self.seq_len != "auto":
             return self
-        tokens = self.samples * UNIT_LENGTH
-        # The length determines the cost of a step of refinement and the number of sequences in a step of polishing.
-        length = min(UNIT_LENGTH if self.refine or self.polish else AUTO_LENGTH, positions, tokens)
-        return replace(self, samples=math.ceil(tokens / length), seq_len=length)
+        length = min(AUTO_LENGTH, positions)
+        return replace(self, samples=math.ceil(self.samples * AUTO_LENGTH / length), seq_len=length)
 
     @property
     def shard_bytes(self) -> int:

@@ -13,7 +13,7 @@ from kvfold.convert.conversion.memory import free_bytes, needs_of, writes_text
 from kvfold.convert.conversion.plan import Plan, possible_kv_heads
 from kvfold.convert.errors import opt
 from kvfold.convert.options import command_words
-from kvfold.convert.request import EFFORTS, SELF, UNIT_LENGTH, ConvertRequest
+from kvfold.convert.request import AUTO_LENGTH, EFFORTS, SELF, ConvertRequest
 from kvfold.convert.sizes import tokens_of
 from kvfold.convert.targets.engines import budgets, proposals
 from kvfold.convert.text.corpus import with_share
@@ -156,7 +156,7 @@ def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep 
 def _asked(plan: Plan) -> ConvertRequest:
     """The request of ``plan`` with ``auto`` in place of the length and the number of sequences that it stands for."""
     request = plan.request
-    asked = replace(request, samples=max(1, request.samples * request.length // UNIT_LENGTH), seq_len="auto")
+    asked = replace(request, samples=max(1, request.samples * request.length // AUTO_LENGTH), seq_len="auto")
     return asked if asked.sized(plan.geometry.positions) == request else request
 
 

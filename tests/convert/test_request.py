@@ -87,12 +87,10 @@ def test_defaults():
 @pytest.mark.parametrize(
     ("options", "positions", "numbers"),
     [
-        ({}, 8192, (64, 1024)),
-        ({}, 512, (128, 512)),
+        ({}, 8192, (128, 512)),
+        ({"refine": 9}, 8192, (128, 512)),
         ({}, 300, (219, 300)),
-        ({"samples": 1}, 8192, (1, 512)),
-        ({"samples": 3}, 8192, (2, 1024)),
-        *(({name: value}, 8192, (128, 512)) for name, value in {"refine": 9, "polish": "1M"}.items()),
+        ({"samples": 1}, 300, (2, 300)),
         ({"seq_len": 2048}, 300, (128, 2048)),
     ],
 )
