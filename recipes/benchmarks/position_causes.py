@@ -1,19 +1,18 @@
 """Excess loss and KL by position, and which part of a latent attention makes them grow: each is swapped in turn.
 
     python recipes/benchmarks/position_causes.py MODEL OUT.. --text FILE --parts conversion --windows 12 --json FILE2
-    python recipes/benchmarks/position_causes.py MODEL OUT.. --text FILE --parts none,scores,sink,values --windows 4
+    python recipes/benchmarks/position_causes.py MODEL OUT.. --text FILE --windows 12 --length 4096
 
 MODEL is a llama, each OUT a conversion of it to MLA, layout free. In every layer of OUT one part is replaced by what
 the source's weights compute from the same inputs:
 
-    conversion  nothing: the model as it is loaded, with attention in blocks, for long sequences
-    none        nothing, with whole attention maps; `distance` needs it before
+    conversion  nothing
     values      values and output projection
     scores      queries and keys
     sink        the share of attention that the first token gets
-    distance    the mean of the scores' error over the tokens at each distance, by head (found on the same text)
-    reach       the share of attention that keys at 256 tokens and more get
-    far         its distribution among them
+
+Rotary keys and the keys in the latent are fitted together, so one of them with the source's in place of the other is
+worse than either model: conversions with all rotary dims, or a latent of full rank, tell them apart.
 
 Figures are in nats per token, with 95 % intervals over sequences, beside the source's own loss and entropy. On text
 that MODEL samples after the first 64 tokens of each window (--written), excess loss and KL agree from there on, up to
@@ -21,7 +20,6 @@ sampling noise.
 """
 
 import argparse
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,9 +36,8 @@ from kvfold.attention.drift.compare import compare_predictions, stretch_bounds
 from kvfold.convert.measure.losses import token_windows
 from kvfold.convert.stream.stock import attend_in_blocks
 
-PARTS = ("none", "values", "scores", "sink", "distance", "reach", "far")
-FAR = 256
-CHUNK = 256  # positions whose logits are kept at once
+PARTS = ("conversion", "values", "scores", "sink")
+CHUNK = 256  # positions whose logits, or attention weights, are kept at once
 PROMPT = 64
 
 
@@ -50,89 +47,69 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
 
 
-def source_parts(module: nn.Module, hidden: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Scores ``[B, H, T, T]`` and values ``[B, H, T, d]`` of a llama attention, heads of groups repeated."""
+def source_parts(module: nn.Module, hidden: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled and rotated queries, rotated keys, and values of a llama attention, ``[B, H, T, d]``, heads repeated."""
     query, key, value = (
         project(hidden).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
         for project in (module.q_proj, module.k_proj, module.v_proj)
     )
     groups = query.shape[1] // key.shape[1]
     key, value = rotated(key, *turn).repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    return rotated(query, *turn) @ key.mT * module.scaling, value
+    return rotated(query, *turn) * module.scaling, key, value
 
 
-def latent_parts(module: nn.Module, hidden: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Scores and values of a latent attention, by calling it with an attention function that returns them."""
+def converted_parts(module: nn.Module, hidden: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of a latent attention, from the attention function it calls."""
     found: list[Tensor] = []
 
     def record(_: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found[:] = [query @ key.mT * kwargs["scaling"], value]
+        found[:] = [query * kwargs["scaling"], key, value]
         return value.transpose(1, 2), None
 
     ATTENTION["recording"] = record
     module.original(hidden, turn, None)
-    return found[0], found[1]
+    return found[0], found[1], found[2]
 
 
 ATTENTION: dict[str, Callable[..., Any]] = {}
 
 
-def mixed(part: str, state: dict[str, Any], index: int, ours: Tensor, theirs: Tensor) -> Tensor:
-    """Attention weights ``[B, H, T, T]`` from the scores of conversion and source, with ``part`` swapped."""
-    length = ours.shape[-1]
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    if part == "distance":
-        ours = ours - state["bias"][index][:, distance.clamp_min(0)]
-    weights, source = (each.masked_fill(distance < 0, -math.inf).softmax(-1) for each in (ours, theirs))
-    if part == "scores":
-        return source
-    if part in ("sink", "reach"):
-        group = distance >= FAR if part == "reach" else (torch.arange(length) == 0).expand(length, -1)
-        return with_share(weights, group, share(source, group))
-    if part == "far":
-        group = distance >= FAR
-        return torch.where(group, with_share(source, group, share(weights, group)), weights)
-    return weights
+def attention_weights(query: Tensor, key: Tensor) -> Tensor:
+    """``[B, H, t, T]`` of the last ``t`` tokens, whose scaled queries are ``query``, for the keys of all."""
+    later = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).triu(key.shape[2] - query.shape[2] + 1)
+    return (query @ key.mT).masked_fill(later, -torch.inf).softmax(-1)
 
 
-def share(weights: Tensor, group: Tensor) -> Tensor:
-    """The part of each query's attention ``[B, H, T, T]`` that goes to the keys of ``group [T, T]``."""
-    return (weights * group).sum(-1, keepdim=True)
-
-
-def with_share(weights: Tensor, group: Tensor, wanted: Tensor) -> Tensor:
-    """The same distribution within ``group`` and beyond it, with ``wanted`` in the group."""
-    own = share(weights, group)
-    wanted = torch.where((own > 0) & (own < 1), wanted, own)
-    inside, beyond = wanted / own.clamp_min(1e-30), (1 - wanted) / (1 - own).clamp_min(1e-30)
-    return weights * torch.where(group, inside, beyond)
-
-
-def note_bias(state: dict[str, Any], index: int, ours: Tensor, theirs: Tensor) -> None:
-    """Add up the error of the scores by distance, against its mean over the keys of each query."""
-    length = ours.shape[-1]
-    distance = (torch.arange(length)[:, None] - torch.arange(length)).clamp_min(-1) + 1
-    causal = (distance > 0).float()
-    error = (ours - theirs) * causal
-    error = (error - error.sum(-1, keepdim=True) / causal.sum(-1, keepdim=True)) * causal
-    sums = error.new_zeros(error.shape[1], length + 1)
-    sums.index_add_(1, distance.flatten(), error.sum(0).flatten(1))
-    state["sums"][index] = state["sums"].get(index, 0) + sums[:, 1:]
+def with_sink(weights: Tensor, wanted: Tensor) -> Tensor:
+    """``weights [B, H, t, T]`` with the share ``wanted [B, H, t, 1]`` for the first key, the others in proportion."""
+    others = weights[..., 1:]
+    # not 1 minus the first: that is rounding where the first gets nearly all
+    return torch.cat([wanted, others * (1 - wanted) / others.sum(-1, keepdim=True).clamp_min(1e-30)], -1)
 
 
 def attend(
-    part: str, state: dict[str, Any], index: int, module: nn.Module, source: nn.Module, turn: Any,
+    part: str, module: nn.Module, source: nn.Module, turn: Any,
     hidden_states: Tensor, position_embeddings: Any, *args: Any, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Replaces ``module.forward``: the conversion's attention with ``part`` of the ``source``'s."""
     batch, length = hidden_states.shape[:2]
-    ours, values = latent_parts(module, hidden_states, position_embeddings)
-    theirs, own = source_parts(source, hidden_states, turn(hidden_states, torch.arange(length)[None].expand(batch, -1)))
-    if part == "none":
-        note_bias(state, index, ours, theirs)
-    weights = mixed(part, state, index, ours, theirs)
-    values, project = (own, source.o_proj) if part == "values" else (values, module.o_proj)
-    return project((weights @ values).transpose(1, 2).flatten(2)), None
+    positions = torch.arange(length)[None].expand(batch, -1)
+    query, key, values = converted_parts(module, hidden_states, position_embeddings)
+    own_query, own_key, own_values = source_parts(source, hidden_states, turn(hidden_states, positions))
+    project = module.o_proj
+    if part == "values":
+        values, project = own_values, source.o_proj
+    if part == "scores":
+        query, key = own_query, own_key
+    mixed = []
+    for first in range(0, length, CHUNK):
+        rows, seen = slice(first, first + CHUNK), slice(first + CHUNK)
+        weights = attention_weights(query[:, :, rows], key[:, :, seen])
+        if part == "sink":
+            wanted = attention_weights(own_query[:, :, rows], own_key[:, :, seen])[..., :1]
+            weights = with_sink(weights, wanted)
+        mixed.append(weights @ values[:, :, seen])
+    return project(torch.cat(mixed, 2).transpose(1, 2).flatten(2)), None
 
 
 def written(model: Any, tokens: Tensor) -> Tensor:
@@ -198,25 +175,18 @@ def rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
         student = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         attend_in_blocks(student, torch.device("cpu"))
         blocks = student.config._attn_implementation
-        state: dict[str, Any] = {"sums": {}}
-        counts = torch.arange(args.length, 0, -1) * len(tokens)
         modules = [layer.self_attn for layer in student.model.layers]
         for module in modules:
             module.original = module.forward
         for part in args.parts:
             row = {"converted": folder.name, "swapped": part, **text}
-            measured = any(row.items() <= each.items() for each in done)
-            if measured and not (part == "none" and "distance" in args.parts):
+            if any(row.items() <= each.items() for each in done):
                 continue
             student.config._attn_implementation = blocks if part == "conversion" else "recording"
-            for index, (module, layer) in enumerate(zip(modules, source.model.layers, strict=True)):
-                swapped = partial(attend, part, state, index, module, layer.self_attn, source.model.rotary_emb)
+            for module, layer in zip(modules, source.model.layers, strict=True):
+                swapped = partial(attend, part, module, layer.self_attn, source.model.rotary_emb)
                 module.forward = module.original if part == "conversion" else swapped
-            stretches = by_position(source, student, expected, tokens, sure)
-            if part == "none":
-                state["bias"] = {index: sums / counts for index, sums in state["sums"].items()}
-            if not measured:
-                yield {**row, "positions": stretches, **conditions()}
+            yield {**row, "positions": by_position(source, student, expected, tokens, sure), **conditions()}
 
 
 def show(row: Row) -> None:
@@ -235,14 +205,14 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--parts", default=",".join(PARTS), help="with commas: conversion, " + ", ".join(PARTS))
+    parser.add_argument("--parts", default=",".join(PARTS), help="with commas")
     parser.add_argument(
         "--written", action="store_true", help="on text that MODEL samples from each window's beginning"
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.parts = args.parts.split(",")
-    if unknown := set(args.parts) - {"conversion", *PARTS}:
+    if unknown := set(args.parts) - set(PARTS):
         parser.error(f"--parts has no {', '.join(sorted(unknown))}")
     if args.written and args.length <= PROMPT:
         parser.error(f"--written needs a --length of more than {PROMPT}")

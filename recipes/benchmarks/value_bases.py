@@ -16,14 +16,13 @@ with noise of this share of the residual's mean square, independent at every tok
 """
 
 import argparse
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from measured import Row, conditions, continue_rows
-from position_causes import source_parts
+from position_causes import attention_weights, source_parts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -40,9 +39,8 @@ class Attended:
     def __init__(self, model: Any, layer: Any, hidden: Tensor) -> None:
         self.x = layer.input_layernorm(hidden[None])
         turn = model.model.rotary_emb(self.x, torch.arange(len(hidden))[None])
-        scores, values = source_parts(layer.self_attn, self.x, turn)
-        causal = torch.ones(len(hidden), len(hidden), dtype=torch.bool).tril()
-        self.weights = scores.masked_fill(~causal, -math.inf).softmax(-1)[0]
+        query, key, values = source_parts(layer.self_attn, self.x, turn)
+        self.weights = attention_weights(query, key)[0]
         self.output = layer.self_attn.o_proj((self.weights @ values[0]).transpose(0, 1).flatten(1))
         self.x = self.x[0]
 
