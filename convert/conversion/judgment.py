@@ -135,11 +135,10 @@ def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep 
     request, wanted, length = _asked(plan), tokens_of(EFFORTS[_MOST]["polish"]) or 0, plan.request.length
     done = steps_of(request.polish, length) * step_tokens(length) if request.polish else 0
     effort = EFFORTS[_MOST] | ({"refine": request.refine} if request.refine else {})
-    polished = replace(request, **effort)
-    free, sized = free_bytes(plan), polished.sized(plan.geometry.positions)
-    if done >= wanted or (free is not None and needs_of(replace(plan, request=sized)).memory > free):
+    free, needs = free_bytes(plan), needs_of(replace(plan, request=replace(plan.request, **effort)))
+    if done >= wanted or (free is not None and needs.memory > free):
         return None
-    step = refining_batch(sized.length) * sized.length
+    step = refining_batch(length) * length
     refined = 0 if request.refine else _REFINED * effort["refine"] * step
     if done:
         why = "polish on more tokens" if request.refine else "refine, and polish on more tokens"
@@ -150,7 +149,7 @@ def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep 
             why += f"; {opt('effort', _LESS)} takes about {_time(shorter)}, {opt('effort', _MOST)}"
     written = ", plus the time to write further dialogues" if writes_text(plan) else ""
     time = None if per_token is None else seconds + per_token * (refined + wanted - done)
-    return NextStep(_again(polished, request.out, "--overwrite"), why, time, written)
+    return NextStep(_again(replace(request, **effort), request.out, "--overwrite"), why, time, written)
 
 
 def _asked(plan: Plan) -> ConvertRequest:

@@ -11,8 +11,8 @@ the source's weights compute from the same inputs:
     scores      queries and keys
     sink        the share of attention that the first token gets
 
-Rotary keys and the keys in the latent are fitted together, so one of them with the source's in place of the other is
-worse than either model: conversions with all rotary dims, or a latent of full rank, tell them apart.
+Rotary keys and the keys in the latent are fitted together, so either of them with the source's in place of the other
+would be worse than both models; conversions with all rotary dims, or a latent of full rank, separate them.
 
 Figures are in nats per token, with 95 % intervals over sequences, beside the source's own loss and entropy. On text
 that MODEL samples after the first 64 tokens of each window (--written), excess loss and KL agree from there on, up to
@@ -103,10 +103,10 @@ def attend(
         query, key = own_query, own_key
     mixed = []
     for first in range(0, length, CHUNK):
-        rows, seen = slice(first, first + CHUNK), slice(first + CHUNK)
-        weights = attention_weights(query[:, :, rows], key[:, :, seen])
+        block, seen = slice(first, first + CHUNK), slice(first + CHUNK)
+        weights = attention_weights(query[:, :, block], key[:, :, seen])
         if part == "sink":
-            wanted = attention_weights(own_query[:, :, rows], own_key[:, :, seen])[..., :1]
+            wanted = attention_weights(own_query[:, :, block], own_key[:, :, seen])[..., :1]
             weights = with_sink(weights, wanted)
         mixed.append(weights @ values[:, :, seen])
     return project(torch.cat(mixed, 2).transpose(1, 2).flatten(2)), None
