@@ -5,8 +5,8 @@
 
 converts the model that ships (unrefined to MLA 24+8; refined to MLA 40+24, which is close to it already), or MODEL to
 MLA 128+64, then trains all attention of each together with every constant at a few values, the one in the code among
-them. It prints the KL from the source (nats per token) on held-out sequences before, after every 25 steps and after the
-last, and CPU seconds of one core.
+them. Batches of other sizes get as many tokens, in more or fewer steps. It prints the KL from the source (nats per
+token) on held-out sequences before, after every 25 steps and after the last, and CPU seconds of one core.
 """
 
 import argparse
@@ -40,7 +40,7 @@ LARGER_RUNS: dict[str, dict[str, Any]] = {
 }
 CONSTANTS: list[tuple[Any, str, list[Any]]] = [
     (polish, "_RATE", [0.3, 1.2, 2.4, 4.8]),
-    (budget, "BATCH_TOKENS", [512, 1024, 2048]),
+    (budget, "BATCH_TOKENS", [256, 512, 1024, 2048]),
     (fit, "BETAS", [(0.9, 0.95), (0.9, 0.99), (0.95, 0.99)]),
     (polish, "_WARMUP", [1, 10]),
     (polish, "_MIN_GAIN", [0.0, 0.01]),  # parts of more than one round need more than 200 steps
@@ -88,8 +88,9 @@ def main() -> None:
                 usual = getattr(module, name)
                 for value in values:
                     setattr(module, name, value)
+                    steps = arguments.steps * usual // value if name == "BATCH_TOKENS" else arguments.steps
                     started = time.process_time()
-                    found = polish.polish(make(), training, held_out, arguments.steps).errors
+                    found = polish.polish(make(), training, held_out, steps).errors
                     mark, seconds = "*" if value == usual else " ", time.process_time() - started
                     course = " -> ".join(f"{kl:.4f}" for kl in found)
                     print(f"{run:20} {name:15} {value!s:>12}{mark} KL {course}  {seconds:.0f} s", flush=True)
