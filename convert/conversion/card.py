@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
 
 _CARD_SECONDS = 3.0
-# huggingface_hub's own pattern is in a module whose import takes as long as hashing 400 MB.
-_YAML_BLOCK = re.compile(r"\s*---\s*?\n(.*?)\n---[ \t]*\r?(\n|$)", re.DOTALL)
 _CARD = """---
 {front}
 ---
@@ -198,12 +196,13 @@ def front_matter(source: Checkpoint) -> str:
     """Return the card's metadata as YAML: the source's license and languages, and its base model on the hub."""
     import yaml
     from huggingface_hub import ModelCardData
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     known: dict[str, Any] = {}
     try:
-        block = _YAML_BLOCK.match(read_member(source.folder, CARD).decode())
+        block = REGEX_YAML_BLOCK.search(read_member(source.folder, CARD).decode())
         with limited(_CARD_SECONDS):  # YAML takes a minute for a few megabytes
-            known = {} if block is None else dict(yaml.safe_load(block[1]))
+            known = {} if block is None else dict(yaml.safe_load(block[2]))
     except Exception:  # no card, or no YAML in it, whatever its parser raises: no reason to stop a conversion
         pass
 
