@@ -11,9 +11,8 @@ AUTO_POLISH_STEPS = 200
 POLISH_ROUND = 25
 # KL of the model that ships after 61 thousand tokens, MLA 24+8 / 40+24 refined: 256 0.0768 / 0.0221, 512 0.0826 /
 # 0.0224, 1024 0.0931 / 0.0225, 2048 0.1090 / 0.0229, in 1.9, 1.3, 1 and 1 times the time (bench_polish_constants.py
-# --only BATCH_TOKENS --samples 480, 2026-11-26). SmolLM2-135M, MLA 128+64, after 51 thousand tokens of prose, from
-# 0.1537: 1024 0.1299, 256 0.1289, and 0.1272 at half the rate (same date). Not smaller: processes share the sequences
-# of a batch, and these are 512 tokens long by default.
+# --only BATCH_TOKENS --samples 480, 2026-11-26). Not smaller: processes share the sequences of a batch, and these are
+# 512 tokens long by default.
 BATCH_TOKENS = 1024
 # Sequences of a step of refinement. Excess loss of the model that ships after 40 steps on sequences of 64 tokens, MQA /
 # MLA 24+8: 2 +0.0411 / +0.0772, 8 +0.0338 / +0.0649, 32 +0.0324 / +0.0601, in 2 times the time of 8
