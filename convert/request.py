@@ -32,13 +32,13 @@ Steps = int | Literal["auto"]
 Length = int | Literal["auto"]
 
 TARGETS: tuple[str, ...] = get_args(Target)
-# Options that --effort stands for, the tokens chosen. SmolLM2-135M, MLA 128+64: held-out KL 0.158 as fitted, 0.112
-# refined in 50 steps, 0.104 polished on 100k tokens after that, in 27 minutes; polishing alone 0.112 on 512k tokens and
-# 0.099 on 1M, in 141 minutes (recipes/results/real_models.json, one core, 2026-11-25).
+# Options that --effort stands for. SmolLM2-135M, MLA 128+64, KL on prose and code: fitted 0.149, 0.148; refined in 50
+# steps and polished on 100k tokens 0.099, 0.110, in 27 minutes; 50 steps and 1M tokens 0.079, 0.087, in 162; 200 steps
+# on more text and 400k tokens 0.068, 0.082, in 122 (recipes/results/real_models.json, one core, 2026-11-26).
 EFFORTS: dict[str, dict[str, Any]] = {
     "quick": {},
     "normal": {"refine": 50, "polish": "100k", "repeat_text": True},
-    "thorough": {"refine": 50, "polish": "1M", "repeat_text": True},
+    "thorough": {"refine": 200, "polish": "400k", "repeat_text": True},
 }
 DEFAULT_LAYOUT: Layout = "free"
 # Tasks of `kvfold eval` that need neither a download nor lm-evaluation-harness.
@@ -168,7 +168,7 @@ class ConvertRequest(Request):
     effort: Literal["quick", "normal", "thorough"] | None = option(
         None,
         "Time to spend: quick only fits (the default), normal also refines in 50 steps and polishes on 100k tokens, "
-        "thorough on 1M. Stands for --refine, --polish and --repeat-text, which are for experts.",
+        "thorough in 200 and on 400k. Stands for --refine, --polish and --repeat-text, which are for experts.",
         panel="Refinement",
     )
     refine: Steps = option(

@@ -132,20 +132,23 @@ def larger_target(plan: Plan) -> dict[str, Any] | None:
 
 def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep | None:
     """The same conversion with polishing; None if it was polished as long, or the model does not fit in memory."""
-    request, wanted, length = _asked(plan), tokens_of(EFFORTS[_MOST]["polish"]) or 0, plan.request.length
+    request, effort, length = _asked(plan), EFFORTS[_MOST], plan.request.length
+    wanted = tokens_of(effort["polish"]) or 0
     done = steps_of(request.polish, length) * step_tokens(length) if request.polish else 0
-    effort = EFFORTS[_MOST] | ({"refine": request.refine} if request.refine else {})
+    further = 0 if request.refine == "auto" else max(0, effort["refine"] - request.refine)
+    effort = effort if further else effort | {"refine": request.refine}
     free, needs = free_bytes(plan), needs_of(replace(plan, request=replace(plan.request, **effort)))
     if done >= wanted or (free is not None and needs.memory > free):
         return None
-    step = refining_batch(length) * length
-    refined = 0 if request.refine else _REFINED * effort["refine"] * step
+    refined = _REFINED * further * refining_batch(length) * length
     if done:
-        why = "polish on more tokens" if request.refine else "refine, and polish on more tokens"
+        why = "refine and polish longer" if further else "polish on more tokens"
     else:
         why = "refine and polish, which left 0.3 to 0.55 of the excess loss of the conversions measured"
         if per_token is not None and not request.refine:
-            shorter = seconds + per_token * (refined + (tokens_of(EFFORTS[_LESS]["polish"]) or 0))
+            less = EFFORTS[_LESS]
+            part = less["refine"] / effort["refine"]
+            shorter = seconds + per_token * (refined * part + (tokens_of(less["polish"]) or 0))
             why += f"; {opt('effort', _LESS)} takes about {_time(shorter)}, {opt('effort', _MOST)}"
     written = ", plus the time to write further dialogues" if writes_text(plan) else ""
     time = None if per_token is None else seconds + per_token * (refined + wanted - done)

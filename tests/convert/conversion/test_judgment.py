@@ -83,7 +83,8 @@ def test_verdicts_and_commands_are_told(planned, told):
     ("options", "loss", "expected"),
     [
         (LATENT, POOR, {"effort": "thorough"}),
-        (LATENT | {"refine": 5}, POOR, {"refine": 5, "polish": "1M", "repeat_text": True}),
+        (LATENT | {"refine": 5}, POOR, {"effort": "thorough"}),
+        (LATENT | {"refine": "auto"}, POOR, {"refine": "auto", "polish": "400k", "repeat_text": True}),
         (LATENT, AWFUL, {"budget": 64, "kv_rank": None}),
         (LATENT | {"polish": "1M"}, POOR, {"budget": 64, "polish": "1M"}),
         ({"to": "mqa"}, AWFUL, {"to": "gqa", "kv_heads": 2}),
@@ -119,13 +120,16 @@ def test_without_a_larger_target_or_more_polishing_the_result_is_trained(planned
 def test_the_time_follows_from_the_timings_of_the_run(planned):
     fitted, polished = planned(**LATENT), planned(**LATENT, polish="200k", repeat_text=True)
     passed = 8 * 256 * 1e-4  # 1e-4 s per token
-    refined = judgment._REFINED * 50 * refining_batch(fitted.request.length) * fitted.request.length * 4e-4
-    assert next_step(fitted, drift_of(POOR), 60.0, passed).seconds == pytest.approx(60 + 400 + refined)
-    assert next_step(polished, drift_of(POOR), 60.0, passed).seconds == pytest.approx(60 + 320 + refined, rel=0.01)
+    step = judgment._REFINED * refining_batch(fitted.request.length) * fitted.request.length * 4e-4
+    assert next_step(fitted, drift_of(POOR), 60.0, passed).seconds == pytest.approx(60 + 160 + 200 * step)
+    assert next_step(polished, drift_of(POOR), 60.0, passed).seconds == pytest.approx(60 + 80 + 200 * step, rel=0.01)
     assert next_step(fitted, drift_of(POOR), 60.0, None).seconds is None
     normal = next_step(planned(**LATENT, effort="normal"), drift_of(POOR), 60.0, passed)
-    assert normal.seconds == pytest.approx(60 + 360, rel=0.01)
-    assert normal.why == "polish on more tokens"
+    assert normal.seconds == pytest.approx(60 + 120 + 150 * step, rel=0.01)
+    assert normal.why == "refine and polish longer"
+    refined = next_step(planned(**LATENT, refine="auto", polish="200k"), drift_of(POOR), 60.0, passed)
+    assert refined.seconds == pytest.approx(60 + 80, rel=0.01)
+    assert refined.why == "polish on more tokens"
 
 
 def test_a_model_that_writes_dialogues_takes_longer_to_polish(planned, monkeypatch):
