@@ -34,7 +34,8 @@ Length = int | Literal["auto"]
 TARGETS: tuple[str, ...] = get_args(Target)
 # Options that --effort stands for. SmolLM2-135M, MLA 128+64, KL on prose and code: fitted 0.149, 0.148; refined in 50
 # steps and polished on 100k tokens 0.099, 0.110, in 27 minutes; 50 steps and 1M tokens 0.079, 0.087, in 162; 200 steps
-# on more text and 400k tokens 0.068, 0.082, in 122 (recipes/results/real_models.json, one core, 2026-11-26).
+# on more text and 400k tokens 0.068, 0.082, in 122 (recipes/results/real_models.json, one core, 2026-11-25 and
+# 2026-11-26).
 EFFORTS: dict[str, dict[str, Any]] = {
     "quick": {},
     "normal": {"refine": 50, "polish": "100k", "repeat_text": True},

@@ -131,27 +131,32 @@ def larger_target(plan: Plan) -> dict[str, Any] | None:
 
 
 def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep | None:
-    """The same conversion with polishing; None if it was polished as long, or the model does not fit in memory."""
+    """The same conversion, refined and polished; None if it was as long, or the model does not fit in memory."""
     request, effort, length = _asked(plan), EFFORTS[_MOST], plan.request.length
     wanted = tokens_of(effort["polish"]) or 0
     done = steps_of(request.polish, length) * step_tokens(length) if request.polish else 0
     further = 0 if request.refine == "auto" else max(0, effort["refine"] - request.refine)
-    effort = effort if further else effort | {"refine": request.refine}
+    # What was done longer than the effort does is kept.
+    effort = (
+        effort
+        | ({} if further else {"refine": request.refine})
+        | ({"polish": request.polish} if done >= wanted else {})
+    )
     free, needs = free_bytes(plan), needs_of(replace(plan, request=replace(plan.request, **effort)))
-    if done >= wanted or (free is not None and needs.memory > free):
+    if (done >= wanted and not further) or (free is not None and needs.memory > free):
         return None
     refined = _REFINED * further * refining_batch(length) * length
     if done:
-        why = "refine and polish longer" if further else "polish on more tokens"
+        why = " and ".join(["refine"] * (further > 0) + ["polish"] * (done < wanted)) + " longer"
     else:
-        why = "refine and polish, which left 0.3 to 0.55 of the excess loss of the conversions measured"
+        why = "refine and polish, which left 0.1 to 0.55 of the excess loss of the conversions measured"
         if per_token is not None and not request.refine:
             less = EFFORTS[_LESS]
             part = less["refine"] / effort["refine"]
             shorter = seconds + per_token * (refined * part + (tokens_of(less["polish"]) or 0))
             why += f"; {opt('effort', _LESS)} takes about {_time(shorter)}, {opt('effort', _MOST)}"
     written = ", plus the time to write further dialogues" if writes_text(plan) else ""
-    time = None if per_token is None else seconds + per_token * (refined + wanted - done)
+    time = None if per_token is None else seconds + per_token * (refined + max(0, wanted - done))
     return NextStep(_again(replace(request, **effort), request.out, "--overwrite"), why, time, written)
 
 

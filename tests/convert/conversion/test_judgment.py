@@ -86,7 +86,8 @@ def test_verdicts_and_commands_are_told(planned, told):
         (LATENT | {"refine": 5}, POOR, {"effort": "thorough"}),
         (LATENT | {"refine": "auto"}, POOR, {"refine": "auto", "polish": "400k", "repeat_text": True}),
         (LATENT, AWFUL, {"budget": 64, "kv_rank": None}),
-        (LATENT | {"polish": "1M"}, POOR, {"budget": 64, "polish": "1M"}),
+        (LATENT | {"refine": 50, "polish": "1M"}, POOR, {"refine": 200, "polish": "1M"}),
+        (LATENT | {"refine": 200, "polish": "1M"}, POOR, {"budget": 64, "refine": 200, "polish": "1M"}),
         ({"to": "mqa"}, AWFUL, {"to": "gqa", "kv_heads": 2}),
         ({"to": "gqa", "kv_heads": 4, "effort": "normal"}, AWFUL, {"kv_heads": 4, "effort": "thorough"}),
     ],
@@ -109,7 +110,7 @@ def test_a_length_that_was_left_to_the_model_stays_so(planned, options, repeated
 
 
 def test_without_a_larger_target_or_more_polishing_the_result_is_trained(planned, monkeypatch):
-    step = next_step(planned(to="gqa", kv_heads=4, polish="1M"), drift_of(AWFUL), 60.0, 2.0)
+    step = next_step(planned(to="gqa", kv_heads=4, refine=200, polish="1M"), drift_of(AWFUL), 60.0, 2.0)
     words = shlex.split(step.command)
     assert words[:2] == ["kvfold", "uptrain"]
     kvfold.commands["uptrain"].make_context("uptrain", words[2:])
@@ -129,7 +130,10 @@ def test_the_time_follows_from_the_timings_of_the_run(planned):
     assert normal.why == "refine and polish longer"
     refined = next_step(planned(**LATENT, refine="auto", polish="200k"), drift_of(POOR), 60.0, passed)
     assert refined.seconds == pytest.approx(60 + 80, rel=0.01)
-    assert refined.why == "polish on more tokens"
+    assert refined.why == "polish longer"
+    long = next_step(planned(**LATENT, polish="1M", repeat_text=True), drift_of(POOR), 60.0, passed)
+    assert long.seconds == pytest.approx(60 + 200 * step)
+    assert long.why == "refine longer"
 
 
 def test_a_model_that_writes_dialogues_takes_longer_to_polish(planned, monkeypatch):
