@@ -136,27 +136,24 @@ def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep 
     wanted = tokens_of(effort["polish"]) or 0
     done = steps_of(request.polish, length) * step_tokens(length) if request.polish else 0
     further = 0 if request.refine == "auto" else max(0, effort["refine"] - request.refine)
-    # What was done longer than the effort does is kept.
-    effort = (
-        effort
-        | ({} if further else {"refine": request.refine})
-        | ({"polish": request.polish} if done >= wanted else {})
-    )
+    # What was done for longer than the effort does it stays.
+    refine = effort["refine"] if further else request.refine
+    polish = effort["polish"] if done < wanted else request.polish
+    effort = effort | {"refine": refine, "polish": polish}
     free, needs = free_bytes(plan), needs_of(replace(plan, request=replace(plan.request, **effort)))
     if (done >= wanted and not further) or (free is not None and needs.memory > free):
         return None
-    refined = _REFINED * further * refining_batch(length) * length
+    step = _REFINED * refining_batch(length) * length
     if done:
-        why = " and ".join(["refine"] * (further > 0) + ["polish"] * (done < wanted)) + " longer"
+        why = "refine longer" if done >= wanted else "refine and polish longer" if further else "polish longer"
     else:
         why = "refine and polish, which left 0.1 to 0.55 of the excess loss of the conversions measured"
         if per_token is not None and not request.refine:
             less = EFFORTS[_LESS]
-            part = less["refine"] / effort["refine"]
-            shorter = seconds + per_token * (refined * part + (tokens_of(less["polish"]) or 0))
+            shorter = seconds + per_token * (step * less["refine"] + (tokens_of(less["polish"]) or 0))
             why += f"; {opt('effort', _LESS)} takes about {_time(shorter)}, {opt('effort', _MOST)}"
     written = ", plus the time to write further dialogues" if writes_text(plan) else ""
-    time = None if per_token is None else seconds + per_token * (refined + max(0, wanted - done))
+    time = None if per_token is None else seconds + per_token * (step * further + max(0, wanted - done))
     return NextStep(_again(replace(request, **effort), request.out, "--overwrite"), why, time, written)
 
 
