@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvfold.convert.data import read_text
+from kvfold.convert.data import ShippedText, read_text
 
 sys.path.append(str(Path(__file__).parent / "benchmarks"))
 from measured import conditions, continue_rows
@@ -55,21 +55,23 @@ TARGETS = {  # of 384 KV-cache elements per token per layer
 
 
 class Stage(NamedTuple):
-    """Options of `kvfold convert`, and the parts of prose in the text to one of code; 0 for prose alone."""
+    """Options of `kvfold convert`, the parts of prose in the text to one of code, 0 for prose alone, and the code."""
 
     options: str
     prose: int = 0
+    # What is polished needs more than the calibration split has; the other split trained the model that ships.
+    code: ShippedText = "train"
 
 
 STAGES = {
     "baseline": Stage(""),  # mean pooling, or the weights' singular vectors: set by the target
     "fitted": Stage(""),
-    "fitted on both": Stage("", 1),
+    "fitted on both": Stage("", 1, "calibration"),
     "fitted on both 3:1": Stage("", 3),
     "refined 50 on both 3:1": Stage("--refine 50", 3),
     "refined": Stage("--refine auto"),
     "polished": Stage("--refine auto --polish auto"),
-    "briefly polished on both": Stage("--refine 50 --polish 100", 1),
+    "briefly polished on both": Stage("--refine 50 --polish 100", 1, "calibration"),
     "effort normal on both": Stage("--refine 50 --polish 100k", 3),
     "polished 1M on both": Stage("--polish 1M --keep-intervals", 3),
     # The fitted checkpoint, trained further: options of `kvfold uptrain`.
@@ -136,9 +138,9 @@ def options(args: argparse.Namespace, target: str, stage: str, code: Path) -> li
     baseline = ["--method", "svd" if "mla" in TARGETS[target] else "mean"]
     if stage == "baseline":
         return [*TARGETS[target].split(), *baseline]
-    own, prose = STAGES[stage]
+    own, prose, _ = STAGES[stage]
     texts = [args.calibration, *([code] if prose else [])]
-    shares = (f":{prose}", ":1") if prose > 1 else ("", "")
+    shares = (f":{prose}", ":1") if prose else ("",)
     named = [f"{text}{share}" for text, share in zip(texts, shares, strict=False) if text is not None]
     # Without the dialogues that a chat model writes by default, which recipes/chat_answers.py measures.
     calibration = [word for text in [*named, "self:0"] for word in ("--calibration", text)]
@@ -177,8 +179,7 @@ def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tens
     before = conditions()
     with work_folder(args.work, f"{target} {stage}") as place:
         out, code = place / "out", place / "code.txt"
-        # What is polished needs more than the calibration split has; the other split trained the model that ships.
-        code.write_text(read_text("train" if STAGES[stage].prose > 1 else "calibration"), encoding="utf-8")
+        code.write_text(read_text(STAGES[stage].code), encoding="utf-8")
         given = options(args, target, stage, code)
         # A checkpoint that is there was converted before; of an interrupted conversion only the rest is timed.
         timed = place / "seconds"
@@ -235,7 +236,8 @@ def perplexities(model: Path, texts: dict[str, Tensor]) -> dict[str, float]:
 
 
 def table(args: argparse.Namespace) -> None:
-    STAGES.update({name: Stage(given, 3 if "on both" in name else 0) for name, given in args.stage})
+    for name, given in args.stage:
+        STAGES[name] = Stage(given, 1 if "on both 1:1" in name else 3 if "on both" in name else 0)
     header = {"model": "SmolLM2-135M-Instruct", "samples": args.samples, "length": LENGTH, "windows": WINDOWS}
     continue_rows(args.json, header, lambda done: rows(args, done), show)
 
@@ -259,7 +261,7 @@ def main() -> None:
         default=[],
         metavar="NAME=OPTIONS",
         help="another stage, with options of `kvfold convert`, or, if NAME begins with uptrained, of `kvfold uptrain`; "
-        "its text is a quarter code if NAME says 'on both'",
+        "its text is a quarter code if NAME says 'on both', a half if it says 'on both 1:1'",
     )
     measure.add_argument("--samples", type=int, default=64)
     measure.add_argument("--seed", type=int, default=0)
