@@ -218,11 +218,6 @@ def _usage(error: click.ClickException, command: click.Command, name: str, argum
     return f"{where}: {text}; see `{where} --help`"
 
 
-def duration(seconds: float) -> str:
-    """Seconds as text: "7 s", "12 min"."""
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{max(seconds, 1):.0f} s"
-
-
 # Files that options name
 
 

@@ -42,11 +42,8 @@ def compute_dtype(checkpoint: Checkpoint, device: torch.device, name: str = "aut
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype of most of the checkpoint's bytes; float32 if none of them is F32, BF16 or F16."""
-    stored: Counter[str] = Counter()
-    for info in checkpoint.tensors.values():
-        if info.dtype in _COMPUTED:
-            stored[info.dtype] += info.nbytes
-    return torch_dtype(max(stored, key=lambda kind: stored[kind])) if stored else torch.float32
+    stored = {dtype: size for dtype, size in checkpoint.float_bytes().items() if dtype in _COMPUTED}
+    return torch_dtype(max(stored, key=stored.__getitem__)) if stored else torch.float32
 
 
 def training_autocast(checkpoint: Checkpoint, device: torch.device, precision: str = "auto") -> torch.dtype | None:

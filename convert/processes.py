@@ -22,6 +22,7 @@ _LONGEST_WORK = timedelta(hours=24)
 _CONNECTION = timedelta(seconds=50)
 
 Answer = TypeVar("Answer")
+Items = TypeVar("Items", "list[int]", "Tensor")
 
 
 def _distributed() -> Any:
@@ -193,3 +194,9 @@ def part(number: int) -> range:
     """This process's share of ``number`` items: a contiguous range, with sizes that differ by at most 1."""
     mine, size = rank(), count()
     return range(number * mine // size, number * (mine + 1) // size)
+
+
+def own(items: Items) -> Items:
+    """This process's share of a list, or of the rows of a tensor."""
+    share = part(len(items))
+    return items[share.start : share.stop]

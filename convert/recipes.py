@@ -27,6 +27,8 @@ _DISPLACES = {
     "kv_rank": ("budget",),
     "rope_dim": ("budget",),
     "effort": ("refine", "polish", "repeat_text"),
+    "refine": ("effort",),
+    "polish": ("effort",),
 }
 
 

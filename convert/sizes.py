@@ -1,4 +1,4 @@
-"""Counts of bytes and tokens formatted and parsed; rows of cells formatted as a table; numbers that JSON can hold."""
+"""Bytes, tokens and durations as text; rows of cells formatted as a table; numbers that JSON can hold."""
 
 import math
 import re
@@ -49,6 +49,15 @@ def tokens_text(count: int) -> str:
     """``count`` tokens as `tokens_of` reads them, to three digits: "200k", "1.02M"."""
     unit, size = ("M", 10**6) if count >= 10**6 else ("k", 10**3)
     return f"{count / size:.3g}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """A rough duration: "7 s", "12 min", "3 h", "4 days"."""
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
 
 
 def table(rows: Sequence[Sequence[str]], least: Sequence[int] = (), left: Sequence[int] = (0,)) -> list[str]:

@@ -17,7 +17,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvfold.convert.checkpoint.files import sync_path
-from kvfold.convert.checkpoint.folder import CONFIG, INDEX, LEGACY, RECORD, WEIGHT_SUFFIXES, extra_names, json_beside
+from kvfold.convert.checkpoint.folder import (
+    CONFIG,
+    INDEX,
+    LEGACY,
+    RECORD,
+    TEMPLATES,
+    WEIGHT_SUFFIXES,
+    extra_names,
+    json_beside,
+)
 from kvfold.convert.errors import InputError, opt
 from kvfold.convert.signals import DeferredSignals
 from kvfold.convert.sizes import bytes_text
@@ -95,7 +104,8 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
     known |= {name for name in extra if not _WIDE.fullmatch(name) or _TOKENIZER.fullmatch(name)}
     known |= {name for name in names if _CODE.fullmatch(name)}
     known |= {name for name in names if name in extra or name.endswith(".py")} & _listed_files(target)
-    foreign = [name for name in names if name not in known or (target / name).is_dir()]
+    folders = {TEMPLATES} if all(path.suffix == ".jinja" for path in (target / TEMPLATES).glob("*")) else set()
+    foreign = [name for name in names if name not in (folders if (target / name).is_dir() else known)]
     way_out = "delete that folder yourself if you do not need it, or choose another OUT"
     if foreign:
         shown = f"{', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}"

@@ -19,6 +19,9 @@ CONFIG, RECORD, CARD = "config.json", "kvfold.json", "README.md"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LEGACY = LEGACY_SINGLE, LEGACY_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz"}
+TEMPLATES = "additional_chat_templates"  # a folder of .jinja files, which tokenizers load
+# The files of a tokenizer that may have its chat template
+CHAT_FILES = "tokenizer_config.json", "chat_template.jinja"
 # Files that are passed on with the weights: how to use them, and under which terms
 EXTRA_PATTERNS = (
     "tokenizer*",

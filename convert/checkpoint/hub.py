@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvfold.convert.checkpoint.folder import CONFIG, EXTRA_PATTERNS, INDEX, LEGACY_INDEX, LEGACY_SINGLE, SINGLE
+from kvfold.convert.checkpoint.folder import (
+    CHAT_FILES,
+    CONFIG,
+    EXTRA_PATTERNS,
+    INDEX,
+    LEGACY_INDEX,
+    LEGACY_SINGLE,
+    SINGLE,
+)
 from kvfold.convert.checkpoint.headers import MAX_HEADER, Header, parse_header
 from kvfold.convert.errors import InputError, first_line
 
@@ -64,7 +72,10 @@ def download(model: str) -> Path:
 
 
 def remote_files(model: str) -> RemoteFiles:
-    """List a model's files at its revision's commit, and download config and index. Raises InputError if that fails."""
+    """List a model's files at its revision's commit, and download the small ones that a plan needs.
+
+    Raises InputError if that fails.
+    """
     import huggingface_hub
 
     repository, _, revision = model.partition("@")
@@ -74,7 +85,7 @@ def remote_files(model: str) -> RemoteFiles:
         if CONFIG not in names:
             raise InputError(f"{model}: a checkpoint needs a {CONFIG}, which this model lacks; choose another model")
         # by commit: config, index and headers stay of one version even if the branch moves on meanwhile
-        downloaded = [name for name in (CONFIG, INDEX, LEGACY_INDEX) if name in names]
+        downloaded = [name for name in (CONFIG, INDEX, LEGACY_INDEX, *CHAT_FILES) if name in names]
         paths = [huggingface_hub.hf_hub_download(repository, name, revision=info.sha) for name in downloaded]
     return RemoteFiles(model, info.sha, names, Path(paths[0]).parent.resolve())
 

@@ -19,6 +19,7 @@ from kvfold.convert.checkpoint.folder import (
     CONFIG,
     DEQUANTIZE,
     LEGACY,
+    TEMPLATES,
     extra_names,
     file_states,
     index_problems,
@@ -104,20 +105,19 @@ def _open_local(place: Path | str, dtype: str) -> Checkpoint:
     except OSError as error:
         way_out = ADVICE.get(error.errno or 0, "make it readable")
         raise InputError(f"{folder}: its files cannot be listed ({error.strerror}); {way_out}") from None
-    extra = extra_names(names)
+    extra = [*extra_names(names), *(f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*.jinja"))]
     # states are taken before anything is read: a change in between must not go unseen
     states = file_states(folder / name for name in (CONFIG, *extra))
     config, digest = read_config(folder)
     entry = weight_file(names, folder)
     states |= file_states([folder / entry])
     paths: dict[str, Path] = {}
-    aliases: dict[str, str] = {}
     reader: Reader = _SafetensorsReader(paths)
     header_of: Callable[[Path, str], Header] = read_header
     if entry in LEGACY:
         from kvfold.convert.checkpoint.tensors import LegacyReader, read_legacy_header
 
-        reader, header_of = LegacyReader(paths), partial(read_legacy_header, aliases=aliases)
+        reader, header_of = LegacyReader(paths), read_legacy_header
 
     def headers(files: Collection[str]) -> dict[str, Header]:
         found = {}
@@ -132,19 +132,13 @@ def _open_local(place: Path | str, dtype: str) -> Checkpoint:
 
     problems = []
     # a tokenizer that cannot be copied is told now, not after hours of converting
-    for name in (*extra, *({CARD} & {*names}), *_templates(folder)):
+    for name in (*extra, *({CARD} & {*names})):
         try:
             read_member(folder, name, length=1)
         except InputError as error:
             problems.append(error.message)
-    opened = Checkpoint(folder, config, {}, origin, digest, reader, aliases, states, paths=paths)
+    opened = Checkpoint(folder, config, {}, origin, digest, reader, states, paths=paths)
     return dequantized(_with_tensors(opened, names, entry, headers, problems), dtype)
-
-
-def _templates(folder: Path) -> list[str]:
-    """The chat templates in a folder of their own, which tokenizers load."""
-    below = folder / "additional_chat_templates"
-    return sorted(f"{below.name}/{path.name}" for path in below.glob("*.jinja"))
 
 
 def _with_tensors(

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,9 +10,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.checkpoint.folder import CONFIG, extra_names, file_states, json_beside
+from kvfold.convert.checkpoint.folder import CHAT_FILES, CONFIG, TEMPLATES, extra_names, file_states, json_beside
 from kvfold.convert.checkpoint.hashing import hashing_source
-from kvfold.convert.checkpoint.headers import TensorInfo
+from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TensorInfo
 from kvfold.convert.errors import InputError, KvfoldError
 
 if TYPE_CHECKING:
@@ -52,9 +53,8 @@ class Checkpoint:
 
     ``tensors`` are in byte order, file by file. ``origin`` names the source without a local path: ``id@commit`` for a
     hub model, else the folder's name. ``config_hash`` is the SHA-256 of config.json, and ``hashes`` has those of the
-    weight files, by path in ``paths``, once they are computed. ``aliases`` maps a tensor to an earlier one of the same
-    shape if they share storage (legacy files only; both are in ``tensors``). ``states`` describes every local file
-    before it was read. ``made_of`` has one line for each stored format from which weights were dequantized.
+    weight files, by path in ``paths``, once they are computed. ``states`` describes every local file before
+    it was read. ``made_of`` has one line for each stored format from which weights were dequantized.
     """
 
     folder: Path
@@ -63,7 +63,6 @@ class Checkpoint:
     origin: str
     config_hash: str
     reader: Reader = field(default_factory=Reader)
-    aliases: dict[str, str] = field(default_factory=dict)
     states: dict[Path, tuple[int, int, int, int]] = field(default_factory=dict)
     made_of: tuple[str, ...] = ()
     paths: Mapping[str, Path] = field(default_factory=dict)
@@ -77,8 +76,16 @@ class Checkpoint:
     @property
     def chats(self) -> bool:
         """True if the tokenizer has a chat template, which is in one of two files."""
-        template = json_beside(self.folder, "tokenizer_config.json").get("chat_template")
-        return bool(template) or (self.folder / "chat_template.jinja").is_file()
+        settings, template = CHAT_FILES
+        return bool(json_beside(self.folder, settings).get("chat_template")) or (self.folder / template).is_file()
+
+    def float_bytes(self) -> Counter[str]:
+        """The bytes of floating-point tensors by dtype."""
+        sizes: Counter[str] = Counter()
+        for info in self.tensors.values():
+            if info.dtype in FLOAT_DTYPES:
+                sizes[info.dtype] += info.nbytes
+        return sizes
 
     def info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
@@ -122,7 +129,8 @@ class Checkpoint:
 
     def extra_files(self) -> list[Path]:
         """Paths of the tokenizer, generation, chat template and license files in ``folder``; no Python, no weights."""
-        return [self.folder / name for name in extra_names(os.listdir(self.folder))]
+        beside = [self.folder / name for name in extra_names(os.listdir(self.folder))]
+        return [*beside, *sorted((self.folder / TEMPLATES).glob("*.jinja"))]
 
     def check_unchanged(self) -> None:
         """Raise InputError if a file has changed since the checkpoint was opened. Call this before publishing."""

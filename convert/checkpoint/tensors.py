@@ -128,13 +128,13 @@ def load_state(path: Path) -> dict[Any, Any]:
     return state
 
 
-def read_legacy_header(path: Path, file: str, aliases: dict[str, str]) -> Header:
-    """List the tensors of a legacy file. Adds those with the storage and shape of an earlier one to ``aliases``."""
+def read_legacy_header(path: Path, file: str) -> Header:
+    """List the tensors of a legacy file."""
     try:
         state = load_state(path)
     except ValueError as error:
         return Header(problems=[f"{file}: {error}; download the file again, or save the model with save_pretrained"])
-    header, position, storages = Header(), 0, dict[tuple[object, ...], str]()
+    header, position = Header(), 0
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             pair = f"{type(name).__name__} {name!r} to {type(tensor).__name__}"
@@ -156,7 +156,4 @@ def read_legacy_header(path: Path, file: str, aliases: dict[str, str]) -> Header
         info = TensorInfo(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), file, position, position + length)
         header.tensors.append(info)
         position += length
-        first = storages.setdefault((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()), name)
-        if first != name and length:
-            aliases[name] = first
     return header

@@ -55,19 +55,20 @@ class ShardWriter:
     """Writes the shards of one output folder. Does not need closing: no file stays open between two writes.
 
     The constructor creates every file at its final size (sparse), with its header; tensors may then be written in any
-    order. ``shards`` are those that this process writes; ``resume_written`` names the tensors that a killed run already
-    wrote to the same folder. Raises KvfoldError if the plan contains a tensor twice or contradicts resumed files.
+    order. ``shards`` are those that this process writes. To continue a killed run, whose files are in the folder,
+    ``resume_written`` names their tensors that it wrote. Raises KvfoldError if the plan contains a tensor twice or
+    contradicts resumed files.
     """
 
-    def __init__(self, folder: Path, shards: Sequence[Shard], resume_written: Iterable[str] = ()) -> None:
+    def __init__(self, folder: Path, shards: Sequence[Shard], resume_written: Iterable[str] | None = None) -> None:
         self._folder, self._shards = folder, tuple(shards)
         self._places = tensor_places(self._shards)
-        self.written = set(resume_written)
+        self.written = set(resume_written or ())
         self._copying: Future[None] | None = None
         if unknown := sorted(self.written - set(self._places)):
             raise KvfoldError(f"{folder}: resumed tensor {unknown[0]!r} is not in this plan; start over")
         for shard in self._shards:
-            if not self.written:
+            if resume_written is None:
                 with self._opened(shard.file, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
                     os.ftruncate(file, shard.nbytes)
                     write_all(file, memoryview(shard.header), 0)

@@ -152,12 +152,6 @@ def source_heads(plan: Plan) -> ReadHeads | None:
     return read
 
 
-def own_sequences(tokens: Tensor) -> Tensor:
-    """This process's share of the sequences ``tokens [N, T]``."""
-    own = processes.part(len(tokens))
-    return tokens[own.start : own.stop]
-
-
 def hidden_states(folder: str | None) -> AbstractContextManager[Keep]:
     """A context manager that keeps hidden states in memory, or in a file in ``folder`` (``--spill``)."""
     return nullcontext(list) if folder is None else Spill(folder)

@@ -151,7 +151,7 @@ def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None
     """Return the text of README.md for the converted checkpoint; ``record`` is the content of its ``kvfold.json``."""
     request = plan.request
     # Tensors that no transform touches.
-    rest = f"stored as {plan.layout.config['dtype']}" if plan.checkpoint.made_of else "byte for byte"
+    rest = "stored as bfloat16" if plan.checkpoint.made_of else "byte for byte"
     if request.dtype != "auto":
         rest = f"stored as {request.dtype}"
     elif request.keep_quantized:

@@ -39,6 +39,9 @@ class Gain:
     kept: int = 0
 
 
+Trained = TypeVar("Trained", bound=Gain)
+
+
 @dataclass(frozen=True)
 class Polishing(Gain):
     """The KL of polishing (in nats) by round, of ``tokens_per_error`` tokens; further figures of some are in ``curve``.
@@ -86,19 +89,15 @@ def fitted_of(record: Mapping[str, Any]) -> FitReport:
     """Read the content of a ``kvfold.json``; entries that it lacks are empty or None."""
     worth, spectrum, polish = (record.get(name) for name in ("rotary_worth", "latent_spectrum", "polish"))
     return FitReport(
-        refinement=tuple(map(_gain, record.get("refinement", ()))),
-        output_fit=tuple(map(_gain, record.get("output_fit", ()))),
+        refinement=tuple(_read(Gain, entry) for entry in record.get("refinement", ())),
+        output_fit=tuple(_read(Gain, entry) for entry in record.get("output_fit", ())),
         splits=tuple(Split(**split) for split in record.get("splits", ())),
-        polish=None if polish is None else _polishing(polish),
+        polish=None if polish is None else _read(Polishing, polish),
         rotary_worth=None if worth is None else RotaryWorth(**worth),
         latent_spectrum=None if spectrum is None else LatentSpectrum(**spectrum),
     )
 
 
-def _gain(entry: Mapping[str, Any]) -> Gain:
-    return Gain(entry["before"], entry["after"], entry.get("steps", 0), entry.get("kept", 0))
-
-
-def _polishing(entry: Mapping[str, Any]) -> Polishing:
-    names = ("errors", "tokens_per_error", "curve")  # records of earlier versions have none of them
-    return Polishing(**vars(_gain(entry)), **{name: entry[name] for name in names if name in entry})
+def _read(kind: type[Trained], entry: Mapping[str, Any]) -> Trained:
+    """The fields of the dataclass ``kind`` that ``entry`` has."""
+    return kind(**{name: entry[name] for name in kind.__dataclass_fields__ if name in entry})

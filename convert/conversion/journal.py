@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.files import replacing, sync_path, write_file
-from kvfold.convert.checkpoint.folder import stamps
+from kvfold.convert.checkpoint.folder import CONFIG, WEIGHT_SUFFIXES, stamps
 from kvfold.convert.checkpoint.hashing import file_sha256
 from kvfold.convert.checkpoint.shards import tensor_places
 from kvfold.convert.checkpoint.writer import is_laid_out
@@ -184,12 +184,18 @@ def run_settings(plan: Plan) -> dict[str, Any]:
     import torch
 
     request = plan.request
+    teacher = [] if request.teacher is None else sorted(Path(request.teacher).glob("*"))  # empty for a model of the hub
+    files = [
+        *plan.checkpoint.states,
+        *(Path(with_share(text)[0]) for text in request.texts),
+        *(path for path in teacher if path.name == CONFIG or path.suffix in WEIGHT_SUFFIXES),
+    ]
     settings = {
         "options": request.result_options() | {"calibration": request.calibration, "teacher": request.teacher},
         # Sums are in another order on another device, or with other threads or processes.
         "device": [request.device, torch.cuda.is_available(), torch.get_num_threads(), processes.count()],
         "versions": versions(),
-        "files": stamps([*plan.checkpoint.states, *(Path(with_share(text)[0]) for text in request.texts)]),
+        "files": stamps(files),
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return plain

@@ -14,7 +14,7 @@ from kvfold.convert.conversion.plan import Plan, possible_kv_heads
 from kvfold.convert.errors import opt
 from kvfold.convert.options import command_words
 from kvfold.convert.request import AUTO_LENGTH, EFFORTS, SELF, ConvertRequest
-from kvfold.convert.sizes import tokens_of
+from kvfold.convert.sizes import duration, tokens_of
 from kvfold.convert.targets.engines import budgets, proposals
 from kvfold.convert.text.corpus import with_share
 from kvfold.convert.training.budget import refining_batch, step_tokens, steps_of
@@ -63,7 +63,7 @@ class NextStep:
 
     def to_text(self) -> str:
         """Two lines: why and how long, then the command."""
-        time = "" if self.seconds is None else f" (about {_time(self.seconds)} on this machine{self.besides})"
+        time = "" if self.seconds is None else f" (about {duration(self.seconds)} on this machine{self.besides})"
         return f"next: {self.why}{time}:\n  {self.command}"
 
 
@@ -124,7 +124,11 @@ def larger_target(plan: Plan) -> dict[str, Any] | None:
     if plan.request.to == "mla":
         sizes = sorted({*budgets(plan.model), *(each.kv_rank + each.rope_dim for each in proposals(plan.model))})
         size = next((size for size in sizes if size > plan.layout.cache_elements), None)
-        return None if size is None else {"budget": size, "kv_rank": None, "rope_dim": None}
+        if size is None:
+            return None
+        # Only text can tell how a budget is best split.
+        without_text = {} if plan.request.chosen_method.reads_text else {"method": None}
+        return {"budget": size, "kv_rank": None, "rope_dim": None, **without_text}
     kept = plan.request.kv_heads or 1
     heads = next((heads for heads in reversed(possible_kv_heads(plan.geometry)) if heads > kept), None)
     return None if heads is None else {"to": "gqa", "kv_heads": heads}
@@ -151,7 +155,7 @@ def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep 
         if per_token is not None and not request.refine:
             less = EFFORTS[_LESS]
             shorter = seconds + per_token * (step * less["refine"] + (tokens_of(less["polish"]) or 0))
-            why += f"; {opt('effort', _LESS)} takes about {_time(shorter)}, {opt('effort', _MOST)}"
+            why += f"; {opt('effort', _LESS)} takes about {duration(shorter)}, {opt('effort', _MOST)}"
     written = ", plus the time to write further dialogues" if writes_text(plan) else ""
     time = None if per_token is None else seconds + per_token * (step * further + max(0, wanted - done))
     return NextStep(_again(replace(request, **effort), request.out, "--overwrite"), why, time, written)
@@ -178,10 +182,3 @@ def _again(request: ConvertRequest, out: str, *flags: str) -> str:
     if EFFORTS[_MOST].items() <= given.items():
         given = {name: value for name, value in given.items() if name not in EFFORTS[_MOST]} | {"effort": _MOST}
     return shlex.join(["kvfold", "convert", request.model, out, *command_words(given), *flags])
-
-
-def _time(seconds: float) -> str:
-    """A rough duration: "7 min", "3 h", "4 days"."""
-    if seconds < 90 * 60:
-        return f"{max(1, round(seconds / 60))} min"
-    return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"

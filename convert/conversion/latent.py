@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert import processes
-from kvfold.convert.conversion.calibration import own_sequences, source_heads
+from kvfold.convert.conversion.calibration import source_heads
 from kvfold.convert.conversion.fitted import RotaryWorth, Split
 from kvfold.convert.conversion.plan import Plan, latent_plan, latent_targets
 from kvfold.convert.conversion.source import held_out_error, source_layer, source_rotary
@@ -75,8 +75,9 @@ class Candidate:
 
     @property
     def judged(self) -> tuple[bool, float]:
-        """A sort key; lower is better. Any refined KL precedes every KL as fitted."""
-        return self.refined_kl is None, self.kl if self.refined_kl is None else self.refined_kl
+        """A sort key; lower is better. Any refined KL precedes every KL as fitted, and any number precedes NaN."""
+        kl = self.kl if self.refined_kl is None else self.refined_kl
+        return self.refined_kl is None, math.inf if math.isnan(kl) else kl
 
     @property
     def served_by(self) -> list[str]:
@@ -101,7 +102,7 @@ def survey_layers(
         return rope_slots.survey_layer(weights, statistics, source_rotary(plan, index), plan.geometry.positions)
 
     count = max(processes.count(), math.ceil(_SURVEYED / plan.request.length))
-    surveyed = survey(source, own_sequences(tokens.calibration[:count]), heads=source_heads(plan), keep=keep)
+    surveyed = survey(source, processes.own(tokens.calibration[:count]), heads=source_heads(plan), keep=keep)
     walked = stages.over("survey", surveyed, plan.geometry.layers, "layer")
     layers = tuple(processes.from_first(partial(note, *each)) for each in walked)
     return Survey(source, tokens, layers, folder)
@@ -179,20 +180,25 @@ def fitted_latent(
 def choose_split(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, list[Candidate]]:
     """Choose the split and frequencies. Returns the candidate and all tried ones (empty without a budget)."""
     candidates = [candidate(plan, target, surveyed.layers) for target in latent_targets(plan.request, plan.model)]
-    tried = [] if plan.request.budget is None else compare_splits(candidates, surveyed, stages)
-    return preferred(tried or candidates), tried
+    if plan.request.budget is None:
+        return candidates[0], []  # the split of the request
+    tried = compare_splits(candidates, surveyed, stages)
+    return preferred(tried), tried
 
 
 def compare_splits(candidates: Sequence[Candidate], surveyed: Survey, stages: Stages) -> list[Candidate]:
     """Try all ``candidates`` as fitted, then the best with refinement if the request refines; returns them with KLs."""
-    request = candidates[0].plan.request
-    _print_trials(candidates[0].plan, f"comparing {len(candidates)} splits")
+    request, layers = candidates[0].plan.request, candidates[0].plan.geometry.layers
+    if not request.quiet:
+        steps = f"; the best are refined, at most {_TRIAL_STEPS} steps each" if request.refine else ""
+        trials = f"each trial converts {len(probed_layers(layers))} of {layers} layers{steps}"
+        print(f"comparing {len(candidates)} splits: {trials}", file=sys.stderr)
     fitted = stages.over("splits", candidates, len(candidates), "split")
     tried = [trial(each, surveyed) for each in fitted]
     if not request.refine:
         return tried
     # Refined are the best few, and the splits that more engines serve than the best.
-    by_drift = sorted(tried, key=lambda each: each.kl)
+    by_drift = sorted(tried, key=lambda each: each.judged)
     engines = len(by_drift[0].served_by)
     more = [each for each in by_drift[_FINALISTS:] if len(each.served_by) > engines]
     finalists = [*by_drift[:_FINALISTS], *more]
@@ -206,8 +212,7 @@ def preferred(candidates: Sequence[Candidate]) -> Candidate:
     # If some candidates were refined, the choice is among them.
     unrefined, least = min(each.judged for each in candidates)
     near = [each for each in candidates if each.judged[0] == unrefined and each.judged[1] <= _SERVED_FACTOR * least]
-    # Without trials all KLs are NaN: choose the first.
-    return min(near or candidates[:1], key=lambda each: (-len(each.served_by), each.judged))
+    return min(near, key=lambda each: (-len(each.served_by), each.judged))
 
 
 def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, dict[str, Any]]:
@@ -264,11 +269,3 @@ def probed_layers(layers: int) -> set[int]:
     """The layers that trials convert: all layers of a small model, otherwise a few evenly spaced ones."""
     count = min(layers, _PROBED)
     return {(2 * place + 1) * layers // (2 * count) for place in range(count)}
-
-
-def _print_trials(plan: Plan, what: str) -> None:
-
-    layers = plan.geometry.layers
-    steps = f"; the best are refined, at most {_TRIAL_STEPS} steps each" if plan.request.refine else ""
-    if not plan.request.quiet:
-        print(f"{what}: each trial converts {len(probed_layers(layers))} of {layers} layers{steps}", file=sys.stderr)

@@ -63,28 +63,27 @@ def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
     if not plan.request.calibrated and plan.latent is not None:
         chosen = candidate(plan, plan.latent, ())
         yield Layers(chosen.plan, partial(fitted_latent, chosen))
-    else:
-        tokens, source = load_tokens(plan, scratch, stages), source_stream(plan, scratch)
-        with hidden_states(plan.request.spill) as keep:
-            if plan.latent is None:
-                walk = StudentWalk(plan, source, tokens, statistics=True, keep=keep)
-                yield Layers(plan, partial(fitted_fold, plan), walk)
-                return
-            # All layers share their rotary frequencies, so every layer is surveyed before any is converted. In memory
-            # are small tables only; the statistics for trials are in files that the first process alone reads.
-            folder = scratch / ".survey"
-            folder.mkdir(exist_ok=True)
-            try:
-                tried = None if plan.request.budget is None else folder
-                surveyed = survey_layers(plan, source, tokens, tried, stages, keep)
-                chosen, choices = resolve(plan, surveyed, stages)
-                reads = plan.request.chosen_method.reads_text
-                walk = StudentWalk(chosen.plan, source, tokens, statistics=reads, keep=keep)
-                fit = partial(fitted_latent, chosen, spectrum=True)
-                yield Layers(chosen.plan, fit, walk, choices)
-            finally:
-                if processes.is_first():
-                    shutil.rmtree(folder)
+        return
+    tokens, source = load_tokens(plan, scratch, stages), source_stream(plan, scratch)
+    with hidden_states(plan.request.spill) as keep:
+        if plan.latent is None:
+            walk = StudentWalk(plan, source, tokens, statistics=True, keep=keep)
+            yield Layers(plan, partial(fitted_fold, plan), walk)
+            return
+        # All layers share their rotary frequencies, so every layer is surveyed before any is converted. In memory are
+        # small tables only; the statistics for trials are in files that the first process alone reads.
+        folder = scratch / ".survey"
+        folder.mkdir(exist_ok=True)
+        try:
+            tried = None if plan.request.budget is None else folder
+            surveyed = survey_layers(plan, source, tokens, tried, stages, keep)
+            chosen, choices = resolve(plan, surveyed, stages)
+            reads = plan.request.chosen_method.reads_text
+            walk = StudentWalk(chosen.plan, source, tokens, statistics=reads, keep=keep)
+            yield Layers(chosen.plan, partial(fitted_latent, chosen, spectrum=True), walk, choices)
+        finally:
+            if processes.is_first():
+                shutil.rmtree(folder)
 
 
 def fitted_fold(

@@ -13,7 +13,7 @@ from kvfold.convert.host import host_memory, may_have_gpu
 from kvfold.convert.request import SELF, SELF_TOKENS, held_out_count
 from kvfold.convert.sizes import bytes_text
 from kvfold.convert.text.corpus import calibration_texts, with_share
-from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, batch_size, steps_of
+from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, batch_size, intervals, steps_of
 
 # Libraries and allocators, by tests/convert/conversion/test_memory.py: pooling a model of width 64 peaks at 430 MB
 # (torch's pages that are mapped but shared count); with transformers, a tokenizer and forward passes at 0.9 GB.
@@ -55,7 +55,9 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
     request, shape = plan.request, plan.geometry
     headers = 3 * sum(len(tensor.name) + 120 for tensor in plan.tensors)
     extra = sum(path.stat().st_size for path in plan.checkpoint.extra_files())
-    disk = sum(tensor.nbytes for tensor in plan.tensors) + headers + extra + _SLACK
+    # With --keep-intervals each interval leaves a checkpoint, the last of them as OUT.
+    written = intervals(steps_of(request.polish, request.length), request.length) if request.keep_intervals else {}
+    disk = max(1, len(written) - 1) * (sum(tensor.nbytes for tensor in plan.tensors) + headers + extra) + _SLACK
     width, latent = shape.model_dim, request.to == "mla"
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * width
     fit = _DOUBLE * ((_FIT_SQUARES_OF_TEXT if request.calibrated else _FIT_SQUARES) * width**2 + 4 * attention)

@@ -168,7 +168,8 @@ def _rewritten(
     if others := sorted(tensors.keys() - {name for names in plan.layout.computed for name in names}):
         record["trained"] = others
     if request.teacher is not None:
-        record["teacher"] = Path(request.teacher).resolve().name
+        local = Path(request.teacher).exists()
+        record["teacher"] = Path(request.teacher).resolve().name if local else request.teacher
     with stages("measuring"), written_stream(folder, source) as student:
         measured = compare(source, student, tokens.held_out, chunk_size(source.device, tokens.held_out.shape[1]))
         drift = report_of(measured, source, student, tokens.held_out)

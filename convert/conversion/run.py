@@ -222,7 +222,7 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Cal
             print(f"resuming after layer {done} of {count} of the interrupted run {start_over}", file=sys.stderr)
         sizes = {tensor.name: tensor.nbytes for shard in plan.own_shards for tensor in shard.tensors}
         resumed = sum(sizes[name] for name in journal.written)
-        writer = ShardWriter(folder, plan.own_shards, journal.written)
+        writer = ShardWriter(folder, plan.own_shards, journal.written if done else None)
         # Beside the converted layers the other tensors are copied; each of several processes writes its own shards.
         with (
             hashing(folder, plan.own_shards, writer.written) as hashes,
@@ -267,25 +267,23 @@ def _complete(
     """
     # Tokenizer and license files, and the modeling code, which is found without importing it: it needs torch.
     for path in plan.checkpoint.extra_files():
-        place = folder / path.relative_to(plan.checkpoint.folder)
-        place.parent.mkdir(exist_ok=True)
-        write_file(place, read_member(plan.checkpoint.folder, path.name))
+        name = path.relative_to(plan.checkpoint.folder)
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_file(folder / name, read_member(plan.checkpoint.folder, str(name)))
     if plan.layout.code is not None and (spec := find_spec(plan.layout.code)) is not None:
         code = Path(str(spec.origin))
         write_file(folder / code.name, code.read_bytes())
+    entries, drift, passed = dict[str, Any](), None, None
     if measured is not None:
         with stages("measuring the loss by position"):
             measured = measured.with_positions(folder)
     with stages("checking what was written"):
-        # A calibrated conversion is read back: its record holds the loss of the files on disk too.
-        started = time.monotonic()
-        entries = {} if measured is None else measured.record(folder)
-        passed = None
         if measured is not None:
-            share = len(measured.checked) / len(measured.tokens.held_out)
-            passed = (time.monotonic() - started) / share
+            # A calibrated conversion is read back: its record holds the loss of the files on disk too.
+            started = time.monotonic()
+            entries, drift = measured.record(folder), measured.drift
+            passed = (time.monotonic() - started) * len(measured.tokens.held_out) / len(measured.checked)
         record = record_of(plan, entries)
-        drift = None if measured is None else measured.drift
         write_file(folder / "README.md", model_card(plan, record, drift))
         record["files"] = file_hashes(folder, known=hashes)
         write_file(folder / RECORD, dump(jsonable(record)))

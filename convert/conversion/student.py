@@ -16,8 +16,9 @@ from tqdm import tqdm
 
 from kvfold.attention.drift.compare import Measurement, compare_predictions
 from kvfold.attention.drift.report import DriftReport, dtype_name, finite, report_of
+from kvfold.convert import processes
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion.calibration import hidden_states, own_sequences, source_heads
+from kvfold.convert.conversion.calibration import hidden_states, source_heads
 from kvfold.convert.conversion.fitted import LatentSpectrum
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError, KvfoldError
@@ -159,7 +160,7 @@ class StudentWalk(Walk):
         teacher = teacher or Teacher(
             source,
             tokens.held_out,
-            own_sequences(tokens.calibration) if statistics or trains else None,
+            processes.own(tokens.calibration) if statistics or trains else None,
             profile=statistics,
             statistics=statistics,
             keep_calibration=trains,

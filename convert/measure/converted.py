@@ -1,7 +1,7 @@
 """Check the config of checkpoints with MLA or of layout ``kvfold``, and derive the model that it describes."""
 
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvfold.attention.checkpoints import SOURCES
@@ -35,8 +35,13 @@ _OPTIONAL = {
 _LATENT = "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight"
 
 
-def latent_faults(config: Mapping[str, Any], stored: Mapping[str, TensorInfo]) -> list[str]:
-    """Problems in an MLA model's config, one line each: invalid values, or sizes that the stored tensors contradict."""
+def latent_faults(
+    config: Mapping[str, Any], stored: Mapping[str, TensorInfo], in_files: Callable[[str], str]
+) -> list[str]:
+    """Problems in an MLA model's config, one line each: invalid values, or sizes that the stored tensors contradict.
+
+    ``in_files`` converts a tensor name of the language model to its name in the files, which differs in wrappers.
+    """
     faults = []
     for key, kind in {**_KEYS, **_OPTIONAL}.items():
         rule, fits = TYPES[kind]
@@ -54,7 +59,7 @@ def latent_faults(config: Mapping[str, Any], stored: Mapping[str, TensorInfo]) -
     # A hostile number of layers must not make as many lines.
     if layers > len(stored):
         return [f"config.json: num_hidden_layers is {layers}, but the files contain only {len(stored)} tensors"]
-    for name in (_LATENT.replace("{layer}", str(layer)) for layer in range(layers)):
+    for name in (in_files(_LATENT.replace("{layer}", str(layer))) for layer in range(layers)):
         if (info := stored.get(name)) is None:
             faults.append(f"missing: {name} {list(shape)}")
         elif info.shape != shape:

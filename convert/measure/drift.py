@@ -20,7 +20,9 @@ from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import DriftRequest
 from kvfold.convert.sizes import table
+from kvfold.convert.stream.stock import load_config
 from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.text.corpus import check_seq_len
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import load_calibration
 
@@ -56,14 +58,17 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
     True
     """
     with closing(open_checkpoint(request.model)) as source, closing(open_checkpoint(request.out)) as student:
+        config, converted = (load_config(each, request.trust_remote_code) for each in (source, student))
         for key in ("num_hidden_layers", "vocab_size", "hidden_size"):
-            before, after = source.config.get(key), student.config.get(key)
+            before, after = (getattr(each, key, None) for each in (config, converted))
             if before != after:
                 rule = f"{key} must be {before} as in {request.model}, not {after}"
                 raise InputError(f"{request.out}: {rule}; use a checkpoint that was converted from that model")
         if [(each.folder / RECORD).exists() for each in (source, student)] == [True, False]:
             swapped = f"{request.model} has a {RECORD}, as conversions have, and {request.out} has none"
             print(f"warning: {swapped}; the source comes first, then its conversion", file=sys.stderr)
+        positions = getattr(config, "max_position_embeddings", None)
+        check_seq_len(request.seq_len, positions or request.seq_len, source.origin)
         place = choose_device(request.device)
         tokenizer = load_tokenizer(source, request.trust_remote_code, "measuring drift")
         drawn = request.samples, request.seq_len, request.seed

@@ -36,7 +36,7 @@ from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import BUILT_IN_TASKS, RULER, EvalRequest
 from kvfold.convert.sizes import table
-from kvfold.convert.stream.stock import attend_in_blocks, hide_bars
+from kvfold.convert.stream.stock import attend_in_blocks, hide_bars, load_config
 from kvfold.convert.stream.weights import load_model
 from kvfold.convert.text.corpus import check_sources, open_corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer, prefix_tokens, render, tokenize
@@ -203,7 +203,8 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
         place = choose_device(request.device)
         samples = request.samples or _SAMPLES[place.type]
         tokenizer = load_tokenizer(source, request.trust_remote_code, "an evaluation")
-        context = source.config.get("max_position_embeddings") or 2048
+        config = load_config(source, request.trust_remote_code)
+        context = getattr(config, "max_position_embeddings", None) or 2048
         longest = min(context, _LONGEST_CONTEXT.get(place.type, context))
         lengths = sorted(set(request.lengths)) or sorted({max(_SHORTEST, longest // part) for part in (8, 4, 2, 1)})
         if request.lengths and lengths[-1] > context:
@@ -211,12 +212,14 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
             raise option_error("lengths", lengths[-1], rule)
         lengths = [min(length, context) for length in lengths]
         body, name = _tokens(tokenizer, request.text, lengths[-1] * samples)
-        check_vocabulary(body, source.config.get("vocab_size", int(body.max()) + 1), source.origin)
+        check_vocabulary(body, config.vocab_size, source.origin)
     asked = [(task, length) for task in TASKS for length in lengths] if request.retrieval else []
     questions = {key: draw_questions(tokenizer, body, *key, samples, request.seed) for key in asked}
     prompts = _prompts(tokenizer, request, lengths if request.lengths else lengths[-1:], samples)
     # A model that was trained with a BOS token in front loses much without it.
     prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int64)
+    if lengths[-1] < len(prefix) + 2:
+        raise option_error("lengths", lengths[-1], f"must be at least {len(prefix) + 2}: a loss needs two tokens")
     inner = min(lengths[-1] - len(prefix), len(body))
     windows = body[: len(body) // inner * inner].view(-1, inner)[:samples]
     windows = torch.cat([prefix.expand(len(windows), -1), windows], dim=1)

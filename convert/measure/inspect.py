@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -10,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.checkpoint.folder import RECORD, json_beside
-from kvfold.convert.checkpoint.headers import DTYPE_BITS, FLOAT_DTYPES
+from kvfold.convert.checkpoint.headers import DTYPE_BITS
 from kvfold.convert.checkpoint.opening import Checkpoint, open_headers
 from kvfold.convert.conversion.plan import possible_kv_heads
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import stated_classes
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.rotary import rope_table
+from kvfold.convert.families.wrappers import names_in_files, text_config, text_type
 from kvfold.convert.measure.converted import converted_model, latent_faults
 from kvfold.convert.request import DEFAULT_LAYOUT
 from kvfold.convert.sizes import bytes_text, table
@@ -226,8 +226,11 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
     """
     with closing(open_headers(model)) as checkpoint:
         config = checkpoint.config
-        if is_latent(config) or source_type(config) is not None:
-            facts, result, tried = (_latent_facts if is_latent(config) else _converted_facts)(checkpoint)
+        # A wrapper's language model may be latent.
+        language = config if text_type(config) is None else text_config(config, checkpoint.tensors)
+        if is_latent(language) or source_type(config) is not None:
+            latent = is_latent(language)
+            facts, result, tried = _latent_facts(checkpoint, language) if latent else _converted_facts(checkpoint)
             result = replace(result, kept=bool(checkpoint.reader.keepable))
             cache = cache_size(result, [None] * facts["layers"], facts["dtype"])
             engines = verdicts(result) if tried else []
@@ -269,15 +272,18 @@ def _converted_facts(checkpoint: Checkpoint) -> tuple[dict[str, Any], Result, bo
     return facts, result, True
 
 
-def _latent_facts(checkpoint: Checkpoint) -> tuple[dict[str, Any], Result, bool]:
-    """For a stock MLA class: fields of an ``Inspection``, the result, and True if engines were tested on its kind."""
-    config = checkpoint.config
-    if problems := latent_faults(config, checkpoint.tensors):
+def _latent_facts(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[dict[str, Any], Result, bool]:
+    """For a stock MLA class: fields of an ``Inspection``, the result, and True if engines were tested on its kind.
+
+    ``config`` is that of the language model, which may be inside a wrapper.
+    """
+    wrapped = names_in_files(checkpoint.tensors).wrapped if config is not checkpoint.config else str
+    if problems := latent_faults(config, checkpoint.tensors, wrapped):
         raise InputError(f"{checkpoint.origin}: {problems[0]}", problems[1:])
     layers, heads, rope = config["num_hidden_layers"], config["num_attention_heads"], config["qk_rope_head_dim"]
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     facts = {
-        "family": config["model_type"],
+        "family": checkpoint.config["model_type"],
         "attention": "MLA",
         "layers": layers,
         "heads": heads,
@@ -304,7 +310,7 @@ def _latent_facts(checkpoint: Checkpoint) -> tuple[dict[str, Any], Result, bool]
         "deepseek_v3": config.get("first_k_dense_replace") == layers and plain and not config.get("attention_bias"),
         "mistral4": (config.get("rope_parameters") or {}).get("llama_4_scaling_beta") == 0,
     }.get(config["model_type"])
-    return facts, latent_result(config), bool(tried)
+    return facts, latent_result(checkpoint.config), bool(tried)
 
 
 def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -332,10 +338,7 @@ def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
 def _file_facts(checkpoint: Checkpoint, architecture: str = "unknown") -> dict[str, Any]:
     """The fields that need no family. The dtype is the most common one; cache sizes assume it too."""
     infos = checkpoint.tensors.values()
-    sizes: Counter[str] = Counter()
-    for info in infos:
-        if info.dtype in FLOAT_DTYPES:
-            sizes[info.dtype] += info.nbytes
+    sizes = checkpoint.float_bytes()
     return {
         "model": checkpoint.origin,
         "architecture": (stated_classes(checkpoint.config) or [architecture])[0],

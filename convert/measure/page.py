@@ -104,8 +104,7 @@ def _lead(drift: "DriftReport") -> list[str]:
 def sweep_page(sweep: "Sweep", within: float) -> str:
     """The HTML page for ``sweep``, with the smallest target whose perplexity is at most ``within`` higher."""
     # The cache that is drawn belongs to the target that the decision names, else to the one with the least loss.
-    finite = [row for row in sweep.rows if math.isfinite(row.excess)]
-    named = sweep.smallest(within) or min(finite or sweep.rows, key=lambda row: row.excess)
+    named = sweep.smallest(within) or sweep.nearest()
     size = sweep.source.layers * _ELEMENT_BYTES
     caches = [(each.kind, each.elements * size) for each in (sweep.source, named)]
     charts = [

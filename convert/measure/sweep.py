@@ -31,7 +31,6 @@ from kvfold.attention.drift.compare import Stretch
 from kvfold.attention.drift.report import Measurement, dtype_name, finite, perplexity
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.console import duration
 from kvfold.convert.conversion.calibration import load_tokens, source_heads, source_stream
 from kvfold.convert.conversion.fitted import Split
 from kvfold.convert.conversion.latent import Candidate, Survey, choose_split, fitted_latent, split_of, survey_layers
@@ -43,7 +42,7 @@ from kvfold.convert.conversion.run import Conversion, convert_checkpoint
 from kvfold.convert.conversion.student import StudentWalk
 from kvfold.convert.errors import InputError, opt, worded
 from kvfold.convert.families.model import model_of
-from kvfold.convert.measure.sweep_rows import KeptRows, resuming
+from kvfold.convert.measure.sweep_rows import KeptRows
 from kvfold.convert.measure.sweep_targets import (
     WITHIN,
     TargetOptions,
@@ -56,7 +55,7 @@ from kvfold.convert.measure.sweep_targets import (
 from kvfold.convert.options import command_words, takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, SweepRequest
-from kvfold.convert.sizes import table
+from kvfold.convert.sizes import duration, table
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.fold.grouping import Pairs
@@ -199,6 +198,10 @@ class Sweep:
         inside = [row for row in self.rows if row.excess <= math.log1p(within)]
         return min(inside, key=lambda row: (row.elements, row.excess), default=None)
 
+    def nearest(self) -> SweptTarget:
+        """The target with the least excess loss."""
+        return min(self.rows, key=lambda row: row.excess if math.isfinite(row.excess) else math.inf)
+
     def heading(self) -> list[str]:
         """A line about the source and a line about the text."""
         source, before = self.source, perplexity(self.rows[0].measured.teacher_loss)
@@ -229,7 +232,7 @@ class Sweep:
         limit, most = f"within {100 * within:g} % perplexity", math.log1p(within)
         row = self.smallest(within)
         if row is None:
-            best = min(self.rows, key=lambda row: row.excess)
+            best = self.nearest()
             advice = "more --refine steps" if best.request.refine else "--refine auto"
             doubtful = best.interval is not None and best.interval[0] <= most
             doubt = "; the interval reaches the limit; more --samples would narrow it" if doubtful else ""
@@ -328,12 +331,13 @@ def _sweep(
 ) -> Sweep:
     """Sweep over groups of ``plans``, what needs least first; finished rows are shown, and kept until the end."""
     first, targets, rows = plans[0], [spelled(options) for options in chosen], dict[str, SweptTarget]()
-    kept = KeptRows(first, _SHARED, request.fresh)
+    kept = KeptRows(first, {name: getattr(request, name) for name in (*_SHARED, "layout")}, request.fresh)
     for target, plan in zip(targets, plans, strict=True):
         with suppress(KeyError, TypeError):  # a damaged file
             rows[target] = _row_of(target, plan, kept.rows[target])
     if rows and not request.quiet:
-        print(resuming(len(rows), len(plans)), file=sys.stderr)
+        done = f"{len(rows)} of {len(plans)} targets of the interrupted sweep"
+        print(f"resuming after {done} ({opt('fresh', True)} starts over)", file=sys.stderr)
     with stages("reading the text and the model"):
         tokens, stream = load_tokens(first, scratch, stages, ""), source_stream(first, scratch)
     source = SweptSource(

@@ -4,27 +4,27 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kvfold.convert.checkpoint.files import replacing, write_file
 from kvfold.convert.conversion.journal import run_settings
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.errors import opt
 
 
 class KeptRows:
-    """The rows of an unfinished sweep, JSON objects by target; ``options`` are those that all its targets share.
+    """The rows of an unfinished sweep, JSON objects by target; ``options`` are those of the sweep, ``plan`` a target's.
 
     A sweep of other options has another file. Rows are discarded, with a line on stderr, if files of the model or text
     have changed since. Without a writable cache folder nothing is kept.
     """
 
-    def __init__(self, plan: Plan, options: tuple[str, ...], fresh: bool) -> None:
+    def __init__(self, plan: Plan, options: Mapping[str, Any], fresh: bool) -> None:
         settings = run_settings(plan)
         device, _, threads, processes = settings["device"]
-        shared = {name: getattr(plan.request, name) for name in options}
-        about = [shared, plan.request.layout, device, threads, processes, settings["versions"]]
+        about = [options, device, threads, processes, settings["versions"]]
         digest = hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.path, self._files = cache / "kvfold" / f"sweep-{digest[:16]}.json", settings["files"]
@@ -54,10 +54,5 @@ class KeptRows:
 
     def forget(self) -> None:
         """Remove the file, after the sweep's end."""
-        self.path.unlink(missing_ok=True)
-
-
-def resuming(count: int, targets: int) -> str:
-    """The line at the start of a sweep that continues after ``count`` finished rows."""
-    start_over = f"({opt('fresh', True)} starts over)"
-    return f"resuming after {count} of {targets} targets of the interrupted sweep {start_over}"
+        with suppress(OSError):  # without a usable cache folder there is none
+            self.path.unlink()

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, one_line, opt, option_error, short
 from kvfold.convert.signals import limited
-from kvfold.convert.stream.stock import empty_model
+from kvfold.convert.stream.stock import empty_model, load_config
 from kvfold.convert.text.corpus import Document
 
 # Chosen, not tuned: a tokenizer's records take many times the text's memory, so that batches are small.
@@ -124,7 +124,7 @@ def _joined(pieces: Iterable[str]) -> str:
 def check_teacher(teacher: Checkpoint, student: Checkpoint, tokenizer: Any, trust_remote_code: bool) -> None:
     """Raise InputError unless ``teacher`` has the ``tokenizer`` of ``student``, and logits for all of its tokens."""
     use = "use a model of the same family"
-    size, fewest = (each.config.get("vocab_size", 0) for each in (teacher, student))
+    size, fewest = (load_config(each, trust_remote_code).vocab_size for each in (teacher, student))
     if size < fewest:
         fewer = f"it has logits for {size} tokens, but {student.origin} for {fewest}"
         raise option_error("teacher", teacher.origin, f": {fewer}; {use}")

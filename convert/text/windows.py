@@ -85,9 +85,6 @@ def load_calibration(
         way_out = f"use at least {opt('samples', math.ceil(sum(weights) / min(weights)))}"
         share = f"each of the {len(specs)} {opt(option)} texts must contribute at least one sequence"
         raise option_error("samples", samples, f": {share}; {way_out}")
-    otherwise = f"or lower {opt('samples')} or {opt('seq_len')}"
-    if not fewer:
-        otherwise = f"lower {opt('polish')}{{}}, or add {opt('repeat_text', True)}"
     unwritten = [weight * (name != SELF) for name, weight in shared]
     long_count = _LONG_SEQUENCES if long_length > seq_len and any(unwritten) else 0
     shares.append(share_counts(long_count, unwritten) if long_count else [0] * len(specs))
@@ -102,7 +99,7 @@ def load_calibration(
             digest = hashlib.sha256(drawn.numpy().tobytes()).hexdigest()
         else:
             corpus = open_corpus(name, partial(render, tokenizer), seed, split, option)
-            drawn, longer, rendered = _draw(corpus, tokenizer, own, fewer, (seq_len, long_length), seed, otherwise)
+            drawn, longer, rendered = _draw(corpus, tokenizer, own, fewer, (seq_len, long_length), seed)
             long += longer.unbind()
             name, digest = corpus.name, corpus.digest()
             plain += [] if rendered else [name]
@@ -112,7 +109,7 @@ def load_calibration(
         digests.append(digest + share)
     mixed = [torch.cat(each) for each in zip(*parts, strict=True)]
     texts, digest = tuple[str, ...](), digests[0]
-    if specs is spec:
+    if specs is spec:  # a mixture
         mixed = [each[permutation(len(each), seed)] for each in mixed]
         texts = tuple(of_each[place] for place in permutation(len(of_each), seed).tolist())
         digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
@@ -139,13 +136,12 @@ def _draw(
     fewer: bool,
     lengths: tuple[int, int],
     seed: int,
-    otherwise: str,
 ) -> tuple[Tensor, Tensor, bool]:
     """Draw sequences at random from one text: ``wanted`` for calibration, held out, further, and long ones.
 
     ``lengths`` are the tokens of the first three kinds, and of the long ones. Reads the text only until it yields the
-    first two, without ``fewer`` the first three; raises InputError, advising ``otherwise``, if it yields fewer. Returns
-    the first three kinds, as many long ones as the text has left, and True if the text has dialogues.
+    first two, without ``fewer`` the first three; raises InputError if it yields fewer. Returns the first three kinds,
+    as many long ones as the text has left, and True if the text has dialogues.
     """
     seq_len, long_length = lengths
     *wanted, long_count = wanted
@@ -169,11 +165,14 @@ def _draw(
                 found += " (which cannot be packed because the tokenizer has no EOS token)"
             parts = [f"{count} {kind}" for kind, count in kinds.items() if count and not (fewer and kind[0] == "m")]
             divided = f" ({', '.join(parts)})" if len(parts) > 1 else ""
-            most = (len(windows) - wanted[1]) * seq_len // 1000
-            limit_text = f" to {most}k tokens at most" if most > 0 else ""
+            advice = f"or lower {opt('samples')} or {opt('seq_len')}"
+            if not fewer:
+                most = (len(windows) - wanted[1]) * seq_len // 1000
+                at_most = f" to {most}k tokens at most" if most > 0 else ""
+                advice = f"lower {opt('polish')}{at_most}, or add {opt('repeat_text', True)}"
             raise InputError(
                 f"{corpus.name}: too little text: {found} yield {len(windows)} of {needed} sequences of "
-                f"{seq_len} tokens{divided}; give more text, {otherwise.format(limit_text)}"
+                f"{seq_len} tokens{divided}; give more text, {advice}"
             )
         limit *= 4
     order, body = permutation(len(windows), seed), long_length - len(prefix)

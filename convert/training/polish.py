@@ -70,7 +70,7 @@ class TrainingText:
     def announced(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
         """Yield ``batches``; a block of them is announced at its first."""
         while block := list(islice(batches, BLOCK_STEPS)):
-            self._coming = sorted({index for batch in block for index in own_share(batch)})
+            self._coming = sorted({index for batch in block for index in processes.own(batch)})
             yield from block
 
     def batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
@@ -79,12 +79,6 @@ class TrainingText:
             self._places = {index: place for place, index in enumerate(self._coming)}
             self._states = self._run(self._coming)
         return self.tokens[indices].long(), self._states[[self._places[index] for index in indices]]
-
-
-def own_share(batch: list[int]) -> list[int]:
-    """This process's share of the sequences of a batch."""
-    own = processes.part(len(batch))
-    return batch[own.start : own.stop]
 
 
 def polish(
@@ -212,7 +206,7 @@ class ModelTrainee(Trainee):
 
     def backward(self, training: TrainingText, batch: list[int]) -> None:
         """Store a batch's gradients in the masters; with several processes, each computes a share of the sequences."""
-        if own := own_share(batch):
+        if own := processes.own(batch):
             tokens, states = training.batch(own)
             weights = self._weights()
             hidden = self.hidden(tokens, weights)

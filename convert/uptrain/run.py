@@ -29,6 +29,7 @@ from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.conversion.card import trained_card
 from kvfold.convert.conversion.fitted import Change
 from kvfold.convert.conversion.record import versions
+from kvfold.convert.device import stored_dtype
 from kvfold.convert.errors import InputError, KvfoldError, opt, option_error
 from kvfold.convert.families.wrappers import text_type
 from kvfold.convert.measure.verify import non_finite
@@ -283,11 +284,10 @@ def write_trained(
     not finite.
     """
     with output_folder(request.out, overwrite=request.overwrite, model=source.folder) as folder:
-        dtypes = {name: torch_dtype(info.dtype) for name, info in source.tensors.items()}
-        most_common = max(dtypes.values(), key=list(dtypes.values()).count)
+        dtypes, main = {name: torch_dtype(info.dtype) for name, info in source.tensors.items()}, stored_dtype(source)
         # A cast copies a tied head, and save_pretrained no longer sees that it is one.
         tied = {"lm_head.weight"} - dtypes.keys() if model.config.get_text_config().tie_word_embeddings else set()
-        stored = {name: value.to(dtypes.get(name, most_common)) for name, value in state.items() if name not in tied}
+        stored = {name: value.to(dtypes.get(name, main)) for name, value in state.items() if name not in tied}
         model.save_pretrained(folder, state_dict=stored, max_shard_size=parse_size(request.max_shard_size))
         for name, data in side_files.copied.items():
             (folder / name).parent.mkdir(exist_ok=True)

@@ -265,7 +265,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
             loss = loss + (1 - weight) * next_token_loss(logits, tokens)
         if weight > 0:
             with torch.no_grad():
-                teacher = self._teacher(input_ids=tokens, use_cache=False).logits[..., : logits.shape[-1]]
+                teacher = teacher_logits(self._teacher, tokens, logits.shape[-1])
             loss = loss + weight * distillation_loss(logits, teacher, self._request.temperature)
         return loss
 
@@ -280,7 +280,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
                 logits = self.model(input_ids=tokens, use_cache=False).logits.split(1)
                 losses = [[next_token_loss(*each) for each in zip(logits, tokens.split(1), strict=True)]]
                 if self._teacher is not None:
-                    teacher = self._teacher(input_ids=tokens, use_cache=False).logits.split(1)
+                    teacher = teacher_logits(self._teacher, tokens, logits[0].shape[-1]).split(1)
                     losses.append([distillation_loss(*each, 1.0) for each in zip(logits, teacher, strict=True)])
                     losses.append([next_token_loss(*each) for each in zip(teacher, tokens.split(1), strict=True)])
                 # Of the sequences of all processes, without those that only fill up their last batch. On the CPU, so
@@ -297,6 +297,11 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         self._keep_best()
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+
+def teacher_logits(teacher: Any, tokens: Tensor, vocabulary: int) -> Any:
+    """The ``teacher``'s logits for the student's ``vocabulary``; a larger sibling may pad its own further."""
+    return teacher(input_ids=tokens, use_cache=False).logits[..., :vocabulary]
 
 
 class RunLog(TrainerCallback):  # type: ignore[misc]

@@ -2,16 +2,19 @@
 
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvfold.convert import host
+from kvfold.convert.checkpoint.reader import Checkpoint
 from kvfold.convert.device import compute_dtype
 
 SIZES = {"a": ("F32", 5), "b": ("I64", 100), "c": ("BF16", 4), "d": ("BF16", 4)}
-MIXED = SimpleNamespace(tensors={name: SimpleNamespace(dtype=dtype, nbytes=n) for name, (dtype, n) in SIZES.items()})
+TENSORS = {name: SimpleNamespace(dtype=dtype, nbytes=count) for name, (dtype, count) in SIZES.items()}
+MIXED = Checkpoint(Path(), config={}, tensors=TENSORS, origin="mixed", config_hash="")
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,8 @@ def test_a_budget_gives_way_to_a_split_and_a_method_to_a_target(tmp_path):
     latent = request_of(pooled, to="mla", budget=64)
     assert (latent.method, latent.group) == (None, None)
     assert "--to gqa needs --kv-heads" in refused("llama-2-7b-gqa-8", kv_heads=None)
+    effort = write(tmp_path, 'to = "mqa"\neffort = "normal"')
+    assert (request_of(effort).polish, request_of(effort, refine=10).polish) == ("100k", 0)
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,9 @@ def test_headers_come_by_range_requests(hub: Hub, folder: Path, ask) -> None:
     assert not found["torch"]
     sent = {shard: sum(size for method, name, size in hub.served if name == shard) for shard in SHARDS}
     assert all(0 < size <= 1 << 17 for size in sent.values()), sent
+    assert not ask("show(open_headers('team/tiny').chats)")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert ask("show(open_headers('team/tiny').chats)")
     whole = ask(DESCRIBE.replace("OPEN", "open_checkpoint").replace("HASH", "None"))
     assert found["tensors"] == whole["tensors"]
     for path in folder.glob("model*"):

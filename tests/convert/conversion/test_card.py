@@ -131,7 +131,7 @@ def test_a_trained_card_begins_with_the_training():
 
 
 def test_a_model_of_the_hub_is_the_base_model(tmp_path):
-    opened = {"config": {}, "tensors": {}, "config_hash": "", "reader": None, "aliases": {}}
+    opened = {"config": {}, "tensors": {}, "config_hash": "", "reader": None}
     assert Checkpoint(tmp_path, origin="team/tiny@0123", **opened).hub_id == "team/tiny"
     assert Checkpoint(tmp_path, origin="folder", **opened).hub_id is None
     (tmp_path / "README.md").write_text("---\nbase_model: team/other\nlicense: mit\n---\n")

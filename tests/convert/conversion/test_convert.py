@@ -98,6 +98,19 @@ def test_side_files(source, pooled):
     assert set(record["tensors"]) == set(tensors(pooled))
 
 
+def test_further_chat_templates_go_along(source, tmp_path):
+    model, out = shutil.copytree(source, tmp_path / "model"), tmp_path / "out"
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
+    for overwrite in (False, True):
+        convert(model, out, kv_heads=2, overwrite=overwrite)
+        assert (out / "additional_chat_templates" / "rag.jinja").read_text() == "{{ messages }}"
+    assert "additional_chat_templates/rag.jinja" in json.loads((out / "kvfold.json").read_text())["files"]
+    (out / "additional_chat_templates" / "notes.txt").touch()
+    with pytest.raises(InputError, match="contains additional_chat_templates, which kvfold does not recognize"):
+        convert(model, out, kv_heads=2, overwrite=True)
+
+
 def test_tied_weights_stay_tied_in_plain_safetensors(pooled):
     with safe_open(pooled / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}

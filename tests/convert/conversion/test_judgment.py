@@ -88,6 +88,8 @@ def test_verdicts_and_commands_are_told(planned, told):
         (LATENT, AWFUL, {"budget": 64, "kv_rank": None}),
         (LATENT | {"refine": 50, "polish": "1M"}, POOR, {"refine": 200, "polish": "1M"}),
         (LATENT | {"refine": 200, "polish": "1M"}, POOR, {"budget": 64, "refine": 200, "polish": "1M"}),
+        # Without text no budget can be split.
+        (LATENT | {"method": "svd", "refine": 5}, AWFUL, {"budget": 64, "method": None, "refine": 5}),
         ({"to": "mqa"}, AWFUL, {"to": "gqa", "kv_heads": 2}),
         ({"to": "gqa", "kv_heads": 4, "effort": "normal"}, AWFUL, {"kv_heads": 4, "effort": "thorough"}),
     ],

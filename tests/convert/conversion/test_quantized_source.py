@@ -48,6 +48,17 @@ def test_fp8_gives_what_its_twin_gives(tiny_reader: Path, tmp_path: Path, option
     assert record.get("drift") == other.get("drift")
 
 
+def test_the_older_key_of_the_dtype_is_enough(tiny_reader: Path, tmp_path: Path) -> None:
+    """Configs from before transformers 5 have ``torch_dtype``."""
+    source = tmp_path / "fp8"
+    quantized_copy(tiny_reader, source, fp8_settings((24, 40)), fp8_blocks((24, 40)))
+    config = json.loads((source / "config.json").read_text())
+    config["torch_dtype"] = config.pop("dtype")
+    (source / "config.json").write_text(json.dumps(config))
+    convert_checkpoint(ConvertRequest(source, tmp_path / "out", to="mqa", method="mean", quiet=True))
+    assert "stored as bfloat16." in (tmp_path / "out" / "README.md").read_text()
+
+
 _PEAK = (
     "import resource, sys; from kvfold.convert.cli import kvfold\n"
     "kvfold(sys.argv[1:], standalone_mode=False); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"

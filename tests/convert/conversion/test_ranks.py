@@ -12,6 +12,7 @@ from helpers import forked
 from helpers.processes import run_python
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, processes
+from kvfold.convert.conversion.journal import Journal
 
 CONVERT = """
 import json, sys
@@ -106,6 +107,30 @@ def test_a_process_that_never_comes_ends_the_others(tmp_path, monkeypatch):
 
     first, _ = forked.run_ranks(tmp_path, work)
     assert "torchrun: not all 2 processes connected within 0.5 s" in first.stderr
+
+
+def test_processes_that_were_killed_go_on_after_the_last_finished_layer(requests, tmp_path):
+    """Though none of its tensors is in the second one's shards."""
+    options = {"gqa": CALIBRATED["gqa"] | {"max_shard_size": "300KB"}}
+    convert_together(tmp_path / "whole log", requests("whole", options))
+    made = requests("out", options)
+
+    def killed():
+        noted = Journal.note
+
+        def note(journal, notes):
+            noted(journal, notes)
+            if processes.is_first():
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Journal.note = note
+        with processes.joined("cpu"):
+            convert(made)
+
+    first, _ = forked.run_ranks(tmp_path / "killed log", killed)
+    assert first.status == -signal.SIGKILL
+    convert_together(tmp_path / "out log", made)
+    assert forked.snapshot(tmp_path / "out" / "gqa") == forked.snapshot(tmp_path / "whole" / "gqa")
 
 
 def test_a_process_that_dies_ends_the_others_and_leaves_no_out(requests, tmp_path):

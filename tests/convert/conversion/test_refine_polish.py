@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from contextlib import closing
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from helpers.checkpoints import tensors
 from safetensors.torch import save_file
 
 from kvfold.convert import ConvertRequest, InputError, convert_checkpoint, verify_checkpoint
+from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion import latent, memory, polishing, run
+from kvfold.convert.conversion.journal import run_settings
+from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.data import demo_folder
 from kvfold.convert.targets.mla.tensors import CONSTANT, norm_weight
 from kvfold.convert.training import budget
@@ -97,6 +101,15 @@ def test_another_model_teaches(tiny_reader, tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     assert "the next-token distributions of `teacher`" in card
     assert "--teacher ../teacher" in card
+
+
+def test_a_changed_teacher_is_another_run(tiny_reader, tmp_path):
+    teacher = shutil.copytree(tiny_reader, tmp_path / "teacher")
+    request = ConvertRequest(tiny_reader, tmp_path / "out", **QUICK, **MQA, polish=2, teacher=str(teacher))
+    with closing(open_checkpoint(tiny_reader)) as checkpoint:
+        before = run_settings(make_plan(request, checkpoint))
+        save_file({name: 2 * each for name, each in tensors(tiny_reader).items()}, teacher / "model.safetensors")
+        assert run_settings(make_plan(request, checkpoint))["files"] != before["files"]
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tiny_reader, tmp_path):

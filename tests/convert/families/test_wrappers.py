@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from helpers import precision, wrappers
 from helpers.cases import mostly_slow
 from helpers.checkpoints import add_demo_tokenizer, tensors
 from safetensors.torch import save_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvfold.attention import absorb
@@ -24,11 +25,12 @@ from kvfold.convert import (
     uptrain_checkpoint,
 )
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.data import read_text
+from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
 from kvfold.convert.families.wrappers import _SIZES, DEFAULT_SIZES, WRAPPERS
 from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.text.tokenizer import check_teacher
 
 
 @pytest.fixture(scope="module")
@@ -219,3 +221,12 @@ def test_sizes_left_out_are_those_of_the_stock_class():
         assert sizes == tuple(getattr(stock, key) for key in _SIZES), name
     for name, each in WRAPPERS.items():
         assert CONFIG_MAPPING[name]().get_text_config().model_type == each.text, name
+
+
+def test_a_wrapper_can_teach_a_plain_model(tmp_path):
+    """Its number of tokens is in the config of its language model."""
+    wrappers.make_wrapper("llava", tmp_path / "llava", vocab_size=2048)
+    add_demo_tokenizer(tmp_path / "llava")
+    tokenizer = AutoTokenizer.from_pretrained(demo_folder())
+    with closing(open_checkpoint(tmp_path / "llava")) as teacher, closing(open_checkpoint(demo_folder())) as student:
+        check_teacher(teacher, student, tokenizer, trust_remote_code=False)

@@ -1,12 +1,15 @@
 """``kvfold drift``: its progress, and its table, in which every number stands with its rounding floor."""
 
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
+from helpers.checkpoints import add_demo_tokenizer
 
 from kvfold.attention.drift.report import DriftReport, Floor, HeadDrift, LayerDrift, Measurement
 from kvfold.convert import demo_folder, drift_checkpoints
+from kvfold.convert.errors import InputError
 from kvfold.convert.measure.drift import drift_table
 
 HEADS = (HeadDrift(0, 1, 0.01, 0.002), HeadDrift(1, 0, 0.4, 0.03))
@@ -56,6 +59,22 @@ def test_layers_and_then_rounding_are_counted():
     options = {"samples": 1, "seq_len": 16, "quiet": True, "progress": lambda *at: calls.append(at)}
     drift_checkpoints(demo_folder(), demo_folder(), **options)
     assert calls == [(stage, done, 4) for stage in ("compare", "floor") for done in range(5)]
+
+
+def test_models_that_do_not_match_are_told_in_any_family(tiny_family, tmp_path):
+    """GPT-2 has its own names for sizes."""
+    models = [
+        shutil.copytree(tiny_family("gpt2", vocab_size=2048, num_hidden_layers=layers), tmp_path / f"gpt2-{layers}")
+        for layers in (2, 3)
+    ]
+    for model in models:
+        add_demo_tokenizer(model)
+    with pytest.raises(InputError, match=r"num_hidden_layers must be 2 as in .*gpt2-2, not 3"):
+        drift_checkpoints(*models, samples=1, seq_len=16, quiet=True)
+    with pytest.raises(
+        InputError, match=r"--seq-len 100000 exceeds the [0-9]+ positions supported by the model gpt2-2"
+    ):
+        drift_checkpoints(models[0], models[0], samples=1, seq_len=100_000, quiet=True)
 
 
 def test_a_conversion_in_place_of_its_source_is_told(demo_latent, capsys):

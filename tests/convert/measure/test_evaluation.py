@@ -1,12 +1,14 @@
 """``kvfold eval``: questions, losses by position, pairs of the harness, and the whole on the shipped model."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from helpers.checkpoints import add_demo_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert.cli import main
@@ -106,6 +108,17 @@ def test_tasks_need_the_harness(monkeypatch):
     monkeypatch.setattr(eval_tasks, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"--tasks lambada_openai needs .*pip install 'kvfold\[eval\]', or use .*vt"):
         evaluation.eval_checkpoints(demo_folder(), demo_folder(), tasks=["choice", "lambada_openai"])
+
+
+def test_contexts_and_lengths_that_cannot_be(tiny_family, tmp_path):
+    """Of a family whose config spells the context in its own way."""
+    model = shutil.copytree(tiny_family("gpt2", vocab_size=2048), tmp_path / "gpt2")
+    add_demo_tokenizer(model)
+    context = json.loads((model / "config.json").read_text())["n_positions"]
+    with pytest.raises(InputError, match=f"must not exceed the {context} positions supported by gpt2"):
+        evaluation.eval_checkpoints(model, model, lengths=[context + 1], quiet=True)
+    with pytest.raises(InputError, match=r"--lengths 1 must be at least [23]: a loss needs two tokens"):
+        evaluation.eval_checkpoints(demo_folder(), demo_folder(), lengths=[1], retrieval=False, quiet=True)
 
 
 def test_the_command_measures_tasks_and_long_contexts(monkeypatch, capsys):

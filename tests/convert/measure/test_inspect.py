@@ -3,9 +3,11 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers.wrappers import make_wrapper
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
 from kvfold.convert.data import demo_folder
+from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import supported
 
 FAMILIES = Path(__file__).resolve().parents[3] / "docs" / "families.md"
@@ -74,3 +76,17 @@ def test_latent_models_are_distinguished(tmp_path, tiny_family):
     assert (latent["attention"], latent["kv_rank"], latent["rotary_dims"], latent["q_rank"]) == ("MLA", 48, 16, None)
     assert (latent["cache"]["numbers_per_token_and_layer"], latent["targets"], latent["latent"]) == (64, [], None)
     assert all(json.loads(json.dumps(values)) == values for values in (facts, latent))
+
+
+def test_a_latent_model_in_a_wrapper_is_inspected(tmp_path):
+    make_wrapper("llava", tmp_path / "llava")
+    request = {"to": "mla", "kv_rank": 16, "rope_dim": 8, "method": "svd", "quiet": True}
+    convert_checkpoint(ConvertRequest(tmp_path / "llava", tmp_path / "latent", **request))
+    found = inspect_checkpoint(tmp_path / "latent")
+    assert (found.family, found.attention, found.kv_rank, found.rotary_dims) == ("llava", "MLA", 16, 8)
+    assert found.cache.numbers_per_token_and_layer == 24
+    config = json.loads((tmp_path / "latent" / "config.json").read_text())
+    config["text_config"]["kv_lora_rank"] = 12
+    (tmp_path / "latent" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"wrong shape: language_model\.model\.layers\.0"):
+        inspect_checkpoint(tmp_path / "latent")

@@ -1,5 +1,6 @@
 """Many targets in one walk: each is what its conversion alone would be, and the smallest within a loss is named."""
 
+import math
 import os
 import shutil
 from contextlib import closing
@@ -79,6 +80,16 @@ def test_where_none_is_within_the_loss_the_nearest_is_named_and_nothing_is_writt
     told(with_losses(swept, (0.1, 0.2, 0.3, 0.4), margin=0.3).decision(0.01))
     with pytest.raises(KvfoldError, match="OUT: nothing was written; no target is within 1 % perplexity"):
         found.convert(0.01)
+    assert with_losses(swept, (math.nan, 0.3, 0.2, math.nan)).nearest().excess == pytest.approx(0.2)
+
+
+def test_without_a_usable_cache_folder_a_sweep_ends_as_with_one(reader, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    with closing(open_checkpoint(reader)) as checkpoint:
+        kept = KeptRows(make_plan(ConvertRequest(model=reader, out="OUT", to="mqa", **TEXT), checkpoint), {}, False)
+    kept.add("mqa", {"kl": 1})
+    kept.forget()
+    assert "finished rows are not kept (Not a directory)" in capsys.readouterr().err
 
 
 def test_the_table_has_a_line_per_target_largest_cache_first(swept):
@@ -129,14 +140,16 @@ def test_rows_of_an_interrupted_sweep_are_discarded_when_the_model_changed_or_on
     model = shutil.copytree(reader, tmp_path / "model")
     with closing(open_checkpoint(model)) as checkpoint:
         plan = make_plan(ConvertRequest(model=model, out="OUT", to="mqa", **TEXT), checkpoint)
-        KeptRows(plan, ("samples",), False).add("mqa", {"kl": 1})
-        assert KeptRows(plan, ("samples",), False).rows == {"mqa": {"kl": 1}}
-        assert KeptRows(plan, ("samples",), True).rows == {}
+        options = {"samples": 4, "layout": None}
+        KeptRows(plan, options, False).add("mqa", {"kl": 1})
+        assert KeptRows(plan, options, False).rows == {"mqa": {"kl": 1}}
+        assert KeptRows(plan, options, True).rows == {}
+        assert KeptRows(plan, options | {"layout": "engine"}, False).rows == {}
         os.utime(model / "config.json", (1, 1))
-        assert KeptRows(plan, ("samples",), False).rows == {"mqa": {"kl": 1}}
+        assert KeptRows(plan, options, False).rows == {"mqa": {"kl": 1}}
         with (model / "config.json").open("a") as config:
             config.write("\n")
-        assert KeptRows(plan, ("samples",), False).rows == {}
+        assert KeptRows(plan, options, False).rows == {}
     assert "discarding the rows (1) of an interrupted sweep: config.json changed since then" in capsys.readouterr().err
 
 

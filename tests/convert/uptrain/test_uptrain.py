@@ -155,6 +155,15 @@ def test_the_weight_mixes_both_losses(source, converted, weight):
     torch.testing.assert_close(found, expected)
 
 
+def test_a_teacher_may_pad_its_vocabulary_further(source, converted, text, tmp_path):
+    teacher = shutil.copytree(source, tmp_path / "teacher")
+    model = stock_model(source)
+    model.resize_token_embeddings(model.config.vocab_size + 7)
+    model.save_pretrained(teacher)
+    done = train(converted("mqa"), tmp_path / "out", text, steps=1, teacher=str(teacher))
+    assert done.record["held_out"]["before"]["eval_kl"] > 0
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_path, monkeypatch, told):
     """Killed in a step, then while OUT is written, after which no step is trained twice."""
