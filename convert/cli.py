@@ -9,7 +9,9 @@ import click
 from click.core import ParameterSource
 
 from kvfold.convert import console, processes
+from kvfold.convert.checkpoint.folder import RECORD
 from kvfold.convert.checkpoint.opening import check_opens
+from kvfold.convert.errors import InputError
 from kvfold.convert.measure.commands import bench, chat_command, eval_command, sweep
 from kvfold.convert.measure.page import conversion_page, drift_page, write_report
 from kvfold.convert.progress import Stages
@@ -177,6 +179,8 @@ def push(out: str, repo: str, private: bool) -> None:
 
     if "@" in repo or not HUB_ID.fullmatch(repo):
         raise click.UsageError(f"REPO must be owner/name, not {repo!r}", click.get_current_context())
+    if Path(out).is_dir() and not (Path(out) / RECORD).exists():
+        raise InputError(f"{out} has no {RECORD}, so kvfold did not write it; give the output folder of a conversion")
     with Stages()(f"verifying {out}"):
         check_verified(verify_checkpoint(out))
     with Stages()(f"uploading {out}"):

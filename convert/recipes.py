@@ -119,7 +119,7 @@ def _parsed(path: Path, origin: str) -> dict[str, Any]:
             data = file.read(_LARGEST_RECIPE + 1)
         if len(data) > _LARGEST_RECIPE:
             raise InputError(f"{origin} must be at most {_LARGEST_RECIPE >> 20} MiB; check that it is a recipe")
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
         return tomllib.loads(text)
     except OSError as error:
         raise InputError(f"{origin}: cannot be read ({error.strerror}); check its permissions") from error

@@ -145,8 +145,11 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
             repo_id=repository, folder_path=folder, ignore_patterns=[".*"], commit_message="Converted by kvfold"
         )
     except Exception as error:  # as in `_asking`
-        login = "log in with `hf auth login` and a token that may write, and check the name (owner/name)"
-        raise InputError(f"{repository}: the hub refused the upload ({first_line(error)}); {login}") from None
+        why = f"the hub cannot be reached ({first_line(error)}); check the network"
+        if isinstance(error, huggingface_hub.errors.HfHubHTTPError):
+            login = "log in with `hf auth login` and a token that may write, and check the name (owner/name)"
+            why = f"the hub refused the upload ({first_line(error)}); {login}"
+        raise InputError(f"{repository}: {why}") from None
     return str(done.commit_url)
 
 

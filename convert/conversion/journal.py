@@ -170,6 +170,9 @@ def _use_threads(before: Mapping[str, Any]) -> None:
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """What differs between the settings of two runs, in words; None if nothing does."""
+    models = [next((file[0] for file in each["files"] if Path(file[0]).name == CONFIG), None) for each in (before, now)]
+    if models[0] != models[1]:
+        return f"another model, {models[0] and Path(models[0]).parent}"
     old, new = before.get("options", {}), now["options"]
     for name in [*new, *old]:
         if old.get(name) != new.get(name):

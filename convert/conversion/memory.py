@@ -143,7 +143,7 @@ def check_spill(plan: Plan) -> None:
     if folder is None:
         return
     if not os.path.isdir(folder):
-        raise option_error("spill", folder, ": the folder for hidden states does not exist; create it first")
+        raise option_error("spill", folder, ": there is no such folder for hidden states; create it first")
     needs = needs_of(plan, processes.count())
     needed, free = processes.count(on_this_machine=True) * needs.spilled, shutil.disk_usage(folder).free
     # On OUT's disk both have to fit.

@@ -21,7 +21,7 @@ from kvfold.convert.request import SELF
 from kvfold.convert.sizes import bytes_text, tokens_text
 from kvfold.convert.targets.engines import RANKS, folded_result, served_text
 from kvfold.convert.text.corpus import BUILT_IN, calibration_texts, with_share
-from kvfold.convert.training.budget import step_tokens, steps_of
+from kvfold.convert.training.budget import refining_batch, step_tokens, steps_of
 
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
@@ -246,19 +246,23 @@ def plan_text(plan: Plan) -> str:
     lines += [f"  {file}  {bytes_text(size)}" for file, size in shown.items()]
     if len(plan.shards) > _SHOWN_FILES:
         lines.append(f"  ... and {len(plan.shards) - _SHOWN_FILES} more")
-    each, free = " per process" if processes.count() > 1 else "", free_bytes(plan)
-    found = "" if free is None else f", {bytes_text(free)} free"
+    each = " per process" if processes.count() > 1 else ""
     lines += [
         served_text(plan.engines),
         *(f"  {verdict.to_text()}" for verdict in plan.engines if not verdict.serves),
         calibration_text(plan),
+        refine_text(plan),
         polish_text(plan),
-        f"disk: {bytes_text(needs.disk)} needed, {bytes_text(free_disk(plan))} free",
-        f"memory: about {bytes_text(needs.memory)} needed{each}{found}",
+        f"disk: {bytes_text(needs.disk)} needed{_free_text(needs.disk, free_disk(plan))}",
+        f"memory: about {bytes_text(needs.memory)} needed{each}{_free_text(needs.memory, free_bytes(plan))}",
     ]
     if needs.spilled:
         lines.append(f"disk for --spill: about {bytes_text(needs.spilled)}{each}")
     return "\n".join([*filter(None, lines), "nothing was written (--dry-run)"])
+
+
+def _free_text(needed: int, free: int | None) -> str:
+    return "" if free is None else f", {bytes_text(free)} free{': too little' * (needed > free)}"
 
 
 def parameters_text(plan: Plan) -> str:
@@ -292,6 +296,15 @@ def calibration_text(plan: Plan) -> str:
     without = opt("calibration", f"{SELF}:0")
     itself = f"; {SELF} is text that MODEL writes, which keeps it in memory ({without} leaves it out)"
     return line + (itself if writes_text(plan) else "")
+
+
+def refine_text(plan: Plan) -> str:
+    """One line on the steps of refinement; empty without ``--refine``."""
+    request = plan.request
+    if not request.refine:
+        return ""
+    steps = "steps for as long as they help," if request.refine == "auto" else f"{request.refine} steps"
+    return f"refinement: {steps} of {refining_batch(request.length) * request.length} tokens, in each layer"
 
 
 def polish_text(plan: Plan) -> str:

@@ -156,6 +156,8 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
                 check_output(f"{request.out}.{name}", overwrite=request.overwrite or bool(left), model=request.model)
         check_processes(plan)
         check_spill(plan)
+        if request.teacher is not None:
+            open_headers(request.teacher, dtype).close()  # what cannot be opened is told before any text is read
         if request.dry_run:
             check_output(request.out, overwrite=request.overwrite, model=checkpoint.folder)
             if request.calibrated:

@@ -201,7 +201,7 @@ def with_share(spec: str) -> tuple[str, float]:
     if not name or Path(spec).exists() or (number is None and name != SELF and not Path(name).is_file()):
         return spec, 1.0
     if number is None or not (float(share) or name == SELF):
-        rule = f": the share after the colon must be a number above 0, such as 3 or 0.5, not {share!r}"
+        rule = f": the share after the colon must be a decimal number above 0, such as 3 or 0.5, not {share!r}"
         raise option_error("calibration", spec, rule)
     return name, float(share)
 
@@ -259,13 +259,15 @@ def _source_fault(path: Path) -> str | None:
             beginning = file.read(_SNIFFED)
         # A character may be cut at the end.
         codecs.getincrementaldecoder("utf-8")().decode(beginning)
-        is_text = b"\0" not in beginning
+        is_text = True
     except OSError as error:
         return f": cannot be read ({error.strerror}); check its permissions"
     except UnicodeDecodeError:
         is_text = False
     if not beginning:
         return ": the file is empty; give a file that contains text"
+    if b"\0" in beginning or beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return f": the file is not UTF-8 text (perhaps UTF-16); convert it to UTF-8, or give {_KINDS}"
     if path.suffix == ".json":
         return f": .json is not supported; write {_ROW} on each line of a .jsonl file"
     # Plain text may have any suffix. Faults within a .txt or .jsonl are told with their line when it is read.

@@ -129,6 +129,8 @@ def test_files_that_cannot_be_recipes(tmp_path, monkeypatch, told):
     (tmp_path / "binary.toml").write_bytes(b'to = "\xff"')
     for name in ("folder.toml", "plain", "no/such.toml", "llama-2-7b-mqa.toml", "binary.toml"):
         told(refused(name))
+    (tmp_path / "mark.toml").write_text('to = "mqa"', encoding="utf-8-sig")
+    assert request_of("mark.toml").to == "mqa"
     assert "is not valid TOML: " in refused(write(tmp_path, "a = " + "[" * 5000))
     assert "no such file; check the path" in refused("a" * 5000 + ".toml")
 

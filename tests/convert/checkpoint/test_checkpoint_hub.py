@@ -20,6 +20,8 @@ import torch
 from helpers.processes import run_python
 from safetensors.torch import load_file, save_file
 
+from kvfold.convert.data import demo_folder
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
@@ -271,7 +273,13 @@ def test_a_result_is_verified_and_uploaded(demo_latent: Path, tmp_path: Path) ->
     assert "me/small: the hub refused the upload (" in refused.stderr
     assert "hf auth login" in refused.stderr
     assert "Traceback" not in refused.stderr
+    unreachable = push(demo_latent, "me/small", HF_ENDPOINT="http://127.0.0.1:1")
+    assert unreachable.returncode == 2
+    assert "me/small: the hub cannot be reached (" in unreachable.stderr
     server.asked.clear()
+    other = push(demo_folder(), "me/small")
+    assert other.returncode == 2
+    assert "has no kvfold.json, so kvfold did not write it" in other.stderr
     damaged = Path(shutil.copytree(demo_latent, tmp_path / "damaged"))
     (damaged / "config.json").write_text((damaged / "config.json").read_text() + " ")
     assert push(damaged, "me/small").returncode != 0

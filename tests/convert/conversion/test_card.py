@@ -186,10 +186,11 @@ def test_a_dry_run_tells_the_shares_of_its_texts(tmp_path):
     assert f"calibration: 2 x 16 tokens of {texts[0]} (75 %) + {texts[1]} (25 %)\n" in said
 
 
-def test_a_dry_run_tells_the_polishing(tmp_path):
-    request = ConvertRequest(demo_folder(), tmp_path / "out", to="mqa", polish="200k", dry_run=True)
-    line = "polishing: 196 steps of 1024 tokens, 201k tokens in all, after the last layer"
-    assert line in convert_checkpoint(request).summary().splitlines()
+def test_a_dry_run_tells_the_training(tmp_path):
+    options = {"seq_len": 256, "refine": 50, "polish": "200k", "dry_run": True}
+    said = convert_checkpoint(ConvertRequest(demo_folder(), tmp_path / "out", to="mqa", **options)).summary()
+    assert "refinement: 50 steps of 2048 tokens, in each layer" in said.splitlines()
+    assert "polishing: 196 steps of 1024 tokens, 201k tokens in all, after the last layer" in said.splitlines()
 
 
 def test_a_limit_holds_where_its_error_is_swallowed_once():

@@ -162,9 +162,7 @@ def test_a_folder_without_room_is_told_before_any_work(tmp_path, monkeypatch):
         assert not (tmp_path / "out").exists()
         return str(caught.value)
 
-    assert f"--spill {tmp_path / 'none'}: the folder for hidden states does not exist" in refused(
-        spill=tmp_path / "none"
-    )
+    assert f"--spill {tmp_path / 'none'}: there is no such folder for hidden states" in refused(spill=tmp_path / "none")
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     assert "too little disk space: hidden states need" in refused(spill=tmp_path)
     assert "--spill has no effect" in refused(spill=tmp_path, method="mean")

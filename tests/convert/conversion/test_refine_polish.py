@@ -103,6 +103,12 @@ def test_another_model_teaches(tiny_reader, tmp_path):
     assert "--teacher ../teacher" in card
 
 
+def test_a_teacher_that_is_not_there_is_told_by_a_dry_run_too(tmp_path):
+    request = {"model": demo_folder(), "out": tmp_path / "out", "polish": 2, "teacher": str(tmp_path / "no")}
+    with pytest.raises(InputError, match="no: no such folder"):
+        convert_checkpoint(ConvertRequest(**request, **MQA, dry_run=True))
+
+
 def test_a_changed_teacher_is_another_run(tiny_reader, tmp_path):
     teacher = shutil.copytree(tiny_reader, tmp_path / "teacher")
     request = ConvertRequest(tiny_reader, tmp_path / "out", **QUICK, **MQA, polish=2, teacher=str(teacher))

@@ -215,7 +215,7 @@ def test_too_little_text_and_sequences_that_cannot_be(tmp_path: Path, tokenizer:
 
 
 @pytest.mark.parametrize(
-    "name", ["no.txt", "some.csv", "some.json", "empty.md", "folder", "folder.txt", "a/b", "some.txt:3"]
+    "name", ["no.txt", "some.csv", "some.json", "empty.md", "folder", "folder.txt", "a/b", "some.txt:3", "utf16.txt"]
 )
 def test_refused_texts_name_the_option_that_gave_them(tmp_path, monkeypatch, tokenizer, name, told) -> None:
     """Only calibration texts have shares."""
@@ -223,6 +223,7 @@ def test_refused_texts_name_the_option_that_gave_them(tmp_path, monkeypatch, tok
     monkeypatch.chdir(tmp_path)
     for made, content in (("some.csv", b"a,\0b"), ("some.json", b"[]"), ("empty.md", b""), ("some.txt", b"words")):
         (tmp_path / made).write_bytes(content)
+    (tmp_path / "utf16.txt").write_text("words", encoding="utf-16")
     for folder in ("folder", "folder.txt"):
         (tmp_path / folder).mkdir()
     for refuses in (
