@@ -2,6 +2,7 @@
 
 import math
 import os
+import pickle
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,6 +122,8 @@ def load_state(path: Path) -> dict[Any, Any]:
             if unpacked > size:  # torch.save compresses nothing: this one would fill the memory
                 raise ValueError(f"an archive of {size} bytes that unpacks to {unpacked}")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except pickle.UnpicklingError:  # torch's own text recommends to allow the execution of code
+        raise ValueError("not a whole file of plain tensors: it is damaged, or its pickle has other objects") from None
     except Exception as error:  # torch lets every kind of error of its unpickler and of its archive reader through
         raise ValueError(f"not a whole file of plain tensors: {first_line(error)}") from None
     if not isinstance(state, dict):

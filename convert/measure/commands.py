@@ -102,6 +102,8 @@ def sweep(request: SweepRequest, within: float, json_file: str | None, plot: str
         source = result.source
         title = f"{Path(source.name).name}: {source.kind}; {source.held_out}"
         excess_by_cache(result, within).save(plot, title)
+        if not request.quiet:
+            click.echo(f"wrote {plot}", err=True)
     if report is not None:
         write_report(sweep_page(result, within), report, request.quiet)
     tell(json_file, lambda: result.to_dict(within), f"{result.table()}\n\n{result.decision(within)}")

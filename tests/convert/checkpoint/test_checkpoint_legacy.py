@@ -76,7 +76,7 @@ class Payload:
 def test_nothing_is_executed(folder: Path, monkeypatch: pytest.MonkeyPatch, zipped: bool) -> None:
     monkeypatch.chdir(folder)
     torch.save({"a": torch.ones(1), "b": Payload()}, "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    with pytest.raises(InputError, match=r"^pytorch_model.bin: not a whole file of plain tensors: Weights only"):
+    with pytest.raises(InputError, match=r"^pytorch_model.bin: not a whole file of plain tensors: it is damaged, or"):
         open_checkpoint(folder)
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload()))
     with pytest.raises(InputError, match=r"^pytorch_model.bin: not a whole file of plain tensors: "):
