@@ -157,7 +157,9 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
         check_processes(plan)
         check_spill(plan)
         if request.teacher is not None:
-            open_headers(request.teacher, dtype).close()  # what cannot be opened is told before any text is read
+            # What cannot be opened is told before any text is read.
+            opens = partial(open_headers if request.dry_run else open_checkpoint, request.teacher, dtype)
+            processes.from_first(lambda: opens().close())
         if request.dry_run:
             check_output(request.out, overwrite=request.overwrite, model=checkpoint.folder)
             if request.calibrated:
