@@ -64,8 +64,8 @@ def recipe_table() -> str:
 def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
     """The request of ``recipe`` (a name or a FILE.toml), with ``overrides`` in place of its values.
 
-    ``overrides`` are fields of ``ConvertRequest``, including ``model`` and ``out``. An override of the target or the
-    split removes the recipe's values that are incompatible with it. Raises InputError.
+    ``overrides`` are fields of ``ConvertRequest``, including ``model`` and ``out``. An override of the target, the
+    split or the training removes the recipe's values that are incompatible with it. Raises InputError.
 
     >>> request = recipe_request("llama-2-7b-mla-512-64", model="MODEL", out="OUT", kv_rank=448)
     >>> request.kv_rank, request.rope_dim

@@ -100,12 +100,13 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
         raise InputError(f"{target} is a mount point, which cannot be replaced; choose a folder inside it")
     weights = {name for name in names if Path(name).suffix in WEIGHT_SUFFIXES}
     extra = set(extra_names(names))
-    known = weights | {CONFIG, INDEX, *LEGACY, RECORD, "README.md", ".gitattributes"}
+    known = weights | {CONFIG, INDEX, *LEGACY, RECORD, "README.md", ".gitattributes", TEMPLATES}
     known |= {name for name in extra if not _WIDE.fullmatch(name) or _TOKENIZER.fullmatch(name)}
     known |= {name for name in names if _CODE.fullmatch(name)}
     known |= {name for name in names if name in extra or name.endswith(".py")} & _listed_files(target)
-    folders = {TEMPLATES} if all(path.suffix == ".jinja" for path in (target / TEMPLATES).glob("*")) else set()
-    foreign = [name for name in names if name not in (folders if (target / name).is_dir() else known)]
+    foreign = [name for name in names if name not in known or (name != TEMPLATES and (target / name).is_dir())]
+    below = (target / TEMPLATES).glob("*")
+    foreign += [f"{TEMPLATES}/{path.name}" for path in below if path.suffix != ".jinja" or not path.is_file()]
     way_out = "delete that folder yourself if you do not need it, or choose another OUT"
     if foreign:
         shown = f"{', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}"

@@ -33,7 +33,6 @@ FLOAT_DTYPES = frozenset(TORCH_NAMES)
 MAX_HEADER = 100_000_000  # what the reference implementation accepts
 _LARGEST = 2**63 - 1  # no tensor has more elements, and no file more bytes
 LENGTH_BYTES = 8
-_LFS_POINTER = b"version "  # the beginning of the text file that Git has in place of a large one
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,7 @@ def parse_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Hea
     try:
         if size < LENGTH_BYTES:
             raise ValueError(f"truncated to {size} bytes, but a header takes at least {LENGTH_BYTES}")
-        if (first := read(0, LENGTH_BYTES)) == _LFS_POINTER:
-            return Header(problems=[f"{file}: a Git LFS pointer, not the file itself; fetch it with `git lfs pull`"])
-        (length,) = struct.unpack("<Q", first)
+        (length,) = struct.unpack("<Q", read(0, LENGTH_BYTES))
         if length > MAX_HEADER:
             raise ValueError(f"its header would take {length} bytes, but at most {MAX_HEADER} are allowed")
         if LENGTH_BYTES + length > size:

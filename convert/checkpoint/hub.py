@@ -145,7 +145,7 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
             repo_id=repository, folder_path=folder, ignore_patterns=[".*"], commit_message="Converted by kvfold"
         )
     except Exception as error:  # as in `_asking`
-        why = f"the hub cannot be reached ({first_line(error)}); check the network"
+        why = f"the upload failed ({first_line(error)}); check the network and the name (owner/name)"
         if isinstance(error, huggingface_hub.errors.HfHubHTTPError):
             login = "log in with `hf auth login` and a token that may write, and check the name (owner/name)"
             why = f"the hub refused the upload ({first_line(error)}); {login}"

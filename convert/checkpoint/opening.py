@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvfold.convert.checkpoint import hub
 from kvfold.convert.checkpoint.dequantized import check_libraries, dequantized, undeclared_problems
-from kvfold.convert.checkpoint.files import open_source, portable_name
+from kvfold.convert.checkpoint.files import open_source, portable_name, read_bytes
 from kvfold.convert.checkpoint.folder import (
     CARD,
     CONFIG,
@@ -37,6 +37,9 @@ from kvfold.convert.errors import ADVICE, InputError
 if TYPE_CHECKING:
     import torch
 
+# The beginning of the text file that Git has in place of a large one
+_LFS_POINTER = b"version https://git-lfs"
+
 __all__ = ["Checkpoint", "TensorInfo", "check_opens", "open_checkpoint", "open_headers"]
 
 
@@ -59,7 +62,7 @@ def check_opens(*models: str) -> None:
 
 
 def open_headers(model: str | os.PathLike[str], dtype: str = "BF16") -> Checkpoint:
-    """Like ``open_checkpoint``, but for a hub id, fetch only config, index and headers; reading tensors then fails.
+    """Like ``open_checkpoint``, but of a hub id, fetch only config, index, chat template and headers: no tensors.
 
     A legacy checkpoint on the hub has no separate headers, so all of it is downloaded. With HF_HUB_OFFLINE, every hub
     id is opened from the cache.
@@ -105,7 +108,10 @@ def _open_local(place: Path | str, dtype: str) -> Checkpoint:
     except OSError as error:
         way_out = ADVICE.get(error.errno or 0, "make it readable")
         raise InputError(f"{folder}: its files cannot be listed ({error.strerror}); {way_out}") from None
-    extra = [*extra_names(names), *(f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*.jinja"))]
+    extra = [
+        *extra_names(names),
+        *(f"{TEMPLATES}/{path.name}" for path in sorted((folder / TEMPLATES).glob("*.jinja"))),
+    ]
     # states are taken before anything is read: a change in between must not go unseen
     states = file_states(folder / name for name in (CONFIG, *extra))
     config, digest = read_config(folder)
@@ -125,6 +131,8 @@ def _open_local(place: Path | str, dtype: str) -> Checkpoint:
             try:
                 paths[file] = resolve_member(folder, file, entry)
                 states.update(file_states([paths[file]]))
+                if read_bytes(paths[file], length=len(_LFS_POINTER)) == _LFS_POINTER:
+                    raise InputError(f"{file}: a Git LFS pointer, not the file itself; fetch it with `git lfs pull`")
                 found[file] = header_of(paths[file], file)
             except InputError as error:
                 found[file] = Header(problems=[error.message])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.files import replacing, sync_path, write_file
-from kvfold.convert.checkpoint.folder import CONFIG, WEIGHT_SUFFIXES, stamps
+from kvfold.convert.checkpoint.folder import CONFIG, stamps
 from kvfold.convert.checkpoint.hashing import file_sha256
 from kvfold.convert.checkpoint.shards import tensor_places
 from kvfold.convert.checkpoint.writer import is_laid_out
@@ -132,7 +132,7 @@ def resumable(plan: Plan) -> Callable[[Path], bool]:
     """Return a test for folders: True if a run of the same request and source left a finished layer there.
 
     The test raises InputError if the run there had another request, so that nothing of it is lost. If files of the
-    model or text have changed since, its layers are of no use: a line on stderr says so.
+    model, the teacher or the text have changed since, its layers are of no use: a line on stderr says so.
     """
 
     def same(folder: Path) -> bool:
@@ -144,10 +144,13 @@ def resumable(plan: Plan) -> Callable[[Path], bool]:
         if differing := _differing(before, now):
             way_out = f"use the same to continue after its layer {count}, or {opt('fresh', True)} to discard it"
             raise InputError(f"the interrupted run in {folder} used {differing}; {way_out}")
-        if changed := [Path(file[0]).name for file in now["files"] if file not in before["files"]]:
-            files = f"{', '.join(changed)} changed since then"
-            print(f"discarding the finished layers ({count}) in {folder}: {files}; starting over", file=sys.stderr)
-        return not changed
+        if before == now or not (plan.checkpoint.folder / CONFIG).exists():  # a lost mount must not cost the layers
+            return True
+        changed = [file[0] for file in now["files"] if file not in before["files"]]
+        changed += [file[0] for file in before["files"] if file not in now["files"] and file[0] not in changed]
+        files = f"{', '.join(changed[:3])}{', ...' * (len(changed) > 3)} changed since then"
+        print(f"discarding the finished layers ({count}) in {folder}: {files}; starting over", file=sys.stderr)
+        return False
 
     return same
 
@@ -170,9 +173,8 @@ def _use_threads(before: Mapping[str, Any]) -> None:
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """What differs between the settings of two runs, in words; None if nothing does."""
-    models = [next((file[0] for file in each["files"] if Path(file[0]).name == CONFIG), None) for each in (before, now)]
-    if models[0] != models[1]:
-        return f"another model, {models[0] and Path(models[0]).parent}"
+    if (model := before.get("model", now["model"])) != now["model"]:
+        return f"another model, {model}"
     old, new = before.get("options", {}), now["options"]
     for name in [*new, *old]:
         if old.get(name) != new.get(name):
@@ -187,13 +189,12 @@ def run_settings(plan: Plan) -> dict[str, Any]:
     import torch
 
     request = plan.request
-    teacher = [] if request.teacher is None else sorted(Path(request.teacher).glob("*"))  # empty for a model of the hub
-    files = [
-        *plan.checkpoint.states,
-        *(Path(with_share(text)[0]) for text in request.texts),
-        *(path for path in teacher if path.name == CONFIG or path.suffix in WEIGHT_SUFFIXES),
-    ]
+    files = [*plan.checkpoint.states, *(Path(with_share(text)[0]) for text in request.texts)]
+    if request.teacher is not None:  # of the hub's models, which have no folder here, none
+        weights = ("*.safetensors", "pytorch_model*.bin", CONFIG)
+        files += [path for pattern in weights for path in sorted(Path(request.teacher).glob(pattern))]
     settings = {
+        "model": plan.checkpoint.origin if plan.checkpoint.hub_id else plan.checkpoint.folder,
         "options": request.result_options() | {"calibration": request.calibration, "teacher": request.teacher},
         # Sums are in another order on another device, or with other threads or processes.
         "device": [request.device, torch.cuda.is_available(), torch.get_num_threads(), processes.count()],
@@ -208,7 +209,8 @@ def _read(folder: Path) -> dict[str, Any] | None:
     """The settings (``run``), ``layers`` and ``polished`` of the journal in ``folder``; None if damaged or missing."""
     try:
         journal = json.loads((folder / _NAME).read_bytes())
-        run = {**journal["run"], "files": list(journal["run"]["files"]), "device": list(journal["run"]["device"])}
+        files = [[str(file[0]), *file[1:]] for file in journal["run"]["files"]]
+        run = {**journal["run"], "files": files, "device": list(journal["run"]["device"])}
         found = {"run": run, "layers": list(journal["layers"]), "polished": journal.get("polished")}
         return found if int(run["device"][2]) > 0 else None
     except (OSError, ValueError, KeyError, TypeError, IndexError):

@@ -42,7 +42,7 @@ class Needs:
     memory: int
     spilled: int
     scratch: int  # on OUT's disk during the run
-    disk: int  # for the output with headers and side files
+    disk: int  # for the output and intervals that are kept, with headers and side files
 
 
 def needs_of(plan: Plan, processes: int = 1) -> Needs:
@@ -55,9 +55,11 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
     request, shape = plan.request, plan.geometry
     headers = 3 * sum(len(tensor.name) + 120 for tensor in plan.tensors)
     extra = sum(path.stat().st_size for path in plan.checkpoint.extra_files())
-    # With --keep-intervals each interval leaves a checkpoint, the last of them as OUT.
-    written = intervals(steps_of(request.polish, request.length), request.length) if request.keep_intervals else {}
-    disk = max(1, len(written) - 1) * (sum(tensor.nbytes for tensor in plan.tensors) + headers + extra) + _SLACK
+    written = 1  # checkpoints: OUT, and those of intervals that no interrupted run has left
+    if request.keep_intervals:
+        _, *names, _ = intervals(steps_of(request.polish, request.length), request.length).values()
+        written += sum(not Path(f"{request.out}.{name}").exists() for name in names)
+    disk = written * (sum(tensor.nbytes for tensor in plan.tensors) + headers + extra) + _SLACK
     width, latent = shape.model_dim, request.to == "mla"
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * width
     fit = _DOUBLE * ((_FIT_SQUARES_OF_TEXT if request.calibrated else _FIT_SQUARES) * width**2 + 4 * attention)

@@ -246,14 +246,14 @@ def plan_text(plan: Plan) -> str:
     lines += [f"  {file}  {bytes_text(size)}" for file, size in shown.items()]
     if len(plan.shards) > _SHOWN_FILES:
         lines.append(f"  ... and {len(plan.shards) - _SHOWN_FILES} more")
-    each = " per process" if processes.count() > 1 else ""
+    each, room = " per process" if processes.count() > 1 else "", needs.disk + needs.scratch
     lines += [
         served_text(plan.engines),
         *(f"  {verdict.to_text()}" for verdict in plan.engines if not verdict.serves),
         calibration_text(plan),
         refine_text(plan),
         polish_text(plan),
-        f"disk: {bytes_text(needs.disk)} needed{_free_text(needs.disk, free_disk(plan))}",
+        f"disk: {bytes_text(room)} needed{_free_text(room, free_disk(plan))}",
         f"memory: about {bytes_text(needs.memory)} needed{each}{_free_text(needs.memory, free_bytes(plan))}",
     ]
     if needs.spilled:
@@ -304,7 +304,8 @@ def refine_text(plan: Plan) -> str:
     if not request.refine:
         return ""
     steps = "steps for as long as they help," if request.refine == "auto" else f"{request.refine} steps"
-    return f"refinement: {steps} of {refining_batch(request.length) * request.length} tokens, in each layer"
+    batch = min(refining_batch(request.length), request.samples)
+    return f"refinement: {steps} of {batch * request.length} tokens, in each layer"
 
 
 def polish_text(plan: Plan) -> str:

@@ -156,16 +156,16 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
                 check_output(f"{request.out}.{name}", overwrite=request.overwrite or bool(left), model=request.model)
         check_processes(plan)
         check_spill(plan)
-        if request.teacher is not None:
-            # What cannot be opened is told before any text is read.
-            opens = partial(open_headers if request.dry_run else open_checkpoint, request.teacher, dtype)
-            processes.from_first(lambda: opens().close())
         if request.dry_run:
             check_output(request.out, overwrite=request.overwrite, model=checkpoint.folder)
             if request.calibrated:
                 check_seq_len(request.length, plan.geometry.positions, checkpoint.origin)
+            if request.teacher is not None:
+                open_headers(request.teacher, dtype).close()
             return Conversion(plan, None, None, {})
         check_memory(plan)
+        if request.teacher is not None:  # what cannot be opened is told before any text is read
+            processes.from_first(lambda: open_checkpoint(str(request.teacher), dtype).close())
         with _output_folder(plan) as folder:
             plan, measured, hashes = _write_weights(plan, folder, stages)
             checkpoint.check_unchanged()

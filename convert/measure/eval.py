@@ -218,8 +218,8 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
     prompts = _prompts(tokenizer, request, lengths if request.lengths else lengths[-1:], samples)
     # A model that was trained with a BOS token in front loses much without it.
     prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int64)
-    if lengths[-1] < len(prefix) + 2:
-        raise option_error("lengths", lengths[-1], f"must be at least {len(prefix) + 2}: a loss needs two tokens")
+    if lengths[-1] < max(2, len(prefix) + 1):
+        raise option_error("lengths", lengths[-1], f"must be at least {max(2, len(prefix) + 1)} for a loss to measure")
     inner = min(lengths[-1] - len(prefix), len(body))
     windows = body[: len(body) // inner * inner].view(-1, inner)[:samples]
     windows = torch.cat([prefix.expand(len(windows), -1), windows], dim=1)

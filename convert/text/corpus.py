@@ -259,14 +259,14 @@ def _source_fault(path: Path) -> str | None:
             beginning = file.read(_SNIFFED)
         # A character may be cut at the end.
         codecs.getincrementaldecoder("utf-8")().decode(beginning)
-        is_text = True
+        is_text = b"\0" not in beginning
     except OSError as error:
         return f": cannot be read ({error.strerror}); check its permissions"
     except UnicodeDecodeError:
         is_text = False
     if not beginning:
         return ": the file is empty; give a file that contains text"
-    if b"\0" in beginning or beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 4 * beginning.count(0) > len(beginning):
         return f": the file is not UTF-8 text (perhaps UTF-16); convert it to UTF-8, or give {_KINDS}"
     if path.suffix == ".json":
         return f": .json is not supported; write {_ROW} on each line of a .jsonl file"

@@ -275,7 +275,7 @@ def test_a_result_is_verified_and_uploaded(demo_latent: Path, tmp_path: Path) ->
     assert "Traceback" not in refused.stderr
     unreachable = push(demo_latent, "me/small", HF_ENDPOINT="http://127.0.0.1:1")
     assert unreachable.returncode == 2
-    assert "me/small: the hub cannot be reached (" in unreachable.stderr
+    assert "me/small: the upload failed (" in unreachable.stderr
     server.asked.clear()
     other = push(demo_folder(), "me/small")
     assert other.returncode == 2

@@ -107,7 +107,7 @@ def test_further_chat_templates_go_along(source, tmp_path):
         assert (out / "additional_chat_templates" / "rag.jinja").read_text() == "{{ messages }}"
     assert "additional_chat_templates/rag.jinja" in json.loads((out / "kvfold.json").read_text())["files"]
     (out / "additional_chat_templates" / "notes.txt").touch()
-    with pytest.raises(InputError, match="contains additional_chat_templates, which kvfold does not recognize"):
+    with pytest.raises(InputError, match=r"contains additional_chat_templates/notes\.txt, which kvfold does not"):
         convert(model, out, kv_heads=2, overwrite=True)
 
 

@@ -153,6 +153,8 @@ def test_only_an_equal_request_for_the_same_model_goes_on(tmp_path, request_of, 
     assert "resuming" not in stopped(0, fresh=True, seed=1)
     other = shutil.copytree(tmp_path / "model", tmp_path / "other")
     refused(f"another model, {tmp_path / 'model'}", model=str(other), seed=1)
+    (tmp_path / "model" / "generation_config.json").unlink()
+    assert "model/generation_config.json changed since then; starting over" in stopped(0, seed=1)
     with (tmp_path / "model" / "model.safetensors").open("r+b") as weights:
         weights.seek(-1, os.SEEK_END)
         weights.write(b"\0")

@@ -117,7 +117,7 @@ def test_contexts_and_lengths_that_cannot_be(tiny_family, tmp_path):
     context = json.loads((model / "config.json").read_text())["n_positions"]
     with pytest.raises(InputError, match=f"must not exceed the {context} positions supported by gpt2"):
         evaluation.eval_checkpoints(model, model, lengths=[context + 1], quiet=True)
-    with pytest.raises(InputError, match=r"--lengths 1 must be at least [23]: a loss needs two tokens"):
+    with pytest.raises(InputError, match="--lengths 1 must be at least 2 for a loss to measure"):
         evaluation.eval_checkpoints(demo_folder(), demo_folder(), lengths=[1], retrieval=False, quiet=True)
 
 

@@ -117,6 +117,9 @@ def test_an_interrupted_sweep_shows_its_rows_and_continues_after_them(reader, tm
         assert "MQA: 75.0 % less cache, " in capsys.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             sweep_checkpoint(**options | {"samples": 5, "targets": "mla:8"})  # another sweep, which has no rows
+        with pytest.raises(KeyboardInterrupt):
+            sweep_checkpoint(**options | {"layout": "free"})  # another too, though its folds have no layout
+        assert len(list((tmp_path / "cache").rglob("*.json"))) == 2
     fitted = Mock(side_effect=sweep.fitted_fold)
     monkeypatch.setattr(sweep, "fitted_fold", fitted)
     found = sweep_checkpoint(**options)
@@ -130,7 +133,7 @@ def test_an_interrupted_sweep_shows_its_rows_and_continues_after_them(reader, tm
             same.kl,
             same.distances,
         )
-    assert not list((tmp_path / "cache").rglob("*.json"))
+    assert len(list((tmp_path / "cache").rglob("*.json"))) == 1
 
 
 def test_rows_of_an_interrupted_sweep_are_discarded_when_the_model_changed_or_on_request(
