@@ -141,7 +141,9 @@ def _absorbs(this: Any, nope: Tensor, mask: Any) -> bool:
     readable = queries == 1 if mask is None else isinstance(mask, Tensor) and (mask.dim() == 4 or queries == 1)
     # offloaded weights are on another device; adapted and quantized layers have none to absorb
     plain = type(this.kv_b_proj) is nn.Linear and this.kv_b_proj.weight.device == nope.device
-    return pays and not wants_gradient and readable and plain
+    # autocast leaves rotary queries and latents wider than the products: the explicit form takes both
+    narrowed = torch.is_autocast_enabled(nope.device.type)
+    return pays and not wants_gradient and readable and plain and not narrowed
 
 
 def _absorbed(this: Any, nope: Tensor, rope: Tensor, latent: Tensor, key_rope: Tensor, mask: Tensor | None) -> Context:

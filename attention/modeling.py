@@ -93,11 +93,12 @@ class GroupedAttention(nn.Module):
         With a ``cache``, ``x`` continues the cached tokens. ``positions [T]`` or ``[B, T]`` are used for the rotary
         embedding; they default to the slot numbers. ``starts [B]``, ``lengths [B]`` and ``bias [1|B, 1|H, T, S]`` are
         the same as in ``grouped_attention``.
-        Cross attention reads ``memory [B, S, E']``; with a cache, only the first call needs it.
+        Cross attention reads ``memory [B, S, E']``; with a cache, only the first call uses it.
         """
         offset, slots = _place(x, cache)
         query = _heads(self.query(x), self.heads)
-        source = memory if self.cross else x
+        # a filled cache has the memory already
+        source = x if not self.cross else memory if cache is None or cache.length == 0 else None
         if source is not None:
             expect_shape("memory", source, "B S E'", {"B": x.shape[0]})
             key = _heads(self.key(source), self.kv_heads)
@@ -185,14 +186,14 @@ class LatentAttention(nn.Module):
         c, key_rope = torch.split(down, [self.kv_rank, self.rope_dim], -1)
         rope, key_rope = self.rotation(slots if positions is None else positions, rope, key_rope[:, None])
         # the norm is on the latent alone: the rotary key is cached as attention reads it
-        latent = torch.cat([self.latent_norm(c), key_rope[:, 0]], -1)
+        latent = torch.cat([self.latent_norm(c).to(c.dtype), key_rope[:, 0]], -1)
         if cache is not None:
             latent = cache.append(latent)
         if absorbed is None:
             # training and encoding have gradients or many queries for each slot
             pays = absorption_pays(x.shape[1], self.nope_dim, self.value_dim, self.kv_rank)
             absorbed = cache is not None and pays
-        ups = self.up.weight.view(self.heads, self.nope_dim + self.value_dim, self.kv_rank)
+        ups = self.up.weight.to(nope.dtype).view(self.heads, self.nope_dim + self.value_dim, self.kv_rank)
         parts = nope, rope, latent, *torch.split(ups, [self.nope_dim, self.value_dim], 1)
         z = latent_attention(*parts, absorbed=absorbed, offset=offset, starts=starts, lengths=lengths, **self.rules)
         return cast(Tensor, self.output(z.transpose(1, 2).flatten(2)))

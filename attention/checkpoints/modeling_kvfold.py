@@ -153,9 +153,9 @@ class LatentSelfAttention(SelfAttention):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         facts = self.facts
-        if str(config._attn_implementation).startswith("flash"):
+        if str(config._attn_implementation).startswith(("flash", "flex")):
             name = config._attn_implementation
-            raise ValueError(f"attn_implementation={name!r} requires equal key and value dims; use 'sdpa' or 'eager'")
+            raise ValueError(f"attn_implementation={name!r} does not support latent attention; use 'sdpa' or 'eager'")
         width, self.heads = facts["model_dim"], facts["heads"]
         self.rank, self.rope_dim = facts["kv_rank"], facts["rope_dim"]
         self.norm: dict[str, Any] | None = facts.get("norm")
@@ -341,7 +341,10 @@ def __getattr__(name: str) -> type:
     else:
         config = f"Kvfold{stock.config_class.__name__}"
         config_class = globals()[config] if config in globals() else __getattr__(config)
-        made = type(name, (Replaced, stock), {"config_class": config_class})
+        # transformers 5.17 takes sdpa for Gemma 2, which has no soft cap
+        capped = getattr(stock.config_class, "attn_logit_softcapping", None) is not None
+        facts = {"config_class": config_class} | ({"_supports_sdpa": False} if capped else {})
+        made = type(name, (Replaced, stock), facts)
         # tensor names in checkpoint files are registered by class or by model type
         names = (stock.__name__, stock.config_class.model_type)
         if renamed := next(filter(None, map(get_checkpoint_conversion_mapping, names)), None):

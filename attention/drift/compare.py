@@ -342,7 +342,7 @@ def relative(difference: float, size: float) -> float:
 
 
 def squares(values: Tensor) -> Tensor:
-    """Sum of squares, float64."""
+    """Sum of squares, float64, left on the device: reading it would wait for it."""
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
     total: Tensor = torch.linalg.vector_norm(wide, dim=-1).double().square().sum()
     return total

@@ -183,9 +183,9 @@ def measure_drift(
         if number is not None:
             expect_at_least(name, number, 1)
     # a loaded model goes to the GPU by default, a stream stays where it is
-    default, chosen = "cuda" if torch.cuda.is_available() else None, None if device == "auto" else device
+    default = "cuda" if torch.cuda.is_available() else None
     teacher, compared = (
-        as_stream(model, device=chosen or (default if isinstance(model, nn.Module) else None), dtype=dtype)
+        as_stream(model, device=device or (default if isinstance(model, nn.Module) else None), dtype=dtype)
         for model in (source, student)
     )
     if teacher.layers != compared.layers:

@@ -57,7 +57,8 @@ class LoadedStream:
     ) -> None:
         first = next(model.parameters())
         self.model = model
-        self.device = first.device if device is None else torch.device(device)
+        # of a tensor: "cuda" is "cuda:0" then
+        self.device = first.device if device is None else torch.empty(0, device=device).device
         self.dtype = first.dtype if dtype is None else dtype
         self._layers = list(layer_list(model)[1])
         self.layers = len(self._layers)
@@ -128,7 +129,7 @@ def as_stream(
         raise ValueError(
             f"the model has type {type(model).__name__!r}; it must be a transformers model or a LayerStream"
         )
-    unchanged = device in (None, model.device) and dtype in (None, model.dtype)
+    unchanged = (device is None or torch.device(device) == model.device) and dtype in (None, model.dtype)
     return model if unchanged else model.to(device=device, dtype=dtype)
 
 

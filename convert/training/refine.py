@@ -24,13 +24,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfold.attention.drift.compare import squares
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.training.budget import refining_batch
 from kvfold.convert.training.fit import AfterRound, Trainee, fit, random_batches
 from kvfold.convert.walk.hidden import Hidden, sequence
 from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, token_weights
-from kvfold.convert.walk.walk import Step, Student, energy
+from kvfold.convert.walk.walk import Step, Student
 
 # Chosen, not tuned: the steps between two evaluations on held-out sequences, and the most that ``auto`` spends on a
 # layer, ten of these rounds.
@@ -186,7 +187,7 @@ class LayerTrainee(Trainee):
     def error(self, held_out: "Examples") -> float:
         """The error on held-out sequences, computed by the first process and sent to the others."""
         batches = zip(held_out.inputs, held_out.targets, held_out.weights, strict=True)
-        missing = processes.from_first(lambda: float(sum(energy(self._missing(*batch)) for batch in batches)))
+        missing = processes.from_first(lambda: float(sum(squares(self._missing(*batch)) for batch in batches)))
         return missing / held_out.numbers / held_out.energy if held_out.energy else missing
 
     def _missing(self, hidden: Tensor, target: Tensor, weight: Tensor) -> Tensor:
@@ -243,7 +244,7 @@ def examples(
         weight = token_weights(residual + added, student_residual)
         weights.append(weight)
         targets.append((added + before if correct else added).to(student_inputs.dtype))
-        energies = energies.to(added.device) + torch.stack([energy(added * weight), energy(before * weight)])
+        energies = energies.to(added.device) + torch.stack([squares(added * weight), squares(before * weight)])
         numbers += added.numel()
         count += len(added)
     own, (size, inherited) = range(count), energies.tolist()

@@ -129,9 +129,12 @@ def with_heads(output: LayerOutput, heads: SourceHeads, arguments: Arguments) ->
     query, key = sides
     biases = arguments.kwargs.get("alibi", arguments.kwargs.get("position_bias"))
     if biases is not None:
-        # A head's biases increase by its slope from each position to the next.
-        rows = biases.reshape(-1, biases.shape[-1])[: weights.heads]
-        per_score = ((rows[:, -1] - rows[:, -2]).to(query) / heads.scale)[:, None, None].expand(*query.shape[:3], 1)
-        steps = places.to(key)[:, None].expand(*key.shape[:3], 1)
-        query, key = torch.cat([query, per_score], -1), torch.cat([key, steps], -1)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        rows = biases.reshape(-1, biases.shape[-1])[: weights.heads].to(wide)
+        # A head's biases increase by its slope with each position; in 16 bits only the whole range tells by how much.
+        slope = (rows[:, -1] - rows[:, 0]) / max(1, rows.shape[1] - 1)
+        # Falcon's biases [B, H, 1, S] are scaled with the scores, the others' are added to the scaled scores.
+        per_score = (slope if biases.dim() == 4 else slope / heads.scale)[:, None, None].expand(*query.shape[:3], 1)
+        steps = places.to(query.device, wide)[:, None].expand(*key.shape[:3], 1)
+        query, key = torch.cat([query.to(wide), per_score], -1), torch.cat([key.to(wide), steps], -1)
     return replace(output, query=query, key=key, scale=heads.scale)

@@ -169,7 +169,7 @@ class Step:
             for hidden, output in zip(self.held_out, self.outputs, strict=True):
                 expected = output.attention[:left]
                 wrong = layer.attend(hidden[:left]).attention - expected
-                sums += torch.stack([energy(wrong), energy(expected)]).to(sums.device)
+                sums += torch.stack([compare.squares(wrong), compare.squares(expected)]).to(sums.device)
                 left -= len(expected)
                 if left == 0:
                     break
@@ -297,7 +297,7 @@ class Teacher:
             with self.stream.open_layer(index) as layer:
                 if self._remember:
                     # Several students compare their attention with the teacher's for the same inputs.
-                    layer = _RememberingLayer(layer.index, layer.module, layer.arguments, layer.tensors)
+                    layer = _RememberingLayer(**vars(layer))
                 calibration, statistics, inputs = self._calibration[: 0 if self.kept is None else None], None, None
                 if self._calibration and self._statistics:
                     statistics, inputs = gather(self.stream, layer, self._calibration, self._profile, self._heads)
@@ -371,8 +371,3 @@ class Walk:
         source.release()
         student.release()
         return replace(measured, layers=tuple(self.drifts))
-
-
-def energy(tensor: Tensor) -> Tensor:
-    """The sum of squares of ``tensor``, computed in float64 and left on its device: reading it would wait for it."""
-    return tensor.double().square().sum()

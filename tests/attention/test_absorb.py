@@ -205,6 +205,15 @@ def test_half_precision_is_no_worse_than_stock(variant, dtype):
     assert errors[1] <= 2 * errors[0]
 
 
+@torch.no_grad()
+def test_under_autocast_absorbed_models_are_the_stock_ones():
+    """Rotary queries and latents are wider there than the products."""
+    stock, absorbed = pair("v3-query-latent")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = (decode(model, prompt(), [6, 1, 1, 1])[0] for model in (stock, absorbed))
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.slow
 def test_compiled_decoding_equals_stock():
     stock, absorbed = pair("v3-query-latent", num_hidden_layers=1)

@@ -103,6 +103,24 @@ def test_encoder_and_cross_modules_equal_reference_and_the_memory_is_read_once()
         rest = [module(x[:, t : t + 1], cache=cache) for t in range(1, T)]
     torch.testing.assert_close(torch.cat([first, *rest], 1)[0], expected, **precision.EXACT)
     assert cache.length == 5
+    again = module.new_cache(1, dtype=torch.float64)
+    with torch.no_grad():
+        parts = [module(x[:, t : t + 1], memory=memory, cache=again) for t in range(T)]
+    torch.testing.assert_close(torch.cat(parts, 1)[0], expected, **precision.EXACT)
+    assert again.length == 5
+
+
+@pytest.mark.parametrize("norm", [None, nn.RMSNorm(16)], ids=["plain", "normed"])
+def test_latent_attention_trains_under_autocast(norm):
+    def linear(inputs, outputs):
+        return nn.Linear(inputs, outputs, bias=False)
+
+    sizes = {"heads": 4, "kv_rank": 16, "rope_dim": 4, "nope_dim": 8, "value_dim": 8}
+    layers = {"query": linear(32, 48), "down": linear(32, 20), "up": linear(16, 64), "output": linear(32, 32)}
+    module = LatentAttention(**layers, **sizes, frequencies=rotary_frequencies(4), latent_norm=norm)
+    with torch.autocast("cpu", torch.bfloat16):
+        module(torch.randn(2, 20, 32)).float().sum().backward()
+    assert module.up.weight.grad.dtype == torch.float32
 
 
 def modules() -> list[tuple[str, nn.Module]]:

@@ -230,6 +230,14 @@ def test_latents_of_full_size_are_the_stock_model_at_every_split_of_a_text(name,
     torch.testing.assert_close(last.logits[:, -1], expected[:, -1], **TOLERANCE)
 
 
+def test_attention_that_cannot_run_latents_is_refused_and_soft_caps_are_kept(latents):
+    register_models()
+    _, out = latents("gemma2")
+    with pytest.raises(ValueError, match="'flex_attention' does not support latent attention; use 'sdpa' or 'eager'"):
+        stock_model(out, attn_implementation="flex_attention")
+    assert stock_model(out).config._attn_implementation == "eager"
+
+
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt2"])
 def test_trainer_device_map_and_static_cache_take_it(name, latents, tmp_path):
     register_models()

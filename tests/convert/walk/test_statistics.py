@@ -6,8 +6,12 @@ from helpers import precision
 from torch import Tensor
 
 from kvfold.attention.drift.recording import LayerOutput
+from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.families.layout import layer_rotary, read_layer
+from kvfold.convert.families.model import model_of
+from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm
-from kvfold.convert.walk.statistics import StatisticsAccumulator
+from kvfold.convert.walk.statistics import SourceHeads, StatisticsAccumulator, with_heads
 
 
 def output(inputs: Tensor, query: Tensor | None = None, key: Tensor | None = None, **options: object) -> LayerOutput:
@@ -86,3 +90,32 @@ def test_what_is_behind_norms_is_averaged_with_the_inputs() -> None:
     received = scores.softmax(-1).sum((1, 2)).flatten()
     expected = torch.einsum("n,nhd,ne->hde", received / received.sum(), rows, extended)
     torch.testing.assert_close(found.received_normed, expected, **precision.ACTIVATIONS)
+
+
+RW = {"alibi": True, "new_decoder_architecture": False, "multi_query": False, "parallel_attn": False}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "changes"), [("bloom", {}), ("falcon", RW)])
+@torch.no_grad()
+def test_alibi_is_one_more_dim_of_queries_and_keys(
+    name: str, changes: dict[str, bool], dtype: torch.dtype, tiny_family
+):
+    """So far along a text that steps of one position are rounded away in 16 bits, in which Falcon computes them."""
+    checkpoint = open_checkpoint(tiny_family(name, **changes))
+    model = model_of(checkpoint.config, checkpoint.tensors)
+    stream = CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), dtype=dtype)
+    hidden = stream.embed(torch.randint(3, 90, (1, 600), generator=torch.Generator().manual_seed(0)))
+    how = model.layers[0]
+    heads = SourceHeads(read_layer(model, 0, checkpoint.read), layer_rotary(model, 0), how.scale, how.clip)
+    with stream.open_layer(0) as layer:
+        found = with_heads(layer(hidden), heads, layer.arguments(hidden))
+    assert found.query is not None
+    assert found.key is not None
+    # Of H heads, a power of two, head h = 1 .. H has the slope 2^(-8 h / H).
+    count = heads.weights.heads
+    slopes = torch.tensor([2.0 ** (-8 * (head + 1) / count) for head in range(count)])
+    expected = slopes * (heads.scale if name == "falcon" else 1.0)
+    steps = found.key[0, 0, :, -1]
+    torch.testing.assert_close(steps, torch.arange(600.0))
+    torch.testing.assert_close(found.query[0, :, 0, -1] * heads.scale, expected, rtol=4e-3, atol=0.0)

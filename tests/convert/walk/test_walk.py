@@ -6,7 +6,9 @@ from helpers import precision
 from helpers.walks import LAYERS, Case
 
 from kvfold.attention.drift.compare import Measurement
-from kvfold.convert.errors import KvfoldError
+from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.walk.passes import survey
 from kvfold.convert.walk.walk import Teacher, Walk
 
@@ -49,6 +51,15 @@ def test_students_that_share_a_teacher_are_what_each_would_be_alone(
                 step.convert(case.layer(step.index))
     assert calls == []  # what the source's attention gave is remembered
     assert [walk.measurement() for walk in walks] == [alone.measurement()] * 2
+
+
+def test_a_config_that_no_layer_can_run_with_is_named_where_layers_remember(tiny_family) -> None:
+    checkpoint = open_checkpoint(tiny_family("mixtral"))
+    config = checkpoint.config | {"num_experts_per_tok": 9}
+    stream = CheckpointStream(config, checkpoint.read, list(checkpoint.tensors))
+    for remember in (False, True):
+        with pytest.raises(InputError, match=r"config\.json: "):
+            list(Teacher(stream, torch.ones(2, 8, dtype=torch.int64), remember=remember).layers())
 
 
 def measured(case: Case) -> Measurement:
