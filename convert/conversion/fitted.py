@@ -39,7 +39,7 @@ class Gain:
     kept: int = 0
 
 
-Trained = TypeVar("Trained", bound=Gain)
+AnyGain = TypeVar("AnyGain", bound=Gain)
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,6 @@ def fitted_of(record: Mapping[str, Any]) -> FitReport:
     )
 
 
-def _read(kind: type[Trained], entry: Mapping[str, Any]) -> Trained:
+def _read(kind: type[AnyGain], entry: Mapping[str, Any]) -> AnyGain:
     """The fields of the dataclass ``kind`` that ``entry`` has."""
     return kind(**{name: entry[name] for name in kind.__dataclass_fields__ if name in entry})
