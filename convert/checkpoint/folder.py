@@ -168,6 +168,11 @@ def extra_names(names: Iterable[str]) -> list[str]:
     return sorted(name for name in fitting if Path(name).suffix not in (".py", *WEIGHT_SUFFIXES))
 
 
+def with_templates(folder: Path, names: Iterable[str]) -> list[str]:
+    """The ``extra_names`` among ``names``, the files of ``folder``, and those in its folder of chat templates."""
+    return [*extra_names(names), *(f"{TEMPLATES}/{path.name}" for path in sorted((folder / TEMPLATES).glob("*.jinja")))]
+
+
 def weight_file(names: Collection[str], where: object) -> str:
     """The file among ``names`` that contains or indexes the weights, in transformers' order of preference."""
     for name in (SINGLE, INDEX, *LEGACY):

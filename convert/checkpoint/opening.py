@@ -19,8 +19,6 @@ from kvfold.convert.checkpoint.folder import (
     CONFIG,
     DEQUANTIZE,
     LEGACY,
-    TEMPLATES,
-    extra_names,
     file_states,
     index_problems,
     raise_problems,
@@ -29,6 +27,7 @@ from kvfold.convert.checkpoint.folder import (
     read_member,
     resolve_member,
     weight_file,
+    with_templates,
 )
 from kvfold.convert.checkpoint.headers import Header, TensorInfo, read_header
 from kvfold.convert.checkpoint.reader import Checkpoint, Reader
@@ -108,10 +107,7 @@ def _open_local(place: Path | str, dtype: str) -> Checkpoint:
     except OSError as error:
         way_out = ADVICE.get(error.errno or 0, "make it readable")
         raise InputError(f"{folder}: its files cannot be listed ({error.strerror}); {way_out}") from None
-    extra = [
-        *extra_names(names),
-        *(f"{TEMPLATES}/{path.name}" for path in sorted((folder / TEMPLATES).glob("*.jinja"))),
-    ]
+    extra = with_templates(folder, names)
     # states are taken before anything is read: a change in between must not go unseen
     states = file_states(folder / name for name in (CONFIG, *extra))
     config, digest = read_config(folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.checkpoint.folder import CHAT_FILES, CONFIG, TEMPLATES, extra_names, file_states, json_beside
+from kvfold.convert.checkpoint.folder import CHAT_FILES, CONFIG, file_states, json_beside, with_templates
 from kvfold.convert.checkpoint.hashing import hashing_source
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TensorInfo
 from kvfold.convert.errors import InputError, KvfoldError
@@ -129,8 +129,7 @@ class Checkpoint:
 
     def extra_files(self) -> list[Path]:
         """Paths of the tokenizer, generation, chat template and license files in ``folder``; no Python, no weights."""
-        beside = [self.folder / name for name in extra_names(os.listdir(self.folder))]
-        return [*beside, *sorted((self.folder / TEMPLATES).glob("*.jinja"))]
+        return [self.folder / name for name in with_templates(self.folder, os.listdir(self.folder))]
 
     def check_unchanged(self) -> None:
         """Raise InputError if a file has changed since the checkpoint was opened. Call this before publishing."""
