@@ -22,6 +22,7 @@ Ways to spend equal time and what to train are compared by stages of other optio
 import argparse
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -55,10 +56,10 @@ TARGETS = {  # of 384 KV-cache elements per token per layer
 
 
 class Stage(NamedTuple):
-    """Options of `kvfold convert`, the parts of prose in the text to one of code, 0 for prose alone, and the code."""
+    """Options of `kvfold convert`, the shares of prose and code in the text, empty for prose alone, and the code."""
 
     options: str
-    prose: int = 0
+    shares: str = ""
     # What is polished needs more than the calibration split has; the other split trained the model that ships.
     code: ShippedText = "train"
 
@@ -66,14 +67,14 @@ class Stage(NamedTuple):
 STAGES = {
     "baseline": Stage(""),  # mean pooling, or the weights' singular vectors: set by the target
     "fitted": Stage(""),
-    "fitted on both": Stage("", 1, "calibration"),
-    "fitted on both 3:1": Stage("", 3),
-    "refined 50 on both 3:1": Stage("--refine 50", 3),
+    "fitted on both": Stage("", "1:1", "calibration"),
+    "fitted on both 3:1": Stage("", "3:1"),
+    "refined 50 on both 3:1": Stage("--refine 50", "3:1"),
     "refined": Stage("--refine auto"),
     "polished": Stage("--refine auto --polish auto"),
-    "briefly polished on both": Stage("--refine 50 --polish 100", 1, "calibration"),
-    "effort normal on both": Stage("--refine 50 --polish 100k", 3),
-    "polished 1M on both": Stage("--polish 1M --keep-intervals", 3),
+    "briefly polished on both": Stage("--refine 50 --polish 100", "1:1", "calibration"),
+    "effort normal on both": Stage("--refine 50 --polish 100k", "3:1"),
+    "polished 1M on both": Stage("--polish 1M --keep-intervals", "3:1"),
     # The fitted checkpoint, trained further: options of `kvfold uptrain`.
     "uptrained": Stage("--steps 50 --batch-tokens 1024 --seq-len 256 --eval-every 0"),
 }
@@ -138,10 +139,9 @@ def options(args: argparse.Namespace, target: str, stage: str, code: Path) -> li
     baseline = ["--method", "svd" if "mla" in TARGETS[target] else "mean"]
     if stage == "baseline":
         return [*TARGETS[target].split(), *baseline]
-    own, prose, _ = STAGES[stage]
-    texts = [args.calibration, *([code] if prose else [])]
-    shares = (f":{prose}", ":1") if prose else ("",)
-    named = [f"{text}{share}" for text, share in zip(texts, shares, strict=False) if text is not None]
+    own, shares, _ = STAGES[stage]
+    blend = zip((args.calibration, code), shares.split(":"), strict=True) if shares else [(args.calibration, "1")]
+    named = [f"{text}:{share}" for text, share in blend if text is not None]
     # Without the dialogues that a chat model writes by default, which recipes/chat_answers.py measures.
     calibration = [word for text in [*named, "self:0"] for word in ("--calibration", text)]
     shape = ["--samples", str(args.samples), "--seq-len", str(LENGTH), "--seed", str(args.seed)]
@@ -237,7 +237,8 @@ def perplexities(model: Path, texts: dict[str, Tensor]) -> dict[str, float]:
 
 def table(args: argparse.Namespace) -> None:
     for name, given in args.stage:
-        STAGES[name] = Stage(given, 1 if "on both 1:1" in name else 3 if "on both" in name else 0)
+        named = re.search(r"on both( \d+:\d+)?", name)
+        STAGES[name] = Stage(given, "" if named is None else (named[1] or "3:1").strip())
     header = {"model": "SmolLM2-135M-Instruct", "samples": args.samples, "length": LENGTH, "windows": WINDOWS}
     continue_rows(args.json, header, lambda done: rows(args, done), show)
 
@@ -261,7 +262,7 @@ def main() -> None:
         default=[],
         metavar="NAME=OPTIONS",
         help="another stage, with options of `kvfold convert`, or, if NAME begins with uptrained, of `kvfold uptrain`; "
-        "its text is a quarter code if NAME says 'on both', a half if it says 'on both 1:1'",
+        "its text is prose and code if NAME says 'on both', in the shares 3:1 or, for example, 'on both 3:2'",
     )
     measure.add_argument("--samples", type=int, default=64)
     measure.add_argument("--seed", type=int, default=0)
