@@ -235,9 +235,10 @@ def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Cal
         ):
             with writer.copying_rest(plan.checkpoint, wrote, copied):
                 # The walk of a resumed run passes the finished layers with the tensors that are already written.
-                again = itertools.islice(layers.walk.steps, done) if layers.walk is not None and done else ()
-                for step in stages.over("again", again, done, "layer") if again else ():
-                    step.convert(journal.finished(step.index))
+                if layers.walk is not None and done:
+                    layers.walk.skip_fits(done)
+                    for step in stages.over("again", itertools.islice(layers.walk.steps, done), done, "layer"):
+                        step.convert(journal.finished(step.index))
                 for tensors, notes in stages.over("convert", layers.converted(journal), count, "layer", done):
                     wrote(writer.write_own(tensors))
                     # A run without text starts over when it is killed: it takes only as long as copying the model.

@@ -286,6 +286,7 @@ class Teacher:
         keep: Keep = list,
     ) -> None:
         self.stream, self.tokens, self.keep = source, held_out, keep
+        self.finished = 0  # layers at the beginning whose statistics nobody needs
         self.kept = calibration if keep_calibration else None
         self._profile, self._statistics, self._heads, self._remember = profile, statistics, heads, remember
         self.held_out = embed(source, held_out, keep)
@@ -299,7 +300,9 @@ class Teacher:
                     # Several students compare their attention with the teacher's for the same inputs.
                     layer = _RememberingLayer(**vars(layer))
                 calibration, statistics, inputs = self._calibration[: 0 if self.kept is None else None], None, None
-                if self._calibration and self._statistics:
+                if self.finished == self.stream.layers:  # no later layer needs the sequences
+                    calibration = []
+                elif self._calibration and self._statistics and index >= self.finished:
                     statistics, inputs = gather(self.stream, layer, self._calibration, self._profile, self._heads)
                 elif self._calibration:
                     with self.stream.training():
@@ -335,6 +338,15 @@ class Walk:
         for layer in self._teacher.layers():
             with self.step(layer) as step:
                 yield step
+
+    def skip_fits(self, layers: int) -> None:
+        """Pass the first ``layers`` layers, which are to be converted with known tensors, without statistics.
+
+        If these are all layers, the calibration sequences are not run either.
+        """
+        self._teacher.finished = layers
+        if layers == self._teacher.stream.layers:
+            self._student_calibration = self._teacher.keep([])
 
     @contextmanager
     def step(self, layer: TeacherLayer) -> Iterator[Step]:

@@ -20,6 +20,7 @@ from kvfold.convert.conversion import calibration, journal, memory, polishing, r
 from kvfold.convert.data import demo_folder
 from kvfold.convert.text.self_written import Turns
 from kvfold.convert.training.polish import ModelTrainee
+from kvfold.convert.walk import walk
 
 OPTIONS = {
     "mqa": {"to": "mqa", "group": "contiguous", "refine": 1},
@@ -196,7 +197,11 @@ def test_layers_that_were_damaged_since_a_failed_run_are_made_again(tmp_path, re
             file.seek(next(info.start for info in read_header(left, left.name).tensors if info.name == name))
             file.write(b"\x01\x02\x03")
     capsys.readouterr()
-    convert_checkpoint(ConvertRequest(**options))
+    with pytest.MonkeyPatch.context() as patch:
+        surveyed, gather = [], walk.gather
+        patch.setattr(walk, "gather", lambda *given: surveyed.append(given[1].index) or gather(*given))
+        convert_checkpoint(ConvertRequest(**options))
+    assert surveyed == {"bytes": [1], "size": [0, 1], None: []}[damage]  # only layers that are fitted
     said = capsys.readouterr().err
     assert said.startswith(f"layer {damaged} of the interrupted run is damaged;") or (not damage and not said)
     convert_checkpoint(ConvertRequest(**{**options, "out": str(tmp_path / "unbroken")}))
