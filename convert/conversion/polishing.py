@@ -140,8 +140,6 @@ def _progress(
                 keep(named[fitted.steps], fitted)
         if not request.quiet:
             done = f"polished {fitted.steps}/{last} steps, {tokens} tokens"
-            if fitted.steps and not fitted.kept:
-                line += "; starting over with smaller steps" if fitted.steps < last else ""
             tqdm.write(f"{done}: KL {fitted.errors[-1]:.5f} nats on held-out tokens{line}", file=sys.stderr)
 
     return progress

@@ -47,10 +47,9 @@ class Trainee:
     """
 
     # Of each kind: ``backward(training, batch)`` leaves the gradients of some of the sequences of ``training`` in the
-    # masters, ``error(held_out)`` is judged, in the unit of the fit, and ``start_over()`` undoes all steps.
+    # masters, ``error(held_out)`` is judged, in the unit of the fit.
     backward: Callable[..., None]
     error: Callable[..., float]
-    start_over: Callable[[], None]
 
     def __init__(
         self,
@@ -111,17 +110,15 @@ def fit(
     batches: Iterator[list[int]],
     *,
     every: int,
-    start_over: bool = False,
     saved: Path | None = None,
     progress: AfterRound = lambda fitted: None,
 ) -> FitResult:
     """Train ``trainee`` on ``training`` until ``schedule`` returns 0, and return the best weights seen.
 
     The error on ``held_out`` is measured before training, after each round of ``every`` steps and after the last step;
-    ``progress`` is then called with the result so far. With ``start_over``, every round before the first that lowers
-    the error begins with the weights from before training. The training state is written to the file ``saved`` after
-    the first and the last round, and between them as often as writing takes a small part of the time; if that file
-    already exists, training resumes from it. Every process of a run must call this.
+    ``progress`` is then called with the result so far. The training state is written to the file ``saved`` after the
+    first and the last round, and between them as often as writing takes a small part of the time; if that file already
+    exists, training resumes from it. Every process of a run must call this.
     """
     masters, optimizer = trainee.masters, trainee.optimizer
     if saved is not None and saved.is_file():
@@ -148,8 +145,6 @@ def fit(
         if error < min(fitted.errors):
             fitted.kept = fitted.steps
             fitted.tensors = trainee.rounded()
-        elif start_over and not fitted.kept:
-            trainee.start_over()
         # Weights that are no longer finite give no number to compare with.
         fitted.errors.append(error if math.isfinite(error) else math.inf)
         progress(fitted)

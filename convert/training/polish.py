@@ -8,7 +8,7 @@ logits. The converted attention is trained; norms, or all other weights, can be 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice, takewhile
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,6 @@ _RATE_OF_ALL = 0.5
 # 2026-11-23: 0.0145 -> 0.0124; after every eighth, 0.0104).
 _RATE_PARTS = 8
 _MIN_GAIN = 0.01
-# The rate after a first round that does not lower the error, relative to that round's. SmolLM2-135M, MLA 128+64 refined
-# in 200 steps, KL from 0.0776 after 25 of 391 steps: 1 0.0841, 0.375 0.0766 (2026-11-27).
-_START_OVER = 0.375
 
 
 @dataclass(frozen=True)
@@ -106,17 +103,7 @@ def polish(
         return peak * slowdown(errors, steps) * min(1.0, (done + 1) / _WARMUP) * (1 - done / steps)
 
     batches = training.announced(islice(random_batches(count, batch_size(length), seed), steps))
-    return fit(
-        trainee,
-        training,
-        held_out,
-        schedule,
-        batches,
-        every=POLISH_ROUND,
-        start_over=True,
-        saved=saved,
-        progress=progress,
-    )
+    return fit(trainee, training, held_out, schedule, batches, every=POLISH_ROUND, saved=saved, progress=progress)
 
 
 def polishing_rate(error: float, width: int, layers: int) -> float:
@@ -132,19 +119,16 @@ def polishing_rate(error: float, width: int, layers: int) -> float:
 
 
 def slowdown(errors: Sequence[float], steps: int) -> float:
-    """A factor on the learning rate, lowered by rounds and parts of the run that do not lower the error.
+    """A factor on the learning rate, halved by each part of the run that does not lower the best error by at least 1 %.
 
-    ``errors`` are the held-out errors before training and after every round so far. Training starts over after each of
-    the first rounds that did not lower the error, at 0.375 of its rate. Later each part that does not lower the best
-    error by at least 1 % halves the rate. A run of ``steps`` steps has up to eight parts, each an eighth of its rounds,
-    rounded up.
+    ``errors`` are the held-out errors before training and after every round so far. A run of ``steps`` steps has up to
+    eight parts, each an eighth of its rounds, rounded up.
     """
-    # How far a model may be moved in a step differs between layouts and with how well it is fitted; the first rounds
+    # How far a model may be moved in a step differs between layouts and with how well it is fitted; the first parts
     # tell.
-    failed = sum(1 for _ in takewhile(lambda error: error >= errors[0], errors[1:]))
-    ends = [errors[0], *errors[1 + failed :]][:: max(1, math.ceil(steps / POLISH_ROUND / _RATE_PARTS))]
-    halved = sum(error > (1 - _MIN_GAIN) * least for error, least in zip(ends[1:], accumulate(ends, min), strict=False))
-    return float(_START_OVER**failed * 0.5**halved)
+    ends = errors[:: max(1, math.ceil(steps / POLISH_ROUND / _RATE_PARTS))]
+    best = accumulate(ends, min)
+    return 0.5 ** sum(error > (1 - _MIN_GAIN) * least for error, least in zip(ends[1:], best, strict=False))
 
 
 def names_to_train(
@@ -219,12 +203,6 @@ class ModelTrainee(Trainee):
             if self._autocast is not None and tensor.dim() > 1 and not isinstance(module, nn.Embedding):
                 tensor = tensor.to(self._autocast)
             module._parameters[kind] = nn.Parameter(tensor, requires_grad=False)
-
-    def start_over(self) -> None:
-        """Reset the masters to the stored tensors, and the optimizer."""
-        for name, master in self.masters.items():
-            master.data.copy_(self._read(name))
-        self.optimizer.state.clear()
 
     def backward(self, training: TrainingText, batch: list[int]) -> None:
         """Store a batch's gradients in the masters; with several processes, each computes a share of the sequences."""

@@ -124,16 +124,6 @@ def test_each_round_takes_the_rate_that_the_rounds_before_leave(tiny_family, mon
     assert found.errors[1] == found.errors[2] == found.errors[3]
 
 
-def test_polishing_starts_over_after_a_first_round_that_does_harm(tiny_family, monkeypatch: pytest.MonkeyPatch):
-    ours = trainee(tiny_family("llama"))
-    monkeypatch.setattr(module, "POLISH_ROUND", 5)
-    monkeypatch.setattr(module, "slowdown", lambda errors, steps: 1e6 if len(errors) == 1 else 1e-30)
-    found = polish(ours, training(ours), text(ours), 10)
-    assert found.errors[1] > 2 * found.errors[0]
-    assert found.errors[2] == pytest.approx(found.errors[0], rel=1e-5)
-    assert found.kept in (0, 10)
-
-
 def test_small_rows_move_in_proportion(tiny_family):
     small = "model.layers.0.self_attn.v_proj.weight"
 
@@ -202,16 +192,14 @@ def test_figures_are_those_of_the_stock_models_logits(tiny_family):
     [
         ([0.2, 0.19, 0.18], 200, 1.0),
         ([0.2, 0.1999], 200, 0.5),  # hardly less
-        ([0.2, 0.19, 0.21, 0.195, 0.18], 200, 0.25),  # of the least so far, not of the round before
-        ([0.2, 0.19, float("inf"), 0.18], 200, 0.5),
-        ([0.2, 0.21, 0.2, 0.19, 0.1899], 200, 0.5 * 0.375**2),  # the first two rounds are taken back
-        ([0.2, float("inf")], 1000, 0.375),
-        ([-1e-9, 1e-9], 200, 0.375),  # rounding of a lossless model
+        ([0.2, 0.21, 0.205, 0.19], 200, 0.25),  # of the least so far, not of the round before
+        ([0.2, float("inf"), 0.19], 200, 0.5),
+        ([-1e-9, 1e-9], 200, 0.5),  # rounding of a lossless model
         # In a long run eighths are judged: half a percent in each round is 2.5 % in five.
         ([0.2 * 0.995**rounds for rounds in range(41)], 200, 0.5**40),
         ([0.2 * 0.995**rounds for rounds in range(41)], 1000, 1.0),
-        ([0.2, 0.19, 0.21, 0.2, 0.19, 0.18], 1000, 1.0),  # a rise within a part that gains
+        ([0.2, 0.22, 0.21, 0.2, 0.19, 0.18], 1000, 1.0),  # a rise within a part that gains
     ],
 )
-def test_rounds_and_parts_that_hardly_gain_lower_the_learning_rate(errors, steps, expected):
+def test_the_learning_rate_halves_after_every_part_that_hardly_gains(errors, steps, expected):
     assert slowdown(errors, steps) == expected
