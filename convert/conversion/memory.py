@@ -10,7 +10,7 @@ from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.host import host_memory, may_have_gpu
-from kvfold.convert.request import SELF, SELF_TOKENS, held_out_count
+from kvfold.convert.request import SELF, SELF_TOKENS, ConvertRequest, held_out_count
 from kvfold.convert.sizes import bytes_text
 from kvfold.convert.text.corpus import calibration_texts, with_share
 from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, batch_size, intervals, steps_of
@@ -45,6 +45,12 @@ class Needs:
     disk: int  # for the output and intervals that are kept, with headers and side files
 
 
+def kept_outputs(request: ConvertRequest) -> list[str]:
+    """The folders of the checkpoints that ``--keep-intervals`` leaves beside OUT."""
+    steps = steps_of(request.polish, request.length) if request.keep_intervals else 0
+    return [f"{request.out}.{name}" for step, name in intervals(steps, request.length).items() if 0 < step < steps]
+
+
 def needs_of(plan: Plan, processes: int = 1) -> Needs:
     """Estimate the needs of ``plan`` with ``processes``: an upper bound, up to 2 x the measured peak for small models.
 
@@ -55,10 +61,8 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
     request, shape = plan.request, plan.geometry
     headers = 3 * sum(len(tensor.name) + 120 for tensor in plan.tensors)
     extra = sum(path.stat().st_size for path in plan.checkpoint.extra_files())
-    written = 1  # checkpoints: OUT, and those of intervals that no interrupted run has left
-    if request.keep_intervals:
-        _, *names, _ = intervals(steps_of(request.polish, request.length), request.length).values()
-        written += sum(not Path(f"{request.out}.{name}").exists() for name in names)
+    # Checkpoints: OUT, and those of intervals that no interrupted run has left.
+    written = 1 + sum(not Path(kept).exists() for kept in kept_outputs(request))
     disk = written * (sum(tensor.nbytes for tensor in plan.tensors) + headers + extra) + _SLACK
     width, latent = shape.model_dim, request.to == "mla"
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * width

@@ -25,7 +25,7 @@ from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.fitted import Change, FitReport, fitted_of
 from kvfold.convert.conversion.journal import Journal, finished_layers, forget, resumable
 from kvfold.convert.conversion.judgment import loss_of, verdict_of
-from kvfold.convert.conversion.memory import check_memory, check_spill, free_disk, needs_of
+from kvfold.convert.conversion.memory import check_memory, check_spill, free_disk, kept_outputs, needs_of
 from kvfold.convert.conversion.plan import Plan, check_processes, dense_dtype, described, make_plan
 from kvfold.convert.conversion.record import headline, plan_text, summary_text
 from kvfold.convert.conversion.record import record as record_of
@@ -35,7 +35,6 @@ from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.sizes import jsonable
 from kvfold.convert.text.corpus import check_seq_len, check_sources
-from kvfold.convert.training.budget import intervals, steps_of
 
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
@@ -148,12 +147,10 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     with closing(checkpoint):
         plan = make_plan(request, checkpoint)
         request = plan.request
-        if request.keep_intervals:
-            _, *names, _ = intervals(steps_of(request.polish, request.length), request.length).values()
-            for name in names:
-                # An interrupted run may have left them.
-                left = glob(f"{escape(str(Path(request.out).parent))}/.{escape(Path(request.out).name)}.kvfold-*")
-                check_output(f"{request.out}.{name}", overwrite=request.overwrite or bool(left), model=request.model)
+        for kept in kept_outputs(request):
+            # An interrupted run may have left them.
+            left = glob(f"{escape(str(Path(request.out).parent))}/.{escape(Path(request.out).name)}.kvfold-*")
+            check_output(kept, overwrite=request.overwrite or bool(left), model=request.model)
         check_processes(plan)
         check_spill(plan)
         if request.dry_run:

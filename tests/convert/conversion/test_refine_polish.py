@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from kvfold.convert import ConvertRequest, InputError, convert_checkpoint, verify_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.writer import ShardWriter
-from kvfold.convert.conversion import latent, memory, polishing, run
+from kvfold.convert.conversion import latent, memory, polishing
 from kvfold.convert.conversion.journal import run_settings
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.data import demo_folder
@@ -132,7 +132,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(tiny_reader, tmp_path):
 
 def test_checkpoints_of_intervals_are_complete(tiny_reader, tmp_path, monkeypatch):
     named = {0: "0", 2: "2k", 4: "4k"}
-    for module in (polishing, run):
+    for module in (polishing, memory):
         monkeypatch.setattr(module, "intervals", lambda steps, length: named)
     monkeypatch.setattr(training, "POLISH_ROUND", 2)
     record = convert(tmp_path / "out", tiny_reader, **MQA, polish=4, keep_intervals=True)
