@@ -188,6 +188,11 @@ def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return {**config, **changed, **dict.fromkeys(present, dtype)}
 
 
+def recorded_name(source: str) -> str:
+    """A model or text for records: local files and folders by name, without their path, and others as they are."""
+    return portable_name(Path(source).resolve()) if Path(source).exists() else source
+
+
 def portable_name(path: Path) -> str:
     """The last component of a path, for records. Each byte that is not UTF-8 becomes a replacement character."""
     return os.fsencode(path.name).decode("utf-8", "replace")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.checkpoint.files import portable_name
+from kvfold.convert.checkpoint.files import portable_name, recorded_name
 from kvfold.convert.checkpoint.folder import CARD, read_member
 from kvfold.convert.checkpoint.hub import HUB_ID
 from kvfold.convert.checkpoint.opening import Checkpoint
@@ -306,7 +306,7 @@ def _repeating(plan: Plan) -> str:
             for text, name in named
         )
     if plan.request.teacher is not None and Path(plan.request.teacher).exists():
-        given["teacher"] = f"../{Path(plan.request.teacher).resolve().name}"
+        given["teacher"] = f"../{recorded_name(plan.request.teacher)}"
     return f"kvfold convert {source_name(plan)} {shlex.join(['converted', *command_words(given)])}"
 
 

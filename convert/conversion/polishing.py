@@ -16,6 +16,7 @@ from kvfold.attention.drift.compare import compare
 from kvfold.attention.drift.report import report_of
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import output_folder
+from kvfold.convert.checkpoint.files import recorded_name
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.checkpoint.writer import ShardWriter
@@ -168,8 +169,7 @@ def _rewritten(
     if others := sorted(tensors.keys() - {name for names in plan.layout.computed for name in names}):
         record["trained"] = others
     if request.teacher is not None:
-        local = Path(request.teacher).exists()
-        record["teacher"] = Path(request.teacher).resolve().name if local else request.teacher
+        record["teacher"] = recorded_name(request.teacher)
     with stages("measuring"), written_stream(folder, source) as student:
         measured = compare(source, student, tokens.held_out, chunk_size(source.device, tokens.held_out.shape[1]))
         drift = report_of(measured, source, student, tokens.held_out)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvfold.attention.drift.report import dtype_name
 from kvfold.convert.checkpoint.atomic import check_output, output_folder, output_lock
-from kvfold.convert.checkpoint.files import dump, parse_json, portable_name, write_file
+from kvfold.convert.checkpoint.files import dump, parse_json, portable_name, recorded_name, write_file
 from kvfold.convert.checkpoint.folder import CARD, RECORD, raise_problems, read_member
 from kvfold.convert.checkpoint.hashing import file_hashes
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
@@ -212,8 +212,7 @@ def _record(request: UptrainRequest, plan: TokenPlan, held_out: Change[LogRow] |
     """The record of a run for ``kvfold.json``; local files and folders are recorded by name, without their paths."""
     options = request.result_options()
     for name in options.keys() & {"model", "text", "eval_text", "teacher"}:
-        if Path(options[name]).exists():
-            options[name] = portable_name(Path(options[name]).resolve())
+        options[name] = recorded_name(options[name])
     record: dict[str, Any] = {"request": options, "text": plan.text.name, "teacher": options.get("teacher")}
     if held_out is not None:
         record["held_out"] = {"sequences": plan.held_out, "length": plan.length}
