@@ -67,8 +67,7 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         if [(each.folder / RECORD).exists() for each in (source, student)] == [True, False]:
             swapped = f"{request.model} has a {RECORD}, as conversions have, and {request.out} has none"
             print(f"warning: {swapped}; the source comes first, then its conversion", file=sys.stderr)
-        positions = getattr(config, "max_position_embeddings", None)
-        check_seq_len(request.seq_len, positions or request.seq_len, source.origin)
+        check_seq_len(request.seq_len, getattr(config, "max_position_embeddings", None), source.origin)
         place = choose_device(request.device)
         tokenizer = load_tokenizer(source, request.trust_remote_code, "measuring drift")
         drawn = request.samples, request.seq_len, request.seed

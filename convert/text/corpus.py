@@ -274,9 +274,9 @@ def _source_fault(path: Path) -> str | None:
     return None if is_text or path.suffix in (".txt", _ROWS_SUFFIX) else f": the file is not UTF-8 text; give {_KINDS}"
 
 
-def check_seq_len(seq_len: int, positions: int, model: str) -> None:
-    """Raise InputError if ``seq_len`` exceeds the ``positions`` supported by ``model``."""
-    if seq_len > positions:
+def check_seq_len(seq_len: int, positions: int | None, model: str) -> None:
+    """Raise InputError if ``seq_len`` exceeds the ``positions`` supported by ``model``; None means any number."""
+    if positions and seq_len > positions:
         exceeded = f"exceeds the {positions} positions supported by the model {model}"
         raise option_error("seq_len", seq_len, f"{exceeded}; use at most {opt('seq_len', positions)}")
 

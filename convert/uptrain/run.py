@@ -131,8 +131,7 @@ def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles")
     )
 
     config = load_config(source, request.trust_remote_code)
-    positions = getattr(config, "max_position_embeddings", None)
-    check_seq_len(request.seq_len, positions or request.seq_len, source.origin)
+    check_seq_len(request.seq_len, getattr(config, "max_position_embeddings", None), source.origin)
     plan = _token_plan(request, source, config.vocab_size)
     files = list(source.states)
     if request.teacher is not None:

@@ -210,6 +210,7 @@ def test_too_little_text_and_sequences_that_cannot_be(tmp_path: Path, tokenizer:
         with refused():
             work()
     check_seq_len(64, 64, "tiny")
+    check_seq_len(64, None, "tiny")
     check_vocabulary(torch.tensor([3, 96]), 97, "tiny")
     check_vocabulary(torch.empty(0, 4, dtype=torch.int64), 97, "tiny")
 
