@@ -286,11 +286,17 @@ class Teacher:
         keep: Keep = list,
     ) -> None:
         self.stream, self.tokens, self.keep = source, held_out, keep
-        self.finished = 0  # layers at the beginning whose statistics nobody needs
+        self._finished = 0  # layers at the beginning whose statistics nobody needs
         self.kept = calibration if keep_calibration else None
         self._profile, self._statistics, self._heads, self._remember = profile, statistics, heads, remember
         self.held_out = embed(source, held_out, keep)
         self._calibration = keep([]) if calibration is None else embed(source, calibration, keep)
+
+    def skip_fits(self, layers: int) -> None:
+        """See `Walk.skip_fits`."""
+        self._finished = layers
+        if layers == self.stream.layers:
+            self._calibration = self.keep([])
 
     def layers(self) -> Iterator[TeacherLayer]:
         """Yield every layer in order. Raises InputError if its outputs are not finite."""
@@ -300,9 +306,7 @@ class Teacher:
                     # Several students compare their attention with the teacher's for the same inputs.
                     layer = _RememberingLayer(**vars(layer))
                 calibration, statistics, inputs = self._calibration[: 0 if self.kept is None else None], None, None
-                if self.finished == self.stream.layers:  # no later layer needs the sequences
-                    calibration = []
-                elif self._calibration and self._statistics and index >= self.finished:
+                if self._calibration and self._statistics and index >= self._finished:
                     statistics, inputs = gather(self.stream, layer, self._calibration, self._profile, self._heads)
                 elif self._calibration:
                     with self.stream.training():
@@ -344,7 +348,7 @@ class Walk:
 
         If these are all layers, the calibration sequences are not run either.
         """
-        self._teacher.finished = layers
+        self._teacher.skip_fits(layers)
         if layers == self._teacher.stream.layers:
             self._student_calibration = self._teacher.keep([])
 
