@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from evidence import FIT
-from measured import conditions, continue_rows  # evidence.py adds benchmarks/ to the path
-from real_models import TARGETS, commit, run
+from measured import commit, conditions, continue_rows  # evidence.py adds benchmarks/ to the path
+from real_models import TARGETS, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.attention import absorb, measure_drift

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from real_models import TARGETS, commit, run
+from real_models import TARGETS, run
 
 from kvfold.convert.measure.eval import eval_checkpoints
 
 sys.path.append(str(Path(__file__).parent / "benchmarks"))
-from measured import conditions, continue_rows
+from measured import commit, conditions, continue_rows
 
 CHOSEN = ("MLA 128+64", "MLA 64+64")  # half and a third of 384 KV-cache elements per token per layer
 FIT = ("--samples", "64", "--seq-len", "256")

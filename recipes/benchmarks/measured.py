@@ -4,7 +4,9 @@ import datetime
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,20 @@ def conditions(device: torch.device = _CPU) -> dict[str, Any]:
         # The metadata of some builds of torch lack the "+cu124" that tells them apart.
         "versions": {"python": platform.python_version(), **packages, "torch": torch.__version__},
     }
+
+
+def commit() -> str:
+    """The commit of this repository, "+" behind it where files differ from it; "unknown" for a copy without history."""
+    return (
+        output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*") or "unknown"
+    )
+
+
+def output(*command: str) -> str:
+    """What ``command`` prints; nothing if it fails or is not there."""
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return ""
 
 
 def continue_rows(

@@ -1,7 +1,6 @@
 """What the stages of gpu_check.py share: the settings of a run, the card and its rates, timers."""
 
 import gc
-import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measured import Row, conditions
+from measured import Row, commit, conditions, output
 
 from kvfold.convert import Conversion, ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
@@ -64,27 +63,21 @@ class Check:
         return convert_checkpoint(request, progress)
 
 
-def card(device: torch.device, commit: str | None) -> dict[str, Any]:
-    """The date, the machine, the card, its driver, the versions, the packages that are missing, and the commit."""
+def card(device: torch.device, named: str | None) -> dict[str, Any]:
+    """The date, machine, card, driver and versions, what is missing, and the commit, or what is ``named`` instead."""
     found = conditions(device)
     for name in OPTIONAL:
         with suppress(metadata.PackageNotFoundError):
             found["versions"][name] = metadata.version(name)
     found["missing"] = [name for name in OPTIONAL if name not in found["versions"]]
     # A copy of the working tree may come without its history.
-    found["commit"] = commit or _output("git", "-C", str(ROOT), "describe", "--always", "--dirty") or "unknown"
+    found["commit"] = named or commit()
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
         found["card"] = {"name": about.name, "memory_bytes": about.total_memory, "units": about.multi_processor_count}
-        found["card"]["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        found["card"]["driver"] = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         found["versions"]["cuda"] = torch.version.cuda
     return found
-
-
-def _output(*command: str) -> str:
-    with suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    return ""
 
 
 def attempt(about: Row, measure: Callable[[], Row]) -> Row:
