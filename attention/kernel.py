@@ -13,7 +13,7 @@ by their log-sum-exp. With more than 64 heads, several programs read the same sl
 
 import os
 from contextlib import nullcontext
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,12 +21,36 @@ import triton.language as tl
 from torch import Tensor
 
 _LOG2_E = 1.4426950408889634
-# rows of a program: chosen, not measured on a GPU; twice as many would double the float32 sums that each one keeps
-_HEADS_AT_ONCE = 64
 # slots of a part: chosen, not measured on a GPU, so that a part reads far more than the sums it leaves for the merge
 _FEWEST_SLOTS = 256
 # channels of a merging program: chosen, not measured on a GPU; several programs then share the ranks in use
 _MERGED = 128
+
+
+class Tile(NamedTuple):
+    """What a program handles at once, ``heads`` and ``slots``, with how many ``warps``, and the stages of its loads."""
+
+    heads: int
+    slots: int
+    warps: int
+    stages: int = 2
+
+
+def chosen_tile(heads: int, rank: int, rope: int, size: int, shared: int | None) -> Tile:
+    """The tile for ``heads`` query heads and a cache of ``rank + rope`` channels of ``size`` bytes.
+
+    ``shared`` is the shared memory of a multiprocessor in bytes. With a rank of 512 and 16 to 128 heads, these are the
+    fastest tiles of those that recipes/benchmarks/bench_tiles.py times, on an H200; other cards were not measured.
+    """
+    # Tensor cores take at least 16 rows. The float32 sums are in registers: those of 32 heads of rank 512 take half of
+    # what 4 warps have, those of 64 half of what 8 have.
+    rows = max(16, min(64, int(triton.next_power_of_2(heads))))
+    tile = Tile(rows, 64, 8 if rows * rank > 32 * 512 else 4)
+    # The queries and the slots of all stages are in shared memory, of which the card takes 1 KiB for each program.
+    row = (rank + rope) * size
+    while shared and tile.slots > 16 and (rows + tile.stages * tile.slots) * row > shared - 1024:
+        tile = tile._replace(slots=tile.slots // 2)
+    return tile
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
@@ -123,11 +147,12 @@ def decode_latent(
     *,
     mask: Tensor | None = None,
     splits: int | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:
     """``softmax(scale * (query . latent + query_rope . key_rope)) latent`` over the visible slots: ``[B, H, 1, R]``.
 
     Sequences see the slots where ``mask`` is True; a sequence that sees no slot gets zeros. ``splits`` is the number of
-    parts per sequence, by default enough to keep the device busy.
+    parts per sequence, by default enough to keep the device busy; `chosen_tile` is the default ``tile``.
     """
     batch, heads, _, rank = query.shape
     slots, rope = latent.shape[1], query_rope.shape[-1]
@@ -135,18 +160,17 @@ def decode_latent(
     query, query_rope, latent, key_rope = (
         tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, query_rope, latent, key_rope)
     )
-    # Tensor cores take at least 16 rows. Hopper has 228 KiB of shared memory a block, for 64 slots of 512 channels,
-    # twice, and the queries; and 64 K registers, half of them for the float32 sums of 64 heads by 512 channels.
+    # Tensor cores take at least 16 channels.
     rank_width, rope_width = (max(16, int(triton.next_power_of_2(width))) for width in (rank, rope))
-    tile_heads = max(16, min(_HEADS_AT_ONCE, int(triton.next_power_of_2(heads))))
-    tile_slots = 64 if tile_heads < 64 or rank <= 256 else 32
-    options: dict[str, Any] = {"num_warps": 8 if tile_heads * rank_width > 16 * 512 else 4, "num_stages": 2}
-    blocks = triton.cdiv(heads, tile_heads)
     on_gpu = query.device.type == "cuda"
+    card = torch.cuda.get_device_properties(query.device) if on_gpu else None
+    shared = card.shared_memory_per_multiprocessor if card else None
+    tile = tile or chosen_tile(heads, rank_width, rope_width, query.element_size(), shared)
+    blocks = triton.cdiv(heads, tile.heads)
     # enough parts for two waves of programs, one per multiprocessor at a time, none under the fewest slots
-    busy = 2 * torch.cuda.get_device_properties(query.device).multi_processor_count if on_gpu else batch * blocks
+    busy = 2 * card.multi_processor_count if card else batch * blocks
     parts = splits or max(1, min(-(-busy // (batch * blocks)), -(-slots // _FEWEST_SLOTS)))
-    part = triton.cdiv(triton.cdiv(slots, parts), tile_slots) * tile_slots
+    part = triton.cdiv(triton.cdiv(slots, parts), tile.slots) * tile.slots
     parts = max(1, triton.cdiv(slots, part))
     z = torch.empty(batch, heads, parts, rank, dtype=torch.float32, device=query.device)
     log_sums = torch.empty(batch, heads, parts, dtype=torch.float32, device=query.device)
@@ -164,7 +188,8 @@ def decode_latent(
             scale * _LOG2_E, heads, slots, part, parts,
             *query.stride()[:2], *query_rope.stride()[:2], *latent.stride()[:2], *key_rope.stride()[:2], *strides,
             R=rank, P=rope, RANK=rank_width, ROPE=rope_width,
-            HEADS=tile_heads, SLOTS=tile_slots, HAS_MASK=mask is not None, WIDEN=widen, **options,
+            HEADS=tile.heads, SLOTS=tile.slots, HAS_MASK=mask is not None, WIDEN=widen,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         _merge_kernel[(batch * heads, triton.cdiv(rank, channels))](
             z, log_sums, result, parts, R=rank, PARTS=triton.next_power_of_2(parts), CHANNELS=channels

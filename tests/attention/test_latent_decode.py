@@ -115,3 +115,14 @@ def test_other_calls_take_blocks(calls):
     grads = [torch.autograd.grad(latent_attention(*inputs, absorbed=form).sum(), inputs) for form in (True, False)]
     assert calls == []
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "rank", "shared", "slots", "warps"),
+    [(1, 512, 228, 64, 4), (32, 512, 228, 64, 4), (128, 512, 228, 64, 8), (64, 512, 164, 32, 8), (32, 512, 100, 16, 4)],
+)
+def test_the_kernel_takes_as_many_slots_at_once_as_fit_into_shared_memory(heads, rank, shared, slots, warps):
+    kernel = pytest.importorskip("kvfold.attention.kernel", reason="Triton is missing", exc_type=ImportError)
+    tile = kernel.chosen_tile(heads, rank, 64, 2, shared * 1024)
+    assert tile == kernel.Tile(max(16, min(64, heads)), slots, warps)
+    assert (tile.heads + tile.stages * slots) * (rank + 64) * 2 < shared * 1024
