@@ -18,7 +18,7 @@ from kvfold.convert.conversion.memory import writes_text
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import text_name
 from kvfold.convert.conversion.source import source_layer, source_rotary
-from kvfold.convert.device import choose_device, compute_dtype, training_autocast
+from kvfold.convert.device import choose_device, training_autocast
 from kvfold.convert.errors import opt, option_error
 from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.progress import Stages
@@ -37,7 +37,7 @@ from kvfold.convert.walk.statistics import ReadHeads, SourceHeads
 
 
 def source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
-    """Open the source as a stream of layers, on the device and in the precision that the request names.
+    """Open the source as a stream of layers in float32, on the device and in the precision that the request names.
 
     A precision chosen by measurement is printed, and saved in ``scratch``, so that a resumed run uses it too.
     """
@@ -62,8 +62,8 @@ def source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
             "turns it off); held-out text in float32",
             file=sys.stderr,
         )
-    names, dtype = list(checkpoint.tensors), compute_dtype(checkpoint, device)
-    return CheckpointStream(checkpoint.config, checkpoint.read, names, device, dtype, autocast=autocast)
+    # On a GPU too: held-out text is judged in float32, and the heads of a teacher get a residual stream of float32.
+    return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, autocast=autocast)
 
 
 def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None = None) -> CalibrationTokens:
@@ -127,7 +127,7 @@ def _written_sequences(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages
     if saved.is_file():
         return cast(Tensor, torch.load(saved, weights_only=True))
     device = choose_device(request.device)
-    dtype = training_autocast(plan.checkpoint, device, request.precision) or compute_dtype(plan.checkpoint, device)
+    dtype = training_autocast(plan.checkpoint, device, request.precision) or torch.float32
     hide_bars(request.quiet)
     model = load_model(plan.checkpoint, dtype, request.trust_remote_code)
     with stages("text", count * (request.length - len(turns.start)), "token") as advance:

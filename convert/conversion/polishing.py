@@ -108,7 +108,7 @@ def opened_teacher(plan: Plan, source: CheckpointStream) -> Iterator[CheckpointS
         return
     with closing(open_checkpoint(request.teacher, dense_dtype(request))) as opened:
         names = list(opened.tensors)
-        yield CheckpointStream(opened.config, opened.read, names, source.device, source.dtype, autocast=source.autocast)
+        yield CheckpointStream(opened.config, opened.read, names, source.device, autocast=source.autocast)
 
 
 @torch.no_grad()

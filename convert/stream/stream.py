@@ -76,9 +76,7 @@ class CheckpointStream:
 
     def training(self) -> AbstractContextManager[Any]:
         """Return a context manager in which calibration passes and training steps run; all else runs in ``dtype``."""
-        # A stream in 16 bits computes in 16 bits anyway.
-        enabled = self.autocast is not None and self.dtype == torch.float32
-        return torch.autocast(self.device.type, self.autocast, enabled=enabled)
+        return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
 
     @property
     def training_dtype(self) -> torch.dtype:
