@@ -118,7 +118,9 @@ def assert_precise(result: Tensor, plain: Tensor, exact: Tensor) -> None:
     assert result.shape == exact.shape
     if result.numel() == 0:
         return
-    limit = 2 * max(error(plain, exact), error(exact.to(result.dtype), exact))
+    # Kernels of a GPU add up in float32: a formula that happens to round less is no better.
+    rounding = torch.finfo(torch.float32).eps if result.is_cuda else 0.0
+    limit = 2 * max(error(plain, exact), error(exact.to(result.dtype), exact), rounding)
     size = error(result, exact)
     assert size <= limit, f"{size:.3e} > {limit:.3e} in {result.dtype} {list(result.shape)}"
 
