@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.drift.recording import LayerOutput, OpenLayer
-from kvfold.attention.drift.report import dtype_name
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.tensors import refuse_non_finite
-from kvfold.convert.errors import InputError, opt
+from kvfold.convert.errors import InputError
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.hidden import Hidden, Keep, Recomputed
@@ -125,10 +124,7 @@ def check_finite(states: Iterable[Tensor], stream: CheckpointStream, layer: int 
     for name in stream.stored_names(layer):
         consequence = f", so activations of the calibration text {where} are not finite"
         refuse_non_finite(stream.read(name), f"tensor {name!r}", consequence)
-    way_out = "the model is damaged: use another copy of the checkpoint"
-    if stream.dtype != torch.float32:
-        way_out = f"use {opt('device', 'cpu')}, which computes in float32"
     raise InputError(
         f"calibration text produces NaN or infinite activations {where}, although the weights are finite: activations "
-        f"must fit into {dtype_name(stream.dtype)}; {way_out}"
+        "must fit into float32; the model is damaged: use another copy of the checkpoint"
     )
