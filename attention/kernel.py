@@ -13,6 +13,7 @@ by their log-sum-exp. With more than 64 heads, several programs read the same sl
 
 import os
 from contextlib import nullcontext
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -39,18 +40,29 @@ class Tile(NamedTuple):
 def chosen_tile(heads: int, rank: int, rope: int, size: int, shared: int | None) -> Tile:
     """The tile for ``heads`` query heads and a cache of ``rank + rope`` channels of ``size`` bytes.
 
-    ``shared`` is the shared memory of a multiprocessor in bytes. With a rank of 512 and 16 to 128 heads, these are the
-    fastest tiles of those that recipes/benchmarks/bench_tiles.py times, on an H200; other cards were not measured.
+    ``shared`` is the most shared memory of a program in bytes; at least 16 slots are taken. For a rank of 512 the sizes
+    were chosen on an H200, as recipes/benchmarks/bench_tiles.py times them; other ranks and cards were not measured.
     """
     # Tensor cores take at least 16 rows. The float32 sums are in registers: those of 32 heads of rank 512 take half of
     # what 4 warps have, those of 64 half of what 8 have.
     rows = max(16, min(64, int(triton.next_power_of_2(heads))))
     tile = Tile(rows, 64, 8 if rows * rank > 32 * 512 else 4)
-    # The queries and the slots of all stages are in shared memory, of which the card takes 1 KiB for each program.
-    row = (rank + rope) * size
-    while shared and tile.slots > 16 and (rows + tile.stages * tile.slots) * row > shared - 1024:
+    while shared and tile.slots > 16 and _shared_bytes(tile, rank + rope, size) > shared:
         tile = tile._replace(slots=tile.slots // 2)
     return tile
+
+
+def _shared_bytes(tile: Tile, channels: int, size: int) -> int:
+    """Bytes for the queries, the slots and their weights, as Triton 3.9 compiles the tile for Hopper, or at most."""
+    # Hopper's products of 64 rows read every stage from shared memory; others buffer one stage less.
+    stages = tile.stages - (tile.heads < 64)
+    return (tile.heads + stages * tile.slots) * channels * size + tile.heads * tile.slots * size
+
+
+@cache
+def _most_shared_bytes(card: int) -> int:
+    """The most shared memory of a program on this card."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(card)["max_shared_mem"])
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
@@ -163,12 +175,11 @@ def decode_latent(
     # Tensor cores take at least 16 channels.
     rank_width, rope_width = (max(16, int(triton.next_power_of_2(width))) for width in (rank, rope))
     on_gpu = query.device.type == "cuda"
-    card = torch.cuda.get_device_properties(query.device) if on_gpu else None
-    shared = card.shared_memory_per_multiprocessor if card else None
+    shared = _most_shared_bytes(query.device.index) if on_gpu else None
     tile = tile or chosen_tile(heads, rank_width, rope_width, query.element_size(), shared)
     blocks = triton.cdiv(heads, tile.heads)
     # enough parts for two waves of programs, one per multiprocessor at a time, none under the fewest slots
-    busy = 2 * card.multi_processor_count if card else batch * blocks
+    busy = 2 * torch.cuda.get_device_properties(query.device).multi_processor_count if on_gpu else batch * blocks
     parts = splits or max(1, min(-(-busy // (batch * blocks)), -(-slots // _FEWEST_SLOTS)))
     part = triton.cdiv(triton.cdiv(slots, parts), tile.slots) * tile.slots
     parts = max(1, triton.cdiv(slots, part))

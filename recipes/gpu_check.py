@@ -1,4 +1,4 @@
-"""Every claim about GPUs in one command, for the first half hour on a card; rehearsed on a CPU by `.ci/run`.
+"""The claims about GPUs in one command, as many as fit in the minutes given; rehearsed on a CPU by `.ci/run`.
 
     python recipes/gpu_check.py --model MODEL --minutes 30        # on a machine with a card
     python recipes/gpu_check.py --stages tests,kernel             # some of the stages

@@ -59,7 +59,7 @@ class Calibrated:
     def with_positions(self, folder: Path) -> "Calibrated":
         """Return the results with the loss by position on long sequences, if there are any, of the files in ``folder``.
 
-        Where activations exceed their dtype only in long sequences, the stretches stay those of the shorter ones.
+        Where activations exceed float32 only in long sequences, the stretches stay those of the shorter ones.
         """
         tokens = self.tokens.long
         if not len(tokens):

@@ -126,5 +126,5 @@ def check_finite(states: Iterable[Tensor], stream: CheckpointStream, layer: int 
         refuse_non_finite(stream.read(name), f"tensor {name!r}", consequence)
     raise InputError(
         f"calibration text produces NaN or infinite activations {where}, although the weights are finite: activations "
-        "must fit into float32; the model is damaged: use another copy of the checkpoint"
+        "must fit into float32; the model is probably damaged: use another copy of the checkpoint"
     )

@@ -16,7 +16,7 @@ from typing import Any
 import bench_latent_cache
 import torch
 from gpu.card import ROOT, Check
-from helpers.attention import Case, error, naive, naive_latent, small_modules
+from helpers.attention import Case, error, gpu_rounding, naive, naive_latent, small_modules
 from measured import Row
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,7 +30,7 @@ from kvfold.convert.request import DriftRequest
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Calls = tuple[Callable[..., Tensor], Callable[..., Tensor]]
 Masks = Mapping[str, Any]
-# As in the tests: errors may be twice those of the formula written out in the same precision.
+# As in the tests: errors may be twice those of the formula written out in the same precision, or of rounding.
 FACTOR = 2
 MOST_KL = 1e-4
 # Without a card the tests marked gpu are only imported; others stand for them, so that there is something to count.
@@ -40,10 +40,10 @@ REHEARSED = "tests/attention/test_latent_decode.py"
 def tests(check: Check) -> Iterator[Row]:
     """The tests marked gpu, a process for each file: counts, then a row for each failure.
 
-    Files are those that have the mark, so that not the whole suite is imported, kernels first.
+    Files are those that have the mark, so that not the whole suite is imported, kernels and conversions first.
     """
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
-    files = sorted(files, key=lambda path: ("kernel" not in path.name, path))
+    files = sorted(files, key=lambda path: ("kernel" not in path.name, "convert" not in path.name, path))
     for file in [*files, ROOT / REHEARSED] if check.rehearse else files:
         yield from _tests(check, file)
 
@@ -144,9 +144,8 @@ def compared(about: Row, found: list[Tensor], formula: list[Tensor], exact: list
     pairs = []
     for ours, plain, true in zip(found, formula, exact, strict=True):
         true = true.detach().cpu()
-        # As in the tests: kernels of a GPU add up in float32, and a formula that happens to round less is no better.
-        rounding = torch.finfo(torch.float32).eps if ours.is_cuda else 0.0
-        pairs.append((error(ours, true), max(error(plain, true), error(true.to(ours.dtype), true), rounding)))
+        rounding = max(error(true.to(ours.dtype), true), gpu_rounding(ours, true))
+        pairs.append((error(ours, true), max(error(plain, true), rounding)))
     worst = max(pairs, key=lambda pair: pair[0] / pair[1] if pair[1] else pair[0])
     right = all(ours <= FACTOR * plain for ours, plain in pairs)
     row = {**about, "error": worst[0], "error_of_formula": worst[1], "error_over_formula": worst[0] / (worst[1] or 1)}

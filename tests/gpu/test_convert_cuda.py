@@ -8,13 +8,15 @@ from kvfold.convert.data import demo_folder
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("train", ["attention", "norms", "all"])
-def test_refined_and_polished_conversions(tmp_path, train):
+@pytest.mark.parametrize(
+    "options", [{"refine": 2}, {"train": "norms"}, {"train": "all"}, {"teacher": str(demo_folder())}], ids=str
+)
+def test_trained_conversions(tmp_path, options):
     found = {}
     for device in ("cpu", "cuda"):
         request = ConvertRequest(
-            model=str(demo_folder()), out=str(tmp_path / device), to="mla", kv_rank=24, rope_dim=8, samples=8,
-            seq_len=128, refine=5, polish=10, train=train, device=device, quiet=True,
+            model=str(demo_folder()), out=str(tmp_path / device), to="mla", kv_rank=24, rope_dim=8, method="svd",
+            samples=4, seq_len=64, polish=2, device=device, quiet=True, **options,
         )  # fmt: skip
         found[device] = convert_checkpoint(request)
     assert found["cuda"].record["precision"]["held_out"] == "float32"
