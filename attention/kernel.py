@@ -42,22 +42,18 @@ def chosen_tile(heads: int, rank: int, rope: int, size: int, shared: int | None)
     """The tile for ``heads`` query heads and a cache of ``rank + rope`` channels of ``size`` bytes.
 
     ``shared`` is the most shared memory of a program in bytes; at least 16 slots are taken. For a rank of 512 the sizes
-    were chosen on an H200, as recipes/benchmarks/bench_tiles.py times them; other ranks and cards were not measured.
+    were chosen on an H200, as the stage `tiles` of recipes/gpu_check.py times them; others were not measured.
     """
     # Tensor cores take at least 16 rows. The float32 sums are in registers: those of 32 heads of rank 512 take half of
     # what 4 warps have, those of 64 half of what 8 have.
     rows = max(16, min(64, int(triton.next_power_of_2(heads))))
     tile = Tile(rows, 64, 8 if rows * rank > 32 * 512 else 4)
-    while shared and tile.slots > 16 and _shared_bytes(tile, rank + rope, size) > shared:
+    # Shared memory keeps the queries, the slots and their weights, as Triton 3.9 compiles tiles for Hopper; for other
+    # cards that is at least what they take. Hopper's products of 64 rows read every stage from it, others one less.
+    buffers, row = tile.stages - (rows < 64), (rank + rope) * size
+    while shared and tile.slots > 16 and (rows + buffers * tile.slots) * row + rows * tile.slots * size > shared:
         tile = tile._replace(slots=tile.slots // 2)
     return tile
-
-
-def _shared_bytes(tile: Tile, channels: int, size: int) -> int:
-    """Bytes for the queries, the slots and their weights, as Triton 3.9 compiles the tile for Hopper, or at most."""
-    # Hopper's products of 64 rows read every stage from shared memory; others buffer one stage less.
-    stages = tile.stages - (tile.heads < 64)
-    return (tile.heads + stages * tile.slots) * channels * size + tile.heads * tile.slots * size
 
 
 @cache

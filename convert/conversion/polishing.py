@@ -107,8 +107,9 @@ def opened_teacher(plan: Plan, source: CheckpointStream) -> Iterator[CheckpointS
         yield source
         return
     with closing(open_checkpoint(request.teacher, dense_dtype(request))) as opened:
-        names = list(opened.tensors)
-        yield CheckpointStream(opened.config, opened.read, names, source.device, autocast=source.autocast)
+        yield CheckpointStream(
+            opened.config, opened.read, list(opened.tensors), source.device, autocast=source.autocast
+        )
 
 
 @torch.no_grad()

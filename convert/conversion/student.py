@@ -126,9 +126,9 @@ class Calibrated:
 
 @contextmanager
 def written_stream(folder: Path, like: CheckpointStream) -> Iterator[CheckpointStream]:
-    """Open the checkpoint in ``folder`` as a stream with the device and dtype of ``like``."""
+    """Open the checkpoint in ``folder`` as a stream on the device of ``like``."""
     with closing(open_checkpoint(folder)) as checkpoint:
-        yield CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), like.device, like.dtype)
+        yield CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), like.device)
 
 
 class StudentWalk(Walk):

@@ -1,4 +1,4 @@
-"""Stages that time decoding: the latent kernel against the card's bandwidth and others' kernels, and whole models."""
+"""Stages that time decoding: the latent kernel, its tiles and others' kernels, and whole models."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
 
-from kvfold.attention.kernel import decode_latent
+from kvfold.attention.kernel import Tile, decode_latent
 from kvfold.convert import bench_checkpoints
 from kvfold.convert.device import free_memory
 from kvfold.convert.measure.bench import Subject, step_costs, subjects
@@ -27,6 +27,7 @@ from kvfold.convert.request import BenchRequest
 # Aims: the share of the copy bandwidth from these sizes on; FlashMLA reads 576 channels at 3000 of 3350 GB/s.
 COPY_SHARE, FROM_CONTEXT, FROM_BATCH = 0.85, 8192, 16
 NOPE = VALUE = 128  # of the expanded heads
+SCALE = 0.05  # of scores that are not judged
 PAGE = 64  # slots of a page in the caches of FlashMLA and FlashInfer
 JUDGED = 1 << 16  # tokens of cache, up to which results are compared with those in float64
 
@@ -73,6 +74,34 @@ def _latents(
     random = partial(torch.randn, device=device, dtype=dtype)
     stored = random(batch, context, rank + rope)
     return [random(batch, heads, 1, rank), random(batch, heads, 1, rope), stored[..., :rank], stored[..., rank:]]
+
+
+def tiles(check: Check) -> Iterator[Row]:
+    """Latent decoding at 512+64 with other tiles than the kernel chooses, by heads: bytes of cache per second."""
+    batch, context, split, heads = (1, 64, (32, 16), (4,)) if check.rehearse else (32, 8192, (512, 64), (32, 64, 16))
+    others = [Tile(*each) for each in product((16, 32, 64), (32, 64, 128), (4, 8), (2, 3))]
+    for count in heads:
+        inputs = _latents(
+            batch, count, context, *split, torch.float16 if check.rehearse else torch.bfloat16, check.device
+        )
+        expected = decode_latent(*inputs, SCALE)
+        for tile in (None, *others[: 1 if check.rehearse else None]):
+            about = {"heads": count, "context": context, "batch": batch, "tile": tile and tile._asdict()}
+            yield (
+                {**about, **_tile(check, inputs, tile, expected)} if check.left > 5 else {**about, "skipped": "no time"}
+            )
+
+
+def _tile(check: Check, inputs: list[Tensor], tile: Tile | None, expected: Tensor) -> Row:
+    call = partial(decode_latent, *inputs, SCALE, tile=tile)
+    try:
+        torch.testing.assert_close(call(), expected, atol=0.01, rtol=0.01)
+    except Exception as error:  # more shared memory or registers than the card has: that is its result
+        return {
+            "refused": f"{type(error).__name__}: {str(error)[:300]}",
+            "right": not isinstance(error, AssertionError),
+        }
+    return {"gb_per_s": sum(each.nbytes for each in inputs[2:]) / graph_seconds(call, check.device) / 1e9}
 
 
 def _others(inputs: list[Tensor], device: torch.device) -> Iterator[tuple[str, Any]]:
