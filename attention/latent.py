@@ -110,10 +110,13 @@ def latent_scores(
 def kernel_takes(query: Tensor, query_rope: Tensor, mask: Tensor | None) -> bool:
     """True if the Triton kernel supports this call: CUDA, half precision, one query, ``R <= 512``, ``P <= 64``.
 
-    A mask must be boolean and the same for all heads. Shapes as in ``latent_decode``.
+    The card needs compute capability 8.0, as Triton does. A mask must be boolean and the same for all heads. Shapes as
+    in ``latent_decode``.
     """
     half = query.dtype in (torch.bfloat16, torch.float16)
     if not _HAS_TRITON or query.device.type != "cuda" or not half or query.shape[2] != 1:
+        return False
+    if torch.cuda.get_device_capability(query.device) < (8, 0):
         return False
     if query.shape[-1] > _KERNEL_RANK or query_rope.shape[-1] > _KERNEL_ROPE:
         return False

@@ -22,9 +22,11 @@ _FLOAT, _DOUBLE = 4, 8
 # E x E matrices in float64 that a fit holds, from weights alone and with statistics: Gram, its factors and inverses,
 # and the moments between all heads. Peaks at a width of 1024, by the same test: 672 MB (svd), 1.43 to 1.52 GB.
 _FIT_SQUARES, _FIT_SQUARES_OF_TEXT = 12, 36
-# Logits compared at once on a CPU, as `attention.drift.compare` has them (importing that takes torch); bytes each,
-# measured with SmolLM2-135M: 12 x 4.
-_LOGITS, _LOGIT = 1 << 23, 16 * 4
+# Logits compared at once and tokens per layer call, on a CPU and on a GPU: the constants of `attention.drift.compare`
+# and `walk.passes`, which import torch.
+_LOGITS, _TOKENS = (1 << 23, 1 << 27), (4096, 32768)
+# Bytes of each compared logit, measured with SmolLM2-135M: 12 x 4.
+_LOGIT = 16 * 4
 # Bytes per trained element: master, gradient, Adam's moments, rounded copies.
 _MASTER = 4 + 4 + 8 + 4 + 4
 # Bytes per token, layer and model dim in float32 (Korthikanti et al., 2022: 34 in 16 bit).
@@ -86,8 +88,10 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
     sizes = [prod(tensor.shape) for tensor in plan.model.tensors.values()]
     ends = 2 * shape.vocabulary * width
     layer = (sum(sizes) - ends) // shape.layers
-    in_layers = fit + _FLOAT * (max(2 * layer, ends) + 5 * attention * refined)
-    at_end = 4 * _FLOAT * ends + _LOGIT * min(_LOGITS, held_out * shape.vocabulary)
+    on_gpu = not _on_cpu(request)
+    called = _ACTIVATIONS * min(_TOKENS[on_gpu], tokens) * width
+    in_layers = fit + called + _FLOAT * (max(2 * layer, ends) + 5 * attention * refined)
+    at_end = 4 * _FLOAT * ends + _LOGIT * min(_LOGITS[on_gpu], held_out * shape.vocabulary)
     whole = _whole_model(plan)
     # Trials read two Gram matrices of every layer.
     surveyed = shape.layers * 2 * _DOUBLE * width**2 if request.budget is not None else 0
@@ -174,10 +178,14 @@ def _existing(out: str) -> Path:
 
 def free_bytes(plan: Plan) -> int | None:
     """The free bytes of memory on the device that ``plan`` uses; None if the system does not report them."""
-    device = plan.request.device
-    if device == "cpu" or (device == "auto" and not may_have_gpu()):
+    if _on_cpu(plan.request):
         return host_memory()
     # Only here: it imports torch, which takes seconds.
     from kvfold.convert.device import choose_device, free_memory
 
-    return free_memory(choose_device(device))
+    return free_memory(choose_device(plan.request.device))
+
+
+def _on_cpu(request: ConvertRequest) -> bool:
+    """True if the conversion certainly computes on a CPU."""
+    return request.device == "cpu" or (request.device == "auto" and not may_have_gpu())

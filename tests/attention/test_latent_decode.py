@@ -117,6 +117,14 @@ def test_other_calls_take_blocks(calls):
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.skipif(not latent._HAS_TRITON, reason="needs triton")
+@pytest.mark.parametrize(("capability", "taken"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_cards_that_triton_does_not_support_take_blocks(capability, taken, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    query = SimpleNamespace(dtype=torch.float16, device=torch.device("cuda"), shape=(1, 4, 1, 16))
+    assert latent.kernel_takes(query, query, None) is taken
+
+
 @pytest.mark.parametrize(
     ("heads", "shared", "expected"),
     # The most of Hopper, A100 and cards like an RTX 3090; bytes as Triton compiled the tiles for Hopper.

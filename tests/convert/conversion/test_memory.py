@@ -89,7 +89,14 @@ def test_every_interval_that_is_kept_takes_the_room_of_a_checkpoint(config_only,
 def test_polishing_and_text_of_the_source_hold_the_whole_model(config_only):
     polished, written = needs(config_only, polish=100), needs(config_only, calibration="self")
     assert needs(config_only).memory < 4 * 6.4e9 < min(polished.memory, written.memory)  # Llama-2-7B in float32
-    assert memory._LOGITS == compare._CPU_LOGITS
+
+
+def test_a_gpu_computes_more_at_once(config_only):
+    many = {"samples": 1024, "spill": "."}
+    on_cpu, on_gpu = (needs(config_only, device=device, **many).memory for device in ("cpu", "cuda"))
+    assert on_gpu >= on_cpu + (32768 - 4096) * 4096 * 68
+    assert memory._LOGITS == (compare._CPU_LOGITS, compare._GPU_LOGITS)
+    assert memory._TOKENS == (passes._CPU_TOKENS, passes._GPU_TOKENS)
 
 
 @pytest.fixture(scope="module")
