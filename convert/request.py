@@ -42,6 +42,10 @@ EFFORTS: dict[str, dict[str, Any]] = {
     "thorough": {"refine": 200, "polish": "400k", "repeat_text": True},
 }
 DEFAULT_LAYOUT: Layout = "free"
+_LAYOUTS = (
+    "free is for transformers and vLLM's Transformers backend; engine is for vLLM, SGLang, llama.cpp and mlx-lm, and "
+    "loses a little more; kvfold brings modeling code, for families without a stock MLA class."
+)
 # Tasks of `kvfold eval` that need neither a download nor lm-evaluation-harness.
 RULER = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
 BUILT_IN_TASKS = ("replies", "choice", "arithmetic", "copying", *RULER)
@@ -149,7 +153,7 @@ class ConvertRequest(Request):
     )
     layout: Layout | None = option(
         None,
-        f"Layout of an MLA checkpoint (default {DEFAULT_LAYOUT}).",
+        f"Layout of an MLA checkpoint (default {DEFAULT_LAYOUT}). {_LAYOUTS}",
         metavar="|".join(get_args(Layout)),
         targets=("mla",),
     )
@@ -159,8 +163,8 @@ class ConvertRequest(Request):
     allow_growth: bool = option(False, "Allow targets whose cache is not smaller than the source's.", runs=True)
     calibration: str | tuple[str, ...] | None = _texts(
         "Text that resembles the model's use: a text file, a .jsonl file or a dataset name; self: MODEL generates it. "
-        "Repeat the option to mix several texts, in equal shares or by weight: FILE:3 FILE2:1. A third of the text of "
-        "a model with a chat template is self, unless the option names it; self:0 turns this off.",
+        "Repeat the option to mix texts, in equal shares or by weight: --calibration FILE:3 --calibration FILE2:1. A "
+        "third of the text of a model with a chat template is self, unless the option names it; self:0 turns this off.",
         panel="Calibration",
     )
     samples: int = _samples()
@@ -383,7 +387,7 @@ class SweepRequest(Request):
         panel="Targets",
         metavar="TARGET...",
     )
-    layout: Layout | None = option(None, f"Layout of MLA targets (default {DEFAULT_LAYOUT}).")
+    layout: Layout | None = option(None, f"Layout of MLA targets (default {DEFAULT_LAYOUT}). {_LAYOUTS}")
     out: str | None = option(
         None, "Also convert MODEL to the chosen target, into the folder OUT.", panel="Decision", metavar="OUT"
     )
