@@ -230,9 +230,10 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
         language = config if text_type(config) is None else text_config(config, checkpoint.tensors)
         if is_latent(language) or source_type(config) is not None:
             latent = is_latent(language)
-            facts, result, tried = _latent_facts(checkpoint, language) if latent else _converted_facts(checkpoint)
+            read = _latent_facts(checkpoint, language) if latent else _converted_facts(checkpoint)
+            facts, result, windows, tried = read
             result = replace(result, kept=bool(checkpoint.reader.keepable))
-            cache = cache_size(result, [None] * facts["layers"], facts["dtype"])
+            cache = cache_size(result, windows, facts["dtype"])
             engines = verdicts(result) if tried else []
             found = Inspection(**facts, cache=cache, engines=engines, targets=[], latent=None)
         else:
@@ -257,8 +258,12 @@ def _inspect_source(checkpoint: Checkpoint) -> Inspection:
     )
 
 
-def _converted_facts(checkpoint: Checkpoint) -> tuple[dict[str, Any], Result, bool]:
-    """For layout ``kvfold``: fields of an ``Inspection``, the result, and True, because engines were tested on it."""
+# Fields of an `Inspection`, the result, the window of each layer, and True if engines were tested on its kind.
+_Facts = tuple[dict[str, Any], Result, list[int | None], bool]
+
+
+def _converted_facts(checkpoint: Checkpoint) -> _Facts:
+    """The facts of a result in layout ``kvfold``."""
     source, result = converted_model(checkpoint)
     facts = _model_facts(source, checkpoint)
     facts |= {"family": checkpoint.config["model_type"], **_file_facts(checkpoint)}
@@ -269,11 +274,11 @@ def _converted_facts(checkpoint: Checkpoint) -> tuple[dict[str, Any], Result, bo
     else:
         label = attention_label(source.geometry.heads, result.kv_heads)
         facts |= {"attention": label[:3], "kv_heads": result.kv_heads}
-    return facts, result, True
+    return facts, result, [layer.window for layer in source.layers], True
 
 
-def _latent_facts(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[dict[str, Any], Result, bool]:
-    """For a stock MLA class: fields of an ``Inspection``, the result, and True if engines were tested on its kind.
+def _latent_facts(checkpoint: Checkpoint, config: Mapping[str, Any]) -> _Facts:
+    """The facts of a model in a stock MLA class, which has no windows.
 
     ``config`` is that of the language model, which may be inside a wrapper.
     """
@@ -310,7 +315,7 @@ def _latent_facts(checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[di
         "deepseek_v3": config.get("first_k_dense_replace") == layers and plain and not config.get("attention_bias"),
         "mistral4": (config.get("rope_parameters") or {}).get("llama_4_scaling_beta") == 0,
     }.get(config["model_type"])
-    return facts, latent_result(checkpoint.config), bool(tried)
+    return facts, latent_result(checkpoint.config), [None] * layers, bool(tried)
 
 
 def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.request import TARGETS, Layout
 from kvfold.convert.targets.engines import budgets, proposals
 from kvfold.convert.targets.mla.problems import model_problems
+from kvfold.convert.targets.own_code import needs_own_code
 from kvfold.convert.targets.same_family import cache_elements
 
 # Share of perplexity that may be lost by default.
@@ -86,9 +87,12 @@ def default_targets(model: Model, layout: Layout) -> list[TargetOptions]:
     heads = [count for count in possible_kv_heads(model.geometry) if count > 1]
     targets: list[TargetOptions] = [{"to": "gqa", "kv_heads": count} for count in heads[:_FOLDS]]
     targets += [{"to": "mqa"}] if model.geometry.kv_heads > 1 else []
-    if cache_elements(model.geometry) < _SERVED_FROM and not model_problems(model):
+    layout = "kvfold" if needs_own_code(model) else layout
+    if layout != "kvfold" and model_problems(model):
+        pass  # no stock class can express its MLA
+    elif cache_elements(model.geometry) < _SERVED_FROM:
         targets += [{"to": "mla", "budget": size} for size in budgets(model)]
-    elif not model_problems(model):
+    else:
         splits = [{"kv_rank": each.kv_rank, "rope_dim": each.rope_dim} for each in proposals(model, (layout,))]
         targets += [{"to": "mla", **split} for split in splits]
     if not targets:

@@ -52,6 +52,15 @@ def test_windowed_layers_hold_their_window_only(tiny_family):
     assert facts.cache.bytes["8k"] == width * (windowed * 8 + (facts.layers - windowed) * 8192)
 
 
+def test_windows_count_in_a_result_of_layout_kvfold(tmp_path, tiny_family):
+    source, out = tiny_family("gemma2", max_position_embeddings=16384), tmp_path / "out"
+    request = {"to": "mla", "kv_rank": 8, "rope_dim": 4, "layout": "kvfold", "method": "svd", "quiet": True}
+    convert_checkpoint(ConvertRequest(source, out, **request))
+    facts = inspect_checkpoint(out)
+    per_layer = facts.cache.bytes_per_token // facts.layers
+    assert facts.cache.bytes["8k"] == per_layer * (8 + (facts.layers - 1) * 8192)  # one of two layers has a window of 8
+
+
 def test_the_readme_lists_every_family():
     table = FAMILIES.read_text()
     assert set(supported()) <= set(re.findall(r"[a-z0-9_]+", table))

@@ -181,11 +181,12 @@ def test_targets_given_several_times_are_all_read():
 
 
 def test_targets_that_suit_a_model_are_the_default(tiny_family):
-    def defaults(folder):
+    def defaults(folder, layout="free"):
         checkpoint = open_checkpoint(str(folder))
-        return [spelled(each) for each in default_targets(model_of(checkpoint.config, checkpoint.tensors), "free")]
+        return [spelled(each) for each in default_targets(model_of(checkpoint.config, checkpoint.tensors), layout)]
 
     assert defaults(demo_folder()) == ["gqa:4", "gqa:2", "mqa", "mla:256", "mla:170", "mla:128", "mla:64"]
     assert defaults(tiny_family("phi")) == ["gqa:4", "gqa:2", "mqa"]  # no stock class holds its MLA
+    assert len(defaults(tiny_family("phi"), "kvfold")) > 3 < len(defaults(tiny_family("gpt2")))
     wide = tiny_family("llama", head_dim=128, num_hidden_layers=1, mlp_bias=False)  # 2048 elements
     assert defaults(wide) == ["gqa:4", "gqa:2", "mqa", "mla:512+64", "mla:448+64", "mla:256+64"]
