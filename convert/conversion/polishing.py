@@ -69,7 +69,7 @@ def polish_checkpoint(plan: Plan, calibrated: Calibrated, folder: Path, stages: 
             with output_folder(f"{request.out}.{name}", overwrite=True, model=plan.checkpoint.folder) as place:
                 for file in ("config.json", *(path.name for path in folder.glob("model*.safetensors*"))):
                     shutil.copyfile(folder / file, place / file)
-                finish(_rewritten(plan, calibrated, place, trainee.rounded(), fitted, stages), place)
+                finish(_rewritten(plan, calibrated, place, fitted.tensors, fitted, stages), place)
 
         with stages("polish", steps, "step") as advance:
             progress = _progress(plan, trainee, held_out, advance, keep)

@@ -148,6 +148,18 @@ def test_checkpoints_of_intervals_are_complete(tiny_reader, tmp_path, monkeypatc
         convert(tmp_path / "out", tiny_reader, **MQA, polish=4, keep_intervals=True)
 
 
+def test_the_checkpoint_of_an_interval_has_the_best_weights_so_far(tiny_reader, tmp_path, monkeypatch):
+    named = {0: "0", 2: "2k", 4: "4k"}
+    for module in (polishing, memory):
+        monkeypatch.setattr(module, "intervals", lambda steps, length: named)
+    monkeypatch.setattr(training, "POLISH_ROUND", 2)
+    monkeypatch.setattr(training, "polishing_rate", lambda *_: 3.0)  # every round makes it worse
+    convert(tmp_path / "out", tiny_reader, **MQA, polish=4, keep_intervals=True)
+    kept = json.loads((tmp_path / "out.2k" / "kvfold.json").read_text())
+    assert kept["polish"]["kept"] == 0
+    assert kept["drift"]["kl"]["value"] == pytest.approx(kept["polish"]["before"], rel=1e-4)
+
+
 @pytest.mark.slow
 def test_polishing_improves_a_trained_model(tmp_path):
     polish = convert(tmp_path / "polished", demo_folder(), **LATENT, polish=4)["polish"]

@@ -326,6 +326,14 @@ def test_what_is_written_is_the_best_state_even_that_before_training(source, con
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+def test_of_equal_states_the_first_is_written_as_the_record_says(converted, text, tmp_path, monkeypatch):
+    seen = uptrain_trainer.Uptrainer._errors
+    monkeypatch.setattr(uptrain_trainer.Uptrainer, "_errors", lambda self: [0.5] * len(seen(self)))
+    train(converted("gqa"), tmp_path / "out", text)
+    before, after = tensors(converted("gqa")), tensors(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_short_runs_warm_up_too_unless_told_otherwise():
     request = UptrainRequest(model="m", out="o", text="t", device="cpu")
     for steps, warmup, expected in ((1000, None, 50), (100, None, 10), (3, None, 10), (3, 0.0, 0), (1000, 0.2, 200)):
