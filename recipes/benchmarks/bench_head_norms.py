@@ -48,7 +48,7 @@ from kvfold.convert.transforms.head_norms import linear_heads, project
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.latent import to_latent
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
-from kvfold.convert.walk.passes import survey
+from kvfold.convert.walk.passes import embed
 from kvfold.convert.walk.statistics import StatisticsAccumulator
 
 TOKENS = (128, 512, 2048, 8192)
@@ -89,9 +89,14 @@ def layers(folder: str, samples: int) -> list[tuple[AttentionWeights, Tensor, Te
 
 
 def survey_all(stream: CheckpointStream, tokens: Tensor) -> list[tuple[int, Tensor]]:
-    """Every layer's inputs for all ``tokens``: a survey hands over those of one chunk."""
-    chunks = [list(survey(stream, chunk, profile=False)) for chunk in tokens.split(16)]
-    return [(layer[0][0], torch.cat([inputs.double() for *_, inputs in layer])) for layer in zip(*chunks, strict=True)]
+    """Every layer's inputs for all ``tokens``."""
+    states, found = embed(stream, tokens), []
+    for index in range(stream.layers):
+        with stream.open_layer(index) as layer, torch.no_grad():
+            outputs = [layer(hidden) for hidden in states]
+        states = [output.states for output in outputs]
+        found.append((index, torch.cat([output.attention_input.flatten(0, -2).double() for output in outputs])))
+    return found
 
 
 def gathered(weights: AttentionWeights, inputs: Tensor) -> LayerStatistics:

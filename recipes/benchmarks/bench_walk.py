@@ -212,7 +212,7 @@ def bench_walk(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     started = time.perf_counter()
     stream = CheckpointStream(config, source.read, source.shapes)
-    teacher = Teacher(stream, tokens[arguments.samples :], tokens[: arguments.samples], profile=True)
+    teacher = Teacher(stream, tokens[arguments.samples :], tokens[: arguments.samples])
     walk = Walk(teacher, Student(stream, target.config, planned))
     marks = [time.perf_counter()]
     for step in walk:

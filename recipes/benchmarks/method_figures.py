@@ -10,7 +10,7 @@ from typing import Any
 
 from kvfold.convert import Conversion, ConvertRequest, convert_checkpoint, drift_checkpoints
 from kvfold.convert.data import demo_folder
-from kvfold.convert.measure.figures import Chart, by_place, gain_by_layer, latent_spectrum, rotary_pairs
+from kvfold.convert.measure.figures import Chart, by_place, gain_by_layer, latent_spectrum, rotary_charts
 
 TEXT: dict[str, Any] = {"samples": 16, "seq_len": 256}  # of calibration
 DRIFT: dict[str, Any] = {"samples": 4, "seq_len": 256}
@@ -50,7 +50,7 @@ def main() -> None:
         assert spectrum is not None
         figures = {
             "shared-head": head_figure(Path(work)),
-            "rotation": rotary_pairs(worth),
+            "rotation": rotary_charts(worth)[0],
             "latent": latent_spectrum(spectrum),
             "output-fit": gain_by_layer(done["principal"]),
         }

@@ -1,9 +1,12 @@
 """Recipes: those that ship, held against the shapes of their models and the README; merging with options; refusals."""
 
+import ast
 import json
 import re
 import runpy
 import shlex
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -54,6 +57,15 @@ def run(*arguments):
     with pytest.raises(SystemExit) as caught:
         cli.main([str(argument) for argument in arguments])
     return caught.value.code
+
+
+@pytest.mark.parametrize("script", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.name)
+def test_scripts_import_names_that_exist(script):
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvfold"):
+            module = import_module(node.module)
+            for name in (each.name for each in node.names):
+                assert hasattr(module, name) or find_spec(f"{node.module}.{name}"), f"{node.module} has no {name}"
 
 
 def test_the_recipes_that_ship_are_those_of_the_repository():
