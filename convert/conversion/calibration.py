@@ -31,7 +31,7 @@ from kvfold.convert.text.corpus import BUILT_IN, calibration_texts, check_seq_le
 from kvfold.convert.text.self_written import turns_of, write_sequences
 from kvfold.convert.text.tokenizer import check_teacher, check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
-from kvfold.convert.training.budget import sequences_of
+from kvfold.convert.training.budget import batch_size, steps_of
 from kvfold.convert.walk.hidden import Keep, Spill
 from kvfold.convert.walk.statistics import ReadHeads, SourceHeads
 
@@ -82,7 +82,7 @@ def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None
             with closing(open_checkpoint(request.teacher)) as teacher:
                 check_teacher(teacher, plan.checkpoint, tokenizer, request.trust_remote_code)
         # Each step of polishing takes sequences that no other step had, while there are any.
-        wanted = sequences_of(request.polish, request.length) if request.polish else 0
+        wanted = steps_of(request.polish, request.length) * batch_size(request.length) if request.polish else 0
         further = max(0, wanted - request.samples)
         sizes = request.samples, request.length, request.seed
         # Only a number of tokens says how much text there must be.

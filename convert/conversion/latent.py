@@ -28,7 +28,7 @@ from kvfold.convert.transforms.latent.latent import energy_shares
 from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.hidden import Keep
-from kvfold.convert.walk.passes import survey
+from kvfold.convert.walk.passes import embed, gather
 from kvfold.convert.walk.walk import Step
 
 # Steps of refinement per layer, where splits or layouts are compared. 5 takes the split 12 + 4 of a budget of 16,
@@ -80,8 +80,11 @@ class Candidate:
         return self.refined_kl is None, math.inf if math.isnan(kl) else kl
 
     @property
-    def served_by(self) -> list[str]:
+    def split(self) -> Split:
+        return Split(self.target.kv_rank, self.target.rope_dim, self.kl, self.refined_kl)
 
+    @property
+    def served_by(self) -> list[str]:
         return [verdict.engine for verdict in self.plan.engines if verdict.serves]
 
 
@@ -102,10 +105,12 @@ def survey_layers(
         return rope_slots.survey_layer(weights, statistics, source_rotary(plan, index), plan.geometry.positions)
 
     count = max(processes.count(), math.ceil(_SURVEYED / plan.request.length))
-    surveyed = survey(source, processes.own(tokens.calibration[:count]), heads=source_heads(plan), keep=keep)
-    walked = stages.over("survey", surveyed, plan.geometry.layers, "layer")
-    layers = tuple(processes.from_first(partial(note, *each)) for each in walked)
-    return Survey(source, tokens, layers, folder)
+    states, layers = embed(source, processes.own(tokens.calibration[:count]), keep), list[LayerSurvey]()
+    for index in stages.over("survey", range(source.layers), source.layers, "layer"):
+        with source.open_layer(index) as layer:
+            found = gather(source, layer, states, source_heads(plan))
+        layers.append(processes.from_first(partial(note, index, *found)))
+    return Survey(source, tokens, tuple(layers), folder)
 
 
 def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -> Candidate:
@@ -220,7 +225,7 @@ def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, di
     best, tried = choose_split(plan, surveyed, stages)
     record: dict[str, Any] = {}
     if tried:
-        record["splits"] = [split_of(each).to_dict() for each in tried]
+        record["splits"] = [each.split.to_dict() for each in tried]
         least = min(tried, key=lambda each: each.judged)
         if least is not best:
             gained = [engine for engine in best.served_by if engine not in least.served_by]
@@ -231,18 +236,13 @@ def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, di
     if any(each is not first for each in best.slots):
         return best, {**record, "rotary_slots_per_pair": [list(each.counts) for each in best.slots]}
     record["rotary_slots_per_pair"] = list(first.counts)
-    if first.counts:
+    if first.counts and surveyed.layers:
         # The worth of rotation at every frequency and slot, mean over layers, and how much of it is kept.
         worth, slots = rope_slots.mean_worth(surveyed.layers), sum(first.counts)
         kept = [float(row[:count].sum()) for row, count in zip(worth, first.counts, strict=True)]
         best_slots = worth.flatten().sort(descending=True).values[: _SHOWN_SLOTS * max(1, slots)].tolist()
         record["rotary_worth"] = vars(RotaryWorth(worth.sum(1).tolist(), kept, slots, best_slots))
     return best, record
-
-
-def split_of(tried: Candidate) -> Split:
-
-    return Split(tried.target.kv_rank, tried.target.rope_dim, tried.kl, tried.refined_kl)
 
 
 def trial(option: Candidate, surveyed: Survey, *, refine: bool = False) -> Candidate:
@@ -258,7 +258,8 @@ def trial(option: Candidate, surveyed: Survey, *, refine: bool = False) -> Candi
     walk = StudentWalk(option.plan, surveyed.source, tokens, statistics=False, trial_steps=steps)
     for step in walk.steps:
         if step.index in probed:
-            walk.convert(step, processes.from_first(partial(fitted_latent, option, step.index, step, surveyed)).weights)
+            fitted = processes.from_first(partial(fitted_latent, option, step.index, step, surveyed))
+            step.follow(walk.made(step, fitted.weights)[0])
         else:
             step.skip()
     kl = processes.from_first(lambda: walk.measurement().kl)

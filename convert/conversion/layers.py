@@ -57,7 +57,7 @@ def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
         return
     # Here, as in `fitted_fold`: pooling heads needs no transformers, and its bytes are copied while torch is imported.
     from kvfold.convert.conversion.calibration import hidden_states, load_tokens, source_stream
-    from kvfold.convert.conversion.latent import candidate, fitted_latent, resolve, survey_layers
+    from kvfold.convert.conversion.latent import Survey, candidate, fitted_latent, resolve, survey_layers
     from kvfold.convert.conversion.student import StudentWalk
 
     if not plan.request.calibrated and plan.latent is not None:
@@ -65,9 +65,10 @@ def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
         yield Layers(chosen.plan, partial(fitted_latent, chosen))
         return
     tokens, source = load_tokens(plan, scratch, stages), source_stream(plan, scratch)
+    reads = plan.request.chosen_method.reads_text
     with hidden_states(plan.request.spill) as keep:
         if plan.latent is None:
-            walk = StudentWalk(plan, source, tokens, statistics=True, keep=keep)
+            walk = StudentWalk(plan, source, tokens, statistics=reads, keep=keep)
             yield Layers(plan, partial(fitted_fold, plan), walk)
             return
         # All layers share their rotary frequencies, so every layer is surveyed before any is converted. In memory are
@@ -76,9 +77,10 @@ def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
         folder.mkdir(exist_ok=True)
         try:
             tried = None if plan.request.budget is None else folder
-            surveyed = survey_layers(plan, source, tokens, tried, stages, keep)
+            surveyed = Survey(source, tokens, (), None)
+            if reads:  # else the weights alone choose the slots
+                surveyed = survey_layers(plan, source, tokens, tried, stages, keep)
             chosen, choices = resolve(plan, surveyed, stages)
-            reads = plan.request.chosen_method.reads_text
             walk = StudentWalk(chosen.plan, source, tokens, statistics=reads, keep=keep)
             yield Layers(chosen.plan, partial(fitted_latent, chosen, spectrum=True), walk, choices)
         finally:

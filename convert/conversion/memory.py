@@ -53,8 +53,8 @@ def kept_outputs(request: ConvertRequest) -> list[str]:
     return [f"{request.out}.{name}" for step, name in intervals(steps, request.length).items() if 0 < step < steps]
 
 
-def needs_of(plan: Plan, processes: int = 1) -> Needs:
-    """Estimate the needs of ``plan`` with ``processes``: an upper bound, up to 2 x the measured peak for small models.
+def needs_of(plan: Plan) -> Needs:
+    """Estimate the needs of each process: an upper bound, up to 2 x the measured peak for small models.
 
     A run without text keeps one attention layer in memory. A calibrated run keeps a whole layer and its converted twin,
     the fit's matrices and, unless they are spilled, the hidden states of all its tokens. Polishing keeps the whole
@@ -75,7 +75,7 @@ def needs_of(plan: Plan, processes: int = 1) -> Needs:
         return Needs(_BASE + (fit * 11 // 10 if latent else pooling), 0, 0, disk)
 
     length = request.length
-    tokens, held_out = ceil(request.samples / processes) * length, held_out_count(request.samples) * length
+    tokens, held_out = ceil(request.samples / processes.count()) * length, held_out_count(request.samples) * length
     # Calibration states before and after the source's layer, its attention's, the student's, the targets of refinement;
     # held-out states once more, because the drift takes a copy further.
     fitted, refined = request.chosen_method.reads_text, int(bool(request.refine))
@@ -139,7 +139,7 @@ def check_memory(plan: Plan) -> None:
         option, otherwise = opt("polish"), f"use only {opt('refine')}, which loads one layer at a time"
     else:
         return
-    needed, free = needs_of(plan, processes.count()).memory, free_bytes(plan)
+    needed, free = needs_of(plan).memory, free_bytes(plan)
     if free is not None and needed > free:
         raise InputError(
             f"{option} needs the whole model in memory: about {bytes_text(needed)}, but only {bytes_text(free)} are "
@@ -154,7 +154,7 @@ def check_spill(plan: Plan) -> None:
         return
     if not os.path.isdir(folder):
         raise option_error("spill", folder, ": there is no such folder for hidden states; create it first")
-    needs = needs_of(plan, processes.count())
+    needs = needs_of(plan)
     needed, free = processes.count(on_this_machine=True) * needs.spilled, shutil.disk_usage(folder).free
     # On OUT's disk both have to fit.
     if os.stat(_existing(plan.request.out)).st_dev == os.stat(folder).st_dev:

@@ -226,7 +226,7 @@ def padding_text(plan: Plan) -> str:
 
 def plan_text(plan: Plan) -> str:
     """The output of ``--dry-run``: the tensors to compute, the files, and the memory and disk space needed."""
-    request, before, needs = plan.request, plan.checkpoint.tensors, needs_of(plan, processes.count())
+    request, before, needs = plan.request, plan.checkpoint.tensors, needs_of(plan)
     # The split, and so the shapes, are not chosen yet.
     open_split = request.budget is not None
     lines = [headline(plan), *(f"source: {line}" for line in plan.made_of)]

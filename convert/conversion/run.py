@@ -85,7 +85,7 @@ class Conversion(FitReport):
         """JSON values: the plan for a dry run, otherwise the record without its lists of tensors and files."""
         plan = self.plan
         if self.written is None:
-            needs = needs_of(plan, processes.count())
+            needs = needs_of(plan)
             facts = {
                 "out": None,
                 "dry_run": True,

@@ -161,7 +161,6 @@ class StudentWalk(Walk):
             source,
             tokens.held_out,
             processes.own(tokens.calibration) if statistics or trains else None,
-            profile=statistics,
             statistics=statistics,
             keep_calibration=trains,
             heads=source_heads(plan),
@@ -189,7 +188,7 @@ class StudentWalk(Walk):
         if self._refits:
             # The output projection is fitted to the student's stream, which has the errors of the layers before.
             weights, fit = refit_output(step, weights, encode, self._refinement.update)
-            notes = {} if fit is None else {"output_fit": vars(fit)}
+            notes = {} if fit is None else {"output_fit": dict(zip(("before", "after"), fit, strict=True))}
         tensors, steps = encode(weights), self._refinement.steps
         if not steps:
             return tensors, notes

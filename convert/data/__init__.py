@@ -5,12 +5,12 @@ Made by ``recipes/demo/train_demo.py``; nothing here imports torch or transforme
 
 import lzma
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
 ShippedText = Literal["train", "calibration", "held_out"]
 
+_FOLDER = Path(__file__).parent
 SEPARATOR = "\f"  # between two documents; occurs inside none
 
 
@@ -19,22 +19,14 @@ def demo_folder() -> Path:
 
     >>> demo_folder().name
     'demo'
-
-    Raises:
-        NotADirectoryError: kvfold was imported from an archive, where a checkpoint has no path.
     """
-    folder = files(__name__) / "demo"
-    if not isinstance(folder, Path):
-        raise NotADirectoryError(
-            f"kvfold must be installed as files for its demo checkpoint, found an archive: {folder}"
-        )
-    return folder
+    return _FOLDER / "demo"
 
 
 @lru_cache(maxsize=3)
 def read_text(split: ShippedText) -> str:
     """All documents of a split, ``SEPARATOR`` between them. No document or paragraph is in two splits."""
-    return lzma.decompress((files(__name__) / f"{split}.txt.xz").read_bytes()).decode()
+    return lzma.decompress((_FOLDER / f"{split}.txt.xz").read_bytes()).decode()
 
 
 def read_documents(split: ShippedText) -> list[str]:

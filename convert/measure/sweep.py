@@ -33,7 +33,7 @@ from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import load_tokens, source_heads, source_stream
 from kvfold.convert.conversion.fitted import Split
-from kvfold.convert.conversion.latent import Candidate, Survey, choose_split, fitted_latent, split_of, survey_layers
+from kvfold.convert.conversion.latent import Candidate, Survey, choose_split, fitted_latent, survey_layers
 from kvfold.convert.conversion.layers import fitted_fold
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
@@ -387,7 +387,6 @@ def _swept(
         stream,
         tokens.held_out,
         tokens.calibration,
-        profile=True,
         keep_calibration=True,
         heads=source_heads(next(iter(plans.values()))),
         remember=True,
@@ -458,6 +457,6 @@ def _measured(student: _Target, precision: str) -> SweptTarget:
         measured=measured,
         precision=precision,
         seconds=student.seconds + time.monotonic() - started,
-        splits=tuple(map(split_of, student.tried)),
+        splits=tuple(each.split for each in student.tried),
         distances=tuple(student.distances),
     )

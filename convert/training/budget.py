@@ -58,8 +58,3 @@ def batch_size(length: int) -> int:
 def refining_batch(length: int) -> int:
     """The number of sequences of ``length`` tokens in one step of refinement."""
     return max(1, min(_REFINED_SEQUENCES, _REFINED_TOKENS // length))
-
-
-def sequences_of(polish: int | str, length: int) -> int:
-    """The number of sequences of ``length`` tokens used by all steps together; no sequence is used twice."""
-    return steps_of(polish, length) * batch_size(length)

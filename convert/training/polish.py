@@ -93,8 +93,8 @@ def polish(
 ) -> FitResult:
     """Train ``trainee`` for ``steps`` steps; the result's errors are the held-out KL in nats per token.
 
-    The training state is written to the file ``saved`` after every round; if that file already exists, training resumes
-    from it.
+    The training state is written to the file ``saved`` as often as `fit` says; if that file already exists, training
+    resumes from it.
     """
     count, length = training.tokens.shape
 

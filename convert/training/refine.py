@@ -8,11 +8,8 @@ With ``h`` and ``h'`` the teacher's and the student's residuals before the layer
     target = (h + a(h)) - h'
 
 so that a layer also corrects the errors of earlier layers. The loss is the squared error against the target, relative
-to the teacher's attention update. Each token's error is divided by the size of its residual, because the norms that
-read the residual divide by it too: in trained decoders a few tokens (attention sinks, above all the first token) have
-residuals hundreds of times larger than the others and would dominate the loss. The size is the larger of those of
-``h + a(h)`` and ``h'``: with a small cache, the student may produce a huge residual for a token whose residual is small
-in the teacher. No attention can undo that, and divided by the teacher's residual this token would dominate the loss.
+to the teacher's attention update, with each token weighted by the inverse of its residual's size (`token_weights`):
+otherwise the few tokens with massive activations, in the teacher or the student, would dominate.
 
 Memory holds one layer of each model, the master weights and Adam's moments.
 """
@@ -80,16 +77,13 @@ class Refined:
 
     The error is ``||missing||^2 / ||added||^2``: the difference between the student's and the teacher's residuals after
     the attention, relative to the teacher's attention update, with each token weighted by the inverse of its residual
-    size. In the same unit, ``inherited`` is the difference before the layer, most of which one attention cannot
-    correct, and ``own`` is the error of the refined attention update itself. ``steps`` steps were run, and ``tensors``
-    are the weights after step ``kept``, where 0 means those before training.
+    size. ``steps`` steps were run, and ``tensors`` are the weights after step ``kept``, where 0 means those before
+    training.
     """
 
     tensors: TensorMap
     before: float
     after: float
-    inherited: float
-    own: float
     steps: int
     kept: int
 
@@ -125,11 +119,8 @@ def refine_layer(
             )
             if fitted.kept:
                 break
-        made = {**tensors, **fitted.tensors}
-        step.student.put(made)
-        own = trainee.error(examples(task.update, step.teacher, step.held_out, step.student_held_out, correct=False))
-    inherited = held_out.inherited / held_out.energy if held_out.energy else held_out.inherited
-    return Refined(made, fitted.errors[0], min(fitted.errors), inherited, own, fitted.steps, fitted.kept)
+    made = {**tensors, **fitted.tensors}
+    return Refined(made, fitted.errors[0], min(fitted.errors), fitted.steps, fitted.kept)
 
 
 def refining_rate(width: int, error: float) -> float:
@@ -203,16 +194,14 @@ class Examples:
     """The student's residuals before a layer (``inputs``) and the updates that its attention should add (``targets``).
 
     Both are in the walk's chunks, as are ``weights [b, T, 1]``, the factors on the tokens' errors. ``energy`` is the
-    weighted mean square of the teacher's attention update, ``inherited`` that of the student's error before the layer,
-    and ``numbers`` the number of target elements. The chunks contain the sequences ``own`` of the ``count`` sequences
-    shared by all processes.
+    weighted mean square of the teacher's attention update, and ``numbers`` the number of target elements. The chunks
+    contain the sequences ``own`` of the ``count`` sequences shared by all processes.
     """
 
     inputs: Hidden
     targets: Hidden
     weights: Hidden
     energy: float
-    inherited: float
     numbers: int
     count: int
     own: range
@@ -225,33 +214,30 @@ def examples(
     hidden: Hidden,
     student_hidden: Hidden,
     *,
-    correct: bool = True,
     shared: bool = False,
 ) -> Examples:
     """Compute a layer's training examples from ``teacher``'s inputs ``hidden`` and the student's ``student_hidden``.
 
-    Both are residuals of the same tokens; ``update`` is the teacher's. If ``correct`` is False, the target is the
-    teacher's attention update ``a(h)`` alone. If ``shared`` is True, ``hidden`` is this process's share of the
-    sequences, and sums and counts cover all processes.
+    Both are residuals of the same tokens; ``update`` is the teacher's. If ``shared`` is True, ``hidden`` is
+    this process's share of the sequences, and sums and counts cover all processes.
     """
     targets, weights = student_hidden[:0], student_hidden[:0]  # in a file where these are in one
-    energies, numbers, count = torch.zeros(2, dtype=torch.float64), 0, 0
+    energy, numbers, count = torch.zeros((), dtype=torch.float64), 0, 0
     for inputs, student_inputs in zip(hidden, student_hidden, strict=True):
         added = update.of(teacher, teacher.attend(inputs))
         wide = torch.promote_types(added.dtype, torch.float32)
         residual, student_residual = (each.to(wide) for each in (inputs, student_inputs))
-        added, before = added.to(wide), residual - student_residual
+        added = added.to(wide)
         weight = token_weights(residual + added, student_residual)
         weights.append(weight)
-        targets.append((added + before if correct else added).to(student_inputs.dtype))
-        energies = energies.to(added.device) + torch.stack([squares(added * weight), squares(before * weight)])
+        targets.append((added + (residual - student_residual)).to(student_inputs.dtype))
+        energy = energy.to(added.device) + squares(added * weight)
         numbers += added.numel()
         count += len(added)
-    own, (size, inherited) = range(count), energies.tolist()
+    own, size = range(count), float(energy)
     if shared:
-        sums = torch.tensor([size, inherited, numbers, count], dtype=torch.float64)
+        sums = torch.tensor([size, numbers, count], dtype=torch.float64)
         processes.add_up([sums])
-        size, inherited = sums[:2].tolist()
-        numbers, count = map(int, sums[2:])
+        size, (numbers, count) = float(sums[0]), map(int, sums[1:])
         own = processes.part(count)
-    return Examples(student_hidden, targets, weights, size / numbers, inherited / numbers, numbers, count, own)
+    return Examples(student_hidden, targets, weights, size / numbers, numbers, count, own)

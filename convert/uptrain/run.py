@@ -40,10 +40,9 @@ from kvfold.convert.stream.stock import hide_bars, load_config
 from kvfold.convert.stream.weights import load_model
 from kvfold.convert.text.corpus import check_seq_len, open_corpus
 from kvfold.convert.text.tokenizer import load_tokenizer, render
-from kvfold.convert.training.log import LogRow
 from kvfold.convert.training.steps import check_constant
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.work import BEST, COMPLETE, TokenPlan, TrainingOrder, last_checkpoint, prepare
+from kvfold.convert.uptrain.work import BEST, COMPLETE, LogRow, TokenPlan, TrainingOrder, last_checkpoint, prepare
 
 _SECTION = """
 A converted checkpoint, trained further by kvfold: {what} trained for {steps} steps of {tokens} tokens{text}{teacher}.

@@ -34,10 +34,9 @@ from kvfold.convert.targets.mla.tensors import HeldSlice
 from kvfold.convert.text.tokenizer import check_teacher, load_tokenizer
 from kvfold.convert.training.budget import batch_size
 from kvfold.convert.training.fit import BETAS, distillation_loss, next_token_loss
-from kvfold.convert.training.log import LogRow
 from kvfold.convert.training.steps import has_constant, hold_constant, scale_gradients, scale_steps, tensor_sizes
 from kvfold.convert.uptrain.request import WARMUP_STEPS, UptrainRequest
-from kvfold.convert.uptrain.work import BEST, TrainingOrder, mark_complete
+from kvfold.convert.uptrain.work import BEST, LogRow, TrainingOrder, mark_complete
 
 # A sixteenth of refinement's: all layers move at once, and the steps of all inputs add up. KL after 40 steps, MLA 24+8
 # of the model that ships: 0.0125 0.231, 0.05 0.165, 0.2 0.172 nats (bench_refine_constants.py
@@ -213,7 +212,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         with self.run_log.open:
             self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         *earlier, last = self._errors() or [0.0]
-        if last <= min(earlier, default=math.inf):
+        if last < min(earlier, default=math.inf):
             return self._state()
         saved: dict[str, Tensor] = torch.load(self._request.work / BEST, weights_only=True) if started_first() else {}
         return saved

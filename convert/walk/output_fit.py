@@ -58,18 +58,6 @@ def token_weights(*residuals: Tensor) -> Tensor:
     return square.clamp_min(torch.finfo(torch.float32).tiny).rsqrt()
 
 
-@dataclass(frozen=True)
-class OutputFit:
-    """The error of the residual after the layer's attention on held-out sequences, before and after the fit.
-
-    Each token's squared error is relative to its residual. ``after`` equals ``before`` if the fit was no better, in
-    which case the weights were left unchanged.
-    """
-
-    before: float
-    after: float
-
-
 # One row per token, in float32 or wider: the heads' results ``[N, n]``, the target of their projection ``[N, E]``, and
 # weights ``[N]``.
 _Regression = tuple[Tensor, Tensor, Tensor]
@@ -81,12 +69,14 @@ def refit_output(
     weights: Weights,
     encode: Callable[[Weights], Mapping[str, Tensor]],
     update: AttentionUpdate,
-) -> tuple[Weights, OutputFit | None]:
+) -> tuple[Weights, tuple[float, float] | None]:
     """Return ``weights`` with the output projection (and bias, if any) that best fits the student's residual stream.
 
-    The new projection is used only if it is better on held-out sequences. The returned `OutputFit` is None if the layer
-    does not expose its heads' results or the model family normalizes the attention output. The heads' results on the
-    calibration sequences stay in ``step.contexts``, for the layer's pass over them, if hidden states are in memory.
+    Also return the error of the residual after the attention on held-out sequences, before and after; each token's
+    squared error is relative to its residual. The projection is unchanged, and both errors equal, if the fit was no
+    better. They are None if the layer does not expose its heads' results or the model family normalizes the attention
+    output. The heads' results on the calibration sequences stay in ``step.contexts``, for the layer's pass over them,
+    if hidden states are in memory.
     """
     if update.norm is not None:
         return weights, None
@@ -110,11 +100,11 @@ def refit_output(
             gram, missing = _sums(present, _regressions(*common, step.calibration, step.student_calibration, contexts))
         fitted, before, after = processes.from_first(partial(_fit, present, gram, missing, chain([first], held_out)))
     if not after < before:
-        return weights, OutputFit(before, before)
+        return weights, (before, before)
     size = weights.o[0].numel()
     output = fitted[:, :size].reshape(weights.o.shape).to(weights.o)
     bias = None if weights.o_bias is None else fitted[:, size].to(weights.o_bias)
-    return replace(weights, o=output, o_bias=bias), OutputFit(before, after)
+    return replace(weights, o=output, o_bias=bias), (before, after)
 
 
 def _regressions(

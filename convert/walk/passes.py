@@ -1,6 +1,6 @@
 """Runs one model layer by layer over residual streams in chunks, and collects statistics of each layer."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -21,38 +21,18 @@ _CPU_TOKENS = 4096
 _GPU_TOKENS = 32768
 
 
-def survey(
-    source: CheckpointStream,
-    calibration: Tensor,
-    *,
-    profile: bool = True,
-    heads: ReadHeads | None = None,
-    keep: Keep = list,
-) -> Iterator[tuple[int, LayerStatistics, Tensor]]:
-    """Run only the source, and yield each layer's statistics in order, for choices that concern all layers at once.
-
-    Yields the layer's index, its statistics, and its attention inputs for the first chunk of tokens, ``[n, E]``.
-    ``heads`` reads a layer's attention weights; it is needed for statistics of normalized queries and keys, and for
-    attention whose queries and keys cannot be recorded. ``keep`` stores hidden states in memory or in a file.
-    """
-    states = embed(source, calibration, keep)
-    for index in range(source.layers):
-        with source.open_layer(index) as layer:
-            statistics, inputs = gather(source, layer, states, profile, heads)
-        yield index, statistics, inputs
-
-
 @torch.no_grad()
 def gather(
-    source: CheckpointStream, layer: OpenLayer, states: Hidden, profile: bool, heads: ReadHeads | None = None
+    source: CheckpointStream, layer: OpenLayer, states: Hidden, heads: ReadHeads | None = None
 ) -> tuple[LayerStatistics, Tensor]:
     """Return a layer's statistics over ``states``, and its attention inputs for the first chunk, ``[n, E]``.
 
-    Both cover the sequences of all processes. ``states`` are replaced by the layer's outputs. Raises InputError if
-    these are not finite.
+    Both cover the sequences of all processes. ``heads`` reads a layer's attention weights; it is needed for statistics
+    of normalized queries and keys, and for attention whose queries and keys cannot be recorded. ``states`` are replaced
+    by the layer's outputs. Raises InputError if these are not finite.
     """
     source_heads = None if heads is None else heads(layer.index)
-    accumulator = StatisticsAccumulator(profile, None if source_heads is None else source_heads.weights)
+    accumulator = StatisticsAccumulator(True, None if source_heads is None else source_heads.weights)
     inputs = torch.empty(0)
     for chunk, hidden in enumerate(states):
         with source.training():

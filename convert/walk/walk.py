@@ -265,11 +265,11 @@ class Teacher:
     """The source model in a walk: runs its residual streams through each layer once, for any number of students.
 
     ``held_out [M, T]`` and ``calibration [N, T]`` are token ids; without ``calibration`` only the held-out sequences
-    are run. ``profile`` adds distance profiles to the statistics; ``statistics=False`` turns statistics off; ``heads``
-    as in `survey`. ``keep_calibration`` keeps the hidden states that refinement needs; hidden states then take four
-    times the memory. ``remember`` keeps the attention outputs until the next layer, for several students that compare
-    with them; this takes as much memory as one more residual stream of all sequences. ``keep`` stores hidden states in
-    memory (``list``) or in a file (``Spill``); ``remember`` requires them in memory.
+    are run. ``statistics=False`` turns statistics off; ``heads`` as in `gather`. ``keep_calibration`` keeps the hidden
+    states that refinement needs; hidden states then take four times the memory. ``remember`` keeps the attention
+    outputs until the next layer, for several students that compare with them; this takes as much memory as one more
+    residual stream of all sequences. ``keep`` stores hidden states in memory (``list``) or in a file (``Spill``);
+    ``remember`` requires them in memory.
     """
 
     def __init__(
@@ -278,7 +278,6 @@ class Teacher:
         held_out: Tensor,
         calibration: Tensor | None = None,
         *,
-        profile: bool = False,
         statistics: bool = True,
         keep_calibration: bool = False,
         heads: ReadHeads | None = None,
@@ -288,7 +287,7 @@ class Teacher:
         self.stream, self.tokens, self.keep = source, held_out, keep
         self._finished = 0  # layers at the beginning whose statistics nobody needs
         self.kept = calibration if keep_calibration else None
-        self._profile, self._statistics, self._heads, self._remember = profile, statistics, heads, remember
+        self._statistics, self._heads, self._remember = statistics, heads, remember
         self.held_out = embed(source, held_out, keep)
         self._calibration = keep([]) if calibration is None else embed(source, calibration, keep)
 
@@ -307,7 +306,7 @@ class Teacher:
                     layer = _RememberingLayer(**vars(layer))
                 calibration, statistics, inputs = self._calibration[: 0 if self.kept is None else None], None, None
                 if self._calibration and self._statistics and index >= self._finished:
-                    statistics, inputs = gather(self.stream, layer, self._calibration, self._profile, self._heads)
+                    statistics, inputs = gather(self.stream, layer, self._calibration, self._heads)
                 elif self._calibration:
                     with self.stream.training():
                         advance(self.stream, layer, self._calibration)

@@ -9,7 +9,6 @@ from kvfold.attention.drift.compare import Measurement
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.walk.passes import survey
 from kvfold.convert.walk.walk import Teacher, Walk
 
 
@@ -20,14 +19,11 @@ def case(monkeypatch: pytest.MonkeyPatch) -> Case:
     return Case()
 
 
-def test_statistics_and_profiles_are_taken_only_when_requested(case: Case) -> None:
+def test_statistics_are_taken_only_when_requested(case: Case) -> None:
     source, full = case.stream(), case.walk()
     bare = Walk(Teacher(source, case.held_out), case.converted(source))
     assert all(step.statistics is None for step in case.run(bare))
-    surveyed = survey(case.stream(), case.calibration)
-    for step, (_, statistics, _) in zip(case.run(full), surveyed, strict=True):
-        assert step.statistics.profile.numel() == 0 < statistics.profile.numel()
-        assert torch.equal(step.statistics.gram, statistics.gram)
+    assert all(step.statistics.profile.numel() > 0 for step in case.run(full))
     assert bare.measurement() == full.measurement()
 
 
@@ -39,7 +35,7 @@ def test_students_that_share_a_teacher_are_what_each_would_be_alone(
     alone = case.walk(keep_calibration=True)
     list(case.run(alone))
     tokens = case.held_out, case.calibration
-    teacher = Teacher(source, *tokens, profile=True, keep_calibration=True, remember=True)
+    teacher = Teacher(source, *tokens, keep_calibration=True, remember=True)
     walks = [Walk(teacher, case.converted(source)) for _ in range(2)]
     for lesson in teacher.layers():
         for walk in walks:
