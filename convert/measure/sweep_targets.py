@@ -88,11 +88,10 @@ def default_targets(model: Model, layout: Layout) -> list[TargetOptions]:
     targets: list[TargetOptions] = [{"to": "gqa", "kv_heads": count} for count in heads[:_FOLDS]]
     targets += [{"to": "mqa"}] if model.geometry.kv_heads > 1 else []
     layout = "kvfold" if needs_own_code(model) else layout
-    if layout != "kvfold" and model_problems(model):
-        pass  # no stock class can express its MLA
-    elif cache_elements(model.geometry) < _SERVED_FROM:
+    expressible = layout == "kvfold" or not model_problems(model)
+    if expressible and cache_elements(model.geometry) < _SERVED_FROM:
         targets += [{"to": "mla", "budget": size} for size in budgets(model)]
-    else:
+    elif expressible:
         splits = [{"kv_rank": each.kv_rank, "rope_dim": each.rope_dim} for each in proposals(model, (layout,))]
         targets += [{"to": "mla", **split} for split in splits]
     if not targets:

@@ -204,4 +204,6 @@ def _size_problems(model: Model, target: LatentTarget, allow_growth: bool) -> It
         yield option_problem("q_rank", target.q_rank, f"must be from {least} to {full}; {full} is lossless")
     if target.value_dim is not None and target.value_dim <= size.head_dim:
         rule = f"must be above {size.head_dim}, the size of the source's heads and the default"
+        if rank <= size.head_dim:
+            rule += f"; omit it, as such heads read all of a latent of {opt('kv_rank', rank)}"
         yield option_problem("value_dim", target.value_dim, rule)

@@ -38,6 +38,7 @@ def test_a_llama_can_become_both_layouts():
         LatentTarget(56, 8),  # as much cache as the source
         LatentTarget(16, 8, 66),
         LatentTarget(16, 8, value_dim=8),
+        LatentTarget(8, 8, value_dim=8),
     ],
     ids=lambda target: f"{target.kv_rank}-{target.rope_dim}-{target.q_rank}-{target.layout}-{target.value_dim}",
 )
