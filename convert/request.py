@@ -136,12 +136,6 @@ class ConvertRequest(Request):
     rope_dim: int | None = _latent("Rotary key dims: P cache elements per token per layer (mla).", metavar="P", least=0)
     budget: int | None = _latent("Choose R + P = N by measured drift (mla).", metavar="N", least=4)
     q_rank: int | None = _latent("Also factor the queries through a latent of rank N (mla).", metavar="N", least=1)
-    value_dim: int | None = _latent(
-        "Value dims of each head, from the source's head size to R (mla): more lose less at the same cache, but have "
-        "larger projections.",
-        metavar="N",
-        least=1,
-    )
     method: str | None = option(
         None,
         f"Default: {DEFAULT} (calibrated). {_methods()}; or MODULE:NAME.",
@@ -355,11 +349,6 @@ class ConvertRequest(Request):
             yield "budget", f"{measured}, but {named} reads no text; use {principal}"
         if self.layout == "engine" and not method.reads_text:
             yield "layout", f"{engine} calibrates the latent's norm on text, but {named} reads no text; use {principal}"
-        if self.value_dim is not None and not method.reads_text:
-            yield "value_dim", f"{opt('value_dim')} is fitted to text, but {named} reads no text; use {principal}"
-        if self.value_dim is not None and self.kv_rank is not None and self.value_dim > self.kv_rank:
-            wide = f"{opt('value_dim', self.value_dim)} must be at most {opt('kv_rank', self.kv_rank)}"
-            yield "value_dim", f"{wide}: a head cannot read more than the latent; use {self.kv_rank}, or omit it"
         if self.rotate_latent and (self.layout or DEFAULT_LAYOUT) == "engine":
             larger = f"{opt('rotate_latent', True)} increases the error of an FP8 cache with {engine}"
             yield "rotate_latent", f"{larger}; omit {opt('rotate_latent')}, or use {opt('layout', 'free')}"

@@ -26,8 +26,6 @@ from kvfold.convert.transforms.head_norms import linear_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.latent import energy_shares
 from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots
-from kvfold.convert.transforms.latent.variants import widened
-from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.hidden import Keep
 from kvfold.convert.walk.passes import embed, gather
@@ -175,8 +173,6 @@ def fitted_latent(
             error=held_out_error(plan, index, step),
         )
     )
-    if target.value_dim is not None and isinstance(fitted.weights, LatentWeights):
-        fitted = Fitted(widened(fitted.weights, target.value_dim), fitted.notes)
     if statistics is None or not spectrum:
         return fitted
     linear = linear_heads(weights, statistics, key_constant=centered)

@@ -215,7 +215,7 @@ def check_processes(plan: Plan) -> None:
 def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
     """The splits that an MLA request allows, in ascending rotary dims. Raises InputError if no split is possible."""
     layout = "kvfold" if request.layout is None and needs_own_code(model) else request.resolved_layout
-    options = request.q_rank, layout, request.rotate_latent, request.value_dim
+    options = request.q_rank, layout, request.rotate_latent
     if request.budget is None:
         splits = [(request.kv_rank or 0, request.rope_dim or 0)]
     else:

@@ -235,8 +235,7 @@ def budgets(model: Model) -> list[int]:
 def latent_options(target: LatentTarget) -> str:
     """The options of ``kvfold convert`` that produce ``target``."""
     options = f"--to mla --kv-rank {target.kv_rank} --rope-dim {target.rope_dim} --layout {target.layout}"
-    more = {"--q-rank": target.q_rank, "--value-dim": target.value_dim}
-    return " ".join([options, *(f"{name} {size}" for name, size in more.items() if size is not None)])
+    return options if target.q_rank is None else f"{options} --q-rank {target.q_rank}"
 
 
 def _transformers(result: Result) -> Way:

@@ -116,7 +116,6 @@ WRONG |= {"device": "cude", "dtype": "tpu", "overwrite": "yes", "max_shard_size"
         {"to": "mla", "budget": 64, "kv_rank": 8, "method": "svd", "group": "similar", "layout": "deepseek"},
         {"to": "mla", "budget": 64, "layout": "engine", "rotate_latent": True},
         {"to": "mla", "kv_rank": 8, "rope_dim": 8, "layout": "engine", "method": "svd"},
-        {"to": "mla", "kv_rank": 8, "rope_dim": 8, "value_dim": 9, "method": "svd"},
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items() if name not in WRONG),
 )

@@ -45,8 +45,7 @@ class LatentTarget:
     """The sizes of latent attention. ``kv_rank`` R + ``rope_dim`` P are the cached elements per token per layer.
 
     R includes the constant channel. ``rotated`` mixes the other channels, for a quantized cache. If ``q_rank`` is None,
-    queries have no latent, unless biases require it (see `query_rank`). ``value_dim`` is the number of value dims that
-    each head reads from the latent, the source's head size if None.
+    queries have no latent, unless biases require it (see `query_rank`).
     """
 
     kv_rank: int
@@ -54,7 +53,6 @@ class LatentTarget:
     q_rank: int | None = None
     layout: Literal["free", "engine", "kvfold"] = "free"
     rotated: bool = False
-    value_dim: int | None = None
 
     @property
     def constant(self) -> bool:
@@ -72,21 +70,16 @@ class LatentTarget:
         return self.rope_dim in {rope for _, rope, _ in KERNEL_HEADS} and self.kv_rank + self.rope_dim in KERNEL_CACHES
 
     def head_dims(self, dim: int) -> tuple[int, int]:
-        """The unrotated dims and the value dims of a stored head, for a source with heads of size ``dim``.
+        """The unrotated dims and the value dims of a stored head, at least ``dim`` each.
 
-        They are ``dim`` and `values_read`, except that layout ``engine`` pads heads with zeros to the smallest sizes
-        that MLA kernels support. The zeros do not change the result: the scale of the scores is part of the queries,
-        and the cache contains no heads.
+        Both are ``dim``, except that layout ``engine`` pads heads with zeros to the smallest sizes that MLA kernels
+        support. The zeros do not change the result: the scale of the scores is part of the queries, and the cache
+        contains no heads.
         """
-        least = dim, self.values_read(dim)
         if self.layout != "engine" or not self.has_kernels:
-            return least
-        kernels = [(n, v) for n, rope, v in KERNEL_HEADS if rope == self.rope_dim]
-        return min((each for each in kernels if each[0] >= least[0] and each[1] >= least[1]), key=sum, default=least)
-
-    def values_read(self, dim: int) -> int:
-        """The value dims that a head reads from the latent, at most R, for a source with heads of size ``dim``."""
-        return max(dim, min(self.value_dim or dim, self.kv_rank))
+            return dim, dim
+        sizes = [(n, v) for n, rope, v in KERNEL_HEADS if rope == self.rope_dim and min(n, v) >= dim]
+        return min(sizes, key=sum, default=(dim, dim))
 
     def rope_kept(self, rotary_dims: int) -> int:
         """The number of stored rotary dims that contain keys; layout ``engine`` may pad them with zeros to P."""

@@ -154,8 +154,7 @@ def _expert_shapes(model: Model, target: LatentTarget, layer: int) -> Shapes:
 def padding(model: Model, target: LatentTarget) -> int:
     """The number of parameters that are zero because heads are padded."""
     size = model.geometry
-    nope, value = target.head_dims(size.head_dim)
-    nope, value = nope - size.head_dim, value - target.values_read(size.head_dim)
+    nope, value = (padded - size.head_dim for padded in target.head_dims(size.head_dim))
     rope, inputs = target.rope_dim - target.rope_kept(size.rotary_dims), query_rank(model, target) or size.model_dim
     heads = (nope + rope) * inputs + (nope + value) * target.kv_rank + value * size.model_dim
     return size.layers * (size.heads * heads + rope * size.model_dim)

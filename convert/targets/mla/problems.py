@@ -64,8 +64,6 @@ def _own_problems(model: Model, target: LatentTarget) -> Iterator[str]:
         yield f"has no latent modules in this layout yet; use {opt('layout', 'free')} or {opt('to', 'gqa')} instead"
     if target.q_rank is not None:
         yield f"has no query latent in this layout; remove {opt('q_rank')}"
-    if target.value_dim is not None:
-        yield f"has heads of the source's size in this layout; remove {opt('value_dim')}"
     yield from attention
 
 
@@ -202,8 +200,3 @@ def _size_problems(model: Model, target: LatentTarget, allow_growth: bool) -> It
     full = full_query_rank(model, target)
     if target.q_rank is not None and not least <= target.q_rank <= full:
         yield option_problem("q_rank", target.q_rank, f"must be from {least} to {full}; {full} is lossless")
-    if target.value_dim is not None and target.value_dim <= size.head_dim:
-        rule = f"must be above {size.head_dim}, the size of the source's heads and the default"
-        if rank <= size.head_dim:
-            rule += f"; omit it, as such heads read all of a latent of {opt('kv_rank', rank)}"
-        yield option_problem("value_dim", target.value_dim, rule)

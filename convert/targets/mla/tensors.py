@@ -126,7 +126,7 @@ def _or_zeros(bias: Tensor | None, like: Tensor) -> Tensor:
 
 def padded(latent: LatentWeights, target: LatentTarget) -> LatentWeights:
     """Pad heads and rotary keys with zeros to their stored sizes. Returns ``latent`` itself if the sizes match."""
-    nope, value = target.head_dims(latent.nope_dim)
+    nope, value = target.head_dims(latent.value_dim)
     rope = target.rope_dim
     if (latent.nope_dim, latent.value_dim, latent.rope_dim) == (nope, value, rope):
         return latent

@@ -9,8 +9,7 @@ In a quantized cache, the channels of a fitted latent differ in energy by orders
 step for all of them, or one saturating exponent, suits only a few. An orthogonal map that mixes every channel into
 every other results in about the same energy for all (`rotated`).
 
-A query latent (DeepSeek's ``q_lora_rank``) saves weights but no cache. Wider heads (`widened`) cost weights but no
-cache.
+A query latent (DeepSeek's ``q_lora_rank``) saves weights but no cache.
 """
 
 import math
@@ -151,22 +150,6 @@ def hartley(size: int) -> Tensor:
     # Reduce by whole turns first: exact for any size.
     angle = 2 * math.pi / size * (index[:, None] * index % size)
     return (angle.cos() + angle.sin()) / math.sqrt(size)
-
-
-def widened(latent: LatentWeights, value_dim: int) -> LatentWeights:
-    """``latent`` with up to ``value_dim`` values per head, at most R; the output does not read the further ones yet.
-
-    A head reads D dims of the latent. The further rows of ``uv`` are an orthogonal basis of the part that it does not
-    read, as large as the others; their columns of ``o`` are zero, for a fit of the output (`fit_output`) and training.
-    """
-    _, dims, rank = latent.uv.shape
-    more = min(value_dim, rank) - dims
-    if more <= 0:
-        return latent
-    unread = torch.linalg.svd(latent.uv.double(), full_matrices=True).Vh[:, dims : dims + more]
-    size = latent.uv.double().square().sum(2).mean(1).sqrt()[:, None, None]
-    uv = torch.cat([latent.uv, (size * unread).to(latent.uv)], 1)
-    return replace(latent, uv=uv, o=torch.nn.functional.pad(latent.o, (0, more)))
 
 
 def query_latent(latent: LatentWeights, statistics: LayerStatistics, rank: int) -> LatentWeights:

@@ -37,10 +37,8 @@ def test_a_llama_can_become_both_layouts():
         LatentTarget(1, 8),
         LatentTarget(56, 8),  # as much cache as the source
         LatentTarget(16, 8, 66),
-        LatentTarget(16, 8, value_dim=8),
-        LatentTarget(8, 8, value_dim=8),
     ],
-    ids=lambda target: f"{target.kv_rank}-{target.rope_dim}-{target.q_rank}-{target.layout}-{target.value_dim}",
+    ids=lambda target: f"{target.kv_rank}-{target.rope_dim}-{target.q_rank}-{target.layout}",
 )
 def test_sizes_that_cannot_be(target, told):
     (problem,) = problems(target=target)
@@ -144,16 +142,3 @@ def test_plain_rope_is_recognized_and_anything_else_is_longrope():
 def test_heads_are_padded_to_the_nearest_kernel_where_the_cache_has_one(rank, rope, dim, heads):
     assert LatentTarget(rank, rope, layout="engine").head_dims(dim) == heads
     assert LatentTarget(rank, rope).head_dims(dim) == (dim, dim)
-
-
-def test_layout_kvfold_has_heads_of_the_source_alone(told):
-    (problem,) = problems("olmo2", LatentTarget(16, 8, layout="kvfold", value_dim=16))
-    told(problem)
-
-
-def test_wider_values_have_the_stored_size_that_holds_them():
-    assert LatentTarget(128, 64, value_dim=96).head_dims(64) == (64, 96)
-    assert LatentTarget(80, 64, value_dim=96).head_dims(64) == (64, 80)  # of a budget: no more than the latent
-    assert LatentTarget(512, 64, layout="engine", value_dim=96).head_dims(64) == (64, 128)
-    assert LatentTarget(512, 64, layout="engine", value_dim=256).head_dims(64) == (192, 256)
-    assert LatentTarget(512, 64, layout="engine", value_dim=300).head_dims(64) == (64, 300)

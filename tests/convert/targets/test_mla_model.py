@@ -47,7 +47,6 @@ def random_latent(size, target, seed=0):
 
     heads, dim, width, rank, rope = size.heads, size.head_dim, size.model_dim, target.channels, target.rope_kept(8)
     free, inner = target.constant, None if target.q_rank is None else target.q_rank - target.constant
-    value = min(rank, target.value_dim or dim)
     # Layout engine spells plain frequencies; layout free any.
     theta = [10000.0 ** (-2 * i / rope) if not free else 1 / (1 + 3 * i) for i in range(rope // 2)]
     return LatentWeights(
@@ -56,8 +55,8 @@ def random_latent(size, target, seed=0):
         q_nope=rand(heads, dim, width) * 2,
         q_rope=rand(heads, rope, width),
         uk=rand(heads, dim, rank) * rank,
-        uv=rand(heads, value, rank) * rank,
-        o=rand(width, heads, value),
+        uv=rand(heads, dim, rank) * rank,
+        o=rand(width, heads, dim),
         theta=torch.tensor(theta, dtype=torch.float64),
         scale=dim**-0.5,
         down_bias=rand(rank) / math.sqrt(rank) if free else None,
@@ -112,8 +111,6 @@ def small_kernels(monkeypatch):
         LatentTarget(16, 64),  # a size of the small kernels
         LatentTarget(9, 8, layout="engine"),
         LatentTarget(9, 8, 20, layout="engine"),
-        LatentTarget(13, 6, value_dim=13),  # twelve channels beside the constant one
-        LatentTarget(12, 8, layout="engine", value_dim=10),
     ],
     ids=lambda target: f"{target.kv_rank}-{target.rope_dim}-{target.q_rank}-{target.layout}",
 )

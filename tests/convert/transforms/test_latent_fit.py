@@ -11,7 +11,7 @@ from kvfold.convert.transforms.latent import als as latent_fit
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.kernels import RotaryRows, kernels
 from kvfold.convert.transforms.latent.latent import energy_shares, svd_latent, to_latent
-from kvfold.convert.transforms.latent.variants import query_latent, widened
+from kvfold.convert.transforms.latent.variants import query_latent
 from kvfold.convert.transforms.weights import Rotary
 
 THETA = torch.tensor([1.0, 0.3, 0.05, 0.01], dtype=torch.float64)
@@ -190,19 +190,6 @@ def test_query_latent_is_exact_at_full_rank_and_smaller_below():
         found = torch.cat([query.q_nope, query.q_rope], 1) @ query.down
         errors.append(relative_error(found, torch.cat([latent.q_nope, latent.q_rope], 1)))
     assert errors[1] < 1e-8 < 1e-3 < errors[0] < 1
-
-
-@pytest.mark.parametrize("value_dim", [2, 10, 99])
-def test_wider_heads_give_the_same_and_read_what_they_did_not(value_dim):
-    weights, statistics, x = random_layer()
-    latent = convert(weights, statistics, Rotary(THETA), 4, 14).map(torch.Tensor.double)
-    wide, dims = widened(latent, value_dim), latent.value_dim
-    assert wide.value_dim == max(dims, min(value_dim, 14))
-    torch.testing.assert_close(attend_latent(wide, x[None], False), attend_latent(latent, x[None], False))
-    more = wide.uv[:, dims:]
-    torch.testing.assert_close(more @ latent.uv.mT, torch.zeros(*more.shape[:2], dims).double(), atol=1e-9, rtol=0)
-    size = latent.uv.square().sum(2).mean(1, keepdim=True)
-    torch.testing.assert_close(more.square().sum(2), size.expand(-1, more.shape[1]))
 
 
 @pytest.mark.parametrize("centered", [True, False])
