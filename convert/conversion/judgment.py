@@ -121,8 +121,9 @@ def next_step(plan: Plan, drift: "DriftReport", seconds: float, pass_seconds: fl
 
 def larger_target(plan: Plan) -> dict[str, Any] | None:
     """The options of the next larger target of the same kind; None if only the source itself is larger."""
-    if plan.request.to == "mla":
-        sizes = sorted({*budgets(plan.model), *(each.kv_rank + each.rope_dim for each in proposals(plan.model))})
+    if plan.latent is not None:
+        targets = [*budgets(plan.model, plan.latent.layout), *proposals(plan.model)]
+        sizes = sorted({each.kv_rank + each.rope_dim for each in targets})
         size = next((size for size in sizes if size > plan.layout.cache_elements), None)
         if size is None:
             return None

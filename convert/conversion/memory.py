@@ -57,8 +57,8 @@ def needs_of(plan: Plan) -> Needs:
     """Estimate the needs of each process: an upper bound, up to 2 x the measured peak for small models.
 
     A run without text keeps one attention layer in memory. A calibrated run keeps a whole layer and its converted twin,
-    the fit's matrices and, unless they are spilled, the hidden states of all its tokens. Polishing keeps the whole
-    model, and so does writing calibration text (`writes_text`).
+    the activations of a layer call, the fit's matrices and, unless they are spilled, the hidden states of all its
+    tokens. Polishing keeps the whole model, and so does writing calibration text (`writes_text`).
     """
     request, shape = plan.request, plan.geometry
     headers = 3 * sum(len(tensor.name) + 120 for tensor in plan.tensors)

@@ -18,7 +18,6 @@ from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.families.wrappers import names_in_files, text_config, text_type
 from kvfold.convert.measure.converted import converted_model, latent_faults
-from kvfold.convert.request import DEFAULT_LAYOUT
 from kvfold.convert.sizes import bytes_text, table
 from kvfold.convert.targets.engines import (
     RANKS,
@@ -382,22 +381,19 @@ def cache_size(result: Result, windows: list[int | None], dtype: str) -> CacheSi
 
 def target_sizes(model: Model, windows: list[int | None], dtype: str) -> list[TargetSize]:
     """All proposed targets: GQA, MQA, MLA splits supported by kernels, and `budgets`."""
-    present, own = cache_elements(model.geometry), needs_own_code(model)
+    present = cache_elements(model.geometry)
     targets = {
         "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}": folded_result(model, kv_heads)
         for kv_heads in possible_kv_heads(model.geometry)
     }
-    if own or not model_problems(model):
-        # Of the layouts of a split the first: most engines serve it.
-        best: dict[int, LatentTarget] = {}
-        for target in proposals(model):
-            best.setdefault(target.kv_rank, target)
-        targets |= {latent_options(target): latent_result_of(model, target) for target in best.values()}
-        layout, rope = "kvfold" if own else DEFAULT_LAYOUT, 2 if model.geometry.rotary_dims else 0
-        for budget in budgets(model):
-            # Engines look at the sum of a split, so the shares within a budget do not matter here.
-            split = LatentTarget(budget - rope, rope, layout=layout)
-            targets[f"--to mla --budget {budget}"] = latent_result_of(model, split)
+    # Of the layouts of a split the first: most engines serve it.
+    best: dict[int, LatentTarget] = {}
+    for target in proposals(model):
+        best.setdefault(target.kv_rank, target)
+    targets |= {latent_options(target): latent_result_of(model, target) for target in best.values()}
+    for target in budgets(model):
+        # Engines look at the sum of a split, so the shares within a budget do not matter here.
+        targets[f"--to mla --budget {target.kv_rank + target.rope_dim}"] = latent_result_of(model, target)
     others, sizes = alternatives(model), []
     for options, result in targets.items():
         # The nearest alternative is the same target in layout engine, if the model can have that.

@@ -54,7 +54,7 @@ from kvfold.convert.measure.sweep_targets import (
 )
 from kvfold.convert.options import command_words, takes
 from kvfold.convert.progress import Progress, Stages
-from kvfold.convert.request import DEFAULT_LAYOUT, ConvertRequest, SweepRequest
+from kvfold.convert.request import ConvertRequest, SweepRequest
 from kvfold.convert.sizes import duration, table
 from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens
@@ -308,7 +308,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
         if request.out is not None:
             check_output(request.out, model=checkpoint.folder)
         model = model_of(checkpoint.config, checkpoint.tensors)
-        chosen = named or default_targets(model, request.layout or DEFAULT_LAYOUT)
+        chosen = named or default_targets(model, request.layout)
         plans = []
         for options in chosen:
             layout = request.layout if options["to"] == "mla" else None

@@ -7,10 +7,8 @@ from typing import Any
 from kvfold.convert.conversion.plan import Plan, possible_kv_heads
 from kvfold.convert.errors import ALONE, InputError, as_option, did_you_mean, option_error
 from kvfold.convert.families.model import Model
-from kvfold.convert.request import TARGETS, Layout
+from kvfold.convert.request import DEFAULT_LAYOUT, TARGETS, Layout
 from kvfold.convert.targets.engines import budgets, proposals
-from kvfold.convert.targets.mla.problems import model_problems
-from kvfold.convert.targets.own_code import needs_own_code
 from kvfold.convert.targets.same_family import cache_elements
 
 # Share of perplexity that may be lost by default.
@@ -79,21 +77,19 @@ def groups(plans: Mapping[str, Plan]) -> Iterator[dict[str, Plan]]:
     yield from filter(None, [folds, splits, *budgets])
 
 
-def default_targets(model: Model, layout: Layout) -> list[TargetOptions]:
+def default_targets(model: Model, layout: Layout | None) -> list[TargetOptions]:
     """A few GQA targets, MQA, and the MLA targets of `kvfold inspect`: splits for kernels, or parts of a small cache.
 
-    Raises InputError if the model has no smaller target.
+    MLA is in ``layout``, by default that of a conversion; what it cannot express is left out. Raises InputError if the
+    model has no smaller target.
     """
     heads = [count for count in possible_kv_heads(model.geometry) if count > 1]
     targets: list[TargetOptions] = [{"to": "gqa", "kv_heads": count} for count in heads[:_FOLDS]]
     targets += [{"to": "mqa"}] if model.geometry.kv_heads > 1 else []
-    layout = "kvfold" if needs_own_code(model) else layout
-    expressible = layout == "kvfold" or not model_problems(model)
-    if expressible and cache_elements(model.geometry) < _SERVED_FROM:
-        targets += [{"to": "mla", "budget": size} for size in budgets(model)]
-    elif expressible:
-        splits = [{"kv_rank": each.kv_rank, "rope_dim": each.rope_dim} for each in proposals(model, (layout,))]
-        targets += [{"to": "mla", **split} for split in splits]
+    kernels = proposals(model, (layout or DEFAULT_LAYOUT,)) if cache_elements(model.geometry) >= _SERVED_FROM else []
+    targets += [{"to": "mla", "kv_rank": each.kv_rank, "rope_dim": each.rope_dim} for each in kernels]
+    if not kernels:
+        targets += [{"to": "mla", "budget": each.kv_rank + each.rope_dim} for each in budgets(model, layout)]
     if not targets:
         raise InputError("GQA, MQA and MLA cannot make this model's cache smaller; `kvfold inspect` lists the reasons")
     return targets

@@ -13,6 +13,7 @@ from kvfold.convert.families.rotary import older_rope_keys
 from kvfold.convert.families.wrappers import WRAPPERS
 from kvfold.convert.targets.mla.config import EXPERT_TYPE, KERNEL_CACHES, KERNEL_HEADS, LatentTarget, cached_divisors
 from kvfold.convert.targets.mla.problems import latent_problems
+from kvfold.convert.targets.own_code import needs_own_code
 from kvfold.convert.targets.same_family import cache_elements
 
 PROPOSED = ((512, 64), (448, 64), (256, 64))  # splits that MLA kernels support
@@ -226,10 +227,17 @@ def proposals(
     return [target for target in targets if not latent_problems(model, target)]
 
 
-def budgets(model: Model) -> list[int]:
-    """MLA caches of about a half, a third, a quarter and an eighth of the model's, except those of `proposals`."""
+def budgets(model: Model, layout: Literal["free", "engine", "kvfold"] | None = None) -> list[LatentTarget]:
+    """MLA caches of about a half, a third, a quarter and an eighth of the model's, except those of `proposals`.
+
+    Each is a target in ``layout``, by default that of a conversion, with one of the splits that ``--budget`` chooses
+    from; those that the layout cannot express are left out.
+    """
+    stored = layout or ("kvfold" if needs_own_code(model) else "free")
+    rope = 2 if model.geometry.rotary_dims else 0
     sizes = (cache_elements(model.geometry) // part for part in _PARTS)
-    return [size for size in sizes if size >= 4 and size not in KERNEL_CACHES]
+    targets = [LatentTarget(size - rope, rope, layout=stored) for size in sizes if size not in KERNEL_CACHES]
+    return [target for target in targets if not latent_problems(model, target)]
 
 
 def latent_options(target: LatentTarget) -> str:

@@ -40,8 +40,8 @@ MOST_STEPS = 500
 # auto: 50 steps +0.0314, 100 +0.0321, 200 +0.0324: flat, and a layer that gains little takes 100 steps, not 150
 _DECAY_STEPS = 50  # the last steps of ``auto``, in which the learning rate falls to zero
 # auto: 0.003 +0.0311, 0.01 +0.0321, 0.03 +0.0317: flat; larger means fewer steps (350, 338, 325). Reference MHA
-# model, MLA 40+24, most of whose error is inherited (bench_refine.py, 2026-11-23): 0.03 +0.0091, 0.01 +0.0085, in 1.25
-# times the time.
+# model, MLA 40+24, most of whose error comes from earlier layers (bench_refine.py, 2026-11-23): 0.03 +0.0091, 0.01
+# +0.0085, in 1.25 times the time.
 MIN_GAIN = 0.01  # relative; after a round that gains less the learning rate falls
 # 0.0125: +0.0383 / +0.0726, 0.05: +0.0338 / +0.0649 (2026-11-24); at a width of 256 _WIDTH_LR gives the same rate
 _RELATIVE_LR = 0.05  # relative to the root mean square of the tensor

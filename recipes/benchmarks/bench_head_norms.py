@@ -92,7 +92,7 @@ def survey_all(stream: CheckpointStream, tokens: Tensor) -> list[tuple[int, Tens
     """Every layer's inputs for all ``tokens``."""
     states, found = embed(stream, tokens), []
     for index in range(stream.layers):
-        with stream.open_layer(index) as layer, torch.no_grad():
+        with stream.open_layer(index) as layer, torch.no_grad(), stream.training():
             outputs = [layer(hidden) for hidden in states]
         states = [output.states for output in outputs]
         found.append((index, torch.cat([output.attention_input.flatten(0, -2).double() for output in outputs])))

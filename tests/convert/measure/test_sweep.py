@@ -181,12 +181,20 @@ def test_targets_given_several_times_are_all_read():
 
 
 def test_targets_that_suit_a_model_are_the_default(tiny_family):
-    def defaults(folder, layout="free"):
+    def defaults(folder, layout=None):
         checkpoint = open_checkpoint(str(folder))
+        for options in default_targets(model_of(checkpoint.config, checkpoint.tensors), layout):
+            given = {"layout": layout} if options["to"] == "mla" else {}
+            make_plan(ConvertRequest(str(folder), "OUT", **options, **given), checkpoint)  # none is refused
         return [spelled(each) for each in default_targets(model_of(checkpoint.config, checkpoint.tensors), layout)]
 
     assert defaults(demo_folder()) == ["gqa:4", "gqa:2", "mqa", "mla:256", "mla:170", "mla:128", "mla:64"]
     assert defaults(tiny_family("phi")) == ["gqa:4", "gqa:2", "mqa"]  # no stock class holds its MLA
-    assert len(defaults(tiny_family("phi"), "kvfold")) > 3 < len(defaults(tiny_family("gpt2")))
+    assert defaults(tiny_family("phi"), "kvfold") == ["gqa:4", "gqa:2", "mqa"]  # its norms have biases
+    assert any(each.startswith("mla:") for each in defaults(tiny_family("olmo2"), "kvfold"))
+    for family, sizes in {"gpt2": {"n_embd": 512, "n_head": 8}, "gpt_neox": {"hidden_size": 512}}.items():
+        assert any(each.startswith("mla:") for each in defaults(tiny_family(family, **sizes)))
+        assert not any(each.startswith("mla:") for each in defaults(tiny_family(family, **sizes), "engine"))
+    assert defaults(tiny_family("gpt_oss"), "kvfold") == defaults(tiny_family("gpt_oss"))
     wide = tiny_family("llama", head_dim=128, num_hidden_layers=1, mlp_bias=False)  # 2048 elements
     assert defaults(wide) == ["gqa:4", "gqa:2", "mqa", "mla:512+64", "mla:448+64", "mla:256+64"]
