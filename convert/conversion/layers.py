@@ -45,7 +45,8 @@ class Layers:
         for step in self.walk.steps:
             # Statistics are sums over all processes; one fit for all of them keeps their students equal.
             fitted = processes.from_first(partial(self.fit, step.index, step))
-            tensors, notes = self.walk.convert(step, fitted.weights)
+            tensors, notes = self.walk.made(step, fitted.weights)
+            step.convert(tensors)
             yield tensors, {**fitted.notes, **notes}
 
 

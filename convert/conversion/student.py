@@ -136,7 +136,7 @@ class StudentWalk(Walk):
 
     With ``statistics``, statistics and distance profiles of the calibration sequences are collected. ``trial_steps``
     replaces the request's refinement steps in a short trial. Several students can share one ``teacher``; advance each
-    with `step` then. ``keep`` stores hidden states. ``steps`` iterates over the remaining layers, each for `convert`.
+    with `step` then. ``keep`` stores hidden states. ``steps`` iterates over the remaining layers, each for `made`.
     """
 
     def __init__(
@@ -175,12 +175,6 @@ class StudentWalk(Walk):
         if refine == "auto" and not self._quiet:
             until = f"until its error falls by less than {100 * MIN_GAIN:g} % in {REFINE_ROUND} steps"
             print(f"refining: each layer {until}, at most {MOST_STEPS} steps", file=sys.stderr)
-
-    def convert(self, step: Step, weights: Any) -> ConvertedLayer:
-        """Return `made` for ``step`` and walk past its layer."""
-        tensors, notes = self.made(step, weights)
-        step.convert(tensors)
-        return tensors, notes
 
     def made(self, step: Step, weights: Any) -> ConvertedLayer:
         """Fit and refine a layer. Returns its tensors as the output's files name and shape them, and its notes."""

@@ -32,7 +32,7 @@ def gather(
     by the layer's outputs. Raises InputError if these are not finite.
     """
     source_heads = None if heads is None else heads(layer.index)
-    accumulator = StatisticsAccumulator(True, None if source_heads is None else source_heads.weights)
+    accumulator = StatisticsAccumulator(weights=None if source_heads is None else source_heads.weights)
     inputs = torch.empty(0)
     for chunk, hidden in enumerate(states):
         with source.training():

@@ -130,11 +130,16 @@ def test_a_teacher_with_another_tokenizer_is_refused(tiny_reader, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_checkpoints_of_intervals_are_complete(tiny_reader, tmp_path, monkeypatch):
-    named = {0: "0", 2: "2k", 4: "4k"}
+@pytest.fixture
+def short_intervals(monkeypatch):
+    """Rounds of two steps, and an interval after each of two."""
     for module in (polishing, memory):
-        monkeypatch.setattr(module, "intervals", lambda steps, length: named)
+        monkeypatch.setattr(module, "intervals", lambda steps, length: {0: "0", 2: "2k", 4: "4k"})
     monkeypatch.setattr(training, "POLISH_ROUND", 2)
+
+
+@pytest.mark.usefixtures("short_intervals")
+def test_checkpoints_of_intervals_are_complete(tiny_reader, tmp_path):
     record = convert(tmp_path / "out", tiny_reader, **MQA, polish=4, keep_intervals=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.2k", "out.log"]
     kept = json.loads((tmp_path / "out.2k" / "kvfold.json").read_text())
@@ -148,11 +153,8 @@ def test_checkpoints_of_intervals_are_complete(tiny_reader, tmp_path, monkeypatc
         convert(tmp_path / "out", tiny_reader, **MQA, polish=4, keep_intervals=True)
 
 
+@pytest.mark.usefixtures("short_intervals")
 def test_the_checkpoint_of_an_interval_has_the_best_weights_so_far(tiny_reader, tmp_path, monkeypatch):
-    named = {0: "0", 2: "2k", 4: "4k"}
-    for module in (polishing, memory):
-        monkeypatch.setattr(module, "intervals", lambda steps, length: named)
-    monkeypatch.setattr(training, "POLISH_ROUND", 2)
     monkeypatch.setattr(training, "polishing_rate", lambda *_: 3.0)  # every round makes it worse
     convert(tmp_path / "out", tiny_reader, **MQA, polish=4, keep_intervals=True)
     kept = json.loads((tmp_path / "out.2k" / "kvfold.json").read_text())
