@@ -1,4 +1,5 @@
-"""Exact, fast implementations of every attention variant, with caches. Does not import kvfold.convert.
+"""Exact, fast implementations of every attention variant, with caches. Does not import
+kvfold.convert.
 
 The names below are loaded on first use, so importing this package does not import torch.
 """

@@ -1,9 +1,9 @@
 """Caches that store exactly what each attention variant needs, and their size in bytes.
 
-Shapes: ``B`` sequences, ``C`` slots of capacity, ``G`` key/value heads, ``D`` head dim, ``R`` latent rank, ``P`` rotary
-dims. Each layer has its own cache object; slot ``s`` stores the ``s``-th token of every sequence. Pad the shorter
-sequences of a batch on the left, and pass ``starts=`` to the attention. Caches are for inference: they reject tensors
-that require a gradient.
+Shapes: ``B`` sequences, ``C`` slots of capacity, ``G`` key/value heads, ``D`` head dim, ``R``
+latent rank, ``P`` rotary dims. Each layer has its own cache object; slot ``s`` stores the ``s``-th
+token of every sequence. Pad the shorter sequences of a batch on the left, and pass ``starts=`` to
+the attention. Caches are for inference: they reject tensors that require a gradient.
 """
 
 import math
@@ -20,7 +20,9 @@ _GROWTH = 1.5
 
 
 class CacheOptions(TypedDict, total=False):
-    """``growing`` (the default) allocates more slots when all are in use, instead of an error; float32 by default."""
+    """``growing`` (the default) allocates more slots when all are in use, instead of an error;
+    float32 by default.
+    """
 
     growing: bool
     dtype: torch.dtype
@@ -28,35 +30,54 @@ class CacheOptions(TypedDict, total=False):
 
 
 class SlotCache:
-    """Buffers ``[B, ..., C, width]`` filled slot by slot; ``KVCache`` and ``LatentCache`` define what a slot stores."""
+    """Buffers ``[B, ..., C, width]`` filled slot by slot; ``KVCache`` and ``LatentCache`` define
+    what a slot stores.
+    """
 
     def __init__(self, shapes: list[tuple[int, ...]], **options: Unpack[CacheOptions]) -> None:
         self.growing = options.get("growing", True)
-        self.batch, self.capacity = shapes[0][0], shapes[0][-2]
+        self.batch = shapes[0][0]
+        self.capacity = shapes[0][-2]
         expect_at_least("capacity", self.capacity, 0)
-        dtype, device = options.get("dtype", torch.float32), options.get("device")
+        dtype = options.get("dtype", torch.float32)
+        device = options.get("device")
         self.buffers = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
         self.length = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots in use (``length`` per sequence), the same number that ``cache_bytes`` computes."""
-        return sum(b.numel() // max(1, self.capacity) * self.length * b.element_size() for b in self.buffers)
+        """Bytes of the slots in use (``length`` per sequence), the same number that ``cache_bytes``
+        computes.
+        """
+        return sum(
+            b.numel() // max(1, self.capacity) * self.length * b.element_size()
+            for b in self.buffers
+        )
 
     def _append(self, **tokens: Tensor) -> tuple[Tensor, ...]:
-        """Write ``tokens``, each ``[B, ..., T, width]``; return the slots in use, ``[B, ..., length, width]`` each."""
+        """Write ``tokens``, each ``[B, ..., T, width]``; return the slots in use, ``[B, ...,
+        length, width]`` each.
+        """
         for (name, token), buffer in zip(tokens.items(), self.buffers, strict=True):
             expect_alike(name, token, "the cache", buffer)
             if token.requires_grad and torch.is_grad_enabled():
-                raise ValueError(f"{name} requires a gradient, which caches do not support; use torch.no_grad()")
+                raise ValueError(
+                    f"{name} requires a gradient, which caches do not support; use torch.no_grad()"
+                )
         needed = self.length + next(iter(tokens.values())).shape[-2]
         if needed > self.capacity:
             if not self.growing:
-                raise ValueError(f"capacity is {self.capacity}; it must be at least {needed}, or use growing=True")
+                raise ValueError(
+                    f"capacity is {self.capacity}; it must be at least {needed}, or use"
+                    " growing=True"
+                )
             self.capacity = max(needed, math.ceil(_GROWTH * self.capacity))
             old = self.buffers
-            # zeros: padding that no token overwrites has no weight, but what memory held before may be no number
-            self.buffers = tuple(each.new_zeros(*each.shape[:-2], self.capacity, each.shape[-1]) for each in old)
+            # zeros: padding that no token overwrites has no weight, but what memory held before may
+            # be no number
+            self.buffers = tuple(
+                each.new_zeros(*each.shape[:-2], self.capacity, each.shape[-1]) for each in old
+            )
             for before, after in zip(old, self.buffers, strict=True):
                 after[..., : self.length, :] = before[..., : self.length, :]
         for token, buffer in zip(tokens.values(), self.buffers, strict=True):
@@ -66,7 +87,9 @@ class SlotCache:
 
 
 class KVCache(SlotCache):
-    """Keys ``[B, G, C, D]`` and values ``[B, G, C, Dv]`` of one layer; ``G = H`` for MHA, ``G = 1`` for MQA."""
+    """Keys ``[B, G, C, D]`` and values ``[B, G, C, Dv]`` of one layer; ``G = H`` for MHA, ``G = 1``
+    for MQA.
+    """
 
     def __init__(
         self,
@@ -84,12 +107,15 @@ class KVCache(SlotCache):
         super().__init__([(batch, kv_heads, capacity, width) for width in widths], **options)
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append ``key [B, G, T, D]`` and ``value [B, G, T, Dv]``; return all keys and values so far.
+        """Append ``key [B, G, T, D]`` and ``value [B, G, T, Dv]``; return all keys and values so
+        far.
 
         The results are ``[B, G, length, D]`` and ``[B, G, length, Dv]``.
         """
         keys, values = self.buffers
-        expect_shape("key", key, "B G T D", {"B": keys.shape[0], "G": keys.shape[1], "D": keys.shape[3]})
+        expect_shape(
+            "key", key, "B G T D", {"B": keys.shape[0], "G": keys.shape[1], "D": keys.shape[3]}
+        )
         sizes = {"B": keys.shape[0], "G": keys.shape[1], "T": key.shape[2], "Dv": values.shape[3]}
         expect_shape("value", value, "B G T Dv", sizes)
         keys, values = self._append(key=key, value=value)
@@ -100,15 +126,27 @@ class LatentCache(SlotCache):
     """The latents and rotary keys of one layer, concatenated: ``[B, C, R + P]``."""
 
     def __init__(
-        self, batch: int, kv_rank: int, rope_dim: int, capacity: int = 0, **options: Unpack[CacheOptions]
+        self,
+        batch: int,
+        kv_rank: int,
+        rope_dim: int,
+        capacity: int = 0,
+        **options: Unpack[CacheOptions],
     ) -> None:
-        for name, size, least in (("batch", batch, 1), ("kv_rank", kv_rank, 1), ("rope_dim", rope_dim, 0)):
+        for name, size, least in (
+            ("batch", batch, 1),
+            ("kv_rank", kv_rank, 1),
+            ("rope_dim", rope_dim, 0),
+        ):
             expect_at_least(name, size, least)
-        self.kv_rank, self.rope_dim = kv_rank, rope_dim
+        self.kv_rank = kv_rank
+        self.rope_dim = rope_dim
         super().__init__([(batch, capacity, kv_rank + rope_dim)], **options)
 
     def append(self, latent: Tensor) -> Tensor:
-        """Append ``latent [B, T, R + P]`` (rotary keys already rotated); return all so far: ``[B, length, R + P]``."""
+        """Append ``latent [B, T, R + P]`` (rotary keys already rotated); return all so far: ``[B,
+        length, R + P]``.
+        """
         width = self.kv_rank + self.rope_dim
         expect_shape("latent", latent, "B T R+P", {"B": self.batch, "R+P": width})
         return self._append(latent=latent)[0]
@@ -124,9 +162,11 @@ def cache_numbers(
     kv_rank: int | None = None,
     rope_dim: int | None = None,
 ) -> int:
-    """KV-cache elements per token per layer: ``2 H D`` (mha), ``2 G D`` (gqa), ``2 D`` (mqa), ``R + P`` (mla).
+    """KV-cache elements per token per layer: ``2 H D`` (mha), ``2 G D`` (gqa), ``2 D`` (mqa), ``R +
+    P`` (mla).
 
-    ``value_dim`` defaults to ``head_dim``. Raises ValueError if a size required by the variant is missing.
+    ``value_dim`` defaults to ``head_dim``. Raises ValueError if a size required by the variant is
+    missing.
     """
     needed: dict[str, dict[str, Any]] = {
         "mha": {"heads": heads, "head_dim": head_dim},
@@ -135,7 +175,9 @@ def cache_numbers(
         "mla": {"kv_rank": kv_rank, "rope_dim": rope_dim},
     }
     if variant not in needed:
-        raise ValueError(f"variant is {variant!r}; it must be one of {', '.join(map(repr, needed))}")
+        raise ValueError(
+            f"variant is {variant!r}; it must be one of {', '.join(map(repr, needed))}"
+        )
     sizes: dict[str, int] = needed[variant]
     for name, size in sizes.items():
         if size is None:
@@ -148,7 +190,15 @@ def cache_numbers(
 
 
 def cache_bytes(
-    variant: Variant, layers: int, context: int, dtype: torch.dtype, *, batch: int = 1, **sizes: int | None
+    variant: Variant,
+    layers: int,
+    context: int,
+    dtype: torch.dtype,
+    *,
+    batch: int = 1,
+    **sizes: int | None,
 ) -> int:
-    """KV-cache bytes for ``batch`` sequences of ``context`` tokens, all ``layers``; sizes as in ``cache_numbers``."""
+    """KV-cache bytes for ``batch`` sequences of ``context`` tokens, all ``layers``; sizes as in
+    ``cache_numbers``.
+    """
     return cache_numbers(variant, **sizes) * batch * layers * context * dtype.itemsize

@@ -1,4 +1,6 @@
-"""Argument checks. Each function raises ValueError with the argument's value and the rule that it violates."""
+"""Argument checks. Each function raises ValueError with the argument's value and the rule that it
+violates.
+"""
 
 from collections.abc import Mapping
 
@@ -7,12 +9,20 @@ from torch import Tensor
 
 
 def expect_shape(name: str, tensor: Tensor, dims: str, sizes: Mapping[str, int]) -> None:
-    """Check the shape of ``tensor``: ``dims`` names its dims (``"B G S D"``), ``sizes`` gives some of their sizes."""
+    """Check the shape of ``tensor``: ``dims`` names its dims (``"B G S D"``), ``sizes`` gives some
+    of their sizes.
+    """
     names = dims.split()
     shape = list(tensor.shape)
-    wrong = {dim: sizes[dim] for dim, size in zip(names, shape, strict=False) if sizes.get(dim, size) != size}
+    wrong = {
+        dim: sizes[dim]
+        for dim, size in zip(names, shape, strict=False)
+        if sizes.get(dim, size) != size
+    }
     if len(shape) != len(names) or wrong:
-        rule = " with " + ", ".join(f"{dim} = {size}" for dim, size in wrong.items()) if wrong else ""
+        rule = (
+            " with " + ", ".join(f"{dim} = {size}" for dim, size in wrong.items()) if wrong else ""
+        )
         raise ValueError(f"{name} has shape {shape}; it must be [{', '.join(names)}]{rule}")
 
 
@@ -27,15 +37,25 @@ def expect_at_least(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
-def expect_alike(name: str, tensor: Tensor, other_name: str, other: Tensor, *, dtype: bool = True) -> None:
-    """Check that both tensors are on the same device and, if ``dtype`` is true, have the same dtype."""
+def expect_alike(
+    name: str, tensor: Tensor, other_name: str, other: Tensor, *, dtype: bool = True
+) -> None:
+    """Check that both tensors are on the same device and, if ``dtype`` is true, have the same
+    dtype.
+    """
     if dtype and tensor.dtype != other.dtype:
-        raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {other.dtype}, the dtype of {other_name}")
+        raise ValueError(
+            f"{name} has dtype {tensor.dtype}; it must be {other.dtype}, the dtype of {other_name}"
+        )
     if tensor.device != other.device:
-        raise ValueError(f"{name} is on {tensor.device}; it must be on {other.device}, like {other_name}")
+        raise ValueError(
+            f"{name} is on {tensor.device}; it must be on {other.device}, like {other_name}"
+        )
 
 
-def expect_counts(name: str, counts: Tensor | None, batch: int, like_name: str, like: Tensor) -> None:
+def expect_counts(
+    name: str, counts: Tensor | None, batch: int, like_name: str, like: Tensor
+) -> None:
     """Check that ``counts`` is None or an integer tensor ``[B]`` on the device of ``like``."""
     if counts is None:
         return

@@ -1,10 +1,12 @@
-"""The blocked attention core as a transformers attention function: ``attn_implementation=BLOCKWISE``.
+"""The blocked attention core as a transformers attention function:
+``attn_implementation=BLOCKWISE``.
 
-Models loaded with it use ``scaled_dot_product_attention`` where that is exact and memory-efficient. They use blocks of
-queries where transformers could only build whole ``[B, H, T, S]`` maps: for soft-capped scores (Gemma 2) and learned
-sinks (gpt-oss). On a CPU they also use blocks where values are narrower than keys, as in latent attention, for which
-torch has no fused kernel (at dims of 128 and 64 blocks take 0.4 of the time), and under ``torch.autocast``, used for
-training on processors with bfloat16 matrix units, which torch's own attention does not use.
+Models loaded with it use ``scaled_dot_product_attention`` where that is exact and memory-efficient.
+They use blocks of queries where transformers could only build whole ``[B, H, T, S]`` maps: for
+soft-capped scores (Gemma 2) and learned sinks (gpt-oss). On a CPU they also use blocks where values
+are narrower than keys, as in latent attention, for which torch has no fused kernel (at dims of 128
+and 64 blocks take 0.4 of the time), and under ``torch.autocast``, used for training on processors
+with bfloat16 matrix units, which torch's own attention does not use.
 """
 
 from typing import Any
@@ -33,22 +35,31 @@ def blockwise_attention(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers, with gradients; returns the result ``[B, T, H, Dv]`` and None.
+    """Attention function for transformers, with gradients; returns the result ``[B, T, H, Dv]`` and
+    None.
 
-    ``query [B, H, T, D]``, ``key [B, G, S, D]``, ``value [B, G, S, Dv]``; ``attention_mask [1|B, 1|H, T, S]`` is
-    boolean (True means visible) or is added to the scores; ``s_aux [H]`` contains the sinks. Raises ValueError for a
-    softcap without a mask: Gemma 2's classes set ``is_causal = False`` although the model is causal, so only the mask
-    is reliable.
+    ``query [B, H, T, D]``, ``key [B, G, S, D]``, ``value [B, G, S, Dv]``; ``attention_mask [1|B,
+    1|H, T, S]`` is boolean (True means visible) or is added to the scores; ``s_aux [H]`` contains
+    the sinks. Raises ValueError for a softcap without a mask: Gemma 2's classes set ``is_causal =
+    False`` although the model is causal, so only the mask is reliable.
     """
     if softcap is not None and attention_mask is None:
-        raise ValueError("attention_mask is None; models with a softcap do not set is_causal reliably, so pass a mask")
+        raise ValueError(
+            "attention_mask is None; models with a softcap do not set is_causal reliably, so pass a"
+            " mask"
+        )
     unfused = softcap is not None or s_aux is not None
     on_cpu = query.device.type == "cpu"
     in_half = on_cpu and torch.is_autocast_enabled("cpu")
     in_blocks = in_half or (on_cpu and value.shape[-1] < query.shape[-1])
     more = attention_mask is not None or options.get("position_bias") is not None or dropout > 0
     if not unfused and (more or not in_blocks):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)[0], None
+        return (
+            sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout, scaling, **options
+            )[0],
+            None,
+        )
     # rotary tables are float32 and widen queries and keys
     if in_half:
         query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
@@ -62,8 +73,12 @@ def blockwise_attention(
     return z.flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
-def _mask(*args: Any, config: Any = None, allow_is_causal_skip: bool = True, **options: Any) -> Tensor | None:
-    """The mask for ``scaled_dot_product_attention``; None only if causality alone suffices and there is no softcap."""
+def _mask(
+    *args: Any, config: Any = None, allow_is_causal_skip: bool = True, **options: Any
+) -> Tensor | None:
+    """The mask for ``scaled_dot_product_attention``; None only if causality alone suffices and
+    there is no softcap.
+    """
     # the softcap needs blocks anyway, and only the mask tells them what is causal
     skip = allow_is_causal_skip and getattr(config, "attn_logit_softcapping", None) is None
     mask: Tensor | None = sdpa_mask(*args, config=config, allow_is_causal_skip=skip, **options)

@@ -1,16 +1,19 @@
 """A Triton kernel for one decoding step over a latent cache.
 
-Shapes: ``query [B, H, 1, R]``, ``query_rope [B, H, 1, P]``, ``latent [B, S, R]``, ``key_rope [B, S, P]``,
-``mask [1|B, S]`` (bool), result ``[B, H, 1, R]``.
+Shapes: ``query [B, H, 1, R]``, ``query_rope [B, H, 1, P]``, ``latent [B, S, R]``, ``key_rope [B, S,
+P]``, ``mask [1|B, S]`` (bool), result ``[B, H, 1, R]``.
 
-The slots of each sequence are split into parts (Dao et al. 2023, "Flash-Decoding"): one program handles up to 64 heads
-of one sequence and one part of its slots. It loads each latent once and uses it both as the key and as the value of all
-these heads; online softmax keeps ``max``, ``sum`` and the weighted latents in float32. A second kernel merges the parts
-by their log-sum-exp. With more than 64 heads, several programs read the same slots. Loops without masks for whole
-tiles, and TMA descriptors, were tried on an H200: faster with 64 heads or more, slower with 32 and 16, so left out.
+The slots of each sequence are split into parts (Dao et al. 2023, "Flash-Decoding"): one program
+handles up to 64 heads of one sequence and one part of its slots. It loads each latent once and uses
+it both as the key and as the value of all these heads; online softmax keeps ``max``, ``sum`` and
+the weighted latents in float32. A second kernel merges the parts by their log-sum-exp. With more
+than 64 heads, several programs read the same slots. Loops without masks for whole tiles, and TMA
+descriptors, were tried on an H200: faster with 64 heads or more, slower with 32 and 16, so left
+out.
 """
 
-# ruff: noqa: ANN001, ANN202 -- a kernel's annotations are Triton's: they mark what is constant when it is compiled
+# ruff: noqa: ANN001, ANN202 -- a kernel's annotations are Triton's: they mark what is constant when
+# it is compiled
 
 import os
 from contextlib import nullcontext
@@ -23,14 +26,18 @@ import triton.language as tl
 from torch import Tensor
 
 _LOG2_E = 1.4426950408889634
-# slots of a part: chosen, not measured on a GPU, so that a part reads far more than the sums it leaves for the merge
+# slots of a part: chosen, not measured on a GPU, so that a part reads far more than the sums it
+# leaves for the merge
 _FEWEST_SLOTS = 256
-# channels of a merging program: chosen, not measured on a GPU; several programs then share the ranks in use
+# channels of a merging program: chosen, not measured on a GPU; several programs then share the
+# ranks in use
 _MERGED = 128
 
 
 class Tile(NamedTuple):
-    """What a program handles at once, ``heads`` and ``slots``, with how many ``warps``, and the stages of its loads."""
+    """What a program handles at once, ``heads`` and ``slots``, with how many ``warps``, and the
+    stages of its loads.
+    """
 
     heads: int
     slots: int
@@ -41,17 +48,24 @@ class Tile(NamedTuple):
 def chosen_tile(heads: int, rank: int, rope: int, size: int, shared: int | None) -> Tile:
     """The tile for ``heads`` query heads and a cache of ``rank + rope`` channels of ``size`` bytes.
 
-    ``shared`` is the most shared memory of a program in bytes; at least 16 slots are taken. For a rank of 512 the sizes
-    were chosen on an H200, as the stage `tiles` of recipes/gpu_check.py times them; others were not measured.
+    ``shared`` is the most shared memory of a program in bytes; at least 16 slots are taken. For a
+    rank of 512 the sizes were chosen on an H200, as the stage `tiles` of recipes/gpu_check.py times
+    them; others were not measured.
     """
-    # Tensor cores take at least 16 rows. The float32 sums are in registers: those of 32 heads of rank 512 take half of
-    # what 4 warps have, those of 64 half of what 8 have.
+    # Tensor cores take at least 16 rows. The float32 sums are in registers: those of 32 heads of
+    # rank 512 take half of what 4 warps have, those of 64 half of what 8 have.
     rows = max(16, min(64, int(triton.next_power_of_2(heads))))
     tile = Tile(rows, 64, 8 if rows * rank > 32 * 512 else 4)
-    # Shared memory keeps the queries, the slots and their weights, as Triton 3.9 compiles tiles for Hopper; for other
-    # cards that is at least what they take. Hopper's products of 64 rows read every stage from it, others one less.
-    buffers, row = tile.stages - (rows < 64), (rank + rope) * size
-    while shared and tile.slots > 16 and (rows + buffers * tile.slots) * row + rows * tile.slots * size > shared:
+    # Shared memory keeps the queries, the slots and their weights, as Triton 3.9 compiles tiles for
+    # Hopper; for other cards that is at least what they take. Hopper's products of 64 rows read
+    # every stage from it, others one less.
+    buffers = tile.stages - (rows < 64)
+    row = (rank + rope) * size
+    while (
+        shared
+        and tile.slots > 16
+        and (rows + buffers * tile.slots) * row + rows * tile.slots * size > shared
+    ):
         tile = tile._replace(slots=tile.slots // 2)
     return tile
 
@@ -70,7 +84,9 @@ def _part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton'
     R: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     HEADS: tl.constexpr, SLOTS: tl.constexpr, HAS_MASK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Attend from heads ``[HEADS]`` of a sequence to ``part`` slots; store weighted latents and log2-sum-exp2."""
+    """Attend from heads ``[HEADS]`` of a sequence to ``part`` slots; store weighted latents and
+    log2-sum-exp2.
+    """
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     split = tl.program_id(2)
@@ -80,9 +96,15 @@ def _part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton'
     first = split * part
     end = tl.minimum(slots, first + part)
 
-    q = tl.load(query + b * q_b + h[:, None] * q_h + r[None, :], mask=here[:, None] & (r < R)[None, :], other=0.0)
+    q = tl.load(
+        query + b * q_b + h[:, None] * q_h + r[None, :],
+        mask=here[:, None] & (r < R)[None, :],
+        other=0.0,
+    )
     qr = tl.load(
-        query_rope + b * qr_b + h[:, None] * qr_h + p[None, :], mask=here[:, None] & (p < P)[None, :], other=0.0
+        query_rope + b * qr_b + h[:, None] * qr_h + p[None, :],
+        mask=here[:, None] & (p < P)[None, :],
+        other=0.0,
     )
     if WIDEN:
         q = q.to(tl.float32)
@@ -95,10 +117,14 @@ def _part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton'
         inside = s < end
         s = s.to(tl.int64)
         c = tl.load(
-            latent + b * c_b + s[:, None] * c_s + r[None, :], mask=inside[:, None] & (r < R)[None, :], other=0.0
+            latent + b * c_b + s[:, None] * c_s + r[None, :],
+            mask=inside[:, None] & (r < R)[None, :],
+            other=0.0,
         )
         k = tl.load(
-            key_rope + b * k_b + s[:, None] * k_s + p[None, :], mask=inside[:, None] & (p < P)[None, :], other=0.0
+            key_rope + b * k_b + s[:, None] * k_s + p[None, :],
+            mask=inside[:, None] & (p < P)[None, :],
+            other=0.0,
         )
         kind = c.dtype
         if WIDEN:
@@ -122,7 +148,11 @@ def _part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton'
     # heads of a sequence that sees nothing divide by one and stay zero
     some = tl.where(total > 0, total, 1.0)
     place = (b * heads + h) * parts + split
-    tl.store(z + place[:, None] * R + r[None, :], acc / some[:, None], mask=here[:, None] & (r < R)[None, :])
+    tl.store(
+        z + place[:, None] * R + r[None, :],
+        acc / some[:, None],
+        mask=here[:, None] & (r < R)[None, :],
+    )
     tl.store(log_sums + place, tl.where(total > 0, top + tl.log2(some), float("-inf")), mask=here)
 
 
@@ -141,7 +171,9 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton
     total = tl.sum(weight, 0)
     weight = weight / tl.where(total > 0, total, 1.0)
     some = tl.load(
-        z + (row * parts + n[:, None]) * R + r[None, :], mask=(n < parts)[:, None] & (r < R)[None, :], other=0.0
+        z + (row * parts + n[:, None]) * R + r[None, :],
+        mask=(n < parts)[:, None] & (r < R)[None, :],
+        other=0.0,
     )
     merged = tl.sum(some * weight[:, None], 0)
     tl.store(result + row * R + r, merged.to(result.dtype.element_ty), mask=r < R)
@@ -158,16 +190,20 @@ def decode_latent(
     splits: int | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """``softmax(scale * (query . latent + query_rope . key_rope)) latent`` over the visible slots: ``[B, H, 1, R]``.
+    """``softmax(scale * (query . latent + query_rope . key_rope)) latent`` over the visible slots:
+    ``[B, H, 1, R]``.
 
-    Sequences see the slots where ``mask`` is True; a sequence that sees no slot gets zeros. ``splits`` is the number of
-    parts per sequence, by default enough to keep the device busy; `chosen_tile` is the default ``tile``.
+    Sequences see the slots where ``mask`` is True; a sequence that sees no slot gets zeros.
+    ``splits`` is the number of parts per sequence, by default enough to keep the device busy;
+    `chosen_tile` is the default ``tile``.
     """
     batch, heads, _, rank = query.shape
-    slots, rope = latent.shape[1], query_rope.shape[-1]
+    slots = latent.shape[1]
+    rope = query_rope.shape[-1]
     # the kernel takes strides of all dims but the last
     query, query_rope, latent, key_rope = (
-        tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, query_rope, latent, key_rope)
+        tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+        for tensor in (query, query_rope, latent, key_rope)
     )
     # Tensor cores take at least 16 channels.
     rank_width, rope_width = (max(16, int(triton.next_power_of_2(width))) for width in (rank, rope))
@@ -175,8 +211,13 @@ def decode_latent(
     shared = _most_shared_bytes(query.device.index) if on_gpu else None
     tile = tile or chosen_tile(heads, rank_width, rope_width, query.element_size(), shared)
     blocks = triton.cdiv(heads, tile.heads)
-    # enough parts for two waves of programs, one per multiprocessor at a time, none under the fewest slots
-    busy = 2 * torch.cuda.get_device_properties(query.device).multi_processor_count if on_gpu else batch * blocks
+    # enough parts for two waves of programs, one per multiprocessor at a time, none under the
+    # fewest slots
+    busy = (
+        2 * torch.cuda.get_device_properties(query.device).multi_processor_count
+        if on_gpu
+        else batch * blocks
+    )
     parts = splits or max(1, min(-(-busy // (batch * blocks)), -(-slots // _FEWEST_SLOTS)))
     part = triton.cdiv(triton.cdiv(slots, parts), tile.slots) * tile.slots
     parts = max(1, triton.cdiv(slots, part))
@@ -200,6 +241,12 @@ def decode_latent(
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         _merge_kernel[(batch * heads, triton.cdiv(rank, channels))](
-            z, log_sums, result, parts, R=rank, PARTS=triton.next_power_of_2(parts), CHANNELS=channels
+            z,
+            log_sums,
+            result,
+            parts,
+            R=rank,
+            PARTS=triton.next_power_of_2(parts),
+            CHANNELS=channels,
         )
     return result

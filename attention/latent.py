@@ -1,16 +1,16 @@
 """Multi-head latent attention (DeepSeek-V2 2024), explicit and absorbed.
 
-Shapes: ``query_nope [B, H, T, Dn]``, ``query_rope [B, H, T, P]``, ``latent [B, S, R + P]`` (the cache: latent ``c``,
-then the rotary key shared by all heads), ``up_key [H, Dn, R]``, ``up_value [H, Dv, R]``, result ``[B, H, T, Dv]``. With
-``k_rope`` for the last ``P`` numbers of a slot,
+Shapes: ``query_nope [B, H, T, Dn]``, ``query_rope [B, H, T, P]``, ``latent [B, S, R + P]`` (the
+cache: latent ``c``, then the rotary key shared by all heads), ``up_key [H, Dn, R]``, ``up_value [H,
+Dv, R]``, result ``[B, H, T, Dv]``. With ``k_rope`` for the last ``P`` numbers of a slot,
 
     score_hts = scale * (q_nope,ht . W_uk,h c_s + q_rope,ht . k_rope,s)
     result_ht = sum_s softmax(score)_hts W_uv,h c_s
 
-Explicit: compute ``W_uk c`` and ``W_uv c`` for all heads and slots. This is best for prefill and training. Absorbed
-(sec. 2.1.2): since ``q_nope . W_uk c = (W_uk^T q_nope) . c`` and ``sum_s a_s W_uv c_s = W_uv sum_s a_s c_s``, attention
-can run over the cache itself, as one key head with ``R + P`` dims whose first ``R`` dims are also the values. This is
-best for decoding.
+Explicit: compute ``W_uk c`` and ``W_uv c`` for all heads and slots. This is best for prefill and
+training. Absorbed (sec. 2.1.2): since ``q_nope . W_uk c = (W_uk^T q_nope) . c`` and ``sum_s a_s
+W_uv c_s = W_uv sum_s a_s c_s``, attention can run over the cache itself, as one key head with ``R +
+P`` dims whose first ``R`` dims are also the values. This is best for decoding.
 """
 
 from importlib.util import find_spec
@@ -26,7 +26,8 @@ from kvfold.attention.mask import Visibility, visibility
 
 _HAS_TRITON = find_spec("triton") is not None
 # DeepSeek's sizes; the kernel's tiles are laid out for them
-_KERNEL_RANK, _KERNEL_ROPE = 512, 64
+_KERNEL_RANK = 512
+_KERNEL_ROPE = 64
 # decoding steps see the whole cache; what is hidden comes as a mask
 _EVERYTHING = Visibility(causal=False)
 
@@ -46,45 +47,74 @@ def latent_attention(
     lengths: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Latent attention over the slots that each query sees (see ``grouped_attention``): ``[B, H, T, Dv]``.
+    """Latent attention over the slots that each query sees (see ``grouped_attention``): ``[B, H, T,
+    Dv]``.
 
-    ``absorbed`` selects one of the two forms above. Queries and the rotary keys in ``latent`` must already be rotated.
-    ``scale`` is ``1 / sqrt(Dn + P)`` by default. Raises ValueError for incompatible shapes, dtypes or devices.
+    ``absorbed`` selects one of the two forms above. Queries and the rotary keys in ``latent`` must
+    already be rotated. ``scale`` is ``1 / sqrt(Dn + P)`` by default. Raises ValueError for
+    incompatible shapes, dtypes or devices.
     """
     _check(query_nope, query_rope, latent, up_key, up_value)
-    slots, rank = latent.shape[1], up_key.shape[2]
-    rule = visibility(query_nope, slots, causal=causal, offset=offset, window=window, starts=starts, lengths=lengths)
+    slots = latent.shape[1]
+    rank = up_key.shape[2]
+    rule = visibility(
+        query_nope,
+        slots,
+        causal=causal,
+        offset=offset,
+        window=window,
+        starts=starts,
+        lengths=lengths,
+    )
     scale = (query_nope.shape[-1] + query_rope.shape[-1]) ** -0.5 if scale is None else scale
     if absorbed:
         query = absorb_query(query_nope, up_key)
         # the kernel has no gradient, and would read the keys outside of a window
-        wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, query_rope, latent))
+        wants_gradient = torch.is_grad_enabled() and any(
+            x.requires_grad for x in (query, query_rope, latent)
+        )
         plain = rule.window is None and not wants_gradient and min(latent.shape) > 0
         if plain and kernel_takes(query, query_rope, None):
-            seen = None if rule.sees_all(1, slots) else rule.block(0, 1, 0, slots, latent.device)[:, None]
-            z = latent_decode(query, query_rope, latent[..., :rank], latent[..., rank:], scale, seen)
+            seen = (
+                None
+                if rule.sees_all(1, slots)
+                else rule.block(0, 1, 0, slots, latent.device)[:, None]
+            )
+            z = latent_decode(
+                query, query_rope, latent[..., :rank], latent[..., rank:], scale, seen
+            )
         else:
             keys = latent[:, None]
-            z = attend(torch.cat([query, query_rope], -1), keys, keys[..., :rank], rule, scale, None)
+            z = attend(
+                torch.cat([query, query_rope], -1), keys, keys[..., :rank], rule, scale, None
+            )
         return expand_value(z, up_value)
     # every head gets keys and values of its own: cheaper where many queries share them
     heads = up_key.shape[0]
-    c, rope = latent[..., :rank], latent[..., rank:]
+    c = latent[..., :rank]
+    rope = latent[..., rank:]
     nope, value = (
-        torch.unflatten(linear(c, up.flatten(0, 1)), -1, (heads, -1)).transpose(1, 2) for up in (up_key, up_value)
+        torch.unflatten(linear(c, up.flatten(0, 1)), -1, (heads, -1)).transpose(1, 2)
+        for up in (up_key, up_value)
     )
     key = torch.cat([nope, rope[:, None].expand(-1, heads, -1, -1)], -1)
     return attend(torch.cat([query_nope, query_rope], -1), key, value, rule, scale, None)
 
 
 def latent_decode(
-    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None = None
+    query: Tensor,
+    query_rope: Tensor,
+    latent: Tensor,
+    key_rope: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """``softmax(scale * (query . latent + query_rope . key_rope) + mask) latent``: ``[B, H, T, R]``, no gradients.
+    """``softmax(scale * (query . latent + query_rope . key_rope) + mask) latent``: ``[B, H, T,
+    R]``, no gradients.
 
-    ``query [B, H, T, R]`` is already absorbed; ``query_rope [B, H, T, P]``; ``latent [B, S, R]`` and
-    ``key_rope [B, S, P]`` are separate, as in transformers' cache. ``mask [1|B, 1|H, T, S]`` is boolean (True means
-    visible) or is added to the scores.
+    ``query [B, H, T, R]`` is already absorbed; ``query_rope [B, H, T, P]``; ``latent [B, S, R]``
+    and ``key_rope [B, S, P]`` are separate, as in transformers' cache. ``mask [1|B, 1|H, T, S]`` is
+    boolean (True means visible) or is added to the scores.
     """
     # eagerly, an operator's call is slower than a short step
     if torch.compiler.is_compiling():
@@ -94,24 +124,35 @@ def latent_decode(
         # imports Triton, which is optional
         from kvfold.attention.kernel import decode_latent
 
-        return decode_latent(query, query_rope, latent, key_rope, scale, mask=None if mask is None else mask[:, 0, 0])
+        return decode_latent(
+            query, query_rope, latent, key_rope, scale, mask=None if mask is None else mask[:, 0, 0]
+        )
     scores = latent_scores(query, query_rope, latent, key_rope, scale, mask)
     return weighted_values(scores, scores.keys[0]).squeeze(1)
 
 
 def latent_scores(
-    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None
+    query: Tensor,
+    query_rope: Tensor,
+    latent: Tensor,
+    key_rope: Tensor,
+    scale: float,
+    mask: Tensor | None,
 ) -> AttentionScores:
-    """The scores of ``latent_decode``: all heads are members of one key head, and nothing of the cache is copied."""
-    queries, keys = (query.unsqueeze(1), query_rope.unsqueeze(1)), (latent.unsqueeze(1), key_rope.unsqueeze(1))
+    """The scores of ``latent_decode``: all heads are members of one key head, and nothing of the
+    cache is copied.
+    """
+    queries = (query.unsqueeze(1), query_rope.unsqueeze(1))
+    keys = (latent.unsqueeze(1), key_rope.unsqueeze(1))
     return AttentionScores(queries, keys, scale, _EVERYTHING, mask)
 
 
 def kernel_takes(query: Tensor, query_rope: Tensor, mask: Tensor | None) -> bool:
-    """True if the Triton kernel supports this call: CUDA, half precision, one query, ``R <= 512``, ``P <= 64``.
+    """True if the Triton kernel supports this call: CUDA, half precision, one query, ``R <= 512``,
+    ``P <= 64``.
 
-    The card needs compute capability 8.0, as Triton does. A mask must be boolean and the same for all heads. Shapes as
-    in ``latent_decode``.
+    The card needs compute capability 8.0, as Triton does. A mask must be boolean and the same for
+    all heads. Shapes as in ``latent_decode``.
     """
     half = query.dtype in (torch.bfloat16, torch.float16)
     if not _HAS_TRITON or query.device.type != "cuda" or not half or query.shape[2] != 1:
@@ -125,7 +166,12 @@ def kernel_takes(query: Tensor, query_rope: Tensor, mask: Tensor | None) -> bool
 
 @torch.library.custom_op("kvfold::latent_decode", mutates_args=())
 def _operator(
-    query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, scale: float, mask: Tensor | None
+    query: Tensor,
+    query_rope: Tensor,
+    latent: Tensor,
+    key_rope: Tensor,
+    scale: float,
+    mask: Tensor | None,
 ) -> Tensor:
     return latent_decode(query, query_rope, latent, key_rope, scale, mask)
 
@@ -136,7 +182,8 @@ def _(query: Tensor, *rest: object) -> Tensor:
 
 
 def absorption_pays(queries: int, nope_dim: int, value_dim: int, rank: int) -> bool:
-    """True if absorbed attention needs fewer multiplications than explicit attention for ``T = queries``.
+    """True if absorbed attention needs fewer multiplications than explicit attention for ``T =
+    queries``.
 
     Per slot and head: ``T (2 R + P)`` absorbed, ``(Dn + Dv) R + T (Dn + P + Dv)`` explicit.
     """
@@ -155,12 +202,15 @@ def expand_value(z: Tensor, up_value: Tensor) -> Tensor:
     return torch.einsum("bhtr,hdr->bhtd", z, up_value)
 
 
-def _check(query_nope: Tensor, query_rope: Tensor, latent: Tensor, up_key: Tensor, up_value: Tensor) -> None:
+def _check(
+    query_nope: Tensor, query_rope: Tensor, latent: Tensor, up_key: Tensor, up_value: Tensor
+) -> None:
     expect_shape("query_nope", query_nope, "B H T Dn", {})
     batch, heads, queries, nope = query_nope.shape
     expect_shape("query_rope", query_rope, "B H T P", {"B": batch, "H": heads, "T": queries})
     expect_shape("up_key", up_key, "H Dn R", {"H": heads, "Dn": nope})
-    rank, rope = up_key.shape[2], query_rope.shape[3]
+    rank = up_key.shape[2]
+    rope = query_rope.shape[3]
     expect_shape("up_value", up_value, "H Dv R", {"H": heads, "R": rank})
     expect_shape("latent", latent, "B S R+P", {"B": batch, "R+P": rank + rope})
     others = {"query_rope": query_rope, "latent": latent, "up_key": up_key, "up_value": up_value}

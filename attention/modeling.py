@@ -1,8 +1,9 @@
-"""Attention modules that accept their projections as arguments: plain, quantized, adapted or fused linear layers.
+"""Attention modules that accept their projections as arguments: plain, quantized, adapted or fused
+linear layers.
 
-Shapes: ``B`` sequences, ``T`` new tokens, ``S`` slots in the cache after they are added, ``E`` model dim, ``H`` query
-heads, ``G`` key/value heads, ``D`` head dim, ``Dv`` value dim, ``R`` latent rank, ``P`` rotary dims, ``Dn`` unrotated
-query dims.
+Shapes: ``B`` sequences, ``T`` new tokens, ``S`` slots in the cache after they are added, ``E``
+model dim, ``H`` query heads, ``G`` key/value heads, ``D`` head dim, ``Dv`` value dim, ``R`` latent
+rank, ``P`` rotary dims, ``Dn`` unrotated query dims.
 """
 
 from typing import Any, Unpack, cast
@@ -18,7 +19,9 @@ from kvfold.attention.rotary import RotaryLayout, apply_rotary, rotary_tables
 
 
 class Rotation(nn.Module):
-    """``apply_rotary`` with fixed ``frequencies [Dr / 2]``, which stay float64 even if the module is cast."""
+    """``apply_rotary`` with fixed ``frequencies [Dr / 2]``, which stay float64 even if the module
+    is cast.
+    """
 
     bits: Tensor
 
@@ -26,22 +29,26 @@ class Rotation(nn.Module):
         super().__init__()
         expect_shape("frequencies", frequencies, "Dr/2", {})
         self.layout: RotaryLayout = layout
-        # module.to(dtype) casts floating-point buffers only: as int64 the bits of the frequencies survive it
+        # module.to(dtype) casts floating-point buffers only: as int64 the bits of the frequencies
+        # survive it
         self.register_buffer("bits", frequencies.double().view(torch.int64), persistent=False)
 
     def forward(self, positions: Tensor, *tensors: Tensor) -> list[Tensor]:
         """Rotate each of ``tensors [B, heads, T, D]`` by ``positions [T]`` or ``[B, T]``."""
         dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-        tables = rotary_tables(positions.to(tensors[0].device), self.bits.view(torch.float64), dtype)
+        tables = rotary_tables(
+            positions.to(tensors[0].device), self.bits.view(torch.float64), dtype
+        )
         return [apply_rotary(x, tables, self.layout) for x in tensors]
 
 
 class GroupedAttention(nn.Module):
-    """MHA (``kv_heads = heads``), GQA or MQA (``kv_heads = 1``); ``cross`` attends to a memory instead of the input.
+    """MHA (``kv_heads = heads``), GQA or MQA (``kv_heads = 1``); ``cross`` attends to a memory
+    instead of the input.
 
-    ``query`` maps ``E -> H D``, ``key`` ``E -> G D``, ``value`` ``E -> G Dv`` and ``output`` ``H Dv -> E``.
-    ``frequencies [Dr / 2]`` define the rotary embedding (None means none). Mask arguments are the same as in
-    ``grouped_attention``.
+    ``query`` maps ``E -> H D``, ``key`` ``E -> G D``, ``value`` ``E -> G Dv`` and ``output`` ``H Dv
+    -> E``. ``frequencies [Dr / 2]`` define the rotary embedding (None means none). Mask arguments
+    are the same as in ``grouped_attention``.
     """
 
     def __init__(
@@ -66,16 +73,23 @@ class GroupedAttention(nn.Module):
         expect_divides("kv_heads", kv_heads, "heads", heads)
         if cross and (causal or frequencies is not None):
             raise ValueError("cross=True requires causal=False and frequencies=None")
-        self.query, self.key, self.value, self.output = query, key, value, output
+        self.query = query
+        self.key = key
+        self.value = value
+        self.output = output
         self.rotation = None if frequencies is None else Rotation(frequencies, layout)
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
         self.value_dim = head_dim if value_dim is None else value_dim
         self.cross = cross
         self.rules: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
 
     def new_cache(self, batch: int, capacity: int = 0, **options: Unpack[CacheOptions]) -> KVCache:
         """Create an empty cache for this layer; arguments as in ``KVCache``."""
-        return KVCache(batch, self.kv_heads, self.head_dim, capacity, value_dim=self.value_dim, **options)
+        return KVCache(
+            batch, self.kv_heads, self.head_dim, capacity, value_dim=self.value_dim, **options
+        )
 
     def forward(
         self,
@@ -90,10 +104,10 @@ class GroupedAttention(nn.Module):
     ) -> Tensor:
         """Attend from ``x [B, T, E]``; returns ``[B, T, E]``.
 
-        With a ``cache``, ``x`` continues the cached tokens. ``positions [T]`` or ``[B, T]`` are used for the rotary
-        embedding; they default to the slot numbers. ``starts [B]``, ``lengths [B]`` and ``bias [1|B, 1|H, T, S]`` are
-        the same as in ``grouped_attention``.
-        Cross attention reads ``memory [B, S, E']``; with a cache, only the first call uses it.
+        With a ``cache``, ``x`` continues the cached tokens. ``positions [T]`` or ``[B, T]`` are
+        used for the rotary embedding; they default to the slot numbers. ``starts [B]``, ``lengths
+        [B]`` and ``bias [1|B, 1|H, T, S]`` are the same as in ``grouped_attention``. Cross
+        attention reads ``memory [B, S, E']``; with a cache, only the first call uses it.
         """
         offset, slots = _place(x, cache)
         query = _heads(self.query(x), self.heads)
@@ -108,21 +122,32 @@ class GroupedAttention(nn.Module):
             if cache is not None:
                 key, value = cache.append(key, value)
         elif cache is None or cache.length == 0:
-            raise ValueError("memory is None; cross attention needs memory [B, S, E'] or a cache filled from it")
+            raise ValueError(
+                "memory is None; cross attention needs memory [B, S, E'] or a cache filled from it"
+            )
         else:
             key, value = (buffer[..., : cache.length, :] for buffer in cache.buffers)
         offset = None if self.cross else offset
-        z = grouped_attention(query, key, value, offset=offset, starts=starts, lengths=lengths, bias=bias, **self.rules)
+        z = grouped_attention(
+            query,
+            key,
+            value,
+            offset=offset,
+            starts=starts,
+            lengths=lengths,
+            bias=bias,
+            **self.rules,
+        )
         return cast(Tensor, self.output(z.transpose(1, 2).flatten(2)))
 
 
 class LatentAttention(nn.Module):
     """Multi-head latent attention with a decoupled rotary key (DeepSeek-V2 2024).
 
-    ``query`` maps ``E -> H (Dn + P)``, including any query latent; ``down`` maps ``E -> R + P``, the latent and the
-    rotary key; ``latent_norm`` normalizes the ``R`` latent dims; ``up`` is a linear layer ``R -> H (Dn + Dv)`` without
-    bias, with each head's ``W_uk`` above its ``W_uv``; ``output`` maps ``H Dv -> E``. ``frequencies [P / 2]`` define
-    the rotary embedding.
+    ``query`` maps ``E -> H (Dn + P)``, including any query latent; ``down`` maps ``E -> R + P``,
+    the latent and the rotary key; ``latent_norm`` normalizes the ``R`` latent dims; ``up`` is a
+    linear layer ``R -> H (Dn + Dv)`` without bias, with each head's ``W_uk`` above its ``W_uv``;
+    ``output`` maps ``H Dv -> E``. ``frequencies [P / 2]`` define the rotary embedding.
     """
 
     def __init__(
@@ -145,20 +170,37 @@ class LatentAttention(nn.Module):
         scale: float | None = None,
     ) -> None:
         super().__init__()
-        expect_shape("up.weight", up.weight, "H*(Dn+Dv) R", {"H*(Dn+Dv)": heads * (nope_dim + value_dim), "R": kv_rank})
+        expect_shape(
+            "up.weight",
+            up.weight,
+            "H*(Dn+Dv) R",
+            {"H*(Dn+Dv)": heads * (nope_dim + value_dim), "R": kv_rank},
+        )
         if getattr(up, "bias", None) is not None:
-            raise ValueError("up has a bias, which cannot be absorbed; use a linear layer with bias=False")
+            raise ValueError(
+                "up has a bias, which cannot be absorbed; use a linear layer with bias=False"
+            )
         expect_shape("frequencies", frequencies, "P/2", {"P/2": rope_dim // 2})
         if rope_dim % 2:
-            raise ValueError(f"rope_dim is {rope_dim}; it must be even, because rotary dims come in pairs")
-        self.query, self.down, self.up, self.output = query, down, up, output
+            raise ValueError(
+                f"rope_dim is {rope_dim}; it must be even, because rotary dims come in pairs"
+            )
+        self.query = query
+        self.down = down
+        self.up = up
+        self.output = output
         self.latent_norm = latent_norm or nn.Identity()
         self.rotation = Rotation(frequencies, layout)
-        self.heads, self.kv_rank, self.rope_dim = heads, kv_rank, rope_dim
-        self.nope_dim, self.value_dim = nope_dim, value_dim
+        self.heads = heads
+        self.kv_rank = kv_rank
+        self.rope_dim = rope_dim
+        self.nope_dim = nope_dim
+        self.value_dim = value_dim
         self.rules: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
 
-    def new_cache(self, batch: int, capacity: int = 0, **options: Unpack[CacheOptions]) -> LatentCache:
+    def new_cache(
+        self, batch: int, capacity: int = 0, **options: Unpack[CacheOptions]
+    ) -> LatentCache:
         """Create an empty cache for this layer; arguments as in ``LatentCache``."""
         return LatentCache(batch, self.kv_rank, self.rope_dim, capacity, **options)
 
@@ -174,8 +216,8 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """Attend from ``x [B, T, E]``; returns ``[B, T, E]``. Arguments as in ``GroupedAttention``.
 
-        ``absorbed=None`` selects explicit attention without a cache (training, encoding); with a cache,
-        ``absorption_pays`` decides.
+        ``absorbed=None`` selects explicit attention without a cache (training, encoding); with a
+        cache, ``absorption_pays`` decides.
         """
         offset, slots = _place(x, cache)
         query = _heads(self.query(x), self.heads)
@@ -184,7 +226,9 @@ class LatentAttention(nn.Module):
         down: Tensor = self.down(x)
         expect_shape("down(x)", down, "B T R+P", {"R+P": self.kv_rank + self.rope_dim})
         c, key_rope = torch.split(down, [self.kv_rank, self.rope_dim], -1)
-        rope, key_rope = self.rotation(slots if positions is None else positions, rope, key_rope[:, None])
+        rope, key_rope = self.rotation(
+            slots if positions is None else positions, rope, key_rope[:, None]
+        )
         # the norm is on the latent alone: the rotary key is cached as attention reads it
         latent = torch.cat([self.latent_norm(c).to(c.dtype), key_rope[:, 0]], -1)
         if cache is not None:
@@ -193,9 +237,13 @@ class LatentAttention(nn.Module):
             # training and encoding have gradients or many queries for each slot
             pays = absorption_pays(x.shape[1], self.nope_dim, self.value_dim, self.kv_rank)
             absorbed = cache is not None and pays
-        ups = self.up.weight.to(nope.dtype).view(self.heads, self.nope_dim + self.value_dim, self.kv_rank)
+        ups = self.up.weight.to(nope.dtype).view(
+            self.heads, self.nope_dim + self.value_dim, self.kv_rank
+        )
         parts = nope, rope, latent, *torch.split(ups, [self.nope_dim, self.value_dim], 1)
-        z = latent_attention(*parts, absorbed=absorbed, offset=offset, starts=starts, lengths=lengths, **self.rules)
+        z = latent_attention(
+            *parts, absorbed=absorbed, offset=offset, starts=starts, lengths=lengths, **self.rules
+        )
         return cast(Tensor, self.output(z.transpose(1, 2).flatten(2)))
 
 
@@ -206,7 +254,8 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _place(x: Tensor, cache: SlotCache | None) -> tuple[int | None, Tensor]:
-    """The slot of the first token of ``x [B, T, E]`` (None without a cache), and the default positions of its tokens.
+    """The slot of the first token of ``x [B, T, E]`` (None without a cache), and the default
+    positions of its tokens.
 
     Raises ValueError if ``x`` has another shape or no tokens.
     """

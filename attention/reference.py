@@ -1,12 +1,14 @@
-"""The attention variants as written in the papers: float64, one formula per function, plain loops. Slow on purpose.
+"""The attention variants as written in the papers: float64, one formula per function, plain loops.
+Slow on purpose.
 
-The fast paths share no code with this module and are tested against it. Each call handles one sequence. Shapes: ``T``
-query tokens, ``S`` key tokens, ``E`` model dim, ``H`` query heads, ``G`` key/value heads, ``D`` head dim, ``Dv`` value
-dim, ``R`` latent rank, ``Rq`` query latent rank, ``P`` rotary dims, ``Dn`` unrotated query dims. A weight ``W [D, E]``
-maps ``x [E]`` to ``W x [D]``.
+The fast paths share no code with this module and are tested against it. Each call handles one
+sequence. Shapes: ``T`` query tokens, ``S`` key tokens, ``E`` model dim, ``H`` query heads, ``G``
+key/value heads, ``D`` head dim, ``Dv`` value dim, ``R`` latent rank, ``Rq`` query latent rank,
+``P`` rotary dims, ``Dn`` unrotated query dims. A weight ``W [D, E]`` maps ``x [E]`` to ``W x [D]``.
 
-Sources: Vaswani et al. 2017 ("Attention is all you need"), Shazeer 2019 ("Fast transformer decoding"), Ainslie et al.
-2023 ("GQA"), DeepSeek-AI 2024 ("DeepSeek-V2"), Su et al. 2021 ("RoFormer").
+Sources: Vaswani et al. 2017 ("Attention is all you need"), Shazeer 2019 ("Fast transformer
+decoding"), Ainslie et al. 2023 ("GQA"), DeepSeek-AI 2024 ("DeepSeek-V2"), Su et al. 2021
+("RoFormer").
 """
 
 from collections.abc import Callable
@@ -28,12 +30,15 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, interleaved: bool = False) -> Tensor:
-    """Apply the rotary embedding (Su 2021, eq. 14-15): rotate pair ``l`` by the angle ``t theta_l``.
+    """Apply the rotary embedding (Su 2021, eq. 14-15): rotate pair ``l`` by the angle ``t
+    theta_l``.
 
-        x'_a = x_a cos(t theta_l) - x_b sin(t theta_l),    x'_b = x_a sin(t theta_l) + x_b cos(t theta_l)
+        x'_a = x_a cos(t theta_l) - x_b sin(t theta_l),    x'_b = x_a sin(t theta_l) + x_b cos(t
+        theta_l)
 
-    Pair ``l`` is ``(a, b) = (2 l, 2 l + 1)`` if interleaved, else ``(l, l + Dr / 2)``; dims from ``Dr`` on are
-    unchanged. ``x [T, D]``, ``positions [T]``, ``frequencies [Dr / 2]`` -> ``[T, D]``.
+    Pair ``l`` is ``(a, b) = (2 l, 2 l + 1)`` if interleaved, else ``(l, l + Dr / 2)``; dims from
+    ``Dr`` on are unchanged. ``x [T, D]``, ``positions [T]``, ``frequencies [Dr / 2]`` -> ``[T,
+    D]``.
     """
     pairs = len(frequencies)
     rows = []
@@ -48,21 +53,31 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, interleaved: bool 
     return torch.stack(rows)
 
 
-def project_heads(x: Tensor, weight: Tensor, bias: Tensor | None, rotary: Rotate | None = None) -> Tensor:
-    """Apply ``project`` with each head of ``weight [H, D, E]`` and ``bias [H, D]``, then rotate: ``[H, T, D]``."""
+def project_heads(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rotary: Rotate | None = None
+) -> Tensor:
+    """Apply ``project`` with each head of ``weight [H, D, E]`` and ``bias [H, D]``, then rotate:
+    ``[H, T, D]``.
+    """
     biases = [None] * len(weight) if bias is None else bias
     heads = [project(x, w, b) for w, b in zip(weight, biases, strict=True)]
-    return torch.stack(heads if rotary is None else [rotary(head, torch.arange(len(x))) for head in heads])
+    return torch.stack(
+        heads if rotary is None else [rotary(head, torch.arange(len(x))) for head in heads]
+    )
 
 
 def project_output(heads: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``y_t = sum_h W_o,h z_h,t + b``: ``heads [H, T, Dv]``, ``weight [E, H, Dv]``, ``bias [E]`` -> ``[T, E]``.
+    """``y_t = sum_h W_o,h z_h,t + b``: ``heads [H, T, Dv]``, ``weight [E, H, Dv]``, ``bias [E]`` ->
+    ``[T, E]``.
 
     Same as Vaswani's ``Concat(z_1 .. z_H) W_o``, with the product written as a sum over heads.
     """
     result = []
     for token in range(heads.shape[1]):
-        y = sum((weight[:, head] @ heads[head, token] for head in range(heads.shape[0])), torch.zeros(()))
+        y = sum(
+            (weight[:, head] @ heads[head, token] for head in range(heads.shape[0])),
+            torch.zeros(()),
+        )
         result.append(y if bias is None else y + bias)
     return torch.stack(result)
 
@@ -78,15 +93,21 @@ class Masks:
     length: int | None = None
 
     def apply(self, score: Tensor) -> Tensor:
-        """Return ``score [T, S]`` of one head with ``-inf`` where query ``i`` does not see key ``j``."""
-        distance = torch.arange(score.shape[0])[:, None] + self.offset - torch.arange(score.shape[1])
+        """Return ``score [T, S]`` of one head with ``-inf`` where query ``i`` does not see key
+        ``j``.
+        """
+        distance = (
+            torch.arange(score.shape[0])[:, None] + self.offset - torch.arange(score.shape[1])
+        )
         keys = torch.arange(score.shape[1])
         # decoders: nothing later than the query (Vaswani 2017, 3.2.3)
         hidden = (distance < 0) & self.causal
         if self.window is not None:
             # Beltagy et al. 2020, "Longformer"
             hidden |= distance.abs() >= self.window
-        hidden |= (keys < self.start) | (keys >= (score.shape[1] if self.length is None else self.length))
+        hidden |= (keys < self.start) | (
+            keys >= (score.shape[1] if self.length is None else self.length)
+        )
         return score.masked_fill(hidden, -torch.inf)
 
 
@@ -94,12 +115,17 @@ CAUSAL = Masks()
 BIDIRECTIONAL = Masks(causal=False)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float | None = None) -> Tensor:
-    """Scaled dot-product attention of one head, ``softmax(mask(q k^T / sqrt(d_head))) v`` (Vaswani 2017, 3.2.1).
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float | None = None
+) -> Tensor:
+    """Scaled dot-product attention of one head, ``softmax(mask(q k^T / sqrt(d_head))) v`` (Vaswani
+    2017, 3.2.1).
 
-        s_ij = q_i . k_j / sqrt(d_head),    a_ij = exp(s_ij) / sum_j exp(s_ij),    z_i = sum_j a_ij v_j
+        s_ij = q_i . k_j / sqrt(d_head),    a_ij = exp(s_ij) / sum_j exp(s_ij),    z_i = sum_j a_ij
+        v_j
 
-    ``query [T, D]``, ``key [S, D]``, ``value [S, Dv]`` -> ``[T, Dv]``; a query that sees no key gets zeros.
+    ``query [T, D]``, ``key [S, D]``, ``value [S, Dv]`` -> ``[T, Dv]``; a query that sees no key
+    gets zeros.
     """
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = torch.stack([torch.stack([factor * (q * k).sum() for k in key]) for q in query])
@@ -131,7 +157,9 @@ class GroupedProjections:
 
 @dataclass(frozen=True)
 class LatentProjections:
-    """Projections of one MLA layer; ``query_down=None`` means that there is no query latent (then ``Rq = E``)."""
+    """Projections of one MLA layer; ``query_down=None`` means that there is no query latent (then
+    ``Rq = E``).
+    """
 
     query_nope: Tensor  # [H, Dn, Rq], W_uq
     query_rope: Tensor  # [H, P, Rq], W_qr
@@ -150,11 +178,13 @@ def grouped_query_attention(
     rotary: Rotate | None = None,
     memory: Tensor | None = None,
 ) -> Tensor:
-    """``y = sum_h W_o,h attention(W_q,h x, W_k,g x, W_v,g x) + b``: ``[T, E]``. Head ``h`` belongs to group ``g``.
+    """``y = sum_h W_o,h attention(W_q,h x, W_k,g x, W_v,g x) + b``: ``[T, E]``. Head ``h`` belongs
+    to group ``g``.
 
-    ``G`` key heads serve ``H`` query heads (Ainslie 2023, 2.2): ``G = H`` is multi-head (Vaswani 2017, 3.2.2),
-    ``G = 1`` multi-query attention (Shazeer 2019, sec. 3). Encoders use no mask (``BIDIRECTIONAL``), and neither does
-    cross attention, which computes keys and values from the encoder's ``memory [S, E']`` (Vaswani 2017, 3.2.3).
+    ``G`` key heads serve ``H`` query heads (Ainslie 2023, 2.2): ``G = H`` is multi-head (Vaswani
+    2017, 3.2.2), ``G = 1`` multi-query attention (Shazeer 2019, sec. 3). Encoders use no mask
+    (``BIDIRECTIONAL``), and neither does cross attention, which computes keys and values from the
+    encoder's ``memory [S, E']`` (Vaswani 2017, 3.2.3).
     """
     query = project_heads(x, w.query, w.query_bias, rotary)
     source = x if memory is None else memory
@@ -164,12 +194,15 @@ def grouped_query_attention(
 
 
 def grouped_query_heads(query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> Tensor:
-    """Attention of every head: ``query [H, T, D]``, ``key [G, S, D]``, ``value [G, S, Dv]`` -> ``[H, T, Dv]``.
+    """Attention of every head: ``query [H, T, D]``, ``key [G, S, D]``, ``value [G, S, Dv]`` ->
+    ``[H, T, Dv]``.
 
     Query head ``h`` uses key head ``h // (H / G)``.
     """
     share = query.shape[0] // key.shape[0]
-    return torch.stack([attention(q, key[h // share], value[h // share], masks) for h, q in enumerate(query)])
+    return torch.stack(
+        [attention(q, key[h // share], value[h // share], masks) for h, q in enumerate(query)]
+    )
 
 
 def latent_heads(
@@ -181,31 +214,43 @@ def latent_heads(
     masks: Masks,
     absorbed: bool = False,
 ) -> Tensor:
-    """``k_h = [W_uk,h c; k_rope]; v_h = W_uv,h c; z_h = attention([q_nope,h; q_rope,h], k_h, v_h)`` (eq. 10-11, 16-18).
+    """``k_h = [W_uk,h c; k_rope]; v_h = W_uv,h c; z_h = attention([q_nope,h; q_rope,h], k_h, v_h)``
+    (eq. 10-11, 16-18).
 
-    ``nope [H, T, Dn]``, ``rope [H, T, P]``, ``c [S, R]``, ``rope_key [S, P]`` -> ``[H, T, Dv]``. ``absorbed`` never
-    computes the keys or values of a head (sec. 2.1.2).
+    ``nope [H, T, Dn]``, ``rope [H, T, P]``, ``c [S, R]``, ``rope_key [S, P]`` -> ``[H, T, Dv]``.
+    ``absorbed`` never computes the keys or values of a head (sec. 2.1.2).
     """
     scale = (nope.shape[-1] + rope.shape[-1]) ** -0.5
     heads = []
     for h in range(len(nope)):
         if absorbed:
             # q_nope . W_uk c = (W_uk^T q_nope) . c  and  sum_s a_s W_uv c_s = W_uv sum_s a_s c_s
-            query, key, value = project(nope[h], w.up_key[h].T), c, c
+            query = project(nope[h], w.up_key[h].T)
+            key = c
+            value = c
         else:
-            query, key, value = nope[h], project(c, w.up_key[h]), project(c, w.up_value[h])
-        z = attention(torch.cat([query, rope[h]], -1), torch.cat([key, rope_key], -1), value, masks, scale)
+            query = nope[h]
+            key = project(c, w.up_key[h])
+            value = project(c, w.up_value[h])
+        z = attention(
+            torch.cat([query, rope[h]], -1), torch.cat([key, rope_key], -1), value, masks, scale
+        )
         heads.append(project(z, w.up_value[h]) if absorbed else z)
     return torch.stack(heads)
 
 
-def latent_attention(x: Tensor, w: LatentProjections, rotary: Rotate, absorbed: bool = False) -> Tensor:
+def latent_attention(
+    x: Tensor, w: LatentProjections, rotary: Rotate, absorbed: bool = False
+) -> Tensor:
     """Multi-head latent attention (DeepSeek-V2 2024, sec. 2.1): ``x [T, E]`` -> ``[T, E]``.
 
-    c_q = W_dq x,    q_nope,h = W_uq,h c_q,    q_rope,h = RoPE(W_qr,h c_q)    (eq. 12-14)
-    c = W_dkv x,     k_rope = RoPE(W_kr x)                                    (eq. 9, 15); only these two are cached
+    c_q = W_dq x,    q_nope,h = W_uq,h c_q,    q_rope,h = RoPE(W_qr,h c_q)    (eq. 12-14) c = W_dkv
+    x,     k_rope = RoPE(W_kr x)                                    (eq. 9, 15); only these two are
+    cached
     """
     c_q = x if w.query_down is None else project(x, w.query_down)
-    nope, rope = project_heads(c_q, w.query_nope, None), project_heads(c_q, w.query_rope, None, rotary)
-    c, rope_key = project(x, w.latent), rotary(project(x, w.rope_key), torch.arange(len(x)))
+    nope = project_heads(c_q, w.query_nope, None)
+    rope = project_heads(c_q, w.query_rope, None, rotary)
+    c = project(x, w.latent)
+    rope_key = rotary(project(x, w.rope_key), torch.arange(len(x)))
     return project_output(latent_heads(nope, rope, c, rope_key, w, CAUSAL, absorbed), w.output)

@@ -1,9 +1,10 @@
 """Rotary position embedding (Su et al. 2021, "RoFormer").
 
-Pair ``l`` of a vector at position ``t`` is treated as a complex number and rotated by the angle ``t * theta_l``. A pair
-is stored as ``(x[l], x[l + Dr / 2])`` in the half-split layout (GPT-NeoX, Llama) and as ``(x[2 l], x[2 l + 1])`` in the
-interleaved layout (the paper, GPT-J, DeepSeek). Only the first ``Dr = 2 * len(theta)`` dims are rotated; the rest pass
-through unchanged. Angles are computed in float64 and applied in float32 or wider, so long contexts lose no precision.
+Pair ``l`` of a vector at position ``t`` is treated as a complex number and rotated by the angle ``t
+* theta_l``. A pair is stored as ``(x[l], x[l + Dr / 2])`` in the half-split layout (GPT-NeoX,
+Llama) and as ``(x[2 l], x[2 l + 1])`` in the interleaved layout (the paper, GPT-J, DeepSeek). Only
+the first ``Dr = 2 * len(theta)`` dims are rotated; the rest pass through unchanged. Angles are
+computed in float64 and applied in float32 or wider, so long contexts lose no precision.
 """
 
 from typing import Literal
@@ -17,16 +18,22 @@ RotaryLayout = Literal["half", "interleaved"]
 
 
 def rotary_frequencies(dims: int, base: float = 10000.0) -> Tensor:
-    """``theta_l = base^(-2 l / dims)`` in radians per position, ``l = 0 .. dims / 2 - 1``: float64 ``[dims / 2]``."""
+    """``theta_l = base^(-2 l / dims)`` in radians per position, ``l = 0 .. dims / 2 - 1``: float64
+    ``[dims / 2]``.
+    """
     if dims % 2:
         raise ValueError(f"dims is {dims}; it must be even, because rotary dims come in pairs")
     return base ** (torch.arange(0, dims, 2, dtype=torch.float64) / -dims)
 
 
-def rotary_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of ``positions [T]`` or ``[B, T]`` times ``frequencies [Dr / 2]``: ``[1|B, T, Dr / 2]`` each.
+def rotary_tables(
+    positions: Tensor, frequencies: Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of ``positions [T]`` or ``[B, T]`` times ``frequencies [Dr / 2]``: ``[1|B,
+    T, Dr / 2]`` each.
 
-    Positions may be any integers or real numbers, including shifted, repeated or interpolated positions.
+    Positions may be any integers or real numbers, including shifted, repeated or interpolated
+    positions.
     """
     if positions.dim() not in (1, 2):
         raise ValueError(f"positions has shape {list(positions.shape)}; it must be [T] or [B, T]")
@@ -40,7 +47,9 @@ def rotary_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype = t
 
 
 def apply_rotary(x: Tensor, tables: tuple[Tensor, Tensor], layout: RotaryLayout = "half") -> Tensor:
-    """Rotate the first ``Dr`` dims of ``x [B, H, T, D]`` with tables from ``rotary_tables``; keeps shape and dtype."""
+    """Rotate the first ``Dr`` dims of ``x [B, H, T, D]`` with tables from ``rotary_tables``; keeps
+    shape and dtype.
+    """
     cos, sin = tables
     rotary = 2 * cos.shape[-1]
     if layout not in ("half", "interleaved"):
@@ -50,18 +59,23 @@ def apply_rotary(x: Tensor, tables: tuple[Tensor, Tensor], layout: RotaryLayout 
     expect_at_least("the head dim D of x", x.shape[-1], rotary)
     if cos.shape[1] != x.shape[2] or cos.shape[0] not in (1, x.shape[0]):
         raise ValueError(
-            f"tables has B = {cos.shape[0]} and T = {cos.shape[1]}; for this x, B must be 1 or {x.shape[0]} "
-            f"and T must be {x.shape[2]}"
+            f"tables has B = {cos.shape[0]} and T = {cos.shape[1]}; for this x, B must be 1 or"
+            f" {x.shape[0]} and T must be {x.shape[2]}"
         )
     wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = cos[:, None].to(wide), sin[:, None].to(wide)  # [1|B, 1, T, Dr / 2]
+    # [1|B, 1, T, Dr / 2]
+    cos = cos[:, None].to(wide)
+    sin = sin[:, None].to(wide)
     # at 100,000 tokens a rotation in bfloat16 would lose the position
     moving = x[..., :rotary].to(wide)
     if layout == "half":
         real, imaginary = moving.chunk(2, -1)
         result = torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], -1)
     else:
-        real, imaginary = moving[..., ::2], moving[..., 1::2]
-        result = torch.stack([real * cos - imaginary * sin, imaginary * cos + real * sin], -1).flatten(-2)
+        real = moving[..., ::2]
+        imaginary = moving[..., 1::2]
+        result = torch.stack(
+            [real * cos - imaginary * sin, imaginary * cos + real * sin], -1
+        ).flatten(-2)
     result = result.to(x.dtype)
     return result if rotary == x.shape[-1] else torch.cat([result, x[..., rotary:]], -1)

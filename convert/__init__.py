@@ -1,9 +1,10 @@
 """kvfold.convert: turn a checkpoint into one that needs a smaller key/value cache.
 
-Each ``kvfold`` command but ``chat``, ``demo``, ``push`` and ``recipes`` has a function here; paths may be strings or
-path objects.
+Each ``kvfold`` command but ``chat``, ``demo``, ``push`` and ``recipes`` has a function here; paths
+may be strings or path objects.
 
-The names below are loaded on first use, so that importing this package, as ``--help`` does, does not import torch.
+The names below are loaded on first use, so that importing this package, as ``--help`` does, does
+not import torch.
 """
 
 from importlib import import_module as _import_module

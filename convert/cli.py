@@ -1,4 +1,6 @@
-"""The ``kvfold`` command. Commands import heavy modules themselves, so that ``--help`` and ``inspect`` stay quick."""
+"""The ``kvfold`` command. Commands import heavy modules themselves, so that ``--help`` and
+``inspect`` stay quick.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -52,10 +54,14 @@ def kvfold(ctx: click.Context) -> None:
     is_flag=False,
     flag_value=console.STDOUT,
     metavar="[FILE|-]",
-    help="Write the facts as JSON to FILE; without FILE, or with -, to stdout, with no other output there.",
+    help=(
+        "Write the facts as JSON to FILE; without FILE, or with -, to stdout, with no other output"
+        " there."
+    ),
 )
 def inspect(model: str | None, json_file: str | None) -> None:
-    """Show MODEL's attention kind, heads and cache bytes per token, and the targets it can be converted to.
+    """Show MODEL's attention kind, heads and cache bytes per token, and the targets it can be
+    converted to.
 
     Only headers and the config are read, so the weights of a hub model are not downloaded.
     """
@@ -63,7 +69,8 @@ def inspect(model: str | None, json_file: str | None) -> None:
 
     # In `--json MODEL`, click took MODEL for the optional file.
     if model is None:
-        model, json_file = json_file, console.STDOUT
+        model = json_file
+        json_file = console.STDOUT
     if model in (None, console.STDOUT):
         raise click.UsageError("missing argument 'MODEL'", click.get_current_context())
     console.check_files(json_file)
@@ -72,7 +79,9 @@ def inspect(model: str | None, json_file: str | None) -> None:
 
 
 def _convert_request(options: dict[str, Any], further: dict[str, Any]) -> ConvertRequest:
-    """The request from the command line's options, or from a recipe overridden by the options that were given."""
+    """The request from the command line's options, or from a recipe overridden by the options that
+    were given.
+    """
     from kvfold.convert.recipes import recipe_request
 
     ctx = click.get_current_context()
@@ -81,7 +90,9 @@ def _convert_request(options: dict[str, Any], further: dict[str, Any]) -> Conver
         raise click.UsageError("missing option '--to' (gqa, mqa or mla); or use '--recipe'", ctx)
     if recipe is None:
         return ConvertRequest(**options)
-    given = {name: value for name, value in options.items() if ctx.get_parameter_source(name) in _GIVEN}
+    given = {
+        name: value for name, value in options.items() if ctx.get_parameter_source(name) in _GIVEN
+    }
     return recipe_request(recipe, **given)
 
 
@@ -96,9 +107,13 @@ _result_files = (
 )
 
 
-@kvfold.command(cls=console.PanelCommand, short_help="Convert MODEL to a smaller KV cache, into the folder OUT.")
+@kvfold.command(
+    cls=console.PanelCommand, short_help="Convert MODEL to a smaller KV cache, into the folder OUT."
+)
 @console.request_options(
-    ConvertRequest, before={"allow_growth": [_recipe], "trust_remote_code": _result_files}, build=_convert_request
+    ConvertRequest,
+    before={"allow_growth": [_recipe], "trust_remote_code": _result_files},
+    build=_convert_request,
 )
 def convert(request: ConvertRequest, json_file: str | None, report: str | None) -> None:
     """Convert MODEL and write the result to the folder OUT."""
@@ -111,21 +126,37 @@ def convert(request: ConvertRequest, json_file: str | None, report: str | None) 
         result = convert_checkpoint(request)
         if processes.is_first():
             if report is not None and not request.dry_run:
-                write_report(conversion_page(result, result.summary().splitlines()), report, request.quiet)
-            console.tell(json_file, result.to_dict, result.summary() if request.dry_run or not request.quiet else "")
+                write_report(
+                    conversion_page(result, result.summary().splitlines()), report, request.quiet
+                )
+            console.tell(
+                json_file,
+                result.to_dict,
+                result.summary() if request.dry_run or not request.quiet else "",
+            )
 
 
 kvfold.add_command(sweep)
-_layers = click.option("--layers", is_flag=True, help="Print every layer, the rounding floor and what the terms mean.")
+_layers = click.option(
+    "--layers", is_flag=True, help="Print every layer, the rounding floor and what the terms mean."
+)
 
 
 @kvfold.command(short_help="Measure the drift of OUT from MODEL, layer by layer.")
 @console.request_options(
     DriftRequest,
-    before={"trust_remote_code": [_layers, console.json_option(), console.report_option("charts of the drift")]},
+    before={
+        "trust_remote_code": [
+            _layers,
+            console.json_option(),
+            console.report_option("charts of the drift"),
+        ]
+    },
 )
 def drift(request: DriftRequest, layers: bool, json_file: str | None, report: str | None) -> None:
-    """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and in the predictions."""
+    """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and in the
+    predictions.
+    """
     from kvfold.convert.text.corpus import check_sources
 
     console.check_files(json_file, report=report)
@@ -147,8 +178,9 @@ def drift(request: DriftRequest, layers: bool, json_file: str | None, report: st
 def verify(out: str, json_file: str | None) -> None:
     """Check that OUT is intact: hashes, shapes, loading, finite numbers.
 
-    Reads every byte of OUT but runs no model. Compares the files with the hashes in kvfold.json, and the tensors with
-    the class that config.json names (built on the meta device), and lists every difference.
+    Reads every byte of OUT but runs no model. Compares the files with the hashes in kvfold.json,
+    and the tensors with the class that config.json names (built on the meta device), and lists
+    every difference.
     """
     from kvfold.convert.measure.verify import check_verified, verify_checkpoint
 
@@ -168,19 +200,30 @@ kvfold.add_command(chat_command)
 @kvfold.command(short_help="Upload OUT to a model repository on the hub.")
 @click.argument("out")
 @click.argument("repo", metavar="REPO")
-@click.option("--private", is_flag=True, help="Create REPO as a private repository; an existing one stays as it is.")
+@click.option(
+    "--private",
+    is_flag=True,
+    help="Create REPO as a private repository; an existing one stays as it is.",
+)
 def push(out: str, repo: str, private: bool) -> None:
-    """Upload the converted checkpoint OUT, with its model card, to the model repository REPO (owner/name) on the hub.
+    """Upload the converted checkpoint OUT, with its model card, to the model repository REPO
+    (owner/name) on the hub.
 
-    OUT is verified first. REPO is created if it does not exist. The token is that of `hf auth login`, or HF_TOKEN.
+    OUT is verified first. REPO is created if it does not exist. The token is that of `hf auth
+    login`, or HF_TOKEN.
     """
     from kvfold.convert.checkpoint.hub import HUB_ID, upload
     from kvfold.convert.measure.verify import check_verified, verify_checkpoint
 
     if "@" in repo or not HUB_ID.fullmatch(repo):
-        raise click.UsageError(f"REPO must be owner/name, not {repo!r}", click.get_current_context())
+        raise click.UsageError(
+            f"REPO must be owner/name, not {repo!r}", click.get_current_context()
+        )
     if Path(out).is_dir() and not (Path(out) / RECORD).exists():
-        raise InputError(f"{out} has no {RECORD}, so kvfold did not write it; give the output folder of a conversion")
+        raise InputError(
+            f"{out} has no {RECORD}, so kvfold did not write it; give the output folder of a"
+            " conversion"
+        )
     with Stages()(f"verifying {out}"):
         check_verified(verify_checkpoint(out))
     with Stages()(f"uploading {out}"):
@@ -201,9 +244,11 @@ def recipes(json_file: str | None) -> None:
 @click.argument("folder", metavar="[DIR]", required=False)
 @console.json_option()
 def demo(folder: str | None, json_file: str | None) -> None:
-    """Convert the small trained model that ships with kvfold to every target, and measure every result.
+    """Convert the small trained model that ships with kvfold to every target, and measure every
+    result.
 
-    The converted checkpoints are kept in DIR; without DIR they are written to a temporary folder and removed.
+    The converted checkpoints are kept in DIR; without DIR they are written to a temporary folder
+    and removed.
     """
     from kvfold.convert.demo import run_demo
 

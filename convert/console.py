@@ -1,4 +1,6 @@
-"""The terminal: click options built from requests, a command's exit status, and output files named by options."""
+"""The terminal: click options built from requests, a command's exit status, and output files named
+by options.
+"""
 
 import errno
 import functools
@@ -43,7 +45,9 @@ _PLOT_KINDS = (".png", ".svg", ".pdf")
 
 
 class PanelCommand(click.Command):
-    """A command whose ``--help`` groups options by panel; ``--help`` itself is in the panel Running."""
+    """A command whose ``--help`` groups options by panel; ``--help`` itself is in the panel
+    Running.
+    """
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}
@@ -66,10 +70,11 @@ def request_options(
 ) -> Decorator:
     """Decorator that adds the fields of ``request`` to a click command as arguments and options.
 
-    The decorated function receives the request built from them. ``before`` maps a field to further options, which
-    ``--help`` lists before that field and in its panel. ``build(values, further)`` creates the request from the values
-    of its fields and of the further options, some of which it may remove; with ``build``, no option is required. By
-    default the request is ``request(**values)``. A flag that is set by default becomes an option ``--no-NAME``.
+    The decorated function receives the request built from them. ``before`` maps a field to further
+    options, which ``--help`` lists before that field and in its panel. ``build(values, further)``
+    creates the request from the values of its fields and of the further options, some of which it
+    may remove; with ``build``, no option is required. By default the request is
+    ``request(**values)``. A flag that is set by default becomes an option ``--no-NAME``.
     """
     found = specs(request)
 
@@ -77,8 +82,12 @@ def request_options(
         @functools.wraps(function)
         def command(**values: Any) -> None:
             own = {name: values.pop(name) for name in found}
-            # Inverted here, because each version of click declares a flag that sets False in a different way.
-            own = {name: not value if found[name].default is True else value for name, value in own.items()}
+            # Inverted here, because each version of click declares a flag that sets False in a
+            # different way.
+            own = {
+                name: not value if found[name].default is True else value
+                for name, value in own.items()
+            }
             made = request(**own) if build is None else build(own, values)
             # Told before a model is downloaded; `device.choose_device` asks torch.
             if getattr(made, "device", None) == "cuda" and not may_have_gpu():
@@ -97,7 +106,9 @@ def request_options(
     return decorate
 
 
-def json_option(help: str = "Also write the numbers to FILE; with -, write only them to stdout.") -> Decorator:
+def json_option(
+    help: str = "Also write the numbers to FILE; with -, write only them to stdout.",
+) -> Decorator:
     """The option ``--json``, whose value is the parameter ``json_file``."""
     return click.option("--json", "json_file", metavar="FILE|-", help=help)
 
@@ -105,7 +116,9 @@ def json_option(help: str = "Also write the numbers to FILE; with -, write only 
 def report_option(content: str) -> Decorator:
     """The option ``--report``; ``content`` says what is on the page."""
     return click.option(
-        "--report", metavar="DIR", help=f"Also write DIR/report.html, a self-contained page with {content}."
+        "--report",
+        metavar="DIR",
+        help=f"Also write DIR/report.html, a self-contained page with {content}.",
     )
 
 
@@ -117,8 +130,14 @@ def _parameter(spec: Option, required: bool) -> Decorator:
     metavar = spec.metavar or (f"[{'|'.join(spec.words)}]" if spec.words else None)
     # No click.Choice: the request checks words, and its errors suggest similar ones.
     settings: dict[str, Any] = {"help": spec.help, "metavar": metavar}
-    settings["shell_complete"] = lambda ctx, param, typed: [word for word in spec.words if word.startswith(typed)]
-    names = [as_option(spec.name, False if spec.default is True else ALONE), *spec.spellings, spec.name]
+    settings["shell_complete"] = lambda ctx, param, typed: [
+        word for word in spec.words if word.startswith(typed)
+    ]
+    names = [
+        as_option(spec.name, False if spec.default is True else ALONE),
+        *spec.spellings,
+        spec.name,
+    ]
     if bool in spec.kinds:
         return click.option(*names, is_flag=True, **settings)
     settings |= {"required": required, "multiple": spec.many, "type": str}
@@ -139,10 +158,14 @@ _STYLE = re.compile(r"\x1b\[[\d;]*m")  # colors
 
 
 class _PlainRecord(logging.LogRecord):
-    """What a library logs, without codes that a terminal obeys: names and values from files may contain some."""
+    """What a library logs, without codes that a terminal obeys: names and values from files may
+    contain some.
+    """
 
     def getMessage(self) -> str:
-        return "\n".join(map(printable, _STYLE.sub("", super().getMessage()).expandtabs().splitlines()))
+        return "\n".join(
+            map(printable, _STYLE.sub("", super().getMessage()).expandtabs().splitlines())
+        )
 
 
 def run_command(
@@ -150,29 +173,35 @@ def run_command(
     name: str,
     arguments: Sequence[str] | None = None,
 ) -> NoReturn:
-    """Run a click command. An error sets the exit status and prints ``error: ...`` with indented details to stderr.
+    """Run a click command. An error sets the exit status and prints ``error: ...`` with indented
+    details to stderr.
 
-    SIGTERM, which job schedulers and containers send, and SIGHUP end the command as Ctrl-C does. The notes of an
-    exception say what an ended run left behind.
+    SIGTERM, which job schedulers and containers send, and SIGHUP end the command as Ctrl-C does.
+    The notes of an exception say what an ended run left behind.
     """
     set_threads()
     logging.setLogRecordFactory(_PlainRecord)
     words = sys.argv[1:] if arguments is None else arguments
-    left, stopped = "nothing was left behind", True
+    left = "nothing was left behind"
+    stopped = True
     outcome: tuple[str | None, int] = None, 1
     with suppress(KeyboardInterrupt), interruptible():
         try:
             with worded(as_option):
                 command.main(args=words, prog_name=name, standalone_mode=False)
-            outcome, stopped = (None, 0), False
+            outcome = (None, 0)
+            stopped = False
         except (KeyboardInterrupt, click.Abort) as error:
             left = _notes(error) or left
-            # A signal may arrive between a context manager's ``yield`` and its block. The manager then cleans up when
-            # it is freed, together with the exception; the garbage collection below frees managers in cycles.
+            # A signal may arrive between a context manager's ``yield`` and its block. The manager
+            # then cleans up when it is freed, together with the exception; the garbage collection
+            # below frees managers in cycles.
         except KvfoldError as error:
-            outcome, stopped = (str(error), error.exit_status), False
+            outcome = (str(error), error.exit_status)
+            stopped = False
         except click.ClickException as error:
-            outcome, stopped = (_usage(error, command, name, words), 2), False
+            outcome = (_usage(error, command, name, words), 2)
+            stopped = False
         except BrokenPipeError:
             # The interpreter flushes stdout once more at its end, which would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -181,11 +210,20 @@ def run_command(
             if os.environ.get("KVFOLD_TRACEBACK"):
                 raise
             advice = "set KVFOLD_TRACEBACK=1 to see the traceback, and please report it"
-            text = system_failure(error) or f"unexpected {type(error).__name__}: {one_line(error)} ({advice})"
-            outcome, stopped = (printable(text) + "".join(f"; {kept}" for kept in [_notes(error)] if kept), 1), False
+            text = (
+                system_failure(error)
+                or f"unexpected {type(error).__name__}: {one_line(error)} ({advice})"
+            )
+            outcome = (
+                printable(text) + "".join(f"; {kept}" for kept in [_notes(error)] if kept),
+                1,
+            )
+            stopped = False
         if stopped:
             gc.collect()
-    message, status = (f"interrupted: {left}; run the same command again", 1) if stopped else outcome
+    message, status = (
+        (f"interrupted: {left}; run the same command again", 1) if stopped else outcome
+    )
     if message is not None:
         # Otherwise the error could appear before output that was printed earlier.
         sys.stdout.flush()
@@ -194,22 +232,33 @@ def run_command(
 
 
 def _notes(error: BaseException) -> str:
-    """The notes of an exception, or of the KeyboardInterrupt that click replaced by its own, as a clause."""
+    """The notes of an exception, or of the KeyboardInterrupt that click replaced by its own, as a
+    clause.
+    """
     notes: list[str] = getattr(error, "__notes__", []) or getattr(error.__cause__, "__notes__", [])
     return "; ".join(notes)
 
 
-def _usage(error: click.ClickException, command: click.Command, name: str, arguments: Sequence[str]) -> str:
+def _usage(
+    error: click.ClickException, command: click.Command, name: str, arguments: Sequence[str]
+) -> str:
     """A sentence about an invalid command line that refers to the ``--help`` of the right command."""
-    text, where = printable(error.format_message().replace("\n", " ").rstrip(".")), name
-    # Click's error for an option without its argument names neither the command nor the missing argument.
+    text = printable(error.format_message().replace("\n", " ").rstrip("."))
+    where = name
+    # Click's error for an option without its argument names neither the command nor the missing
+    # argument.
     called = next(iter(arguments), "")
     if isinstance(command, click.Group) and called in command.commands:
-        command, where = command.commands[called], f"{name} {called}"
+        command = command.commands[called]
+        where = f"{name} {called}"
     if isinstance(error, click.UsageError) and error.ctx:
         where = error.ctx.command_path
     if isinstance(error, click.BadOptionUsage) and text.endswith("requires an argument"):
-        options = (option for option in command.params if error.option_name in option.opts and option.metavar)
+        options = (
+            option
+            for option in command.params
+            if error.option_name in option.opts and option.metavar
+        )
         text += "".join(f": {option.metavar}" for option in options)
     if "unexpected extra argument" in text:
         text += "; a value with spaces, such as a list of targets, needs quotes"
@@ -222,27 +271,37 @@ def _usage(error: click.ClickException, command: click.Command, name: str, argum
 
 
 def check_files(json_file: str | None, plot: str | None = None, report: str | None = None) -> None:
-    """Raise InputError if a file for ``--json``, ``--plot`` or ``--report`` cannot be drawn or written.
+    """Raise InputError if a file for ``--json``, ``--plot`` or ``--report`` cannot be drawn or
+    written.
 
     With ``--json -``, stdout is reserved for the JSON from here on.
     """
     if json_file == STDOUT:
         _reserve_stdout()
-    # Checked first, because a long run must not end in an error that could have been found in its first second.
+    # Checked first, because a long run must not end in an error that could have been found in its
+    # first second.
     for option, path in (("plot", plot), ("report", report)):
         if path is not None and find_spec("matplotlib") is None:
-            raise option_error(option, path, "draws with matplotlib; install it: pip install 'kvfold[report]'")
+            raise option_error(
+                option, path, "draws with matplotlib; install it: pip install 'kvfold[report]'"
+            )
     if plot is not None and Path(plot).suffix not in _PLOT_KINDS:
-        raise option_error("plot", plot, f"must end in {', '.join(_PLOT_KINDS[:-1])} or {_PLOT_KINDS[-1]}")
+        raise option_error(
+            "plot", plot, f"must end in {', '.join(_PLOT_KINDS[:-1])} or {_PLOT_KINDS[-1]}"
+        )
     if report is not None and (reason := _unwritable(Path(report), folder=True)):
         raise option_error("report", report, f": cannot be written ({reason}); name another folder")
     for option, path in (("json", json_file), ("plot", plot)):
         if path not in (None, STDOUT) and (reason := _unwritable(Path(str(path)))):
-            raise option_error(option, path, f": cannot be written ({reason}); name a file in an existing folder")
+            raise option_error(
+                option, path, f": cannot be written ({reason}); name a file in an existing folder"
+            )
 
 
 def _reserve_stdout() -> None:
-    """Send to stderr what libraries print to stdout past Python, as tokenizers does with its warnings."""
+    """Send to stderr what libraries print to stdout past Python, as tokenizers does with its
+    warnings.
+    """
     usual = sys.__stdout__
     if usual is not None and sys.stdout is usual and usual.fileno() == 1:
         usual.flush()
@@ -251,7 +310,8 @@ def _reserve_stdout() -> None:
 
 
 def _unwritable(path: Path, folder: bool = False) -> str | None:
-    """Why ``path`` cannot be written, or ``report.html`` in that ``folder``, which may not exist yet; None if it can.
+    """Why ``path`` cannot be written, or ``report.html`` in that ``folder``, which may not exist
+    yet; None if it can.
 
     Links are refused, because they may lead anywhere, and pipes, because they would block.
     """
@@ -265,7 +325,11 @@ def _unwritable(path: Path, folder: bool = False) -> str | None:
     if folder and path.exists() and not path.is_dir():
         return "it is a file"
     if state is not None and not stat.S_ISREG(state.st_mode):
-        return "it is a folder" if stat.S_ISDIR(state.st_mode) else f"{file.name} is a link or no regular file"
+        return (
+            "it is a folder"
+            if stat.S_ISDIR(state.st_mode)
+            else f"{file.name} is a link or no regular file"
+        )
     if not folder and not path.parent.is_dir():
         return f"there is no folder {path.parent}"
     place = next(each for each in (file, *file.parents) if each.exists())
@@ -273,8 +337,12 @@ def _unwritable(path: Path, folder: bool = False) -> str | None:
 
 
 def tell(json_file: str | None, value: Callable[[], Any], text: str) -> None:
-    """Print ``text`` and write ``value()`` as JSON to ``json_file``; if that is stdout, ``text`` goes to stderr."""
-    content = "" if json_file is None else json.dumps(jsonable(value()), indent=2, allow_nan=False) + "\n"
+    """Print ``text`` and write ``value()`` as JSON to ``json_file``; if that is stdout, ``text``
+    goes to stderr.
+    """
+    content = (
+        "" if json_file is None else json.dumps(jsonable(value()), indent=2, allow_nan=False) + "\n"
+    )
     if json_file == STDOUT:
         click.echo(content, nl=False)
     elif json_file is not None:
@@ -288,7 +356,9 @@ def tell(json_file: str | None, value: Callable[[], Any], text: str) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to the user's text file. Raises OSError if it is a link, a pipe or another special file."""
+    """Append a line to the user's text file. Raises OSError if it is a link, a pipe or another
+    special file.
+    """
     # A link could point outside the folder, and a pipe would block until somebody reads it.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     file = os.open(path, flags, 0o666)

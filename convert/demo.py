@@ -1,4 +1,6 @@
-"""``kvfold demo``: convert the shipped model to every target, load each result with transformers, and measure it."""
+"""``kvfold demo``: convert the shipped model to every target, load each result with transformers,
+and measure it.
+"""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -10,7 +12,8 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.options import command_words
 from kvfold.convert.sizes import table
 
-_WINDOWS, _LENGTH = 32, 256
+_WINDOWS = 32
+_LENGTH = 256
 
 
 @dataclass(frozen=True)
@@ -33,19 +36,31 @@ CONVERSIONS: tuple[dict[str, Any], ...] = (
     {"to": "mqa", "method": "principal", **_TEXT},
     {"to": "mla", "kv_rank": 32, "rope_dim": 32, "method": "svd"},
     {"to": "mla", "kv_rank": 32, "rope_dim": 32, "method": "principal", **_TEXT},
-    {"to": "mla", "kv_rank": 32, "rope_dim": 32, "method": "principal", "layout": "engine", **_TEXT},
+    {
+        "to": "mla",
+        "kv_rank": 32,
+        "rope_dim": 32,
+        "method": "principal",
+        "layout": "engine",
+        **_TEXT,
+    },
 )
 
 
 def run_demo(folder: str | None, echo: Callable[[str], None]) -> dict[str, Any]:
-    """Inspect, convert and measure; returns JSON values. ``echo`` prints a line. InputError if ``folder`` has files."""
+    """Inspect, convert and measure; returns JSON values. ``echo`` prints a line. InputError if
+    ``folder`` has files.
+    """
     import torch
 
     from kvfold.convert.data import demo_folder
     from kvfold.convert.measure.inspect import inspect_checkpoint
 
     model = demo_folder()
-    echo("A small Llama-architecture model, trained on the Python library's documentation. The demo takes about")
+    echo(
+        "A small Llama-architecture model, trained on the Python library's documentation. The demo"
+        " takes about"
+    )
     echo(f"two minutes on one core: {len(CONVERSIONS)} conversions, with a measurement of each.\n")
     facts = inspect_checkpoint(str(model))
     echo(facts.summary() + "\n")
@@ -56,24 +71,41 @@ def run_demo(folder: str | None, echo: Callable[[str], None]) -> dict[str, Any]:
         try:
             place.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"{place}: cannot be created ({error.strerror}); name another folder") from error
+            raise InputError(
+                f"{place}: cannot be created ({error.strerror}); name another folder"
+            ) from error
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="kvfold-demo-") as temporary:
         # The model is so small that several threads would mostly wait for one another.
         torch.set_num_threads(1)
         try:
-            rows = _measure_all(model, facts.cache.numbers_per_token_and_layer, Path(folder or temporary), echo)
+            rows = _measure_all(
+                model, facts.cache.numbers_per_token_and_layer, Path(folder or temporary), echo
+            )
         finally:
             torch.set_num_threads(threads)
     echo("\n" + "\n".join(_compared(rows)))
-    echo(f"\nMeasured on {_WINDOWS} x {_LENGTH} held-out tokens, which no conversion was calibrated on.")
+    echo(
+        f"\nMeasured on {_WINDOWS} x {_LENGTH} held-out tokens, which no conversion was"
+        " calibrated on."
+    )
     if folder is not None:
-        echo(f"\nThe converted checkpoints are in {folder}: load them with transformers' AutoModelForCausalLM.")
-    echo(f"next: kvfold sweep {model} compares suitable targets; replace the path by your own model")
-    return {"measured_on": f"{_WINDOWS} x {_LENGTH} held-out tokens", "targets": list(map(asdict, rows))}
+        echo(
+            f"\nThe converted checkpoints are in {folder}: load them with transformers'"
+            " AutoModelForCausalLM."
+        )
+    echo(
+        f"next: kvfold sweep {model} compares suitable targets; replace the path by your own model"
+    )
+    return {
+        "measured_on": f"{_WINDOWS} x {_LENGTH} held-out tokens",
+        "targets": list(map(asdict, rows)),
+    }
 
 
-def _measure_all(model: Path, elements: int, place: Path, echo: Callable[[str], None]) -> list[DemoRow]:
+def _measure_all(
+    model: Path, elements: int, place: Path, echo: Callable[[str], None]
+) -> list[DemoRow]:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -83,21 +115,30 @@ def _measure_all(model: Path, elements: int, place: Path, echo: Callable[[str], 
     from kvfold.convert.request import ConvertRequest
 
     logging.disable_progress_bar()
-    tokens = token_windows(AutoTokenizer.from_pretrained(model), read_text("held_out"), _WINDOWS, _LENGTH)
+    tokens = token_windows(
+        AutoTokenizer.from_pretrained(model), read_text("held_out"), _WINDOWS, _LENGTH
+    )
     rows = [DemoRow("the original (MHA)", elements, checkpoint_perplexity(model, tokens))]
     for options in CONVERSIONS:
         name = "-".join(str(value) for option, value in options.items() if option not in _TEXT)
         echo(f"kvfold convert MODEL {name} {' '.join(command_words(options))}")
         request = ConvertRequest(model=str(model), out=str(place / name), quiet=True, **options)
         layout = convert_checkpoint(request).plan.layout
-        label = f"{layout.kind}, {request.resolved_method}" + (f", layout {request.layout}" if request.layout else "")
-        rows.append(DemoRow(label, layout.cache_elements, checkpoint_perplexity(place / name, tokens)))
+        label = f"{layout.kind}, {request.resolved_method}" + (
+            f", layout {request.layout}" if request.layout else ""
+        )
+        rows.append(
+            DemoRow(label, layout.cache_elements, checkpoint_perplexity(place / name, tokens))
+        )
     return rows
 
 
 def _compared(rows: Sequence[DemoRow]) -> list[str]:
-    """The rows as lines of a table; savings and perplexities are relative to the first row, the original model."""
-    whole, before = rows[0].cache_elements_per_token_per_layer, f"{rows[0].perplexity:.2f}"
+    """The rows as lines of a table; savings and perplexities are relative to the first row, the
+    original model.
+    """
+    whole = rows[0].cache_elements_per_token_per_layer
+    before = f"{rows[0].perplexity:.2f}"
     cells = [["target", "cache elements per", "cache", "held-out", "perplexity"]]
     cells += [["", "token per layer", "saving", "before", "after"]]
     for row in rows:

@@ -12,16 +12,20 @@ from kvfold.convert.host import host_memory
 from kvfold.convert.options import no_gpu
 
 _COMPUTED = ("F32", "BF16", "F16")
-# A training step casts its activations too: below this ratio the products' gain is about lost. A choice, not tuned;
-# measured ratios are around 1, or 2 and more.
+# A training step casts its activations too: below this ratio the products' gain is about lost. A
+# choice, not tuned; measured ratios are around 1, or 2 and more.
 BFLOAT16_PAYS = 1.5
-# Rows of a timed product, and the most of its other two dims, by device. Chosen: enough for products to be limited by
-# arithmetic, and few enough where a CPU emulates bfloat16, at 1 GFLOP/s. And the number of timings.
-_TIMED_SHAPE, _TIMED = {"cpu": (128, 1024), "cuda": (1024, 4096)}, 3
+# Rows of a timed product, and the most of its other two dims, by device. Chosen: enough for
+# products to be limited by arithmetic, and few enough where a CPU emulates bfloat16, at 1 GFLOP/s.
+# And the number of timings.
+_TIMED_SHAPE = {"cpu": (128, 1024), "cuda": (1024, 4096)}
+_TIMED = 3
 
 
 def choose_device(name: str) -> torch.device:
-    """The device ``name``; ``auto`` is a GPU if torch finds one. Raises InputError for ``cuda`` without a GPU."""
+    """The device ``name``; ``auto`` is a GPU if torch finds one. Raises InputError for ``cuda``
+    without a GPU.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise no_gpu()
     if name == "auto":
@@ -30,11 +34,14 @@ def choose_device(name: str) -> torch.device:
 
 
 def compute_dtype(checkpoint: Checkpoint, device: torch.device, name: str = "auto") -> torch.dtype:
-    """The dtype called ``name``; ``auto`` is float32 on a CPU, and the dtype of most checkpoint bytes on CUDA."""
+    """The dtype called ``name``; ``auto`` is float32 on a CPU, and the dtype of most checkpoint
+    bytes on CUDA.
+    """
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
-    # 16-bit arithmetic is slow and coarse on most CPUs; a GPU will also serve the checkpoint in 16 bits.
+    # 16-bit arithmetic is slow and coarse on most CPUs; a GPU will also serve the checkpoint in 16
+    # bits.
     if device.type == "cpu":
         return torch.float32
     return stored_dtype(checkpoint)
@@ -46,16 +53,22 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return torch_dtype(max(stored, key=stored.__getitem__)) if stored else torch.float32
 
 
-def training_autocast(checkpoint: Checkpoint, device: torch.device, precision: str = "auto") -> torch.dtype | None:
-    """The ``torch.autocast`` dtype for training steps and calibration passes; None means float32 without autocast.
+def training_autocast(
+    checkpoint: Checkpoint, device: torch.device, precision: str = "auto"
+) -> torch.dtype | None:
+    """The ``torch.autocast`` dtype for training steps and calibration passes; None means float32
+    without autocast.
 
-    ``auto`` is bfloat16 if the checkpoint is stored in 16 bits and ``device`` multiplies its matrices faster in it.
+    ``auto`` is bfloat16 if the checkpoint is stored in 16 bits and ``device`` multiplies its
+    matrices faster in it.
     """
     if precision != "auto":
         return None if precision == "float32" else torch.bfloat16
-    # Weights that are stored in bfloat16 lose nothing; activations and gradients are rounded to 8 bits, while the
-    # residual stream, its norms and the master weights stay float32.
-    if stored_dtype(checkpoint) not in ((torch.bfloat16,) if device.type == "cpu" else (torch.bfloat16, torch.float16)):
+    # Weights that are stored in bfloat16 lose nothing; activations and gradients are rounded to 8
+    # bits, while the residual stream, its norms and the master weights stay float32.
+    if stored_dtype(checkpoint) not in (
+        (torch.bfloat16,) if device.type == "cpu" else (torch.bfloat16, torch.float16)
+    ):
         return None
     shapes: Counter[tuple[int, ...]] = Counter()
     for info in checkpoint.tensors.values():
@@ -66,18 +79,25 @@ def training_autocast(checkpoint: Checkpoint, device: torch.device, precision: s
 
 @cache
 def bfloat16_speed(device: torch.device, outputs: int, inputs: int) -> float:
-    """The measured time of a product ``[n, inputs] [inputs, outputs]`` in float32, relative to bfloat16."""
+    """The measured time of a product ``[n, inputs] [inputs, outputs]`` in float32, relative to
+    bfloat16.
+    """
     from torch.utils.benchmark import Timer, timer
 
-    # Measured, because no list of processors is complete: AMX, AVX512-BF16 and Arm's units have no flag in common, and
-    # without any a product in bfloat16 takes many times as long.
+    # Measured, because no list of processors is complete: AMX, AVX512-BF16 and Arm's units have no
+    # flag in common, and without any a product in bfloat16 takes many times as long.
     rows, most = _TIMED_SHAPE[device.type]
-    shapes, seconds = ((rows, min(inputs, most)), (min(inputs, most), min(outputs, most))), []
+    shapes = ((rows, min(inputs, most)), (min(inputs, most), min(outputs, most)))
+    seconds = []
     for dtype in (torch.float32, torch.bfloat16):
         left, right = (torch.ones(shape, dtype=dtype, device=device) for shape in shapes)
-        # Processor time on a CPU: beside other work the clock gave ratios from 1.4 to 22 for one of 2.1.
-        clock, names = process_time if device.type == "cpu" else timer, {"left": left, "right": right}
-        product = Timer("left @ right", timer=clock, globals=names, num_threads=torch.get_num_threads())
+        # Processor time on a CPU: beside other work the clock gave ratios from 1.4 to 22 for one of
+        # 2.1.
+        clock = process_time if device.type == "cpu" else timer
+        names = {"left": left, "right": right}
+        product = Timer(
+            "left @ right", timer=clock, globals=names, num_threads=torch.get_num_threads()
+        )
         seconds.append(min(product.timeit(2).mean for _ in range(_TIMED)))
     return seconds[0] / seconds[1]
 

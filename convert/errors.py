@@ -10,9 +10,15 @@ from difflib import get_close_matches
 from typing import Any, Self
 
 _SHOWN = 20
-# A value from a hostile config.json may be a megabyte of brackets: errors show only its beginning and end.
+# A value from a hostile config.json may be a megabyte of brackets: errors show only its beginning
+# and end.
 _REPR = reprlib.Repr()
-_REPR.maxlevel, _REPR.maxlist, _REPR.maxdict, _REPR.maxstring, _REPR.maxlong, _REPR.maxother = 3, 16, 8, 200, 60, 200
+_REPR.maxlevel = 3
+_REPR.maxlist = 16
+_REPR.maxdict = 8
+_REPR.maxstring = 200
+_REPR.maxlong = 60
+_REPR.maxother = 200
 # Names that other tools use for our values.
 _USUAL = {
     "deepseek": "free",
@@ -31,7 +37,9 @@ _OPTIONS = {"contexts": "context", "batches": "batch"}  # fields whose options h
 
 
 def as_option(field: str, value: Any = ALONE) -> str:
-    """The command-line spelling: ``--kv-heads 5``, ``--resume`` for a true flag, ``--no-retrieval`` for a false one."""
+    """The command-line spelling: ``--kv-heads 5``, ``--resume`` for a true flag, ``--no-retrieval``
+    for a false one.
+    """
     name = _OPTIONS.get(field, field).replace("_", "-")
     if value is False:
         return f"--no-{name}"
@@ -40,7 +48,11 @@ def as_option(field: str, value: Any = ALONE) -> str:
 
 def as_keyword(field: str, value: Any = ALONE) -> str:
     """The Python spelling: ``kv_heads=5``."""
-    return field if value is ALONE else f"{field}={os.fspath(value) if isinstance(value, os.PathLike) else value!r}"
+    return (
+        field
+        if value is ALONE
+        else f"{field}={os.fspath(value) if isinstance(value, os.PathLike) else value!r}"
+    )
 
 
 # Not a context variable, because a command's threads must word their errors like the command.
@@ -48,8 +60,12 @@ _wording: list[Wording] = [as_keyword]
 
 
 def opt(field: str, value: Any = ALONE) -> str:
-    """An option as a message spells it: in command-line form while a command runs, otherwise as a Python keyword."""
-    return next(said for wording in reversed(_wording) if (said := wording(field, value)) is not None)
+    """An option as a message spells it: in command-line form while a command runs, otherwise as a
+    Python keyword.
+    """
+    return next(
+        said for wording in reversed(_wording) if (said := wording(field, value)) is not None
+    )
 
 
 @contextmanager
@@ -63,14 +79,17 @@ def worded(wording: Wording) -> Iterator[None]:
 
 
 class Problem(str):
-    """A sentence with the option at fault and its value; ``field`` is None if there is none, as for a damaged file."""
+    """A sentence with the option at fault and its value; ``field`` is None if there is none, as for
+    a damaged file.
+    """
 
     field: str | None
     value: Any
 
     def __new__(cls, message: str, field: str | None = None, value: Any = None) -> Self:
         problem = super().__new__(cls, message)
-        problem.field, problem.value = field, value
+        problem.field = field
+        problem.value = value
         return problem
 
 
@@ -81,10 +100,12 @@ def option_problem(field: str, value: Any, rule: str) -> Problem:
 
 
 class KvfoldError(Exception):
-    """An error that kvfold explains: what is wrong and where, the rule that is broken, and what to do.
+    """An error that kvfold explains: what is wrong and where, the rule that is broken, and what to
+    do.
 
-    ``message`` is one sentence, in which ``opt`` spells the options. ``details`` are further problems of the same kind,
-    one short line each; ``str()`` shows the first 20 and counts the rest. ``problems`` are all of them as `Problem`.
+    ``message`` is one sentence, in which ``opt`` spells the options. ``details`` are further
+    problems of the same kind, one short line each; ``str()`` shows the first 20 and counts the
+    rest. ``problems`` are all of them as `Problem`.
     """
 
     exit_status = 1
@@ -94,7 +115,9 @@ class KvfoldError(Exception):
         self.message, *others = map(printable, (message, *details))
         super().__init__(self.message)
         self.details = tuple(others)
-        given = (each if isinstance(each, Problem) else Problem(each) for each in (message, *details))
+        given = (
+            each if isinstance(each, Problem) else Problem(each) for each in (message, *details)
+        )
         self.problems = [Problem(printable(each), each.field, each.value) for each in given]
 
     def __str__(self) -> str:
@@ -126,14 +149,22 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """A library's error message joined into one line, or the exception's type if the message is empty."""
+    """A library's error message joined into one line, or the exception's type if the message is
+    empty.
+    """
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def printable(text: str) -> str:
-    """``text`` in one line, with characters that cannot be printed as Python escapes them, and long words cut."""
+    """``text`` in one line, with characters that cannot be printed as Python escapes them, and long
+    words cut.
+    """
     text = _LONG_WORD.sub(lambda word: f"{word[0][:200]}...{word[0][-20:]}", text)
-    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    )
 
 
 def short(value: Any) -> str:
@@ -149,17 +180,27 @@ ADVICE = {
     errno.EIO: "check the disk",
 }
 _OUT_OF_MEMORY = re.compile(
-    r"not enough memory|out of memory|can(?:'t|not) allocate memory|bad_alloc|can't start new thread", re.I
+    r"not enough memory|out of memory|can(?:'t|not) allocate memory|bad_alloc|can't start new"
+    r" thread",
+    re.I,
 )
 
 
 def system_failure(error: Exception) -> str | None:
-    """A sentence about the failed disk, memory or file access if ``error`` reports one; otherwise None."""
-    text, code = one_line(error), error.errno if isinstance(error, OSError) else None
-    # Errors from safetensors and tokenizers, which are written in Rust, contain the code in their text.
+    """A sentence about the failed disk, memory or file access if ``error`` reports one; otherwise
+    None.
+    """
+    text = one_line(error)
+    code = error.errno if isinstance(error, OSError) else None
+    # Errors from safetensors and tokenizers, which are written in Rust, contain the code in their
+    # text.
     if stated := re.search(r"\(os error (\d+)\)", text):
         code = int(stated[1])
-    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or _OUT_OF_MEMORY.search(text):
+    if (
+        isinstance(error, MemoryError)
+        or "OutOfMemory" in type(error).__name__
+        or _OUT_OF_MEMORY.search(text)
+    ):
         return f"no memory left ({text[:120]}); {ADVICE[errno.ENOMEM]}"
     # torch.save reports no cause; nearly always the disk is full.
     if code is None and "PytorchStreamWriter failed writing" in text:
@@ -172,7 +213,9 @@ def system_failure(error: Exception) -> str | None:
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """`` (did you mean NAME?)`` with the member of ``known`` most similar to ``name``; empty if none is similar."""
+    """`` (did you mean NAME?)`` with the member of ``known`` most similar to ``name``; empty if
+    none is similar.
+    """
     known = list(known)
     # Case, dashes and surrounding blanks do not matter.
     asked, *spelled = (str(text).strip().lower().replace("-", "_") for text in (name, *known))

@@ -1,4 +1,6 @@
-"""The machine, without importing torch: free memory, whether a GPU is possible, and the threads for computing."""
+"""The machine, without importing torch: free memory, whether a GPU is possible, and the threads for
+computing.
+"""
 
 import math
 import os
@@ -21,10 +23,11 @@ _GPU_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")
 
 
 def set_threads() -> None:
-    """Set as many threads as `usable_cores`, which sleep while they wait, unless the user chose. Before torch's import.
+    """Set as many threads as `usable_cores`, which sleep while they wait, unless the user chose.
+    Before torch's import.
 
-    By default OpenMP's threads spin while they wait for one another. If another process has their core meanwhile, they
-    burn the time of this one (recipes/benchmarks/bench_threads.py).
+    By default OpenMP's threads spin while they wait for one another. If another process has their
+    core meanwhile, they burn the time of this one (recipes/benchmarks/bench_threads.py).
     """
     if "torch" in sys.modules:  # too late
         return
@@ -36,11 +39,15 @@ def set_threads() -> None:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on (its affinity), each counted once, and at most its cgroups' CPU quota.
+    """Cores that this process may run on (its affinity), each counted once, and at most its
+    cgroups' CPU quota.
 
-    The load of other processes does not count: the same request would then not give the same bytes at another time.
+    The load of other processes does not count: the same request would then not give the same bytes
+    at another time.
     """
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    allowed = (
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
     cores = set()
     for cpu in allowed:
         core: object = cpu

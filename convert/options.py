@@ -1,8 +1,9 @@
 """Options of commands and functions, declared once as fields of a frozen dataclass.
 
-A request such as ``ConvertRequest`` is a ``Request`` whose fields are created by ``option``. A field's annotation sets
-its type and allowed words, its metadata everything else. The ``specs`` of a request define the command line
-(``console.request_options``), the validation of values, recipes, records and the keywords of public functions.
+A request such as ``ConvertRequest`` is a ``Request`` whose fields are created by ``option``. A
+field's annotation sets its type and allowed words, its metadata everything else. The ``specs`` of a
+request define the command line (``console.request_options``), the validation of values, recipes,
+records and the keywords of public functions.
 
     samples: int = option(128, "Calibration sequences.", least=1)
 """
@@ -14,7 +15,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from types import UnionType
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints, overload
+from typing import (
+    Any,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
 
 from kvfold.convert.errors import InputError, Problem, as_option, did_you_mean, opt, option_error
 
@@ -22,18 +34,22 @@ Fields = ParamSpec("Fields")
 Made = TypeVar("Made", contravariant=True)
 Returned = TypeVar("Returned", covariant=True)
 
-# The whole numbers that Python reads quickly, in the digits of a keyboard: int() also takes those of other scripts.
+# The whole numbers that Python reads quickly, in the digits of a keyboard: int() also takes those
+# of other scripts.
 _WHOLE = "[0-9]{1,18}"
-# The limit of whole numbers without one of their own: products of a few must fit the 63 bits of torch's sizes.
+# The limit of whole numbers without one of their own: products of a few must fit the 63 bits of
+# torch's sizes.
 _MOST = 2**31
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option. A field sets the first attributes through `option`; ``specs`` derives the others from the field.
+    """One option. A field sets the first attributes through `option`; ``specs`` derives the others
+    from the field.
 
-    ``check`` returns the rule that a value of the right type breaks; ``rule`` describes the valid types and range.
+    ``check`` returns the rule that a value of the right type breaks; ``rule`` describes the valid
+    types and range.
     """
 
     help: str = ""
@@ -56,18 +72,27 @@ class Option:
     each: type | None = None  # accepts a tuple of this type, or one string with commas
 
     def plain(self, value: Any) -> Any:
-        """``value`` with paths as strings and lists as tuples; with ``many``, one item is unpacked, [] is None."""
+        """``value`` with paths as strings and lists as tuples; with ``many``, one item is unpacked,
+        [] is None.
+        """
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         # On the command line, numbers of steps are strings.
         if self.words and int in self.kinds and re.fullmatch(_WHOLE, str(value)):
             return int(value)
         if self.each is not None and isinstance(value, str):
-            value = [value] if self.argument else [part.strip() for part in value.split(",") if part.strip()]
+            value = (
+                [value]
+                if self.argument
+                else [part.strip() for part in value.split(",") if part.strip()]
+            )
         if not isinstance(value, (list, tuple)):
             return value
         parts = [os.fspath(part) if isinstance(part, os.PathLike) else part for part in value]
         if self.each is not None:
-            numbers = (int(part) if self.each is int and re.fullmatch(_WHOLE, str(part)) else part for part in parts)
+            numbers = (
+                int(part) if self.each is int and re.fullmatch(_WHOLE, str(part)) else part
+                for part in parts
+            )
             return tuple(dict.fromkeys(numbers))
         if self.many and len(parts) < 2:
             return next(iter(parts), None)
@@ -75,17 +100,25 @@ class Option:
 
     def rule_broken(self, value: Any) -> str | None:
         """The rule that ``value`` breaks, worded to follow "must be"; None if the value is valid."""
-        if (value is None and self.default is None) or (isinstance(value, str) and value in self.words):
+        if (value is None and self.default is None) or (
+            isinstance(value, str) and value in self.words
+        ):
             return None
         if self.each is not None:
-            taken = isinstance(value, tuple) and all(type(part) is self.each and part for part in value)
+            taken = isinstance(value, tuple) and all(
+                type(part) is self.each and part for part in value
+            )
             return None if taken else self.rule
         if not self.kinds:
             return f"one of {', '.join(self.words)}{did_you_mean(value, self.words)}"
-        rule = self.rule or _TYPES[self.kinds[0]] + ("" if self.least is None else f" of at least {self.least}")
+        rule = self.rule or _TYPES[self.kinds[0]] + (
+            "" if self.least is None else f" of at least {self.least}"
+        )
         # isinstance accepts True as an int.
         kinds = (*self.kinds, int) if float in self.kinds else self.kinds
-        if isinstance(value, bool) != (bool in kinds) or not isinstance(value, (*kinds, tuple) if self.many else kinds):
+        if isinstance(value, bool) != (bool in kinds) or not isinstance(
+            value, (*kinds, tuple) if self.many else kinds
+        ):
             return rule
         if isinstance(value, (int, float)) and self.least is not None and not value >= self.least:
             return rule
@@ -93,34 +126,44 @@ class Option:
             return f"below {self.below}"
         if type(value) is int and self.below is None and value >= _MOST:
             return f"below {_MOST}"
-        # An empty path, as from an unset shell variable, would mean the current folder, which ``overwrite`` replaces.
+        # An empty path, as from an unset shell variable, would mean the current folder, which
+        # ``overwrite`` replaces.
         if self.argument and not str(value).strip():
             return f"{rule} (is a shell variable unset?)"
         return None if self.check is None else self.check(value)
 
 
 def option(default: Any = MISSING, help: str = "", **details: Any) -> Any:
-    """A dataclass field with the attributes of ``Option``; without ``default`` the option is required."""
+    """A dataclass field with the attributes of ``Option``; without ``default`` the option is
+    required.
+    """
     return field(default=default, metadata={"option": Option(help, **details)})
 
 
 # Options of several requests; a request passes keywords for what differs.
 seq_len_option = functools.partial(option, default=512, help="Tokens per sequence.", least=2)
-seed_option = functools.partial(option, default=0, help="Seed for drawing sequences.", least=0, below=2**63)
+seed_option = functools.partial(
+    option, default=0, help="Seed for drawing sequences.", least=0, below=2**63
+)
 device_option = functools.partial(
     option, default="auto", help="Device to compute on; auto: a GPU if there is one.", runs=True
 )
 dtype_option = functools.partial(option, default="auto", help="Dtype to compute in.")
-trust_option = functools.partial(option, default=False, help="Allow code in the checkpoint to run.", runs=True)
+trust_option = functools.partial(
+    option, default=False, help="Allow code in the checkpoint to run.", runs=True
+)
 
 
 def specs(request: type[Any]) -> dict[str, Option]:
     """The options of a request by name, in field order."""
-    hints, found, panel = get_type_hints(request), dict[str, Option](), None
+    hints = get_type_hints(request)
+    found = dict[str, Option]()
+    panel = None
     for each in fields(request):
         if "option" not in each.metadata:
             continue
-        said, hint = each.metadata["option"], hints[each.name]
+        said = each.metadata["option"]
+        hint = hints[each.name]
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         kinds = tuple(part for part in parts if part in _TYPES)
         inside = next((get_args(part)[0] for part in parts if get_origin(part) is tuple), None)
@@ -131,7 +174,9 @@ def specs(request: type[Any]) -> dict[str, Option]:
             name=each.name,
             default=each.default,
             kinds=kinds,
-            words=tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part)),
+            words=tuple(
+                word for part in parts if get_origin(part) is Literal for word in get_args(part)
+            ),
             many=inside is not None and str in kinds,
             each=None if str in kinds else inside,
         )
@@ -155,12 +200,18 @@ class Request:
             raise InputError(problems[0], problems[1:])
 
     def problems(self) -> Iterable[tuple[str, str]]:
-        """A field and a sentence for each combination of values that is not allowed. Types may still be wrong."""
+        """A field and a sentence for each combination of values that is not allowed. Types may
+        still be wrong.
+        """
         return ()
 
     def given(self) -> dict[str, Any]:
         """The options whose values differ from their defaults."""
-        return {name: vars(self)[name] for name, spec in specs(type(self)).items() if vars(self)[name] != spec.default}
+        return {
+            name: vars(self)[name]
+            for name, spec in specs(type(self)).items()
+            if vars(self)[name] != spec.default
+        }
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"
@@ -179,7 +230,9 @@ def value_problems(found: Mapping[str, Option], values: Mapping[str, Any]) -> It
 def no_gpu() -> InputError:
     """The error of ``--device cuda`` on a machine without a GPU."""
     way_out = f"use {opt('device', 'cpu')} or auto"
-    return option_error("device", "cuda", f": torch finds no CUDA device on this machine; {way_out}")
+    return option_error(
+        "device", "cuda", f": torch finds no CUDA device on this machine; {way_out}"
+    )
 
 
 def command_words(values: Mapping[str, Any]) -> list[str]:
@@ -200,8 +253,11 @@ class Entry(Protocol[Made, Fields, Returned]):
     def __call__(self, *arguments: Fields.args, **keywords: Fields.kwargs) -> Returned: ...
 
 
-def takes(request: Callable[Fields, Made]) -> Callable[[Callable[..., Returned]], Entry[Made, Fields, Returned]]:
-    """Decorator for a function of a ``request``, which can then also be called with the request's fields.
+def takes(
+    request: Callable[Fields, Made],
+) -> Callable[[Callable[..., Returned]], Entry[Made, Fields, Returned]]:
+    """Decorator for a function of a ``request``, which can then also be called with the request's
+    fields.
 
     Keywords for the function's other parameters, such as ``progress``, are passed through.
     """

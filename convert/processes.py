@@ -1,4 +1,5 @@
-"""Runs of several processes started by ``torchrun``: work done once on the first process, shares of work, and sums.
+"""Runs of several processes started by ``torchrun``: work done once on the first process, shares of
+work, and sums.
 
 Single-process runs make the same calls, which then need no communication and import nothing.
 """
@@ -16,7 +17,8 @@ from kvfold.convert.errors import InputError, KvfoldError, first_line, one_line,
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Long, because the first process may work for hours; a dead process is noticed at once by its closed connection.
+# Long, because the first process may work for hours; a dead process is noticed at once by its
+# closed connection.
 _LONGEST_WORK = timedelta(hours=24)
 # Short, because the others must end within a minute if a process never connects.
 _CONNECTION = timedelta(seconds=50)
@@ -50,31 +52,42 @@ def is_first() -> bool:
 
 
 def started_first() -> bool:
-    """True if this process has rank 0 or no ``torchrun`` started it; works before the processes connect."""
+    """True if this process has rank 0 or no ``torchrun`` started it; works before the processes
+    connect.
+    """
     return os.environ.get("RANK", "0") == "0"
 
 
 def environment_number(name: str, default: int) -> int:
-    """The whole number that ``torchrun`` set as the environment variable ``name``. InputError if it is none."""
+    """The whole number that ``torchrun`` set as the environment variable ``name``. InputError if it
+    is none.
+    """
     text = os.environ.get(name, str(default))
     if not re.fullmatch("[0-9]{1,9}", text):
-        raise InputError(f"torchrun: {name}={text!r} must be a whole number; unset it, or start with torchrun")
+        raise InputError(
+            f"torchrun: {name}={text!r} must be a whole number; unset it, or start with torchrun"
+        )
     return int(text)
 
 
 @contextmanager
 def joined(device: str) -> Iterator[None]:
-    """Connect the processes that ``torchrun`` started during the block, by gloo, and between GPUs also by nccl.
+    """Connect the processes that ``torchrun`` started during the block, by gloo, and between GPUs
+    also by nccl.
 
-    Unless ``device`` is "cpu", each process uses the GPU whose index is its local rank. Raises InputError if a
-    machine has fewer GPUs than processes, KvfoldError if the processes do not connect within 50 seconds.
+    Unless ``device`` is "cpu", each process uses the GPU whose index is its local rank. Raises
+    InputError if a machine has fewer GPUs than processes, KvfoldError if the processes do not
+    connect within 50 seconds.
     """
     size = environment_number("WORLD_SIZE", 1)
     if size < 2:
         yield
         return
     if environment_number("RANK", 0) >= size:
-        raise InputError(f"torchrun: RANK={os.environ['RANK']} must be below WORLD_SIZE={size}; start all by torchrun")
+        raise InputError(
+            f"torchrun: RANK={os.environ['RANK']} must be below WORLD_SIZE={size}; start all by"
+            " torchrun"
+        )
     environment_number("MASTER_PORT", 0)
     import torch
     import torch.distributed as dist
@@ -82,23 +95,28 @@ def joined(device: str) -> Iterator[None]:
 
     backend = "gloo"
     if device != "cpu" and torch.cuda.is_available():
-        local, gpus = environment_number("LOCAL_RANK", 0), torch.cuda.device_count()
+        local = environment_number("LOCAL_RANK", 0)
+        gpus = torch.cuda.device_count()
         if local >= gpus:
             raise InputError(
-                f"torchrun: process {local + 1} on this machine needs its own GPU, but torch finds only {gpus}; use "
-                f"--nproc-per-node {gpus}, or {opt('device', 'cpu')}"
+                f"torchrun: process {local + 1} on this machine needs its own GPU, but torch finds"
+                f" only {gpus}; use --nproc-per-node {gpus}, or {opt('device', 'cpu')}"
             )
         torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl"
     try:
-        # The rendezvous waits for all processes; later the others may wait for hours while the first one works.
+        # The rendezvous waits for all processes; later the others may wait for hours while the
+        # first one works.
         store, number, size = next(rendezvous("env://", timeout=_CONNECTION))
-        dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=_LONGEST_WORK)
+        dist.init_process_group(
+            backend, store=store, rank=number, world_size=size, timeout=_LONGEST_WORK
+        )
     except (RuntimeError, ValueError) as error:
         seconds = f"{_CONNECTION.total_seconds():g} s"
         raise KvfoldError(
-            f"torchrun: not all {os.environ['WORLD_SIZE']} processes connected within {seconds} ({one_line(error)}); "
-            "start all of them, and check that every machine can reach the address and port of the first process"
+            f"torchrun: not all {os.environ['WORLD_SIZE']} processes connected within {seconds}"
+            f" ({one_line(error)}); start all of them, and check that every machine can reach the"
+            " address and port of the first process"
         ) from error
     try:
         yield
@@ -108,7 +126,8 @@ def joined(device: str) -> Iterator[None]:
 
 def leave_processes() -> None:
     """Close the connections to the other processes at the end of a run; every process calls this."""
-    # gloo threads that are still waiting when the interpreter exits would abort the process after its work.
+    # gloo threads that are still waiting when the interpreter exits would abort the process after
+    # its work.
     if (dist := _distributed()) is not None:
         dist.destroy_process_group()
 
@@ -120,13 +139,15 @@ def _connected() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise KvfoldError(
-            f"another process of this run has ended ({first_line(error)[:200]}); see its error above or in its log, "
-            "then run the same command again"
+            f"another process of this run has ended ({first_line(error)[:200]}); see its error"
+            " above or in its log, then run the same command again"
         ) from error
 
 
 def run_on_first(work: Callable[[], Answer]) -> Answer | None:
-    """Run ``work`` in the first process and return its result there; all others wait, for hours if need be: None."""
+    """Run ``work`` in the first process and return its result there; all others wait, for hours if
+    need be: None.
+    """
     if (dist := _distributed()) is None:
         return work()
     # The collectives in training keep the short timeout that reveals a hung process.
@@ -138,7 +159,8 @@ def run_on_first(work: Callable[[], Answer]) -> Answer | None:
 
 
 def from_first(work: Callable[[], Answer], group: Any = None) -> Answer:
-    """Call ``work`` on the first process and return its result, or raise its KvfoldError, on every process.
+    """Call ``work`` on the first process and return its result, or raise its KvfoldError, on every
+    process.
 
     Every process must call this, and waits in the process group ``group``.
     """
@@ -191,8 +213,11 @@ def first_rows(rows: "Tensor", limit: int) -> "Tensor":
 
 
 def part(number: int) -> range:
-    """This process's share of ``number`` items: a contiguous range, with sizes that differ by at most 1."""
-    mine, size = rank(), count()
+    """This process's share of ``number`` items: a contiguous range, with sizes that differ by at
+    most 1.
+    """
+    mine = rank()
+    size = count()
     return range(number * mine // size, number * (mine + 1) // size)
 
 

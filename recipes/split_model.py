@@ -1,10 +1,13 @@
-"""Split a checkpoint's files into parts of at most 60 MB, for places that take no larger ones, and join them again.
+"""Split a checkpoint's files into parts of at most 60 MB, for places that take no larger ones, and
+join them again.
 
-    python recipes/split_model.py split MODEL PARTS        # PARTS/manifest.json and PARTS/0000.part, 0001.part, ...
-    python recipes/split_model.py join PARTS MODEL         # where they arrived
+    python recipes/split_model.py split MODEL PARTS        # PARTS/manifest.json and
+    PARTS/0000.part, 0001.part, ... python recipes/split_model.py join PARTS MODEL         # where
+    they arrived
 
-Every file of MODEL's folder travels, but for what lies in its subfolders. The manifest has the hash of every part and
-of every file; `join` checks both, and names what is missing or damaged. It needs no package.
+Every file of MODEL's folder travels, but for what lies in its subfolders. The manifest has the hash
+of every part and of every file; `join` checks both, and names what is missing or damaged. It needs
+no package.
 """
 
 import argparse
@@ -16,11 +19,15 @@ MEGABYTES = 60
 
 
 def split(model: Path, parts: Path, size: int) -> list[Path]:
-    """Write the files of ``model`` to ``parts`` as pieces of at most ``size`` bytes; returns the pieces."""
+    """Write the files of ``model`` to ``parts`` as pieces of at most ``size`` bytes; returns the
+    pieces.
+    """
     parts.mkdir(parents=True)
-    manifest, made = {}, []
+    manifest = {}
+    made = []
     for path in sorted(each for each in model.iterdir() if each.is_file()):
-        whole, pieces = hashlib.sha256(), []
+        whole = hashlib.sha256()
+        pieces = []
         with path.open("rb") as file:
             while piece := file.read(size):
                 made.append(parts / f"{len(made):04}.part")
@@ -56,16 +63,22 @@ def join(parts: Path, model: Path) -> list[Path]:
                 whole.update(content)
                 file.write(content)
         if whole.hexdigest() != entry["sha256"]:
-            raise SystemExit(f"{model / name}: its parts are whole, but in another order than in manifest.json")
+            raise SystemExit(
+                f"{model / name}: its parts are whole, but in another order than in manifest.json"
+            )
     return [model / name for name in manifest]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["split", "join"])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path, help="a folder that does not exist")
-    parser.add_argument("--megabytes", type=float, default=MEGABYTES, help="of a part, at most (10^6 bytes)")
+    parser.add_argument(
+        "--megabytes", type=float, default=MEGABYTES, help="of a part, at most (10^6 bytes)"
+    )
     chosen = parser.parse_args()
     if chosen.target.exists():
         raise SystemExit(f"{chosen.target} exists already; name a new folder")
@@ -73,7 +86,10 @@ def main() -> None:
         made = split(chosen.source, chosen.target, int(chosen.megabytes * 1e6))
     else:
         made = join(chosen.source, chosen.target)
-    print(f"{len(made)} files in {chosen.target}, {sum(path.stat().st_size for path in made) / 1e6:.1f} MB")
+    print(
+        f"{len(made)} files in {chosen.target},"
+        f" {sum(path.stat().st_size for path in made) / 1e6:.1f} MB"
+    )
 
 
 if __name__ == "__main__":

@@ -13,31 +13,32 @@ import tiny_models
 
 pytest.register_assert_rewrite("helpers")
 
-from helpers.messages import Messages  # noqa: E402  a helper, so below the line above
-
-# The models of the tests are tiny: more threads only wait for each other. Set before torch is imported.
+# The models of the tests are tiny: more threads only wait for each other. Set before torch is
+# imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-MESSAGES = pytest.StashKey[Messages]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rewrite-messages", action="store_true", help="write tests/messages.txt from the tests that run")
-    parser.addoption("--all", action="store_true", help="run the tests marked slow too (so does any -m)")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[MESSAGES] = Messages()
+    parser.addoption(
+        "--all", action="store_true", help="run the tests marked slow too (so does any -m)"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects ``gpu`` without a CUDA device, and ``slow`` unless --all, a -m or the name of a test asks for it."""
+    """Deselects ``gpu`` without a CUDA device, and ``slow`` unless --all, a -m or the name of a
+    test asks for it.
+    """
     for item in items:
         for fixture in {"reference", "real"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(fixture)
-    asked = config.option.all or config.option.markexpr or any("::" in argument for argument in config.args)
+    asked = (
+        config.option.all
+        or config.option.markexpr
+        or any("::" in argument for argument in config.args)
+    )
     left_out = [] if asked else ["slow"]
     if any(item.get_closest_marker("gpu") for item in items):
         import torch
@@ -48,45 +49,41 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=deselected)
 
 
-@pytest.fixture
-def told(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[object], None]:
-    """``told(message)`` asserts that the message is the one that ``tests/messages.txt`` has of this test."""
-    messages, test = request.config.stash[MESSAGES], request.node.nodeid.removeprefix("tests/")
-    said: list[str] = []
-
-    def compare(message: object) -> None:
-        said.append(str(message).replace(str(tmp_path), "TMP"))
-        recorded = messages.add(test, said[-1])
-        if not request.config.option.rewrite_messages:
-            assert recorded is not None, f"{said[-1]}\nno record; pytest --rewrite-messages makes one"
-            assert recorded.startswith("\n".join(said)), "pytest --rewrite-messages records a message that was meant"
-
-    return compare
+def check_message(message: object) -> None:
+    """Assert that an error can be printed as one line, followed by one line for each problem."""
+    lines = str(message).split("\n")
+    assert all(line.strip() for line in lines), message
+    assert all(line.startswith("  ") for line in lines[1:]), message
+    assert "Traceback" not in lines[0], message
 
 
 @pytest.fixture
-def refused(told: Callable[[object], None]) -> Callable[..., AbstractContextManager[None]]:
-    """``with refused():`` asserts an error, by default an InputError, in the block and passes it to ``told``."""
+def told() -> Callable[[object], None]:
+    """``told(message)`` asserts the form that every error message has."""
+    return check_message
+
+
+@pytest.fixture
+def refused() -> Callable[..., AbstractContextManager[pytest.ExceptionInfo[Exception]]]:
+    """``with refused():`` asserts an error, by default an InputError, with a message of the form
+    that every error has.
+    """
     from kvfold.convert.errors import InputError
 
     @contextmanager
-    def refusing(kind: type[Exception] = InputError) -> Iterator[None]:
+    def expect(kind: type[Exception] = InputError) -> Iterator[pytest.ExceptionInfo[Exception]]:
         with pytest.raises(kind) as caught:
-            yield
-        told(caught.value)
+            yield caught
+        check_message(caught.value)
 
-    return refusing
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.config.option.rewrite_messages:
-        files = {item.nodeid.split("::")[0].removeprefix("tests/") for item in session.items}
-        session.config.stash[MESSAGES].rewrite(files)
+    return expect
 
 
 @pytest.fixture(scope="session", autouse=True)
 def worded_for_commands() -> Iterator[None]:
-    """Errors name options, as where a command runs; ``test_public_names.py`` sees that they name keywords elsewhere."""
+    """Errors name options, as where a command runs; ``test_public_names.py`` sees that they name
+    keywords elsewhere.
+    """
     from kvfold.convert import errors
 
     with errors.worded(errors.as_option):
@@ -95,10 +92,13 @@ def worded_for_commands() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def tokenized_once() -> Iterator[None]:
-    """Equal texts are tokenized once: else the text that ships takes a quarter of every tiny calibrated conversion."""
+    """Equal texts are tokenized once: else the text that ships takes a quarter of every tiny
+    calibrated conversion.
+    """
     from kvfold.convert.text import windows
 
-    tokenize, made = windows.tokenize, {}
+    tokenize = windows.tokenize
+    made = {}
 
     def remembered(tokenizer: Any, prefix: list[int], documents: Iterable[Any]) -> list[Any]:
         documents = tuple(documents)
@@ -122,19 +122,26 @@ def folder_of(variable: str, default: Path | str, file: str) -> Path:
 
 @pytest.fixture(scope="session")
 def reference() -> Path:
-    """The folder of the reference checkpoint (``llama-mha/``, ``calibration.txt``, ``evaluation.txt``), or skip."""
-    return folder_of("KVFOLD_REFERENCE", REPOSITORY.parent / "shared" / "reference", "llama-mha/config.json")
+    """The folder of the reference checkpoint (``llama-mha/``, ``calibration.txt``,
+    ``evaluation.txt``), or skip.
+    """
+    return folder_of(
+        "KVFOLD_REFERENCE", REPOSITORY.parent / "shared" / "reference", "llama-mha/config.json"
+    )
 
 
 @pytest.fixture(scope="session")
 def real() -> Path:
-    """The folder of a real language model, as ``recipes/real_models.py checkpoint`` writes it, or skip."""
+    """The folder of a real language model, as ``recipes/real_models.py checkpoint`` writes it, or
+    skip.
+    """
     return folder_of("KVFOLD_REAL_MODEL", "", "config.json")
 
 
 @pytest.fixture(scope="session")
 def tiny_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``tiny_family("qwen3", num_key_value_heads=4)``: a folder with a tiny random checkpoint of that family, float32.
+    """``tiny_family("qwen3", num_key_value_heads=4)``: a folder with a tiny random checkpoint of
+    that family, float32.
 
     The same folder for the same arguments: copy it before changing anything.
     """
@@ -157,13 +164,16 @@ def demo_latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from kvfold.convert import convert_checkpoint, demo_folder
 
     out = tmp_path_factory.mktemp("demo") / "latent"
-    convert_checkpoint(demo_folder(), out, to="mla", kv_rank=24, rope_dim=8, method="svd", quiet=True)
+    convert_checkpoint(
+        demo_folder(), out, to="mla", kv_rank=24, rope_dim=8, method="svd", quiet=True
+    )
     return out
 
 
 @pytest.fixture(scope="session")
 def tiny_reader(tiny_family: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny llama without biases, of two layers, that reads text by the demo tokenizer; copy it to change it.
+    """A tiny llama without biases, of two layers, that reads text by the demo tokenizer; copy it to
+    change it.
 
     For what a calibrated conversion does whatever its model knows: it takes a third of the time.
     """

@@ -1,4 +1,6 @@
-"""Tiny random checkpoints of every family, made by the stock classes: each switches on what is particular to it."""
+"""Tiny random checkpoints of every family, made by the stock classes: each switches on what is
+particular to it.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True},
     "gemma": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 8,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 24,
+    },
     "phi": {"qk_layernorm": True},
     "phi3": {"sliding_window": 8},
     "olmo": {"clip_qkv": 0.8},
@@ -65,29 +72,52 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {"attention_bias": True},
     "arcee": {"attention_bias": True, "mlp_bias": True},
     "cohere2": {"attention_bias": True, "sliding_window": 8, "sliding_window_pattern": 2},
-    "cwm": {"sliding_window": 8, "head_dim": 16, "layer_types": ["full_attention", "sliding_attention"]},
+    "cwm": {
+        "sliding_window": 8,
+        "head_dim": 16,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "ernie4_5": {"head_dim": 16, "use_bias": True},
     "exaone4": {"sliding_window": 8, "sliding_window_pattern": 2},
     "glm": {"head_dim": 16, "attention_bias": True},
     "glm4": {"head_dim": 16, "attention_bias": True},
-    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+    },
     "helium": {"head_dim": 8, "attention_bias": True, "mlp_bias": True},
     "hunyuan_v1_dense": {"head_dim": 16, "attention_bias": True},
     "hyperclovax": SCALED,
     "internlm3": {"head_dim": 16, "attention_bias": True, "mlp_bias": True},
     "iquestcoder": {"head_dim": 16},
     "jais2": {},
-    "ministral": {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "ministral": {
+        "head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "ministral3": {"head_dim": 16, "sliding_window": 8, "rope_parameters": GROWING},
-    "olmo3": {"attention_bias": True, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "olmo3": {
+        "attention_bias": True,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "seed_oss": {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True},
     "vaultgemma": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24},
 }
 
-# Families whose stock class gives every query head a key and a value of its own: they become layout kvfold.
+# Families whose stock class gives every query head a key and a value of its own: they become layout
+# kvfold.
 CLASSICS: dict[str, dict[str, Any]] = {
     "bloom": {},
-    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 8, "bias": True, "ffn_hidden_size": 48},
+    "falcon": {
+        "new_decoder_architecture": True,
+        "num_kv_heads": 8,
+        "bias": True,
+        "ffn_hidden_size": 48,
+    },
     "gpt2": {"n_inner": 48},
     "gpt_neox": {"rotary_pct": 0.5},
     "gptj": {"n_inner": 48, "rotary_dim": 4},
@@ -104,7 +134,9 @@ def tiny_config(name: str, changes: dict[str, Any]) -> Any:
 
 
 def skip_unknown(name: str) -> None:
-    """Skip the test if the installed transformers, an older supported one, has no model type ``name``."""
+    """Skip the test if the installed transformers, an older supported one, has no model type
+    ``name``.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if name not in CONFIG_MAPPING:
@@ -112,7 +144,9 @@ def skip_unknown(name: str) -> None:
 
 
 def make_tiny(name: str, folder: Path, changes: dict[str, Any]) -> None:
-    """Saves a random model of family ``name`` in float32, none of its norms and biases at the value it starts from."""
+    """Saves a random model of family ``name`` in float32, none of its norms and biases at the value
+    it starts from.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,10 +1,37 @@
-"""Attention for checkpoints that no stock class can represent: their modeling file, and its registration.
+"""Attention for checkpoints that no stock class can represent: their modeling file, and its
+registration.
 
-``SOURCES`` is the only list of the model types that can become such a checkpoint (layout ``kvfold``).
+``SOURCES`` is the only list of the model types that can become such a checkpoint (layout
+``kvfold``).
 """
 
 SOURCES = (
-    *("apertus", "arcee", "bloom", "cohere", "cohere2", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2"),
-    *("gpt_neox", "gptj", "granite", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi"),
+    *(
+        "apertus",
+        "arcee",
+        "bloom",
+        "cohere",
+        "cohere2",
+        "exaone4",
+        "falcon",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+    ),
+    *(
+        "gpt_neox",
+        "gptj",
+        "granite",
+        "mixtral",
+        "mpt",
+        "nemotron",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "opt",
+        "phi",
+    ),
     *("phi3", "qwen2_moe", "qwen3", "qwen3_moe", "stablelm", "starcoder2"),
 )

@@ -1,13 +1,14 @@
-"""Stock transformers models with a smaller attention cache. kvfold puts this file next to the weights that need it.
+"""Stock transformers models with a smaller attention cache. kvfold puts this file next to the
+weights that need it.
 
-``KvfoldGPTNeoXForCausalLM`` is transformers' ``GPTNeoXForCausalLM`` with every attention module replaced, and the same
-holds for any ``KvfoldX``. ``config.json`` is the source model's config plus a ``kvfold`` block that describes the new
-attention. Everything else, from embeddings to loss, is stock transformers. This file needs torch and transformers; it
-does not read or write files.
+``KvfoldGPTNeoXForCausalLM`` is transformers' ``GPTNeoXForCausalLM`` with every attention module
+replaced, and the same holds for any ``KvfoldX``. ``config.json`` is the source model's config plus
+a ``kvfold`` block that describes the new attention. Everything else, from embeddings to loss, is
+stock transformers. This file needs torch and transformers; it does not read or write files.
 
-Shapes: ``B`` sequences, ``T`` new tokens, ``S`` tokens including the cached ones, ``E`` model dim, ``H`` query heads,
-``G`` key/value heads, ``D`` head dim; ``R`` latent channels, ``P`` rotary dims cached with each latent, ``N`` other
-dims of the query heads.
+Shapes: ``B`` sequences, ``T`` new tokens, ``S`` tokens including the cached ones, ``E`` model dim,
+``H`` query heads, ``G`` key/value heads, ``D`` head dim; ``R`` latent channels, ``P`` rotary dims
+cached with each latent, ``N`` other dims of the query heads.
 """
 
 from collections.abc import Callable
@@ -16,19 +17,25 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 class FixedRotation(nn.Module):
-    """Rotary embedding of the first ``P`` dims of each head with fixed ``frequencies [P/2]`` (radians per position).
+    """Rotary embedding of the first ``P`` dims of each head with fixed ``frequencies [P/2]``
+    (radians per position).
 
-    Dim ``l`` pairs with dim ``l + P/2``; ``amplitude`` multiplies the rotated dims (YaRN's attention factor).
+    Dim ``l`` pairs with dim ``l + P/2``; ``amplitude`` multiplies the rotated dims (YaRN's
+    attention factor).
     """
 
     def __init__(self, frequencies: list[float], amplitude: float) -> None:
         super().__init__()
-        self.frequencies, self.amplitude = frequencies, amplitude
+        self.frequencies = frequencies
+        self.amplitude = amplitude
         self._table: Tensor | None = None  # no buffer: it must stay float32 when the model is cast
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -38,15 +45,19 @@ class FixedRotation(nn.Module):
             self._table = torch.tensor(self.frequencies, dtype=torch.float32, device=x.device)
         angles = positions[:, None, :, None].to(x.device).float() * self._table
         cos, sin = (
-            (self.amplitude * torch.cat([table, table], -1)).to(x.dtype) for table in (angles.cos(), angles.sin())
+            (self.amplitude * torch.cat([table, table], -1)).to(x.dtype)
+            for table in (angles.cos(), angles.sin())
         )
-        rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        rotated = x[..., : cos.shape[-1]]
+        rest = x[..., cos.shape[-1] :]
         left, right = rotated.chunk(2, -1)
         return torch.cat([rotated * cos + torch.cat([-right, left], -1) * sin, rest], -1)
 
 
 class SelfAttention(nn.Module):
-    """Base class of grouped and latent attention; subclasses compute the heads' outputs in ``heads_of``."""
+    """Base class of grouped and latent attention; subclasses compute the heads' outputs in
+    ``heads_of``.
+    """
 
     heads_of: Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -55,13 +66,22 @@ class SelfAttention(nn.Module):
         # values of this layer come in addition to the common ones
         layers = config.kvfold.get("layers")
         facts = self.facts = {**config.kvfold, **(layers[layer_idx] if layers else {})}
-        self.config, self.layer_idx, self.is_causal = config, layer_idx, True
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_causal = True
         self.head_dim: int = facts["head_dim"]
-        self.o_proj = nn.Linear(facts["heads"] * self.head_dim, facts["model_dim"], bias=facts["o_bias"])
+        self.o_proj = nn.Linear(
+            facts["heads"] * self.head_dim, facts["model_dim"], bias=facts["o_bias"]
+        )
         self.rotation: FixedRotation | None = None
         self.scaling: float = facts["scale"]
-        # arguments of attention functions in addition to the mask: the softcap, and the width of the window
-        self.rules = {name: facts[name] for name in ("softcap", "sliding_window") if facts.get(name) is not None}
+        # arguments of attention functions in addition to the mask: the softcap, and the width of
+        # the window
+        self.rules = {
+            name: facts[name]
+            for name in ("softcap", "sliding_window")
+            if facts.get(name) is not None
+        }
         self.attention_dropout: float = facts["attention_dropout"]
         self.output_dropout = nn.Dropout(facts["output_dropout"])
 
@@ -75,7 +95,8 @@ class SelfAttention(nn.Module):
         layer_past: Any = None,  # the name of the cache in some families
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """``hidden_states [B, T, E]`` to ``[B, T, E]``, plus the attention weights if they were computed.
+        """``hidden_states [B, T, E]`` to ``[B, T, E]``, plus the attention weights if they were
+        computed.
 
         In families that add the residual stream here (Bloom), ``residual`` is added to the result.
         """
@@ -83,8 +104,12 @@ class SelfAttention(nn.Module):
         if position_ids is None and self.rotation is not None:
             # the new tokens follow the cached ones
             start = 0 if cache is None else cache.get_seq_length(self.layer_idx)
-            position_ids = torch.arange(start, start + hidden_states.shape[1], device=hidden_states.device)[None]
-        context, weights = self.heads_of(hidden_states, attention_mask, position_ids, cache, options)
+            position_ids = torch.arange(
+                start, start + hidden_states.shape[1], device=hidden_states.device
+            )[None]
+        context, weights = self.heads_of(
+            hidden_states, attention_mask, position_ids, cache, options
+        )
         result = self.output_dropout(self.o_proj(context.flatten(2)))
         return result if residual is None else residual + result, weights
 
@@ -95,7 +120,8 @@ class GroupedSelfAttention(SelfAttention):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         facts = self.facts
-        width, bias = facts["model_dim"], facts["qkv_bias"]
+        width = facts["model_dim"]
+        bias = facts["qkv_bias"]
         self.q_proj = nn.Linear(width, facts["heads"] * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, facts["kv_heads"] * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(width, facts["kv_heads"] * self.head_dim, bias=bias)
@@ -105,27 +131,43 @@ class GroupedSelfAttention(SelfAttention):
             self.rotation = FixedRotation(facts["frequencies"], facts["amplitude"])
 
     def heads_of(
-        self, hidden_states: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any, options: dict[str, Any]
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        cache: Any,
+        options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """The heads' outputs ``[B, T, H, D]``, and the attention weights if they were computed."""
         query, key, value = self.projected(hidden_states, positions)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        return configured_attention(self, query, key, value, with_alibi(mask, query, options), **options)
+        return configured_attention(
+            self, query, key, value, with_alibi(mask, query, options), **options
+        )
 
-    def projected(self, hidden_states: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def projected(
+        self, hidden_states: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[B, H, T, D]``, and keys and values ``[B, G, T, D]``, of new tokens."""
-        projected = [projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj)]
+        projected = [
+            projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        ]
         if self.clip is not None:
             projected = [each.clamp(-self.clip, self.clip) for each in projected]
-        query, key, value = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in projected)
+        query, key, value = (
+            each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in projected
+        )
         if self.rotation is not None and positions is not None:
-            query, key = self.rotation(query, positions), self.rotation(key, positions)
+            query = self.rotation(query, positions)
+            key = self.rotation(key, positions)
         return query, key, value
 
 
 class QueryNorm(nn.Module):
-    """The source's query norm, over the ``D`` dims of each head or (``flat``) over all heads together."""
+    """The source's query norm, over the ``D`` dims of each head or (``flat``) over all heads
+    together.
+    """
 
     def __init__(self, facts: dict[str, Any]) -> None:
         super().__init__()
@@ -140,14 +182,17 @@ class QueryNorm(nn.Module):
 
 
 class LatentSelfAttention(SelfAttention):
-    """MLA: all heads' keys and values come from one latent, and all heads share one rotary key (DeepSeek-V2, 2024).
+    """MLA: all heads' keys and values come from one latent, and all heads share one rotary key
+    (DeepSeek-V2, 2024).
 
-    The cache stores the latents ``[B, 1, S, R]`` as its keys and the rotary keys ``[B, 1, S, P]`` as its values.
+    The cache stores the latents ``[B, 1, S, R]`` as its keys and the rotary keys ``[B, 1, S, P]``
+    as its values.
 
-    If the source normalizes queries and keys, both norms are exact for any latent size, because the latent encodes keys
-    before their norm. The source's ``k_proj`` is kept only to compute the norm's divisor for each key/value head of a
-    token; scores of both latent and rotary key are divided by it. The cache stores its inverse after the rotary key:
-    ``[B, 1, S, P + G]``, or one number in place of ``G`` if the norm is over all heads together.
+    If the source normalizes queries and keys, both norms are exact for any latent size, because the
+    latent encodes keys before their norm. The source's ``k_proj`` is kept only to compute the
+    norm's divisor for each key/value head of a token; scores of both latent and rotary key are
+    divided by it. The cache stores its inverse after the rotary key: ``[B, 1, S, P + G]``, or one
+    number in place of ``G`` if the norm is over all heads together.
     """
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -155,21 +200,29 @@ class LatentSelfAttention(SelfAttention):
         facts = self.facts
         if str(config._attn_implementation).startswith(("flash", "flex")):
             name = config._attn_implementation
-            raise ValueError(f"attn_implementation={name!r} does not support latent attention; use 'sdpa' or 'eager'")
-        width, self.heads = facts["model_dim"], facts["heads"]
-        self.rank, self.rope_dim = facts["kv_rank"], facts["rope_dim"]
+            raise ValueError(
+                f"attn_implementation={name!r} does not support latent attention; use 'sdpa' or"
+                " 'eager'"
+            )
+        width = facts["model_dim"]
+        self.heads = facts["heads"]
+        self.rank = facts["kv_rank"]
+        self.rope_dim = facts["rope_dim"]
         self.norm: dict[str, Any] | None = facts.get("norm")
         outer = self.heads * self.head_dim
         # with a norm, rotary queries are computed from the normed queries
         rope_queries = 0 if self.norm else self.heads * self.rope_dim
         self.q_proj = nn.Linear(width, outer + rope_queries, bias=facts["qkv_bias"])
         self.kv_down_proj = nn.Linear(width, self.rank + self.rope_dim, bias=True)
-        # with a norm, a constant key does not move all scores of a query alike: divisors make it differ by token
+        # with a norm, a constant key does not move all scores of a query alike: divisors make it
+        # differ by token
         self.k_up_proj = nn.Linear(self.rank, outer, bias=self.norm is not None)
         self.v_up_proj = nn.Linear(self.rank, outer, bias=False)
         if self.norm:
             self.q_norm = QueryNorm(facts)
-            self.k_proj = nn.Linear(width, facts["kv_heads"] * self.head_dim, bias=facts["qkv_bias"])
+            self.k_proj = nn.Linear(
+                width, facts["kv_heads"] * self.head_dim, bias=facts["qkv_bias"]
+            )
             # maps each head's normed query to its rotary query
             if self.rope_dim:
                 self.q_rope_proj = nn.Linear(self.head_dim, self.heads * self.rope_dim, bias=False)
@@ -179,20 +232,30 @@ class LatentSelfAttention(SelfAttention):
         self.num_key_value_groups = 1
 
     def heads_of(
-        self, hidden_states: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any, options: dict[str, Any]
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        cache: Any,
+        options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """Same contract as ``GroupedSelfAttention.heads_of``."""
         plain, turning = self.queries(hidden_states)
         down = self.kv_down_proj(hidden_states)[:, None]
-        latent, rope = down[..., : self.rank], down[..., self.rank :]
+        latent = down[..., : self.rank]
+        rope = down[..., self.rank :]
         if self.rotation is not None and positions is not None:
-            turning, rope = self.rotation(turning, positions), self.rotation(rope, positions)
+            turning = self.rotation(turning, positions)
+            rope = self.rotation(rope, positions)
         if self.norm is not None:
-            _, inverse = divided(self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)), self.norm)
+            _, inverse = divided(
+                self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)), self.norm
+            )
             rope = torch.cat([rope, inverse.flatten(2)[:, None].to(rope.dtype)], -1)
         if cache is not None:
             latent, rope = cache.update(latent, rope, self.layer_idx)
-        scales, rope = rope[:, 0, :, self.rope_dim :].transpose(1, 2), rope[..., : self.rope_dim]
+        scales = rope[:, 0, :, self.rope_dim :].transpose(1, 2)
+        rope = rope[..., : self.rope_dim]
         if self.norm is not None:
             scales = scales.repeat_interleave(self.heads // scales.shape[1], 1)  # [B, H, S]
         mask = with_alibi(mask, plain, options)
@@ -205,10 +268,14 @@ class LatentSelfAttention(SelfAttention):
         )
         key = torch.cat([key, rope.expand(-1, self.heads, -1, -1)], -1)
         key = key if self.norm is None else key * scales[..., None]
-        return configured_attention(self, torch.cat([plain, turning], -1), key, value, mask, **options)
+        return configured_attention(
+            self, torch.cat([plain, turning], -1), key, value, mask, **options
+        )
 
     def queries(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries for the latents ``[B, H, T, N]`` and unrotated queries for the rotary keys ``[B, H, T, P]``."""
+        """Queries for the latents ``[B, H, T, N]`` and unrotated queries for the rotary keys ``[B,
+        H, T, P]``.
+        """
         query = self.q_proj(hidden_states).unflatten(-1, (self.heads, -1))
         if self.norm is None:
             query = query.transpose(1, 2)
@@ -216,32 +283,51 @@ class LatentSelfAttention(SelfAttention):
         plain: Tensor = self.q_norm(query).transpose(1, 2)
         if not self.rope_dim:
             return plain, plain[..., :0]
-        return plain, plain @ self.q_rope_proj.weight.view(self.heads, self.rope_dim, self.head_dim).mT
+        return (
+            plain,
+            plain @ self.q_rope_proj.weight.view(self.heads, self.rope_dim, self.head_dim).mT,
+        )
 
     def over_latents(
-        self, queries: tuple[Tensor, ...], cached: tuple[Tensor, ...], mask: Tensor | None, options: dict[str, Any]
+        self,
+        queries: tuple[Tensor, ...],
+        cached: tuple[Tensor, ...],
+        mask: Tensor | None,
+        options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """One decoding step (``T = 1``) that attends to the latents without computing keys or values.
+        """One decoding step (``T = 1``) that attends to the latents without computing keys or
+        values.
 
-        The up-projections are applied to query and result instead. The heads become ``H`` queries ``[B, 1, H, R + P]``
-        of one key/value head, whose values are the latents.
+        The up-projections are applied to query and result instead. The heads become ``H`` queries
+        ``[B, 1, H, R + P]`` of one key/value head, whose values are the latents.
         """
         (plain, turning), (latent, rope, scales) = queries, cached
         options = {**options, "is_causal": False}
         if self.norm is not None:
             constant = torch.einsum("bhtn,hn->bht", plain, self.k_up_proj.bias.view(self.heads, -1))
             # the constant key meets one more element of each cached key, which is 1
-            turning, rope = torch.cat([turning, constant[..., None]], -1), nn.functional.pad(rope, (0, 1), value=1.0)
+            turning = torch.cat([turning, constant[..., None]], -1)
+            rope = nn.functional.pad(rope, (0, 1), value=1.0)
             options["key_scales"] = scales[:, None]
-        up_key, up_value = (part.weight.view(self.heads, -1, self.rank) for part in (self.k_up_proj, self.v_up_proj))
-        query = torch.cat([torch.einsum("bhtn,hnr->bhtr", plain, up_key), turning], -1).transpose(1, 2)
+        up_key, up_value = (
+            part.weight.view(self.heads, -1, self.rank) for part in (self.k_up_proj, self.v_up_proj)
+        )
+        query = torch.cat([torch.einsum("bhtn,hnr->bhtr", plain, up_key), turning], -1).transpose(
+            1, 2
+        )
         mask = mask if mask is None else mask.transpose(1, 2)
-        context, weights = configured_attention(self, query, torch.cat([latent, rope], -1), latent, mask, **options)
+        context, weights = configured_attention(
+            self, query, torch.cat([latent, rope], -1), latent, mask, **options
+        )
         weights = weights if weights is None else weights.transpose(1, 2)
         return torch.einsum("bhtr,hdr->bthd", context, up_value), weights
 
 
-VARIANTS = {"grouped": GroupedSelfAttention, "latent": LatentSelfAttention, "normed_latent": LatentSelfAttention}
+VARIANTS = {
+    "grouped": GroupedSelfAttention,
+    "latent": LatentSelfAttention,
+    "normed_latent": LatentSelfAttention,
+}
 
 
 def divided(x: Tensor, norm: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -250,36 +336,51 @@ def divided(x: Tensor, norm: dict[str, Any]) -> tuple[Tensor, Tensor]:
     The numerator is ``x``, minus its mean if the norm's ``kind`` is "layer". The inverse divisor is
     ``[B, T, heads, 1]``, or ``[B, T, 1, 1]`` for a ``flat`` norm, which is over all heads together.
     """
-    x, over = x.float(), (-2, -1) if norm["flat"] else (-1,)
+    x = x.float()
+    over = (-2, -1) if norm["flat"] else (-1,)
     x = x - x.mean(over, keepdim=True) if norm["kind"] == "layer" else x
     return x, torch.rsqrt(x.square().mean(over, keepdim=True) + norm["eps"])
 
 
 def with_alibi(mask: Tensor | None, query: Tensor, options: dict[str, Any]) -> Any:
-    """The mask ``[B, 1, T, S]``, or mask plus biases ``[B, H, T, S]`` if the model passes ALiBi biases.
+    """The mask ``[B, 1, T, S]``, or mask plus biases ``[B, H, T, S]`` if the model passes ALiBi
+    biases.
 
-    Bloom passes biases ``[B * H, 1, S]``. MPT passes biases ``[H, 1, positions]``, and its mask is True where a key is
-    hidden. Falcon has already added its biases to the mask.
+    Bloom passes biases ``[B * H, 1, S]``. MPT passes biases ``[H, 1, positions]``, and its mask is
+    True where a key is hidden. Falcon has already added its biases to the mask.
     """
-    alibi, biases = options.pop("alibi", None), options.pop("position_bias", None)
+    alibi = options.pop("alibi", None)
+    biases = options.pop("position_bias", None)
     if mask is None or (biases is None and (alibi is None or mask.shape[1] > 1)):
         return mask
     if biases is not None:
         blank = torch.zeros_like(mask, dtype=query.dtype)
-        return blank.masked_fill(mask, torch.finfo(query.dtype).min) + biases[None, :, :, -mask.shape[-1] :].to(query)
+        return blank.masked_fill(mask, torch.finfo(query.dtype).min) + biases[
+            None, :, :, -mask.shape[-1] :
+        ].to(query)
     return mask + alibi.view(len(query), -1, 1, mask.shape[-1])
 
 
 def configured_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply the attention function named in the config (sdpa, flash_attention_2, eager, ...): ``[B, T, H, D]``."""
+    """Apply the attention function named in the config (sdpa, flash_attention_2, eager, ...): ``[B,
+    T, H, D]``.
+    """
     # no other attention function can scale scores by key
     name = "eager" if "key_scales" in options else module.config._attn_implementation
     function = eager_attention_forward if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
     dropout = module.attention_dropout if module.training else 0.0
     result: tuple[Tensor, Tensor | None] = function(
-        module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **module.rules, **options
+        module,
+        query,
+        key,
+        value,
+        mask,
+        dropout=dropout,
+        scaling=module.scaling,
+        **module.rules,
+        **options,
     )
     return result
 
@@ -296,7 +397,9 @@ def eager_attention_forward(
     key_scales: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention in plain torch; ``key_scales`` multiply the scores. Also returns the weights ``[B, H, T, S]``."""
+    """Attention in plain torch; ``key_scales`` multiply the scores. Also returns the weights ``[B,
+    H, T, S]``.
+    """
     repeats = query.shape[1] // key.shape[1]
     scores = scaling * query @ key.repeat_interleave(repeats, 1).transpose(2, 3)
     if key_scales is not None:
@@ -315,7 +418,9 @@ def eager_attention_forward(
 
 
 class Replaced:
-    """Mixin for a stock model class that builds the stock model, then replaces its attention modules."""
+    """Mixin for a stock model class that builds the stock model, then replaces its attention
+    modules.
+    """
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
         super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
@@ -332,12 +437,20 @@ class Replaced:
 
 
 def __getattr__(name: str) -> type:
-    """``KvfoldX``: the stock config X under its own model type, or the stock model X with its attention replaced."""
-    stock = getattr(transformers, name.removeprefix("Kvfold"), None) if name.startswith("Kvfold") else None
+    """``KvfoldX``: the stock config X under its own model type, or the stock model X with its
+    attention replaced.
+    """
+    stock = (
+        getattr(transformers, name.removeprefix("Kvfold"), None)
+        if name.startswith("Kvfold")
+        else None
+    )
     if stock is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if issubclass(stock, transformers.PretrainedConfig):
-        made = type(name, (stock,), {"model_type": f"kvfold_{stock.model_type}", "base_model_tp_plan": None})
+        made = type(
+            name, (stock,), {"model_type": f"kvfold_{stock.model_type}", "base_model_tp_plan": None}
+        )
     else:
         config = f"Kvfold{stock.config_class.__name__}"
         config_class = globals()[config] if config in globals() else __getattr__(config)

@@ -1,4 +1,6 @@
-"""Registers models with kvfold's attention in transformers, so they load without ``trust_remote_code``."""
+"""Registers models with kvfold's attention in transformers, so they load without
+``trust_remote_code``.
+"""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -11,15 +13,17 @@ MODEL_TYPE_PREFIX = "kvfold_"  # prefix of our model types
 def register_models() -> None:
     """Register the ``kvfold`` layout of every supported family with transformers' Auto classes.
 
-    Checkpoints in that layout then load like any other, using the code of the installed package. When such a model is
-    saved, its modeling file is saved too.
+    Checkpoints in that layout then load like any other, using the code of the installed package.
+    When such a model is saved, its modeling file is saved too.
     """
     for source in SOURCES:
         register_model(f"{MODEL_TYPE_PREFIX}{source}")
 
 
 def register_model(model_type: str) -> None:
-    """Register one ``model_type``, such as ``kvfold_gpt2``; does nothing if it is unknown or already registered."""
+    """Register one ``model_type``, such as ``kvfold_gpt2``; does nothing if it is unknown or
+    already registered.
+    """
     source = model_type.removeprefix(MODEL_TYPE_PREFIX)
     if model_type == source or source not in SOURCES or model_type in CONFIG_MAPPING:
         return

@@ -1,8 +1,9 @@
 """vLLM plug-in: serves GQA and MQA results of layout ``kvfold`` without ``--trust-remote-code``.
 
-vLLM calls `register` in each of its processes (the entry point ``vllm.general_plugins``). It runs these models by its
-Transformers backend, which finds a class in ``transformers`` by the name in ``architectures``. MLA of layout ``kvfold``
-caches latents in a way that vLLM has no kernel for; layout ``engine`` and ``free`` are the ones that it serves.
+vLLM calls `register` in each of its processes (the entry point ``vllm.general_plugins``). It runs
+these models by its Transformers backend, which finds a class in ``transformers`` by the name in
+``architectures``. MLA of layout ``kvfold`` caches latents in a way that vLLM has no kernel for;
+layout ``engine`` and ``free`` are the ones that it serves.
 """
 
 from typing import Any
@@ -18,12 +19,16 @@ from kvfold.attention.checkpoints.registered import register_models
 
 
 class ServedSelfAttention(modeling_kvfold.GroupedSelfAttention):
-    """Grouped attention over the pages of vLLM, which looks for the call of its function in the source of `forward`."""
+    """Grouped attention over the pages of vLLM, which looks for the call of its function in the
+    source of `forward`.
+    """
 
     def forward(
         self, hidden_states: Tensor, *args: Any, position_ids: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, None]:
-        """``hidden_states [1, T, E]``, new tokens of all sequences one after the other, to ``[1, T, E]``."""
+        """``hidden_states [1, T, E]``, new tokens of all sequences one after the other, to ``[1, T,
+        E]``.
+        """
         query, key, value = self.projected(hidden_states, position_ids)
         attention = ALL_ATTENTION_FUNCTIONS["vllm"]
         context, _ = attention(self, query, key, value, None, scaling=self.scaling)  # [T, H * D]
@@ -31,7 +36,9 @@ class ServedSelfAttention(modeling_kvfold.GroupedSelfAttention):
 
 
 def register() -> None:
-    """Register layout ``kvfold`` of the families whose stock class vLLM can run; may be called again."""
+    """Register layout ``kvfold`` of the families whose stock class vLLM can run; may be called
+    again.
+    """
     register_models()
     modeling_kvfold.VARIANTS["vllm grouped"] = ServedSelfAttention
     for source in SOURCES:
@@ -50,8 +57,8 @@ def _kv_heads(config: Any) -> int:
     facts = config.kvfold
     if facts["variant"] != "grouped":
         raise ValueError(
-            f"vLLM has no kernels for MLA of layout kvfold ({config.model_type}); convert the source to GQA or MQA "
-            "instead, or serve this model with transformers"
+            f"vLLM has no kernels for MLA of layout kvfold ({config.model_type}); convert the"
+            " source to GQA or MQA instead, or serve this model with transformers"
         )
     heads: int = facts["kv_heads"]
     return heads

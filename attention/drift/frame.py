@@ -1,8 +1,8 @@
 """A stock model without its decoder layers; everything around them runs as in transformers.
 
-Embeddings, rotary tables, masks, the final norm and the head are not reimplemented. A *frame* is a stock model whose
-decoder layers are replaced by stand-ins. Its own forward then reveals the arguments of each layer, and computes logits
-from any residual stream::
+Embeddings, rotary tables, masks, the final norm and the head are not reimplemented. A *frame* is a
+stock model whose decoder layers are replaced by stand-ins. Its own forward then reveals the
+arguments of each layer, and computes logits from any residual stream::
 
     tokens -> embedding -> [stand-in 0] -> ... -> [stand-in L-1] -> final norm -> head -> logits
                                  |   ^
@@ -38,7 +38,9 @@ Visit = Callable[[int, Tensor, Arguments], Tensor]
 
 
 class StandIn(nn.Module):
-    """Replaces a decoder layer in the stock forward: has the layer's attributes, but calls the frame's ``visit``."""
+    """Replaces a decoder layer in the stock forward: has the layer's attributes, but calls the
+    frame's ``visit``.
+    """
 
     def __init__(self, index: int, layer: nn.Module, frame: "Frame") -> None:
         super().__init__()
@@ -65,10 +67,13 @@ class Frame:
         path, layers = layer_list(model)
         self.model, self.path, self.layers = model, path, list(layers)
         self.visit: Visit
-        # some families (bloom) unpack layer outputs; ``enter`` and ``logits`` detect this from the tensor's shape
+        # some families (bloom) unpack layer outputs; ``enter`` and ``logits`` detect this from the
+        # tensor's shape
         self.returns_tuples = False
         parent, _, name = path.rpartition(".")
-        stand_ins = nn.ModuleList(StandIn(index, layer, self) for index, layer in enumerate(self.layers))
+        stand_ins = nn.ModuleList(
+            StandIn(index, layer, self) for index, layer in enumerate(self.layers)
+        )
         setattr(model.get_submodule(parent), name, stand_ins)
 
     def run(self, visit: Visit, tensors: Mapping[str, Tensor] | None = None, **inputs: Any) -> Any:
@@ -84,8 +89,12 @@ class Frame:
         except Stop:
             return None
 
-    def enter(self, tensors: Mapping[str, Tensor] | None = None, **inputs: Any) -> tuple[Tensor, list[Arguments]]:
-        """The residual stream before the first layer, ``[B, T, E]``, and the arguments of every layer."""
+    def enter(
+        self, tensors: Mapping[str, Tensor] | None = None, **inputs: Any
+    ) -> tuple[Tensor, list[Arguments]]:
+        """The residual stream before the first layer, ``[B, T, E]``, and the arguments of every
+        layer.
+        """
         entered: list[Tensor] = []
         recorded: list[Arguments] = []
 
@@ -103,8 +112,12 @@ class Frame:
         self.run(visit, tensors, **inputs)
         return entered[0], recorded
 
-    def logits(self, hidden: Tensor, tensors: Mapping[str, Tensor] | None = None, **inputs: Any) -> Tensor:
-        """Logits ``[B, T, V]`` for the residual stream after the last layer; only the shape of ``inputs`` matters."""
+    def logits(
+        self, hidden: Tensor, tensors: Mapping[str, Tensor] | None = None, **inputs: Any
+    ) -> Tensor:
+        """Logits ``[B, T, V]`` for the residual stream after the last layer; only the shape of
+        ``inputs`` matters.
+        """
 
         def visit(index: int, entering: Tensor, arguments: Arguments) -> Tensor:
             return hidden if index == len(self.layers) - 1 else entering
@@ -118,7 +131,8 @@ class Frame:
 
 
 def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The path and the list of a model's decoder layers: ``num_hidden_layers`` modules with self-attention.
+    """The path and the list of a model's decoder layers: ``num_hidden_layers`` modules with
+    self-attention.
 
     Raises ValueError if there is no such list.
     """
@@ -129,23 +143,32 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     decoder = getattr(model, "get_decoder", lambda: None)() or model
     inside = {id(module) for module in decoder.modules()}
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count and count and id(module) in inside:
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module) == count
+            and count
+            and id(module) in inside
+        ):
             attention_name(module[0])
             return path, module
     raise ValueError(
-        f"{type(model).__name__} has no ModuleList of decoder layers that matches num_hidden_layers in its "
-        f"config ({count}); use a causal language model from transformers"
+        f"{type(model).__name__} has no ModuleList of decoder layers that matches num_hidden_layers"
+        f" in its config ({count}); use a causal language model from transformers"
     )
 
 
 def attention_name(layer: nn.Module) -> str:
-    """The name of a decoder layer's self-attention module. Raises ValueError if it has none of the usual names."""
+    """The name of a decoder layer's self-attention module. Raises ValueError if it has none of the
+    usual names.
+    """
     for name in _ATTENTION_NAMES:
         if isinstance(getattr(layer, name, None), nn.Module):
             return name
     children = ", ".join(name for name, _ in layer.named_children()) or "none"
     names = " or ".join(_ATTENTION_NAMES)
-    raise ValueError(f"the self-attention of a decoder layer must be named {names}; this layer has: {children}")
+    raise ValueError(
+        f"the self-attention of a decoder layer must be named {names}; this layer has: {children}"
+    )
 
 
 def cache_bytes_per_token(
@@ -153,8 +176,9 @@ def cache_bytes_per_token(
 ) -> int:
     """Growth of the generation cache in bytes per token, summed over all layers.
 
-    ``enter(tokens)`` returns the result of ``Frame.enter(..., use_cache=True)`` for one sequence; its arguments include
-    the cache object that the stock model creates for generation. The model may be on the meta device.
+    ``enter(tokens)`` returns the result of ``Frame.enter(..., use_cache=True)`` for one sequence;
+    its arguments include the cache object that the stock model creates for generation. The model
+    may be on the meta device.
     """
 
     def stop(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -165,12 +189,17 @@ def cache_bytes_per_token(
         hidden, arguments = enter(tokens)
         for layer, call in zip(layers, arguments, strict=True):
             # the cache is filled before the attention returns: the rest of the layer is not needed
-            with suppress(Stop), layer.get_submodule(attention_name(layer)).register_forward_hook(stop):
+            with (
+                suppress(Stop),
+                layer.get_submodule(attention_name(layer)).register_forward_hook(stop),
+            ):
                 layer(hidden, *call.args, **call.kwargs)
         passed = [value for call in arguments for value in (*call.args, *call.kwargs.values())]
         # all layers are given the same object
         caches = {id(value): value for value in passed if isinstance(value, Cache)}.values()
-        held = [value for cache in caches for layer in cache.layers for value in vars(layer).values()]
+        held = [
+            value for cache in caches for layer in cache.layers for value in vars(layer).values()
+        ]
         sizes.append(sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor)))
     # the difference excludes tensors whose size does not depend on the length
     return (sizes[1] - sizes[0]) // 2

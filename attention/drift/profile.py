@@ -1,8 +1,10 @@
-"""Attention weight by distance, and the KL divergence between two attentions, without storing a whole attention map.
+"""Attention weight by distance, and the KL divergence between two attentions, without storing a
+whole attention map.
 
-Shapes: ``B`` sequences, ``H`` query heads, ``G`` key heads (``H`` is a multiple of ``G``; head ``h`` uses key head
-``h // (H // G)``), ``T`` positions, ``D`` head dim. Rows of the map are queries, computed in blocks, so that memory is
-``O(T)`` instead of ``O(T^2)``. Arithmetic is float32 (float64 for float64 inputs); sums are float64.
+Shapes: ``B`` sequences, ``H`` query heads, ``G`` key heads (``H`` is a multiple of ``G``; head
+``h`` uses key head ``h // (H // G)``), ``T`` positions, ``D`` head dim. Rows of the map are
+queries, computed in blocks, so that memory is ``O(T)`` instead of ``O(T^2)``. Arithmetic is float32
+(float64 for float64 inputs); sums are float64.
 """
 
 from typing import TypedDict, Unpack
@@ -19,7 +21,9 @@ _NEGLIGIBLE = -80.0
 
 
 class ScoreOptions(TypedDict, total=False):
-    """Options of a model's attention, explained in ``attention_sums``; attention is causal by default."""
+    """Options of a model's attention, explained in ``attention_sums``; attention is causal by
+    default.
+    """
 
     window: int | None
     causal: bool
@@ -27,13 +31,19 @@ class ScoreOptions(TypedDict, total=False):
     sinks: Tensor | None
 
 
-def distance_profile(query: Tensor, key: Tensor, scale: float, **options: Unpack[ScoreOptions]) -> Tensor:
-    """Average attention weight by distance: ``[H, T]``, float64; each row sums to 1. See `attention_sums`."""
+def distance_profile(
+    query: Tensor, key: Tensor, scale: float, **options: Unpack[ScoreOptions]
+) -> Tensor:
+    """Average attention weight by distance: ``[H, T]``, float64; each row sums to 1. See
+    `attention_sums`.
+    """
     return attention_sums(query, key, scale, **options)[0]
 
 
 @torch.no_grad()
-def attention_sums(query: Tensor, key: Tensor, scale: float, **options: Unpack[ScoreOptions]) -> tuple[Tensor, Tensor]:
+def attention_sums(
+    query: Tensor, key: Tensor, scale: float, **options: Unpack[ScoreOptions]
+) -> tuple[Tensor, Tensor]:
     """Attention weight by distance, ``[H, T]``, and by key, ``[B, T]``; both float64.
 
     For the attention weights ``a`` of ``query [B, H, T, D]`` on ``key [B, G, T, D]``,
@@ -41,11 +51,11 @@ def attention_sums(query: Tensor, key: Tensor, scale: float, **options: Unpack[S
         p_h(delta) = 1 / (B T) * sum over b, s of a[b, h, s, s - delta]
         r_b(s)     = 1 / H * sum over h, t of a[b, h, t, s]
 
-    so each row of ``p`` sums to 1 and each row of ``r`` to ``T``. Without ``causal``, ``delta`` is the distance in
-    either direction. ``window`` is the number of keys that a query sees, including its own (in each direction without
-    ``causal``); ``softcap`` is Gemma 2's. ``sinks [H]`` are the scores of an additional key without a value (gpt-oss):
-    neither result includes its share of each row, and ``p`` is rescaled to sum to 1. Raises ValueError for incompatible
-    shapes.
+    so each row of ``p`` sums to 1 and each row of ``r`` to ``T``. Without ``causal``, ``delta`` is
+    the distance in either direction. ``window`` is the number of keys that a query sees, including
+    its own (in each direction without ``causal``); ``softcap`` is Gemma 2's. ``sinks [H]`` are the
+    scores of an additional key without a value (gpt-oss): neither result includes its share of each
+    row, and ``p`` is rescaled to sum to 1. Raises ValueError for incompatible shapes.
     """
     scores = _scores(query, key, scale, **options)
     batch, groups, share, length = scores.queries[0].shape[:4]
@@ -57,7 +67,9 @@ def attention_sums(query: Tensor, key: Tensor, scale: float, **options: Unpack[S
         weights = scores.weights(block, room)
         # rows of a block are consecutive queries of one head, so that distances lie on diagonals
         maps = weights.view(-1, block.last - block.first, weights.shape[-1])
-        sum_by_distance(maps, block.first, block.low, total[block.batch, block.groups].view(len(maps), -1))
+        sum_by_distance(
+            maps, block.first, block.low, total[block.batch, block.groups].view(len(maps), -1)
+        )
         part = received[block.batch, block.groups, block.low : block.high]
         part += weights.sum(1).view(part.shape)
     # column T holds distance 0, columns before it the keys behind a query
@@ -82,26 +94,38 @@ def row_kl(
     softcap: float | None = None,
     other_softcap: float | None = None,
 ) -> Tensor:
-    """Mean over batch and queries of ``KL(p || p')`` between two models' attention rows, in nats: ``[H]``, float64.
+    """Mean over batch and queries of ``KL(p || p')`` between two models' attention rows, in nats:
+    ``[H]``, float64.
 
     ``query [B, H, T, D]`` and ``key [B, G, T, D]`` define ``p``; ``other_query [B, H, T, D']`` and
-    ``other_key [B, G', T, D']`` define ``p'``. Both models must have the same number of query heads and the same mask;
-    head dim and number of key heads may differ. Equal maps give exactly 0.
+    ``other_key [B, G', T, D']`` define ``p'``. Both models must have the same number of query heads
+    and the same mask; head dim and number of key heads may differ. Equal maps give exactly 0.
     """
     if other_query.shape[:3] != query.shape[:3]:
         shapes = list(other_query.shape[:3]), list(query.shape[:3])
-        raise ValueError("other_query has [B, H, T] = {}; it must be {}, as in query".format(*shapes))
+        raise ValueError(
+            "other_query has [B, H, T] = {}; it must be {}, as in query".format(*shapes)
+        )
     batch, heads, length, _ = query.shape
     models = (
         _scores(query, key, scale, True, window=window, causal=causal, softcap=softcap),
-        _scores(other_query, other_key, other_scale, True, window=window, causal=causal, softcap=other_softcap),
+        _scores(
+            other_query,
+            other_key,
+            other_scale,
+            True,
+            window=window,
+            causal=causal,
+            softcap=other_softcap,
+        ),
     )
     total = torch.zeros(batch, heads, dtype=torch.float64, device=query.device)
     blocks = list(models[0].blocks(buffers=4))
     rooms = [model.room(blocks) for model in models]
     for block in blocks:
         log_p, log_q = (
-            torch.log_softmax(model.masked(block, room)[0], -1) for model, room in zip(models, rooms, strict=True)
+            torch.log_softmax(model.masked(block, room)[0], -1)
+            for model, room in zip(models, rooms, strict=True)
         )
         part = total[block.batch, block.groups]
         part += divergence_terms(log_p, log_q).sum(-1).sum(-1, dtype=torch.float64).view(part.shape)
@@ -109,10 +133,11 @@ def row_kl(
 
 
 def divergence_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``p log(p / q) - p + q`` elementwise, 0 where both are masked; the sum over a whole distribution is the KL.
+    """``p log(p / q) - p + q`` elementwise, 0 where both are masked; the sum over a whole
+    distribution is the KL.
 
-    Computed as ``p (expm1(d) - d)`` with ``d = log q - log p``: terms are never negative, and nothing cancels if p is
-    near q.
+    Computed as ``p (expm1(d) - d)`` with ``d = log q - log p``: terms are never negative, and
+    nothing cancels if p is near q.
     """
     ratio = log_q - log_p
     p = log_p.exp()
@@ -124,7 +149,9 @@ def divergence_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
 def _scores(
     query: Tensor, key: Tensor, scale: float, expand: bool = False, **options: Unpack[ScoreOptions]
 ) -> AttentionScores:
-    """Check the inputs and return their scores, in float32 or wider; ``expand`` repeats key heads to ``H``."""
+    """Check the inputs and return their scores, in float32 or wider; ``expand`` repeats key heads
+    to ``H``.
+    """
     expect_shape("query", query, "B H T D", {})
     batch, heads, length, dim = query.shape
     expect_shape("key", key, "B G T D", {"B": batch, "T": length, "D": dim})
@@ -133,20 +160,25 @@ def _scores(
     if (window := options.get("window")) is not None:
         expect_at_least("window", window, 1)
     wide = torch.promote_types(query.dtype, torch.float32)
-    query, key = query.to(wide), key.to(wide)
+    query = query.to(wide)
+    key = key.to(wide)
     # models to be compared may have other numbers of key heads, so that only query heads correspond
     key = key.repeat_interleave(heads // key.shape[1], 1) if expand else key
     grouped = torch.unflatten(query, 1, (key.shape[1], -1))
     rule = Visibility(options.get("causal", True), 0, window)
-    return AttentionScores((grouped,), (key,), scale, rule, None, options.get("softcap"), options.get("sinks"))
+    return AttentionScores(
+        (grouped,), (key,), scale, rule, None, options.get("softcap"), options.get("sinks")
+    )
 
 
 def sum_by_distance(weights: Tensor, first: int, low: int, total: Tensor) -> None:
-    """Add a block of maps to its sums by distance: column ``T + d`` of ``total [maps, 2T]`` is for ``key - query = d``.
+    """Add a block of maps to its sums by distance: column ``T + d`` of ``total [maps, 2T]`` is for
+    ``key - query = d``.
 
-    ``weights [maps, rows, width]`` are for queries ``first ..`` and keys ``low ..``. Equal distances lie on a diagonal.
-    If each row is shifted one column further right than the row below it, with zeros around it, each diagonal becomes a
-    column. For 4 queries ``a .. d`` and 4 keys, with ``b0`` the second query's weight on the first key::
+    ``weights [maps, rows, width]`` are for queries ``first ..`` and keys ``low ..``. Equal
+    distances lie on a diagonal. If each row is shifted one column further right than the row below
+    it, with zeros around it, each diagonal becomes a column. For 4 queries ``a .. d`` and 4 keys,
+    with ``b0`` the second query's weight on the first key::
 
         a0 a1 a2 a3        .  .  .  a0 a1 a2 a3
         b0 b1 b2 b3   ->   .  .  b0 b1 b2 b3 .
@@ -154,7 +186,8 @@ def sum_by_distance(weights: Tensor, first: int, low: int, total: Tensor) -> Non
         d0 d1 d2 d3        d0 d1 d2 d3 .  .  .
                           -3 -2 -1  0  1  2  3  + low - first
 
-    Shifting needs no copy: rows stored 7 = 4 + 4 - 1 apart are read 8 apart, starting 3 before the first row.
+    Shifting needs no copy: rows stored 7 = 4 + 4 - 1 apart are read 8 apart, starting 3 before the
+    first row.
     """
     maps, rows, width = weights.shape
     pitch = width + rows - 1

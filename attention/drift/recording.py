@@ -1,9 +1,11 @@
-"""Runs one decoder layer of a transformers model and records the inputs and outputs of its attention.
+"""Runs one decoder layer of a transformers model and records the inputs and outputs of its
+attention.
 
-Every transformers family passes queries and keys, after rotary embedding and per-head norms, to an attention function
-named in the config. For one call, that name is replaced with the recorder's, which stores its arguments and calls the
-model's original function. The model's modules stay as they are. Shapes: ``B`` sequences, ``T`` positions, ``E`` model
-dim, ``H`` query heads, ``G`` key/value heads, ``D`` query/key dim of a head, ``Dv`` value dim of a head.
+Every transformers family passes queries and keys, after rotary embedding and per-head norms, to an
+attention function named in the config. For one call, that name is replaced with the recorder's,
+which stores its arguments and calls the model's original function. The model's modules stay as they
+are. Shapes: ``B`` sequences, ``T`` positions, ``E`` model dim, ``H`` query heads, ``G`` key/value
+heads, ``D`` query/key dim of a head, ``Dv`` value dim of a head.
 """
 
 import sys
@@ -28,13 +30,15 @@ _OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 class LayerOutput:
     """The residual stream after one layer, and the inputs and outputs of its attention.
 
-    ``hidden`` is the residual stream after the layer, None if only the attention was run. ``query`` and ``key`` are the
-    inputs to the scores (after rotary embedding and per-head norms): the attention weights are
-    ``softmax(softcap * tanh(scale * query . key / softcap))`` over the visible keys; most models have no softcap.
-    ``sinks`` are the scores of an additional key whose value is zero. ``window`` is the number of keys that a query
-    sees, including its own; without ``causal``, it sees as many in the other direction. ``context`` contains each
-    head's weighted values before the output projection, whose weight is ``output_weight``: head ``h`` adds
-    ``output_weight[:, h] @ context[b, t, h]`` to the attention output. A field is None if the model does not expose it.
+    ``hidden`` is the residual stream after the layer, None if only the attention was run. ``query``
+    and ``key`` are the inputs to the scores (after rotary embedding and per-head norms): the
+    attention weights are ``softmax(softcap * tanh(scale * query . key / softcap))`` over the
+    visible keys; most models have no softcap. ``sinks`` are the scores of an additional key whose
+    value is zero. ``window`` is the number of keys that a query sees, including its own; without
+    ``causal``, it sees as many in the other direction. ``context`` contains each head's weighted
+    values before the output projection, whose weight is ``output_weight``: head ``h`` adds
+    ``output_weight[:, h] @ context[b, t, h]`` to the attention output. A field is None if the model
+    does not expose it.
     """
 
     hidden: Tensor | None  # [B, T, E]
@@ -65,7 +69,8 @@ class _Recording:
     compute: Callable[..., Any] | None
     input: Tensor | None = None
     output: Tensor | None = None
-    # fields of ``LayerOutput``; empty in families whose attention does not use transformers' attention interface
+    # fields of ``LayerOutput``; empty in families whose attention does not use transformers'
+    # attention interface
     call: dict[str, Any] = field(default_factory=dict)
 
 
@@ -76,9 +81,10 @@ _current: ContextVar[_Recording] = ContextVar("kvfold_recording")
 class OpenLayer:
     """One layer of a stream, in memory.
 
-    ``arguments`` returns the arguments that the stock model passes to the layer with a residual stream ``[B, T, E]``.
-    ``tensors`` replace the module's parameters with the same names; None runs the module unchanged. ``guard`` makes the
-    context in which the module runs, which may explain its errors.
+    ``arguments`` returns the arguments that the stock model passes to the layer with a residual
+    stream ``[B, T, E]``. ``tensors`` replace the module's parameters with the same names; None runs
+    the module unchanged. ``guard`` makes the context in which the module runs, which may explain
+    its errors.
     """
 
     index: int
@@ -95,33 +101,44 @@ class OpenLayer:
         """Run the layer only up to its attention output; ``hidden`` of the result is None."""
         return self.run(hidden, whole=False)
 
-    def run(self, hidden: Tensor, *, whole: bool = True, context: Tensor | None = None) -> LayerOutput:
+    def run(
+        self, hidden: Tensor, *, whole: bool = True, context: Tensor | None = None
+    ) -> LayerOutput:
         """Run the layer as the stock model would; ``whole=False`` stops at the attention output.
 
-        ``context [B, T, H, Dv]`` of an earlier output for the same ``hidden``, queries, keys and values takes the place
-        of their attention, which is not computed again.
+        ``context [B, T, H, Dv]`` of an earlier output for the same ``hidden``, queries, keys and
+        values takes the place of their attention, which is not computed again.
 
-        Gradients flow to ``tensors``. ``query`` and ``key`` of the result are None if the model's attention does not
-        use transformers' attention interface, or if its mask contains more than causality and a window. Raises
-        ValueError if the layer never calls its attention module.
+        Gradients flow to ``tensors``. ``query`` and ``key`` of the result are None if the model's
+        attention does not use transformers' attention interface, or if its mask contains more than
+        causality and a window. Raises ValueError if the layer never calls its attention module.
         """
-        layer, arguments = self.module, self.arguments(hidden)
-        with self.guard(), _recording(layer.get_submodule(attention_name(layer)), whole) as recording:
+        layer = self.module
+        arguments = self.arguments(hidden)
+        with (
+            self.guard(),
+            _recording(layer.get_submodule(attention_name(layer)), whole) as recording,
+        ):
             if context is not None:
                 recording.compute = lambda *_, **__: (context, None)
             try:
-                result = functional_call(layer, self.tensors or {}, (hidden, *arguments.args), arguments.kwargs)
+                result = functional_call(
+                    layer, self.tensors or {}, (hidden, *arguments.args), arguments.kwargs
+                )
             except Stop:
                 result = None
         if recording.output is None or recording.input is None:
-            raise ValueError(f"{type(layer).__name__} never called its attention module, so nothing was recorded")
+            raise ValueError(
+                f"{type(layer).__name__} never called its attention module, so nothing was recorded"
+            )
         after = result[0] if isinstance(result, tuple) else result
         return LayerOutput(after, recording.output, recording.input, **recording.call)
 
     def run_submodule(self, name: str, inputs: Tensor) -> Tensor:
         """The output of the layer's submodule ``name`` for ``inputs``."""
         module = self.module.get_submodule(name)
-        prefix, held = f"{name}.", self.tensors or {}
+        prefix = f"{name}."
+        held = self.tensors or {}
         tensors = {key.removeprefix(prefix): held[key] for key in held if key.startswith(prefix)}
         result: Tensor = functional_call(module, tensors, (inputs,))
         return result
@@ -135,7 +152,9 @@ def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
     files = [sys.modules.get(kind.__module__) for kind in type(attention).__mro__]
     # "eager" is each modeling file's own function
     eagers = [getattr(file, "eager_attention_forward", None) for file in files]
-    recording = _Recording(AttentionInterface().get(implementation, next(filter(None, eagers), None)))
+    recording = _Recording(
+        AttentionInterface().get(implementation, next(filter(None, eagers), None))
+    )
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         recording.input = args[0] if args else kwargs["hidden_states"]
@@ -146,8 +165,15 @@ def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
         # read within the call, where it may be one of ``tensors``
         weight = _output_weight(module)
         context = recording.call.pop("context", None)
-        if context is not None and weight is not None and weight.shape == (found.shape[-1], context[0, 0].numel()):
-            recording.call |= {"context": context, "output_weight": weight.view(len(weight), *context.shape[2:])}
+        if (
+            context is not None
+            and weight is not None
+            and weight.shape == (found.shape[-1], context[0, 0].numel())
+        ):
+            recording.call |= {
+                "context": context,
+                "output_weight": weight.view(len(weight), *context.shape[2:]),
+            }
         if not whole:
             raise Stop
 
@@ -170,13 +196,24 @@ def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
 
 
 def _record(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The recorder as a transformers attention function: stores its arguments and calls the original function."""
+    """The recorder as a transformers attention function: stores its arguments and calls the
+    original function.
+    """
     recording = _current.get()
     assert recording.compute is not None
-    result: tuple[Tensor, Tensor | None] = recording.compute(module, query, key, value, attention_mask, **options)
-    length, window, scale = query.shape[2], options.get("sliding_window"), options.get("scaling")
+    result: tuple[Tensor, Tensor | None] = recording.compute(
+        module, query, key, value, attention_mask, **options
+    )
+    length = query.shape[2]
+    window = options.get("sliding_window")
+    scale = options.get("scaling")
     window = window if isinstance(window, int) and window < length else None
     # without a mask, attention functions go by what the call says, then by what the module says
     causal = options.get("is_causal", bool(getattr(module, "is_causal", True))) is not False
@@ -185,8 +222,9 @@ def _record(
     # flash attention and flex attention have no dense mask
     if plain and isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
         reach = length if window is None else window
-        # a mask outweighs ``is_causal``. Its first and last row tell causality and window without a reading of the
-        # whole matrix: the first query of a causal mask sees itself alone, the last one ``window`` keys
+        # a mask outweighs ``is_causal``. Its first and last row tell causality and window without a
+        # reading of the whole matrix: the first query of a causal mask sees itself alone, the last
+        # one ``window`` keys
         ends = attention_mask[..., [0, -1], :]
         first, last = (ends if not ends.dtype.is_floating_point else ends == 0).sum(-1).unbind(-1)
         causal = bool((first == 1).all())
@@ -208,7 +246,9 @@ AttentionInterface.register(RECORDER, _record)
 
 
 def _output_weight(attention: nn.Module) -> Tensor | None:
-    """The output projection's weight in ``attention`` as ``[E, H * Dv]``, from either storage order, or None."""
+    """The output projection's weight in ``attention`` as ``[E, H * Dv]``, from either storage
+    order, or None.
+    """
     for projection in (getattr(attention, name, None) for name in _OUTPUT_NAMES):
         weight = getattr(projection, "weight", None)
         if isinstance(weight, Tensor) and weight.dim() == 2:

@@ -1,8 +1,9 @@
-"""Drift reports: the distance of a converted model from its source, compared with the distance due to rounding.
+"""Drift reports: the distance of a converted model from its source, compared with the distance due
+to rounding.
 
-Each number is reported with its *floor*: the same number for the source in its own dtype against the source in a wider
-dtype (float32 for 16-bit dtypes, float64 for float32). A drift near its floor is due to rounding; a drift above it is
-due to the conversion.
+Each number is reported with its *floor*: the same number for the source in its own dtype against
+the source in a wider dtype (float32 for 16-bit dtypes, float64 for float32). A drift near its floor
+is due to rounding; a drift above it is due to the conversion.
 """
 
 import itertools
@@ -22,14 +23,22 @@ from kvfold.attention.drift.streams import LayerStream, as_stream
 # tokens of one layer call
 TOKENS_AT_ONCE = 4096
 _FLOOR_TOKENS = 512
-_LAYER_NUMBERS = ("attention_local", "attention_propagated", "residual_local", "residual_propagated", "row_kl")
+_LAYER_NUMBERS = (
+    "attention_local",
+    "attention_propagated",
+    "residual_local",
+    "residual_propagated",
+    "row_kl",
+)
 
 __all__ = ["DriftReport", "Floor", "HeadDrift", "LayerDrift", "Measurement", "measure_drift"]
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The source in ``dtype`` measured against itself in ``reference_dtype``; ``sequences`` is the sample size."""
+    """The source in ``dtype`` measured against itself in ``reference_dtype``; ``sequences`` is the
+    sample size.
+    """
 
     dtype: str
     reference_dtype: str
@@ -39,10 +48,11 @@ class Floor:
 
 @dataclass(frozen=True)
 class DriftReport:
-    """The result of ``measure_drift``. ``floor`` is None if it was not requested or no wider dtype exists.
+    """The result of ``measure_drift``. ``floor`` is None if it was not requested or no wider dtype
+    exists.
 
-    ``about`` describes the compared models and the text, if known to the caller: each value is a mapping of plain
-    values.
+    ``about`` describes the compared models and the text, if known to the caller: each value is a
+    mapping of plain values.
     """
 
     sequences: int
@@ -60,8 +70,8 @@ class DriftReport:
         measured = self.measured
         before, after = self.perplexities
         return (
-            f"DriftReport({self.sequences} x {self.length} tokens: KL {measured.kl:.4f} nats, "
-            f"top-1 agreement {100 * measured.agreement:.1f} %, perplexity {before:.2f} -> {after:.2f})"
+            f"DriftReport({self.sequences} x {self.length} tokens: KL {measured.kl:.4f} nats, top-1"
+            f" agreement {100 * measured.agreement:.1f} %, perplexity {before:.2f} -> {after:.2f})"
         )
 
     @property
@@ -97,11 +107,13 @@ class DriftReport:
         return measured.agreement == 1 and not any([measured.kl, measured.excess, *values])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; each drift is ``{"value": ..., "floor": ...}``, with a ``margin`` where one is known.
+        """Plain values; each drift is ``{"value": ..., "floor": ...}``, with a ``margin`` where one
+        is known.
 
         NaN and infinity become None.
         """
-        measured, floor = self.measured, None if self.floor is None else self.floor.measured
+        measured = self.measured
+        floor = None if self.floor is None else self.floor.measured
         source, student = self.perplexities
         # an excess may be negative, but rounding moves it either way
         rounding = None if floor is None else abs(floor.excess)
@@ -113,7 +125,11 @@ class DriftReport:
             "predictions": measured.predictions,
             "device": self.device,
             "dtype": {"source": self.source_dtype, "student": self.student_dtype},
-            "floor": None if self.floor is None else {k: v for k, v in asdict(self.floor).items() if k != "measured"},
+            "floor": (
+                None
+                if self.floor is None
+                else {k: v for k, v in asdict(self.floor).items() if k != "measured"}
+            ),
             "identical": self.identical,
             "kl": {**_pair(measured, floor, "kl"), "margin": finite(measured.kl_margin)},
             "agreement": _pair(measured, floor, "agreement"),
@@ -137,16 +153,25 @@ class DriftReport:
             "perplexity": {
                 "source": finite(source),
                 "student": finite(student),
-                "floor": None if rounding is None else finite(source * math.expm1(min(rounding, 700))),
+                "floor": (
+                    None if rounding is None else finite(source * math.expm1(min(rounding, 700)))
+                ),
             },
-            "cache_bytes_per_token": {"source": self.source_cache_bytes, "student": self.student_cache_bytes},
+            "cache_bytes_per_token": {
+                "source": self.source_cache_bytes,
+                "student": self.student_cache_bytes,
+            },
             "layers": [_layer(layer, lowest) for layer, lowest in layers],
         }
 
     def positions_text(self) -> str:
-        """One line with the excess loss and KL of each stretch of positions; empty if there is only one."""
+        """One line with the excess loss and KL of each stretch of positions; empty if there is only
+        one.
+        """
         stretches = self.measured.stretches
-        of_each = ", ".join(f"{each.excess:+.3f} ({each.kl:.3f}) at {each.start}-{each.end}" for each in stretches)
+        of_each = ", ".join(
+            f"{each.excess:+.3f} ({each.kl:.3f}) at {each.start}-{each.end}" for each in stretches
+        )
         if len(stretches) < 2:
             return ""
         size = f"{stretches[0].sequences} x {stretches[-1].end} tokens"
@@ -165,19 +190,26 @@ def measure_drift(
     floor_sequences: int = 8,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> DriftReport:
-    """Compare ``student`` with ``source`` over ``tokens [N, T]`` (whole sequences, no padding), layer by layer.
+    """Compare ``student`` with ``source`` over ``tokens [N, T]`` (whole sequences, no padding),
+    layer by layer.
 
-    Both are loaded transformers models or layer streams. ``device`` and ``dtype`` apply to the computation; by default,
-    a loaded model runs on the GPU if there is one, a stream stays on its device, and both keep their dtype. ``batch``
-    is the number of sequences that go through a layer at once, and ``floor_sequences`` the number used to measure the
-    rounding floor. ``progress(stage, done, total)`` is called before and after each layer of ``compare`` and ``floor``.
-    Cache bytes are for the models as passed. Raises ValueError for tokens of the wrong shape or dtype, or models of
-    different depth or vocabulary.
+    Both are loaded transformers models or layer streams. ``device`` and ``dtype`` apply to the
+    computation; by default, a loaded model runs on the GPU if there is one, a stream stays on its
+    device, and both keep their dtype. ``batch`` is the number of sequences that go through a layer
+    at once, and ``floor_sequences`` the number used to measure the rounding floor.
+    ``progress(stage, done, total)`` is called before and after each layer of ``compare`` and
+    ``floor``. Cache bytes are for the models as passed. Raises ValueError for tokens of the wrong
+    shape or dtype, or models of different depth or vocabulary.
     """
-    if tokens.dim() != 2 or not len(tokens) or tokens.shape[1] < 2 or tokens.dtype not in (torch.int32, torch.int64):
+    if (
+        tokens.dim() != 2
+        or not len(tokens)
+        or tokens.shape[1] < 2
+        or tokens.dtype not in (torch.int32, torch.int64)
+    ):
         raise ValueError(
-            f"tokens has shape {list(tokens.shape)} and dtype {tokens.dtype}; it must be [N, T] with N >= 1, T >= 2 "
-            "and dtype torch.int64 or torch.int32"
+            f"tokens has shape {list(tokens.shape)} and dtype {tokens.dtype}; it must be [N, T]"
+            " with N >= 1, T >= 2 and dtype torch.int64 or torch.int32"
         )
     for name, number in (("batch", batch), ("floor_sequences", floor_sequences)):
         if number is not None:
@@ -185,13 +217,15 @@ def measure_drift(
     # a loaded model goes to the GPU by default, a stream stays where it is
     default = "cuda" if torch.cuda.is_available() else None
     teacher, compared = (
-        as_stream(model, device=device or (default if isinstance(model, nn.Module) else None), dtype=dtype)
+        as_stream(
+            model, device=device or (default if isinstance(model, nn.Module) else None), dtype=dtype
+        )
         for model in (source, student)
     )
     if teacher.layers != compared.layers:
         raise ValueError(
-            f"the student has {compared.layers} layers, but the source has {teacher.layers}; compare a converted "
-            "model with its source"
+            f"the student has {compared.layers} layers, but the source has {teacher.layers};"
+            " compare a converted model with its source"
         )
     size = batch or max(1, TOKENS_AT_ONCE // tokens.shape[1])
     some = tokens[: floor_sequences if floor else 0]
@@ -207,7 +241,9 @@ def measure_drift(
 
 
 def floor_count(tokens: Tensor) -> int:
-    """Number of sequences of ``tokens [N, T]`` for the rounding floor: about 512 tokens, at least one sequence."""
+    """Number of sequences of ``tokens [N, T]`` for the rounding floor: about 512 tokens, at least
+    one sequence.
+    """
     # twice as many gave the same floor
     return max(1, min(len(tokens), _FLOOR_TOKENS // tokens.shape[1]))
 
@@ -222,10 +258,12 @@ def report_of(
     batch: int | None = None,
     start: Callable[[], Callable[[], None]] = lambda: lambda: None,
 ) -> DriftReport:
-    """The report for a comparison ``measured`` over ``tokens [N, T]``, including its floor and cache bytes.
+    """The report for a comparison ``measured`` over ``tokens [N, T]``, including its floor and
+    cache bytes.
 
-    The floor is measured on ``floor_tokens`` (skipped if empty), by default the first ``floor_count(tokens)``
-    sequences. ``start`` is called before it is measured; ``batch`` and the function that it returns go to ``compare``.
+    The floor is measured on ``floor_tokens`` (skipped if empty), by default the first
+    ``floor_count(tokens)`` sequences. ``start`` is called before it is measured; ``batch`` and the
+    function that it returns go to ``compare``.
     """
     some = tokens[: floor_count(tokens)] if floor_tokens is None else floor_tokens
     coarse = max(source.dtype, student.dtype, key=lambda dtype: torch.finfo(dtype).eps)
@@ -233,7 +271,8 @@ def report_of(
     # no dtype is wider than float64
     if coarse != torch.float64 and len(some):
         exact = torch.float64 if coarse == torch.float32 else torch.float32
-        reference, rounded = source.to(dtype=exact), as_stream(source, dtype=coarse)
+        reference = source.to(dtype=exact)
+        rounded = as_stream(source, dtype=coarse)
         lowest = compare(reference, rounded, some, batch or len(some), start())
         floor = Floor(dtype_name(coarse), dtype_name(exact), len(some), lowest)
     return DriftReport(
@@ -255,13 +294,19 @@ def perplexity(loss: float) -> float:
 
 
 def _layer(layer: LayerDrift, floor: LayerDrift | None) -> dict[str, Any]:
-    """One layer as plain values; its heads have floors only if the floor has the same number of heads."""
+    """One layer as plain values; its heads have floors only if the floor has the same number of
+    heads.
+    """
     lows = floor.heads if floor is not None and len(floor.heads) == len(layer.heads) else ()
     heads = [
         {**asdict(head), "error": _pair(head, low, "error"), "row_kl": _pair(head, low, "row_kl")}
         for head, low in itertools.zip_longest(layer.heads, lows)
     ]
-    return {"layer": layer.layer, **{name: _pair(layer, floor, name) for name in _LAYER_NUMBERS}, "heads": heads}
+    return {
+        "layer": layer.layer,
+        **{name: _pair(layer, floor, name) for name in _LAYER_NUMBERS},
+        "heads": heads,
+    }
 
 
 def _pair(measured: object, floor: object, name: str) -> dict[str, float | None]:

@@ -1,8 +1,9 @@
-"""Models as streams of layers that are opened one at a time, used for drift, calibration and profiles.
+"""Models as streams of layers that are opened one at a time, used for drift, calibration and
+profiles.
 
-Two models can process the same tokens side by side with only one layer of each in memory. ``as_stream`` wraps loaded
-models; checkpoints on disk have their own streams. Shapes: ``B`` sequences, ``T`` positions, ``E`` model dim, ``V``
-vocabulary.
+Two models can process the same tokens side by side with only one layer of each in memory.
+``as_stream`` wraps loaded models; checkpoints on disk have their own streams. Shapes: ``B``
+sequences, ``T`` positions, ``E`` model dim, ``V`` vocabulary.
 """
 
 import copy
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from kvfold.attention.drift.frame import Arguments, Frame, cache_bytes_per_token, layer_list
 from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 
-# One layer, in memory: takes the residual stream before it, ``[B, T, E]``, at a text's positions 0 .. T-1.
+# One layer, in memory: takes the residual stream before it, ``[B, T, E]``, at a text's positions 0
+# .. T-1.
 StreamLayer = Callable[[Tensor], LayerOutput]
 
 
@@ -36,24 +38,33 @@ class LayerStream(Protocol):
         """Load layer ``index`` into memory; it is freed when the context exits."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply final norm and head to the residual stream after the last layer: ``[B, T, E]`` -> ``[B, T, V]``."""
+        """Apply final norm and head to the residual stream after the last layer: ``[B, T, E]`` ->
+        ``[B, T, V]``.
+        """
 
     def cache_bytes_per_token(self) -> int:
-        """Bytes that each token adds to the cache object that generation uses, summed over all layers."""
+        """Bytes that each token adds to the cache object that generation uses, summed over all
+        layers.
+        """
 
-    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LayerStream":
+    def to(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "LayerStream":
         """The same model, computed on another device or in another dtype."""
 
 
 class LoadedStream:
     """The layer stream of a causal language model in memory. The model itself is never changed.
 
-    If ``device`` or ``dtype`` differs from the model's, layers are copied and converted one at a time. transformers
-    computes norms and rotary angles in float32 for any dtype.
+    If ``device`` or ``dtype`` differs from the model's, layers are copied and converted one at a
+    time. transformers computes norms and rotary angles in float32 for any dtype.
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         first = next(model.parameters())
         self.model = model
@@ -67,11 +78,15 @@ class LoadedStream:
 
     @cached_property
     def _frame(self) -> Frame:
-        """A copy of the model without layers, on the stream's device and in its dtype; shares tensors if possible."""
+        """A copy of the model without layers, on the stream's device and in its dtype; shares
+        tensors if possible.
+        """
         # deepcopy takes what its memo holds: layers are shared, not copied
         memo: dict[int, Any] = {id(layer): layer for layer in self._layers}
         if not _differs(self.model, self.device, self.dtype):
-            memo |= {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
+            memo |= {
+                id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())
+            }
         frame = Frame(copy.deepcopy(self.model, memo))
         _convert(frame.model, self.device, self.dtype).eval()
         return frame
@@ -112,24 +127,37 @@ class LoadedStream:
         with evaluating(self.model):
             return cache_bytes_per_token(self._layers, enter)
 
-    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LoadedStream":
-        return LoadedStream(self.model, self.device if device is None else device, dtype or self.dtype)
+    def to(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "LoadedStream":
+        return LoadedStream(
+            self.model, self.device if device is None else device, dtype or self.dtype
+        )
 
 
 def as_stream(
-    model: nn.Module | LayerStream, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    model: nn.Module | LayerStream,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> LayerStream:
-    """A stream on ``device`` and in ``dtype`` for a loaded transformers causal language model or an existing stream.
+    """A stream on ``device`` and in ``dtype`` for a loaded transformers causal language model or an
+    existing stream.
 
-    None keeps the model's own. Raises ValueError for other types, or if the model's decoder layers cannot be found.
+    None keeps the model's own. Raises ValueError for other types, or if the model's decoder layers
+    cannot be found.
     """
     if isinstance(model, nn.Module):
         return LoadedStream(model, device, dtype)
     if not isinstance(model, LayerStream):
         raise ValueError(
-            f"the model has type {type(model).__name__!r}; it must be a transformers model or a LayerStream"
+            f"the model has type {type(model).__name__!r}; it must be a transformers model or a"
+            " LayerStream"
         )
-    unchanged = (device is None or torch.device(device) == model.device) and dtype in (None, model.dtype)
+    unchanged = (device is None or torch.device(device) == model.device) and dtype in (
+        None,
+        model.dtype,
+    )
     return model if unchanged else model.to(device=device, dtype=dtype)
 
 
@@ -151,7 +179,9 @@ def _differs(module: nn.Module, device: torch.device, dtype: torch.dtype) -> boo
 
 
 def _convert(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Move and cast ``module`` in place. Buffers, and parameters in another dtype than the first, keep their dtype."""
+    """Move and cast ``module`` in place. Buffers, and parameters in another dtype than the first,
+    keep their dtype.
+    """
     first = next(module.parameters(), None)
     main = None if first is None else first.dtype
     for parameter in module.parameters():

@@ -1,7 +1,9 @@
-"""An output folder that appears either complete or not at all, even if the process that writes it is killed.
+"""An output folder that appears either complete or not at all, even if the process that writes it
+is killed.
 
-The work happens in ``.OUT.kvfold-<token>``, in OUT's parent folder, under a lock on ``.OUT.kvfold.lock``. Only a killed
-process leaves them behind; the next run that acquires the lock treats them as stale.
+The work happens in ``.OUT.kvfold-<token>``, in OUT's parent folder, under a lock on
+``.OUT.kvfold.lock``. Only a killed process leaves them behind; the next run that acquires the lock
+treats them as stale.
 """
 
 import ctypes
@@ -36,14 +38,15 @@ _TOKEN = re.compile(r"-[0-9a-f]{8}(\.old)?$")
 _ASIDE = ".old"
 # of Linux's renameat2
 _AT_FDCWD = -100
-_NOREPLACE, _EXCHANGE = 1, 2
+_NOREPLACE = 1
+_EXCHANGE = 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 # Code that save_pretrained, the hub and layout kvfold put next to weights
 _CODE = re.compile(
     r"(modeling|configuration|tokenization|processing|image_processing|video_processing|feature_extraction)_\w+\.py"
 )
-# Some patterns of files that are passed on (vocab*, tokenizer*, *.model) fit a user's files too: of those only the
-# names that transformers' tokenizers write are sure
+# Some patterns of files that are passed on (vocab*, tokenizer*, *.model) fit a user's files too: of
+# those only the names that transformers' tokenizers write are sure
 _WIDE = re.compile(r"(vocab|tokenizer).*|.*\.model")
 _TOKENIZER = re.compile(
     r"(vocab|tokenizer)(_config|[-_.](\d+|v\d+|src|tgt|source|target|tekken))?(\.(json|txt|bpe|model|jinja|v\d+))+"
@@ -52,72 +55,118 @@ _TOKENIZER = re.compile(
 
 
 def check_output(
-    out: str | os.PathLike[str], *, overwrite: bool = False, model: str | os.PathLike[str] | None = None
+    out: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    model: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Check that OUT may be written, and return its real path. Changes nothing on disk. ``model`` may be a hub id.
+    """Check that OUT may be written, and return its real path. Changes nothing on disk. ``model``
+    may be a hub id.
 
-    Raises InputError if OUT exists without ``overwrite`` and is not an empty folder; if OUT is a file or a mount point,
-    or contains files that do not belong to a checkpoint; if OUT and MODEL overlap; or if the nearest existing parent is
-    not a writable folder (missing parents are created later).
+    Raises InputError if OUT exists without ``overwrite`` and is not an empty folder; if OUT is a
+    file or a mount point, or contains files that do not belong to a checkpoint; if OUT and MODEL
+    overlap; or if the nearest existing parent is not a writable folder (missing parents are created
+    later).
     """
     try:
         target = Path(out).resolve()
         os.lstat(target)
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except (OSError, RuntimeError, ValueError) as error:  # too long a name, links in a circle, a NUL character
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # too long a name, links in a circle, a NUL character
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise InputError(f"{out} cannot be an output folder ({reason}); choose another OUT") from None
-    # an OUT inside MODEL would become part of what is read; replacing an OUT around MODEL would remove MODEL
+        raise InputError(
+            f"{out} cannot be an output folder ({reason}); choose another OUT"
+        ) from None
+    # an OUT inside MODEL would become part of what is read; replacing an OUT around MODEL would
+    # remove MODEL
     if model is not None and os.path.isdir(model):
         source = Path(model).resolve()
         if target.is_relative_to(source) or source.is_relative_to(target):
             if target == source:
                 raise InputError(f"OUT is the same folder as MODEL ({source}); choose another OUT")
             relation = "is inside" if target.is_relative_to(source) else "contains"
-            raise InputError(f"OUT ({target}) {relation} MODEL ({source}); choose an OUT that does not overlap MODEL")
+            raise InputError(
+                f"OUT ({target}) {relation} MODEL ({source}); choose an OUT that does not overlap"
+                " MODEL"
+            )
     if os.path.lexists(target):
         _check_replaceable(target, overwrite)
     parent = next(path for path in target.parents if os.path.lexists(path))
     if not parent.is_dir():
-        raise InputError(f"{target} cannot be created: {parent} is not a folder; choose another OUT")
+        raise InputError(
+            f"{target} cannot be created: {parent} is not a folder; choose another OUT"
+        )
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise InputError(f"{target} cannot be created: {parent} is not writable; choose another OUT")
+        raise InputError(
+            f"{target} cannot be created: {parent} is not writable; choose another OUT"
+        )
     return target
 
 
 def _check_replaceable(target: Path, overwrite: bool) -> None:
-    """Raise InputError unless ``target`` is an empty folder or, with ``overwrite``, a checkpoint and nothing else."""
+    """Raise InputError unless ``target`` is an empty folder or, with ``overwrite``, a checkpoint
+    and nothing else.
+    """
     try:
         names = sorted(os.listdir(target))
     except OSError:  # a file, or a folder that nothing may list
         names = None
     if names != [] and not overwrite:
-        raise InputError(f"{target} already exists; choose another OUT or use {opt('overwrite', True)}")
+        raise InputError(
+            f"{target} already exists; choose another OUT or use {opt('overwrite', True)}"
+        )
     if names is None:
-        raise InputError(f"{target} is not a readable folder and cannot be overwritten; choose another OUT")
+        raise InputError(
+            f"{target} is not a readable folder and cannot be overwritten; choose another OUT"
+        )
     if os.path.ismount(target):
-        raise InputError(f"{target} is a mount point, which cannot be replaced; choose a folder inside it")
+        raise InputError(
+            f"{target} is a mount point, which cannot be replaced; choose a folder inside it"
+        )
     weights = {name for name in names if Path(name).suffix in WEIGHT_SUFFIXES}
     extra = set(extra_names(names))
     known = weights | {CONFIG, INDEX, *LEGACY, RECORD, "README.md", ".gitattributes", TEMPLATES}
     known |= {name for name in extra if not _WIDE.fullmatch(name) or _TOKENIZER.fullmatch(name)}
     known |= {name for name in names if _CODE.fullmatch(name)}
-    known |= {name for name in names if name in extra or name.endswith(".py")} & _listed_files(target)
-    foreign = [name for name in names if name not in known or (name != TEMPLATES and (target / name).is_dir())]
+    known |= {name for name in names if name in extra or name.endswith(".py")} & _listed_files(
+        target
+    )
+    foreign = [
+        name
+        for name in names
+        if name not in known or (name != TEMPLATES and (target / name).is_dir())
+    ]
     below = (target / TEMPLATES).glob("*")
-    foreign += [f"{TEMPLATES}/{path.name}" for path in below if path.suffix != ".jinja" or not path.is_file()]
+    foreign += [
+        f"{TEMPLATES}/{path.name}"
+        for path in below
+        if path.suffix != ".jinja" or not path.is_file()
+    ]
     way_out = "delete that folder yourself if you do not need it, or choose another OUT"
     if foreign:
         shown = f"{', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}"
-        raise InputError(f"{target} contains {shown}, which kvfold does not recognize as checkpoint files; {way_out}")
+        raise InputError(
+            f"{target} contains {shown}, which kvfold does not recognize as checkpoint files;"
+            f" {way_out}"
+        )
     if names and not weights and RECORD not in names:
-        raise InputError(f"{target} is not a checkpoint: it has {', '.join(names[:3])}, but no weights; {way_out}")
+        raise InputError(
+            f"{target} is not a checkpoint: it has {', '.join(names[:3])}, but no weights;"
+            f" {way_out}"
+        )
 
 
 def _listed_files(folder: Path) -> set[str]:
-    """The files listed in ``kvfold.json``, and the Python files with the classes in config.json's ``auto_map``."""
-    auto_map, files = json_beside(folder, CONFIG).get("auto_map"), json_beside(folder, RECORD).get("files")
+    """The files listed in ``kvfold.json``, and the Python files with the classes in config.json's
+    ``auto_map``.
+    """
+    auto_map = json_beside(folder, CONFIG).get("auto_map")
+    files = json_beside(folder, RECORD).get("files")
     values = auto_map.values() if isinstance(auto_map, dict) else ()
     classes = [name for value in values for name in (value if isinstance(value, list) else [value])]
     modules = {f"{name.rpartition('.')[0]}.py" for name in classes if isinstance(name, str)}
@@ -126,7 +175,9 @@ def _listed_files(folder: Path) -> set[str]:
 
 @contextmanager
 def _parents(target: Path) -> Iterator[None]:
-    """Create the missing folders above ``target``; if the block raises, remove those that are still empty."""
+    """Create the missing folders above ``target``; if the block raises, remove those that are still
+    empty.
+    """
     missing = [path for path in target.parents if not path.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -153,30 +204,38 @@ def output_folder(
     resume: Callable[[Path], bool] | None = None,
     fresh: bool = False,
 ) -> Iterator[Path]:
-    """Yield a temporary folder that becomes OUT when the block ends, and is removed if the block raises.
+    """Yield a temporary folder that becomes OUT when the block ends, and is removed if the block
+    raises.
 
-    On success, the folder is synced and renamed to OUT; with ``overwrite``, an existing OUT stays intact until the two
-    are exchanged. Folders that killed runs left behind for this OUT are removed, except the newest one that
-    ``resume(folder)`` accepts: it is yielded instead of a new one. If the block raises, the folder is kept for a later
-    run if ``resume`` accepts it; with ``fresh``, earlier ones are removed in any case. Raises InputError as
-    ``check_output`` does, and if another process is writing OUT.
+    On success, the folder is synced and renamed to OUT; with ``overwrite``, an existing OUT stays
+    intact until the two are exchanged. Folders that killed runs left behind for this OUT are
+    removed, except the newest one that ``resume(folder)`` accepts: it is yielded instead of a new
+    one. If the block raises, the folder is kept for a later run if ``resume`` accepts it; with
+    ``fresh``, earlier ones are removed in any case. Raises InputError as ``check_output`` does, and
+    if another process is writing OUT.
     """
     target = check_output(out, overwrite=overwrite, model=model)
     with DeferredSignals() as signals, _parents(target), output_lock(target) as locked:
         pattern = re.compile(re.escape(_prefix(target)) + _TOKEN.pattern)
         # without locks, the folder of a run at work could not be told from that of a killed one
-        stale = [Path(entry.path) for entry in os.scandir(target.parent) if locked and pattern.fullmatch(entry.name)]
+        stale = [
+            Path(entry.path)
+            for entry in os.scandir(target.parent)
+            if locked and pattern.fullmatch(entry.name)
+        ]
         stale.sort(key=lambda path: path.lstat().st_mtime, reverse=True)
         for path in stale:
             _complete_replacement(path, target)
-        # once more: OUT may have appeared while nobody held the lock, or just now, back from a replacement cut short
+        # once more: OUT may have appeared while nobody held the lock, or just now, back from a
+        # replacement cut short
         check_output(out, overwrite=overwrite, model=model)
         folder = _work_folder(target, stale, None if fresh else resume)
         published = False
         try:
             signals.deliver()
             yield folder
-            # all bytes first: a rename that reached the disk before them would show a whole checkpoint of empty files
+            # all bytes first: a rename that reached the disk before them would show a whole
+            # checkpoint of empty files
             for current, _, files in os.walk(folder, topdown=False):
                 for file in files:
                     sync_path(Path(current, file))
@@ -203,24 +262,37 @@ def _remove(folder: Path) -> None:
 
 
 def free_space_check(path: str | os.PathLike[str], needed_bytes: int, purpose: str = "") -> None:
-    """Raise InputError if fewer than ``needed_bytes`` are free for ``path``. Call it inside ``output_folder``."""
+    """Raise InputError if fewer than ``needed_bytes`` are free for ``path``. Call it inside
+    ``output_folder``.
+    """
     target = Path(path).resolve()
     existing = next(parent for parent in (target, *target.parents) if parent.is_dir())
     free = shutil.disk_usage(existing).free
     if _TOKEN.search(target.name):
         # blocks, not sizes: the holes of sparse shards take no room yet
-        free += sum(os.stat(Path(root, file)).st_blocks * 512 for root, _, files in os.walk(target) for file in files)
+        free += sum(
+            os.stat(Path(root, file)).st_blocks * 512
+            for root, _, files in os.walk(target)
+            for file in files
+        )
     if needed_bytes > free:
-        required, available = (f"{bytes_text(count)} ({count} bytes)" for count in (needed_bytes, free))
+        required, available = (
+            f"{bytes_text(count)} ({count} bytes)" for count in (needed_bytes, free)
+        )
         figures = f"{available} free, but {required} needed{purpose and ' ' + purpose}"
-        raise InputError(f"{existing}: too little disk space: {figures}; free some or choose an OUT on another disk")
+        raise InputError(
+            f"{existing}: too little disk space: {figures}; free some or choose an OUT on another"
+            " disk"
+        )
 
 
 @contextmanager
 def output_lock(target: Path) -> Iterator[bool]:
-    """Lock ``target`` for the block; yields False if the file system lacks locks. InputError if another run has it."""
-    # The package filelock would not do: it leaves its file behind, and without locks puts a file in their place that
-    # blocks every run after a killed one.
+    """Lock ``target`` for the block; yields False if the file system lacks locks. InputError if
+    another run has it.
+    """
+    # The package filelock would not do: it leaves its file behind, and without locks puts a file in
+    # their place that blocks every run after a killed one.
     path = target.parent / f"{_prefix(target)}.lock"
     with DeferredSignals() as signals:
         handle = _locked(path, target)
@@ -235,7 +307,9 @@ def output_lock(target: Path) -> Iterator[bool]:
 
 
 def _locked(path: Path, target: Path) -> int | None:
-    """Open and lock the file ``path``. Returns its descriptor, or None if the file system does not support locks."""
+    """Open and lock the file ``path``. Returns its descriptor, or None if the file system does not
+    support locks.
+    """
     while True:
         try:
             # OUT may lie in a folder that others write to, such as /tmp: no link is followed there
@@ -248,7 +322,9 @@ def _locked(path: Path, target: Path) -> int | None:
             os.close(handle)
             if error.errno in _LOCKLESS:
                 return None
-            raise InputError(f"{target} is being written by another run; wait until it ends") from None
+            raise InputError(
+                f"{target} is being written by another run; wait until it ends"
+            ) from None
         # its last holder may have removed the file between our open and our lock
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), os.stat(path)):
@@ -257,18 +333,24 @@ def _locked(path: Path, target: Path) -> int | None:
 
 
 def _not_writable(target: Path, error: OSError) -> InputError:
-    return InputError(f"{target} cannot be created in {target.parent} ({error.strerror}); choose another OUT")
+    return InputError(
+        f"{target} cannot be created in {target.parent} ({error.strerror}); choose another OUT"
+    )
 
 
 def _prefix(target: Path) -> str:
-    """The prefix of temporary names. A digest replaces a long OUT name, because file names are limited to 255 bytes."""
+    """The prefix of temporary names. A digest replaces a long OUT name, because file names are
+    limited to 255 bytes.
+    """
     name = os.fsencode(target.name)
     short = target.name if len(name) <= 200 else hashlib.sha256(name).hexdigest()[:32]
     return f".{short}.kvfold"
 
 
 def _work_folder(target: Path, stale: list[Path], resume: Callable[[Path], bool] | None) -> Path:
-    """Return the first ``stale`` folder that ``resume`` accepts, or else a new one; remove the other stale folders."""
+    """Return the first ``stale`` folder that ``resume`` accepts, or else a new one; remove the
+    other stale folders.
+    """
     chosen = None
     for path in stale:
         if chosen is None and path.is_dir() and resume is not None and resume(path):
@@ -285,7 +367,9 @@ def _work_folder(target: Path, stale: list[Path], resume: Callable[[Path], bool]
 
 
 def _complete_replacement(path: Path, target: Path) -> None:
-    """Finish an interrupted replacement: move the old OUT at ``path`` back if ``target`` is missing, else delete it."""
+    """Finish an interrupted replacement: move the old OUT at ``path`` back if ``target`` is
+    missing, else delete it.
+    """
     if path.name.endswith(_ASIDE):
         if os.path.lexists(path) and not os.path.lexists(target):
             os.rename(path, target)
@@ -314,11 +398,15 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
-        raise InputError(f"{target} was created by another program during the run; choose another OUT") from None
+        raise InputError(
+            f"{target} was created by another program during the run; choose another OUT"
+        ) from None
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> bool:
-    """Call Linux's renameat2. Returns False if the C library, kernel or file system lacks it or these ``flags``."""
+    """Call Linux's renameat2. Returns False if the C library, kernel or file system lacks it or
+    these ``flags``.
+    """
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False

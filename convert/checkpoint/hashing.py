@@ -1,4 +1,6 @@
-"""SHA-256 of files and of byte ranges in them, for ``kvfold.json``, ``kvfold verify`` and ``--resume``."""
+"""SHA-256 of files and of byte ranges in them, for ``kvfold.json``, ``kvfold verify`` and
+``--resume``.
+"""
 
 import hashlib
 import mmap
@@ -21,7 +23,9 @@ _POLL = 0.05  # seconds: a tensor is written in less, or takes far longer
 
 
 def file_sha256(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> str:
-    """The SHA-256 of a file, or of the bytes in each of ``ranges`` in turn. InputError if it ends before that."""
+    """The SHA-256 of a file, or of the bytes in each of ``ranges`` in turn. InputError if it ends
+    before that.
+    """
     with open_source(path) as file:
         if ranges is None:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -33,32 +37,41 @@ def file_sha256(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> 
 
 
 def _update(digest: "hashlib._Hash", file: FileIO, start: int, end: int) -> None:
-    """Add the bytes ``start`` to ``end`` of an open file to ``digest``. Nothing else may shorten the file meanwhile."""
+    """Add the bytes ``start`` to ``end`` of an open file to ``digest``. Nothing else may shorten
+    the file meanwhile.
+    """
     first = start - start % mmap.ALLOCATIONGRANULARITY
     try:
-        # Mapped: read through a buffer, beside a copy, they take 1.1 CPU seconds per GB instead of 0.7 (EPYC with
-        # SHA-NI, 2026-11-24).
+        # Mapped: read through a buffer, beside a copy, they take 1.1 CPU seconds per GB instead of
+        # 0.7 (EPYC with SHA-NI, 2026-11-24).
         with (
             mmap.mmap(file.fileno(), end - first, access=mmap.ACCESS_READ, offset=first) as mapped,
             memoryview(mapped)[start - first :] as part,
         ):
             digest.update(part)
-    except (OSError, ValueError):  # a file system without maps, too little memory for one, or a file that was cut short
+    except (
+        OSError,
+        ValueError,
+    ):  # a file system without maps, too little memory for one, or a file that was cut short
         for part in read_parts(file, start, end):
             digest.update(part)
 
 
 @contextmanager
-def hashing(folder: Path, shards: Sequence[Shard], written: Container[str]) -> Iterator[Callable[[], dict[str, str]]]:
-    """Hash the files of ``shards`` while the block writes them, each tensor once its name is in ``written``.
+def hashing(
+    folder: Path, shards: Sequence[Shard], written: Container[str]
+) -> Iterator[Callable[[], dict[str, str]]]:
+    """Hash the files of ``shards`` while the block writes them, each tensor once its name is in
+    ``written``.
 
-    Yields a function that waits for the hashes and returns them by file name; call it after everything is written. It
-    raises InputError if a file cannot be read.
+    Yields a function that waits for the hashes and returns them by file name; call it after
+    everything is written. It raises InputError if a file cannot be read.
     """
     stopped = threading.Event()
 
     def digest(shard: Shard) -> str:
-        hashed, position = hashlib.sha256(shard.header), len(shard.header)
+        hashed = hashlib.sha256(shard.header)
+        position = len(shard.header)
         with open_source(folder / shard.file) as file:
             for tensor in shard.tensors:
                 while tensor.name not in written:
@@ -73,7 +86,8 @@ def hashing(folder: Path, shards: Sequence[Shard], written: Container[str]) -> I
                     position = part_end
         return hashed.hexdigest()
 
-    # what was just written is in the page cache: a finished output need not be read from the disk once more
+    # what was just written is in the page cache: a finished output need not be read from the disk
+    # once more
     with ThreadPoolExecutor(1, "kvfold-hash") as pool:
         hashes = pool.submit(lambda: {shard.file: digest(shard) for shard in shards})
         try:
@@ -86,13 +100,17 @@ def hashing(folder: Path, shards: Sequence[Shard], written: Container[str]) -> I
 def hashing_source(
     files: Iterable[Path], found: dict[Path, str], copied_first: bool
 ) -> Iterator[Callable[[Path, int, int], None]]:
-    """Hash ``files`` in a thread while the block reads them, and add the hashes to ``found`` when it ends.
+    """Hash ``files`` in a thread while the block reads them, and add the hashes to ``found`` when
+    it ends.
 
-    Yields a function for the bytes of a file that the block has copied, in the order of the file: they are hashed and
-    dropped while they are still in memory. With ``copied_first``, the rest waits for the end of the block.
+    Yields a function for the bytes of a file that the block has copied, in the order of the file:
+    they are hashed and dropped while they are still in memory. With ``copied_first``, the rest
+    waits for the end of the block.
     """
     copies: SimpleQueue[tuple[Path, int, int] | None] = SimpleQueue()
-    stopped, digests, ends = threading.Event(), {path: hashlib.sha256() for path in files}, dict[Path, int]()
+    stopped = threading.Event()
+    digests = {path: hashlib.sha256() for path in files}
+    ends = dict[Path, int]()
 
     def update(path: Path, end: int | None) -> None:
         # Not mapped: a program that cut the file short meanwhile would kill this one.
@@ -124,16 +142,25 @@ def hashing_source(
     found.update({path: digest.hexdigest() for path, digest in digests.items()})
 
 
-def file_hashes(folder: Path, record: str = RECORD, known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The SHA-256 of every file below ``folder`` by relative path, except ``record``. Those ``known`` are not read."""
-    names, known = _names(folder, record), known or {}
+def file_hashes(
+    folder: Path, record: str = RECORD, known: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The SHA-256 of every file below ``folder`` by relative path, except ``record``. Those
+    ``known`` are not read.
+    """
+    names = _names(folder, record)
+    known = known or {}
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        hashes = pool.map(lambda name: known[name] if name in known else file_sha256(folder / name), names)
+        hashes = pool.map(
+            lambda name: known[name] if name in known else file_sha256(folder / name), names
+        )
         return dict(zip(names, hashes, strict=True))
 
 
 def file_problems(folder: Path, expected: Mapping[str, str], record: str = RECORD) -> Iterator[str]:
-    """Yield a line for every file that is missing, changed or new compared to ``expected``, made by ``file_hashes``."""
+    """Yield a line for every file that is missing, changed or new compared to ``expected``, made by
+    ``file_hashes``.
+    """
     for name in sorted(set(_names(folder, record)) - expected.keys()):
         yield f"{name}: kvfold did not write this file"
     for name, digest in expected.items():
@@ -143,11 +170,15 @@ def file_problems(folder: Path, expected: Mapping[str, str], record: str = RECOR
             yield error.message
         else:
             if found != digest:
-                yield f"{name}: changed since it was written: its SHA-256 is {found}, not {short(digest)}"
+                yield (
+                    f"{name}: changed since it was written: its SHA-256 is {found}, not"
+                    f" {short(digest)}"
+                )
 
 
 def _names(folder: Path, record: str) -> list[str]:
-    """The relative paths of all files below ``folder``, except ``record`` and top-level hidden ones (``.git``).
+    """The relative paths of all files below ``folder``, except ``record`` and top-level hidden ones
+    (``.git``).
 
     A link to a folder is a file here: what is behind it is not part of ``folder``.
     """
@@ -157,4 +188,6 @@ def _names(folder: Path, record: str) -> list[str]:
         for root, below, names in walked
         for name in (*names, *(each for each in below if (root / each).is_symlink()))
     )
-    return sorted(str(file) for file in files if str(file) != record and not file.parts[0].startswith("."))
+    return sorted(
+        str(file) for file in files if str(file) != record and not file.parts[0].startswith(".")
+    )

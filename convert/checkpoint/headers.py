@@ -1,7 +1,8 @@
 """Parse and check the header of a safetensors file, without torch.
 
-Format: the header length in 8 little-endian bytes, a JSON object ``{name: {dtype, shape, data_offsets}}`` padded with
-spaces, then the bytes of all tensors without gaps (https://huggingface.co/docs/safetensors).
+Format: the header length in 8 little-endian bytes, a JSON object ``{name: {dtype, shape,
+data_offsets}}`` padded with spaces, then the bytes of all tensors without gaps
+(https://huggingface.co/docs/safetensors).
 """
 
 import math
@@ -28,7 +29,12 @@ DTYPE_BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-TORCH_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}  # torch's spelling of floats
+TORCH_NAMES = {
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+}  # torch's spelling of floats
 FLOAT_DTYPES = frozenset(TORCH_NAMES)
 MAX_HEADER = 100_000_000  # what the reference implementation accepts
 _LARGEST = 2**63 - 1  # no tensor has more elements, and no file more bytes
@@ -37,10 +43,11 @@ LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One stored tensor. ``start`` and ``end`` are byte positions in ``file``, whose name is relative to the folder.
+    """One stored tensor. ``start`` and ``end`` are byte positions in ``file``, whose name is
+    relative to the folder.
 
-    ``made`` is ``dequantized`` or ``cast`` if the tensor differs from its stored bytes. For such tensors, and for those
-    in a legacy pickle, the positions only define an order.
+    ``made`` is ``dequantized`` or ``cast`` if the tensor differs from its stored bytes. For such
+    tensors, and for those in a legacy pickle, the positions only define an order.
     """
 
     name: str
@@ -75,35 +82,55 @@ def read_header(path: Path, file: str) -> Header:
 
 
 def parse_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Header:
-    """Parse and check the header of ``file``, which has ``size`` bytes. ``read(start, length)`` returns its bytes."""
+    """Parse and check the header of ``file``, which has ``size`` bytes. ``read(start, length)``
+    returns its bytes.
+    """
     try:
         if size < LENGTH_BYTES:
-            raise ValueError(f"truncated to {size} bytes, but a header takes at least {LENGTH_BYTES}")
+            raise ValueError(
+                f"truncated to {size} bytes, but a header takes at least {LENGTH_BYTES}"
+            )
         (length,) = struct.unpack("<Q", read(0, LENGTH_BYTES))
         if length > MAX_HEADER:
-            raise ValueError(f"its header would take {length} bytes, but at most {MAX_HEADER} are allowed")
+            raise ValueError(
+                f"its header would take {length} bytes, but at most {MAX_HEADER} are allowed"
+            )
         if LENGTH_BYTES + length > size:
-            raise ValueError(f"truncated to {size} bytes, but its header alone takes {LENGTH_BYTES + length}")
+            raise ValueError(
+                f"truncated to {size} bytes, but its header alone takes {LENGTH_BYTES + length}"
+            )
         raw = read(LENGTH_BYTES, length)
         entries = load_json(raw, object_pairs_hook=_unique)
         if not raw.startswith(b"{"):
             raise ValueError("its header must be a JSON object")
     except (ValueError, RecursionError) as error:
-        return Header(problems=[f"{file}: not a valid safetensors file: {first_line(error)}; download the file again"])
+        return Header(
+            problems=[
+                f"{file}: not a valid safetensors file: {first_line(error)}; download the file"
+                " again"
+            ]
+        )
     header = Header()
-    metadata = entries.pop("__metadata__", None)  # null is what the safetensors library takes for no metadata
+    metadata = entries.pop(
+        "__metadata__", None
+    )  # null is what the safetensors library takes for no metadata
     if metadata is not None and not (
         isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     ):
         header.problems.append(
-            f"{file}: __metadata__ must map names to strings, but is {short(metadata)}; download the file again"
+            f"{file}: __metadata__ must map names to strings, but is {short(metadata)}; download"
+            " the file again"
         )
     for name, entry in entries.items():
         if problem := _entry_problem(entry):
-            header.problems.append(f"{file}: tensor {short(name)}: {problem}; download the file again")
+            header.problems.append(
+                f"{file}: tensor {short(name)}: {problem}; download the file again"
+            )
             continue
         start, end = (LENGTH_BYTES + length + offset for offset in entry["data_offsets"])
-        header.tensors.append(TensorInfo(name, entry["dtype"], tuple(entry["shape"]), file, start, end))
+        header.tensors.append(
+            TensorInfo(name, entry["dtype"], tuple(entry["shape"]), file, start, end)
+        )
     header.tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
     # an entry that was refused above would look like a gap
     if not header.problems:
@@ -114,38 +141,62 @@ def parse_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Hea
 def _entry_problem(entry: Any) -> str:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         return "its header entry must contain exactly dtype, shape and data_offsets"
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         return f"dtype {short(dtype)} must be one of {', '.join(DTYPE_BITS)}"
     for key, value in (("shape", shape), ("data_offsets", offsets)):
         # not isinstance: JSON's true would pass for 1
-        if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+        if not isinstance(value, list) or not all(
+            type(item) is int and item >= 0 for item in value
+        ):
             return f"{key} {short(value)} must be a list of non-negative integers"
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         return f"data_offsets {short(offsets)} must be [begin, end] with begin <= end"
-    # multiplied one by one, up to the limit: the product of a hostile header's numbers could take minutes
+    # multiplied one by one, up to the limit: the product of a hostile header's numbers could take
+    # minutes
     counts = accumulate([0] if 0 in shape else shape, mul)
     if max([*shape, *offsets]) > _LARGEST or any(count > _LARGEST for count in counts):
-        return f"shape {short(shape)} and data_offsets {short(offsets)} must stay below 2**63 elements and bytes"
-    needed, found = tensor_bytes(dtype, tuple(shape)), offsets[1] - offsets[0]
+        return (
+            f"shape {short(shape)} and data_offsets {short(offsets)} must stay below 2**63 elements"
+            " and bytes"
+        )
+    needed = tensor_bytes(dtype, tuple(shape))
+    found = offsets[1] - offsets[0]
     if needed != found:
-        return f"dtype {dtype} and shape {short(shape)} need {needed} bytes, but data_offsets span {found}"
+        return (
+            f"dtype {dtype} and shape {short(shape)} need {needed} bytes, but data_offsets span"
+            f" {found}"
+        )
     return ""
 
 
 def _layout_problems(file: str, tensors: list[TensorInfo], base: int, size: int) -> list[str]:
-    """List the bytes between the header's end and the file's end that are not used by exactly one tensor."""
-    problems, position = [], base
+    """List the bytes between the header's end and the file's end that are not used by exactly one
+    tensor.
+    """
+    problems = []
+    position = base
     for tensor in tensors:
         if tensor.start != position:
-            fault = "overlaps the tensor before it" if tensor.start < position else "leaves a gap before it"
+            fault = (
+                "overlaps the tensor before it"
+                if tensor.start < position
+                else "leaves a gap before it"
+            )
             place = f"it starts at byte {tensor.start}, but must start at {position}"
-            problems.append(f"{file}: tensor {short(tensor.name)} {fault}: {place}; download the file again")
+            problems.append(
+                f"{file}: tensor {short(tensor.name)} {fault}: {place}; download the file again"
+            )
         position = max(position, tensor.end)
     if position > size:
         problems.append(f"{file}: truncated to {size} of {position} bytes; download the file again")
     elif position < size:
-        problems.append(f"{file}: no tensor uses the last {size - position} of {size} bytes; download the file again")
+        problems.append(
+            f"{file}: no tensor uses the last {size - position} of {size} bytes; download the file"
+            " again"
+        )
     return problems
 
 

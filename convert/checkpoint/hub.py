@@ -1,4 +1,6 @@
-"""Models named by a hub id, ``owner/name`` or ``owner/name@revision``. Imports huggingface_hub only when needed."""
+"""Models named by a hub id, ``owner/name`` or ``owner/name@revision``. Imports huggingface_hub only
+when needed.
+"""
 
 import re
 import sys
@@ -29,16 +31,24 @@ _FIRST_BYTES = 1 << 17  # nearly every header fits, so that one request per file
 _HUB_THREADS = 8
 _TIMEOUT = 30  # seconds without an answer
 _HUB_ADVICE = {
-    "GatedRepoError": "access is restricted: accept the terms on the model's page, then run `hf auth login`",
-    "RepositoryNotFoundError": "no such folder, and no such model on the hub (a private model needs `hf auth login`)",
-    "RevisionNotFoundError": "the model has no such revision; choose a branch, tag or commit from its page",
+    "GatedRepoError": (
+        "access is restricted: accept the terms on the model's page, then run `hf auth login`"
+    ),
+    "RepositoryNotFoundError": (
+        "no such folder, and no such model on the hub (a private model needs `hf auth login`)"
+    ),
+    "RevisionNotFoundError": (
+        "the model has no such revision; choose a branch, tag or commit from its page"
+    ),
     "HFValidationError": "no such folder, and not a valid hub id (owner/name)",
 }
 
 
 @dataclass(frozen=True)
 class RemoteFiles:
-    """A model on the hub at one commit: its file names, and the local folder with its downloaded config and index."""
+    """A model on the hub at one commit: its file names, and the local folder with its downloaded
+    config and index.
+    """
 
     model: str
     commit: str
@@ -47,7 +57,9 @@ class RemoteFiles:
 
 
 def download(model: str) -> Path:
-    """Download what is missing from the hub cache and return the snapshot's folder. Raises InputError if that fails."""
+    """Download what is missing from the hub cache and return the snapshot's folder. Raises
+    InputError if that fails.
+    """
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
 
@@ -66,7 +78,8 @@ def download(model: str) -> Path:
         config = huggingface_hub.try_to_load_from_cache(name, CONFIG, revision=revision or None)
         if not isinstance(config, str):
             raise
-        # the hub's library calls a partial snapshot incomplete; its weights may still be whole: opening it will tell
+        # the hub's library calls a partial snapshot incomplete; its weights may still be whole:
+        # opening it will tell
         return Path(config).parent
     return Path(folder)
 
@@ -83,18 +96,25 @@ def remote_files(model: str) -> RemoteFiles:
         info = huggingface_hub.HfApi().model_info(repository, revision=revision or None)
         names = sorted(sibling.rfilename for sibling in info.siblings or [])
         if CONFIG not in names:
-            raise InputError(f"{model}: a checkpoint needs a {CONFIG}, which this model lacks; choose another model")
-        # by commit: config, index and headers stay of one version even if the branch moves on meanwhile
+            raise InputError(
+                f"{model}: a checkpoint needs a {CONFIG}, which this model lacks; choose another"
+                " model"
+            )
+        # by commit: config, index and headers stay of one version even if the branch moves on
+        # meanwhile
         downloaded = [name for name in (CONFIG, INDEX, LEGACY_INDEX, *CHAT_FILES) if name in names]
-        paths = [huggingface_hub.hf_hub_download(repository, name, revision=info.sha) for name in downloaded]
+        paths = [
+            huggingface_hub.hf_hub_download(repository, name, revision=info.sha)
+            for name in downloaded
+        ]
     return RemoteFiles(model, info.sha, names, Path(paths[0]).parent.resolve())
 
 
 def remote_headers(files: RemoteFiles, shards: Collection[str]) -> dict[str, Header]:
     """Fetch the headers of safetensors files with range requests, several at a time."""
-    # The hub library's parse_safetensors_file_metadata does not give the file's size (a truncated file would pass),
-    # does not check for gaps, overlaps and repeated names, and reads a whole shard from a server that ignores the
-    # range.
+    # The hub library's parse_safetensors_file_metadata does not give the file's size (a truncated
+    # file would pass), does not check for gaps, overlaps and repeated names, and reads a whole
+    # shard from a server that ignores the range.
     with ThreadPoolExecutor(_HUB_THREADS) as pool:
         return dict(zip(shards, pool.map(partial(_remote_header, files), shards), strict=True))
 
@@ -114,24 +134,38 @@ def _remote_header(files: RemoteFiles, name: str) -> Header:
 
 
 def _get_range(files: RemoteFiles, name: str, start: int, length: int) -> tuple[bytes, int]:
-    """Fetch up to ``length`` bytes of a file on the hub. Returns them and the size of the whole file."""
+    """Fetch up to ``length`` bytes of a file on the hub. Returns them and the size of the whole
+    file.
+    """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     url = hf_hub_url(files.model.partition("@")[0], name, revision=files.commit)
-    headers = {**build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}", "Accept-Encoding": "identity"}
-    with get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT, follow_redirects=True) as response:
+    headers = {
+        **build_hf_headers(),
+        "Range": f"bytes={start}-{start + length - 1}",
+        "Accept-Encoding": "identity",
+    }
+    with get_session().stream(
+        "GET", url, headers=headers, timeout=_TIMEOUT, follow_redirects=True
+    ) as response:
         hf_raise_for_status(response)
         total = re.fullmatch(r"bytes \d+-\d+/(\d+)", response.headers.get("content-range", ""))
-        if response.status_code != 206 or total is None:  # without it the answer is the whole file: gigabytes
-            raise OSError(f"the request for a part of {name} was answered with status {response.status_code}")
+        if (
+            response.status_code != 206 or total is None
+        ):  # without it the answer is the whole file: gigabytes
+            raise OSError(
+                f"the request for a part of {name} was answered with status {response.status_code}"
+            )
         return response.read(), int(total[1])
 
 
 def upload(folder: Path, repository: str, private: bool = False) -> str:
-    """Upload the checkpoint in ``folder`` to a model repository, which is created; returns the URL of the commit.
+    """Upload the checkpoint in ``folder`` to a model repository, which is created; returns the URL
+    of the commit.
 
-    Uses huggingface_hub's own upload, with the token of ``hf auth login`` or HF_TOKEN. Raises InputError if it fails.
+    Uses huggingface_hub's own upload, with the token of ``hf auth login`` or HF_TOKEN. Raises
+    InputError if it fails.
     """
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
@@ -142,12 +176,20 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
         api = huggingface_hub.HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
         done = api.upload_folder(
-            repo_id=repository, folder_path=folder, ignore_patterns=[".*"], commit_message="Converted by kvfold"
+            repo_id=repository,
+            folder_path=folder,
+            ignore_patterns=[".*"],
+            commit_message="Converted by kvfold",
         )
     except Exception as error:  # as in `_asking`
-        why = f"the upload failed ({first_line(error)}); check the network and the name (owner/name)"
+        why = (
+            f"the upload failed ({first_line(error)}); check the network and the name (owner/name)"
+        )
         if isinstance(error, huggingface_hub.errors.HfHubHTTPError):
-            login = "log in with `hf auth login` and a token that may write, and check the name (owner/name)"
+            login = (
+                "log in with `hf auth login` and a token that may write, and check the name"
+                " (owner/name)"
+            )
             why = f"the hub refused the upload ({first_line(error)}); {login}"
         raise InputError(f"{repository}: {why}") from None
     return str(done.commit_url)
@@ -160,7 +202,9 @@ def _asking(model: str) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except Exception as error:  # the hub's library passes on its transport's errors, which have no common base
+    except (
+        Exception
+    ) as error:  # the hub's library passes on its transport's errors, which have no common base
         kinds = [kind.__name__ for kind in type(error).__mro__]
         advice = next((text for name, text in _HUB_ADVICE.items() if name in kinds), None)
         failed = f"the hub could not provide it ({first_line(error)})"

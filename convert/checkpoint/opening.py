@@ -1,6 +1,8 @@
-"""Open a checkpoint by reading its headers: names, dtypes and shapes are known at once, other bytes are read on demand.
+"""Open a checkpoint by reading its headers: names, dtypes and shapes are known at once, other bytes
+are read on demand.
 
-Does not import torch, transformers or huggingface_hub until a tensor or a legacy file is read or a hub id is used.
+Does not import torch, transformers or huggingface_hub until a tensor or a legacy file is read or a
+hub id is used.
 """
 
 import os
@@ -43,11 +45,13 @@ __all__ = ["Checkpoint", "TensorInfo", "check_opens", "open_checkpoint", "open_h
 
 
 def open_checkpoint(model: str | os.PathLike[str], dtype: str = "BF16") -> Checkpoint:
-    """Open a folder or a hub id (``id@revision``, downloaded unless it is in the cache) and check every header.
+    """Open a folder or a hub id (``id@revision``, downloaded unless it is in the cache) and check
+    every header.
 
-    Quantized weights appear as dense weights in the safetensors ``dtype``. Raises one InputError with all problems: no
-    such folder or id, a missing or invalid config.json, truncated or inconsistent files, links that leave the folder, a
-    quantization that is not supported or whose library is not installed.
+    Quantized weights appear as dense weights in the safetensors ``dtype``. Raises one InputError
+    with all problems: no such folder or id, a missing or invalid config.json, truncated or
+    inconsistent files, links that leave the folder, a quantization that is not supported or whose
+    library is not installed.
     """
     checkpoint = _open_local(_locate(model), dtype)
     check_libraries(checkpoint.reader)
@@ -55,16 +59,19 @@ def open_checkpoint(model: str | os.PathLike[str], dtype: str = "BF16") -> Check
 
 
 def check_opens(*models: str) -> None:
-    """Raise the errors of ``open_checkpoint`` for all ``models``, so that typos are found before torch is imported."""
+    """Raise the errors of ``open_checkpoint`` for all ``models``, so that typos are found before
+    torch is imported.
+    """
     for model in models:
         open_checkpoint(model).close()
 
 
 def open_headers(model: str | os.PathLike[str], dtype: str = "BF16") -> Checkpoint:
-    """Like ``open_checkpoint``, but of a hub id, fetch only config, index, chat template and headers: no tensors.
+    """Like ``open_checkpoint``, but of a hub id, fetch only config, index, chat template and
+    headers: no tensors.
 
-    A legacy checkpoint on the hub has no separate headers, so all of it is downloaded. With HF_HUB_OFFLINE, every hub
-    id is opened from the cache.
+    A legacy checkpoint on the hub has no separate headers, so all of it is downloaded. With
+    HF_HUB_OFFLINE, every hub id is opened from the cache.
     """
     place = _locate(model)
     if isinstance(place, str):
@@ -76,8 +83,13 @@ def open_headers(model: str | os.PathLike[str], dtype: str = "BF16") -> Checkpoi
             if entry not in LEGACY:
                 config, digest = read_config(files.folder)
                 # no states: a commit on the hub does not change
-                opened = Checkpoint(files.folder, config, {}, f"{place.partition('@')[0]}@{files.commit}", digest)
-                return dequantized(_with_tensors(opened, files.names, entry, partial(hub.remote_headers, files)), dtype)
+                opened = Checkpoint(
+                    files.folder, config, {}, f"{place.partition('@')[0]}@{files.commit}", digest
+                )
+                return dequantized(
+                    _with_tensors(opened, files.names, entry, partial(hub.remote_headers, files)),
+                    dtype,
+                )
     return _open_local(place, dtype)
 
 
@@ -88,7 +100,9 @@ def _locate(model: str | os.PathLike[str]) -> Path | str:
     except (OSError, ValueError):  # also what no path can be: too long a name, a NUL character
         if hub.HUB_ID.fullmatch(str(model)):
             return str(model)
-        raise InputError(f"{model}: no such folder; use a checkpoint's folder or a hub id (owner/name)") from None
+        raise InputError(
+            f"{model}: no such folder; use a checkpoint's folder or a hub id (owner/name)"
+        ) from None
     if not is_folder:
         advice = DEQUANTIZE if folder.suffix == ".gguf" else "use the folder that contains it"
         raise InputError(f"{folder} is a file, but a checkpoint is a folder; {advice}")
@@ -98,7 +112,8 @@ def _locate(model: str | os.PathLike[str]) -> Path | str:
 def _open_local(place: Path | str, dtype: str) -> Checkpoint:
     """Open a folder, or the snapshot of a hub id. A snapshot's folder is named after its commit."""
     if isinstance(place, Path):
-        folder, origin = place, portable_name(place)
+        folder = place
+        origin = portable_name(place)
     else:
         folder = hub.download(place).resolve()
         origin = f"{place.partition('@')[0]}@{folder.name}"
@@ -106,7 +121,9 @@ def _open_local(place: Path | str, dtype: str) -> Checkpoint:
         names = sorted(os.listdir(folder))
     except OSError as error:
         way_out = ADVICE.get(error.errno or 0, "make it readable")
-        raise InputError(f"{folder}: its files cannot be listed ({error.strerror}); {way_out}") from None
+        raise InputError(
+            f"{folder}: its files cannot be listed ({error.strerror}); {way_out}"
+        ) from None
     extra = with_templates(folder, names)
     # states are taken before anything is read: a change in between must not go unseen
     states = file_states(folder / name for name in (CONFIG, *extra))
@@ -119,7 +136,8 @@ def _open_local(place: Path | str, dtype: str) -> Checkpoint:
     if entry in LEGACY:
         from kvfold.convert.checkpoint.tensors import LegacyReader, read_legacy_header
 
-        reader, header_of = LegacyReader(paths), read_legacy_header
+        reader = LegacyReader(paths)
+        header_of = read_legacy_header
 
     def headers(files: Collection[str]) -> dict[str, Header]:
         found = {}
@@ -128,7 +146,10 @@ def _open_local(place: Path | str, dtype: str) -> Checkpoint:
                 paths[file] = resolve_member(folder, file, entry)
                 states.update(file_states([paths[file]]))
                 if read_bytes(paths[file], length=len(_LFS_POINTER)) == _LFS_POINTER:
-                    raise InputError(f"{file}: a Git LFS pointer, not the file itself; fetch it with `git lfs pull`")
+                    raise InputError(
+                        f"{file}: a Git LFS pointer, not the file itself; fetch it with `git lfs"
+                        " pull`"
+                    )
                 found[file] = header_of(paths[file], file)
             except InputError as error:
                 found[file] = Header(problems=[error.message])
@@ -152,7 +173,9 @@ def _with_tensors(
     headers_of: Callable[[Collection[str]], dict[str, Header]],
     problems: Collection[str] = (),
 ) -> Checkpoint:
-    """Add the tensors of ``entry``, an index or a weight file, to ``opened``. Raises InputError with all problems."""
+    """Add the tensors of ``entry``, an index or a weight file, to ``opened``. Raises InputError
+    with all problems.
+    """
     weight_map = read_index(opened.folder, entry) if entry.endswith(".json") else {}
     headers = headers_of(sorted(set(weight_map.values())) or [entry])
     found = [*problems, *(problem for header in headers.values() for problem in header.problems)]

@@ -10,7 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.checkpoint.folder import CHAT_FILES, CONFIG, file_states, json_beside, with_templates
+from kvfold.convert.checkpoint.folder import (
+    CHAT_FILES,
+    CONFIG,
+    file_states,
+    json_beside,
+    with_templates,
+)
 from kvfold.convert.checkpoint.hashing import hashing_source
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TensorInfo
 from kvfold.convert.errors import InputError, KvfoldError
@@ -24,10 +30,10 @@ if TYPE_CHECKING:
 class Reader:
     """Reads tensors. Subclasses read safetensors files, legacy files and quantized weights.
 
-    ``raw`` maps file names to paths; tensors whose ``made`` is empty have their bytes at ``start`` .. ``end`` of these
-    files. ``keepable`` are the quantized weights, by dense name, that an output can contain as they are stored
-    (``--keep-quantized``). This base class serves headers that were fetched from the hub: reading a tensor raises an
-    error.
+    ``raw`` maps file names to paths; tensors whose ``made`` is empty have their bytes at ``start``
+    .. ``end`` of these files. ``keepable`` are the quantized weights, by dense name, that an output
+    can contain as they are stored (``--keep-quantized``). This base class serves headers that were
+    fetched from the hub: reading a tensor raises an error.
     """
 
     raw: Mapping[str, Path] = MappingProxyType({})
@@ -35,7 +41,9 @@ class Reader:
 
     def read(self, info: TensorInfo) -> "torch.Tensor":
         """Read a tensor into CPU memory of its own."""
-        raise KvfoldError(f"tensor {info.name!r} cannot be read: only headers were fetched; use open_checkpoint")
+        raise KvfoldError(
+            f"tensor {info.name!r} cannot be read: only headers were fetched; use open_checkpoint"
+        )
 
     def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]":
         """Yield the elements in order, as flat tensors of at most ``elements`` each."""
@@ -51,10 +59,11 @@ class Reader:
 class Checkpoint:
     """An opened checkpoint.
 
-    ``tensors`` are in byte order, file by file. ``origin`` names the source without a local path: ``id@commit`` for a
-    hub model, else the folder's name. ``config_hash`` is the SHA-256 of config.json, and ``hashes`` has those of the
-    weight files, by path in ``paths``, once they are computed. ``states`` describes every local file before
-    it was read. ``made_of`` has one line for each stored format from which weights were dequantized.
+    ``tensors`` are in byte order, file by file. ``origin`` names the source without a local path:
+    ``id@commit`` for a hub model, else the folder's name. ``config_hash`` is the SHA-256 of
+    config.json, and ``hashes`` has those of the weight files, by path in ``paths``, once they are
+    computed. ``states`` describes every local file before it was read. ``made_of`` has one line for
+    each stored format from which weights were dequantized.
     """
 
     folder: Path
@@ -77,7 +86,10 @@ class Checkpoint:
     def chats(self) -> bool:
         """True if the tokenizer has a chat template, which is in one of two files."""
         settings, template = CHAT_FILES
-        return bool(json_beside(self.folder, settings).get("chat_template")) or (self.folder / template).is_file()
+        return (
+            bool(json_beside(self.folder, settings).get("chat_template"))
+            or (self.folder / template).is_file()
+        )
 
     def float_bytes(self) -> Counter[str]:
         """The bytes of floating-point tensors by dtype."""
@@ -93,47 +105,69 @@ class Checkpoint:
         return self.tensors[name]
 
     def read(self, name: str) -> "torch.Tensor":
-        """Read a tensor in its stored dtype into CPU memory of its own. KvfoldError if only headers were fetched."""
+        """Read a tensor in its stored dtype into CPU memory of its own. KvfoldError if only headers
+        were fetched.
+        """
         return self.reader.read(self.info(name))
 
     def chunks(self, name: str, elements: int) -> "Iterator[torch.Tensor]":
-        """Yield a tensor's elements in order, as flat CPU tensors of at most ``elements`` each, to limit memory use."""
+        """Yield a tensor's elements in order, as flat CPU tensors of at most ``elements`` each, to
+        limit memory use.
+        """
         return self.reader.chunks(self.info(name), elements)
 
     def raw_path(self, info: TensorInfo) -> Path | None:
-        """The file with the tensor's bytes at ``start`` .. ``end``; None for legacy, remote and ``made`` tensors."""
+        """The file with the tensor's bytes at ``start`` .. ``end``; None for legacy, remote and
+        ``made`` tensors.
+        """
         return None if info.made else self.reader.raw.get(info.file)
 
     @contextmanager
     def hashing(
         self, share: range | None = None, copied_first: bool = False
     ) -> Iterator[Callable[[Path, int, int], None]]:
-        """Hash the weight files, or a ``share`` of them, while the block reads them: see ``hashing_source``."""
+        """Hash the weight files, or a ``share`` of them, while the block reads them: see
+        ``hashing_source``.
+        """
         paths = [self.paths[name] for name in sorted(self.paths)]
         chosen = paths if share is None else [paths[number] for number in share]
-        with hashing_source([path for path in chosen if path not in self.hashes], self.hashes, copied_first) as copied:
+        with hashing_source(
+            [path for path in chosen if path not in self.hashes], self.hashes, copied_first
+        ) as copied:
             yield copied
 
     def source_hash(self) -> str:
-        """The SHA-256 of what ``sha256sum`` prints for config.json and every weight file, in the order of their names.
+        """The SHA-256 of what ``sha256sum`` prints for config.json and every weight file, in the
+        order of their names.
 
         Reads the files unless ``hashing`` has. Raises KvfoldError if only headers were fetched.
         """
         if self.tensors and not self.paths:
-            raise KvfoldError(f"{self.origin} cannot be hashed: only headers were fetched; use open_checkpoint")
+            raise KvfoldError(
+                f"{self.origin} cannot be hashed: only headers were fetched; use open_checkpoint"
+            )
         with self.hashing():
             pass
-        hashes = {CONFIG: self.config_hash} | {name: self.hashes[path] for name, path in self.paths.items()}
-        lines = [f"{value}  {name}\n" for name, value in sorted(hashes.items(), key=lambda item: item[0])]
+        hashes = {CONFIG: self.config_hash} | {
+            name: self.hashes[path] for name, path in self.paths.items()
+        }
+        lines = [
+            f"{value}  {name}\n" for name, value in sorted(hashes.items(), key=lambda item: item[0])
+        ]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def extra_files(self) -> list[Path]:
-        """Paths of the tokenizer, generation, chat template and license files in ``folder``; no Python, no weights."""
+        """Paths of the tokenizer, generation, chat template and license files in ``folder``; no
+        Python, no weights.
+        """
         return [self.folder / name for name in with_templates(self.folder, os.listdir(self.folder))]
 
     def check_unchanged(self) -> None:
-        """Raise InputError if a file has changed since the checkpoint was opened. Call this before publishing."""
-        changes, after = [], file_states(self.states)
+        """Raise InputError if a file has changed since the checkpoint was opened. Call this before
+        publishing.
+        """
+        changes = []
+        after = file_states(self.states)
         for path, state in self.states.items():
             if path not in after:
                 changes.append(f"{path.name}: removed")
@@ -143,8 +177,8 @@ class Checkpoint:
                 changes.append(f"{path.name}: written to")
         if changes:
             raise InputError(
-                f"{self.origin}: {len(changes)} of its files changed during the run, so no output was kept; run again "
-                "when nothing writes to them",
+                f"{self.origin}: {len(changes)} of its files changed during the run, so no output"
+                " was kept; run again when nothing writes to them",
                 changes,
             )
 

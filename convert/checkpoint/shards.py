@@ -1,4 +1,6 @@
-"""Plan a checkpoint's files: the shard and offset of every tensor, fixed before the first byte is written."""
+"""Plan a checkpoint's files: the shard and offset of every tensor, fixed before the first byte is
+written.
+"""
 
 import json
 import struct
@@ -19,9 +21,10 @@ _TIGHT = (",", ":")
 class OutputTensor:
     """A tensor to be written.
 
-    ``source`` names the source tensor whose bytes are copied, or cast if the dtypes differ. Several names mean that
-    these tensors are concatenated, such as experts stored one by one; ``()`` means a tensor of zeros, and None a tensor
-    computed by a transform. ``kept`` is the stored part of a quantized weight that is copied unchanged.
+    ``source`` names the source tensor whose bytes are copied, or cast if the dtypes differ. Several
+    names mean that these tensors are concatenated, such as experts stored one by one; ``()`` means
+    a tensor of zeros, and None a tensor computed by a transform. ``kept`` is the stored part of a
+    quantized weight that is copied unchanged.
     """
 
     name: str
@@ -54,7 +57,9 @@ class Shard:
 
     @cached_property
     def header(self) -> bytes:
-        """The bytes before the first tensor: length and JSON, padded with spaces to a multiple of 8 bytes."""
+        """The bytes before the first tensor: length and JSON, padded with spaces to a multiple of 8
+        bytes.
+        """
         entries: dict[str, dict[str, object]] = {"__metadata__": _METADATA}
         position = 0
         for tensor in self.tensors:
@@ -80,7 +85,9 @@ class TensorPlace:
 
 
 def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard]:
-    """Fill shards in the given order, each up to ``max_bytes``; a tensor that is larger gets a file of its own."""
+    """Fill shards in the given order, each up to ``max_bytes``; a tensor that is larger gets a file
+    of its own.
+    """
     groups: list[list[OutputTensor]] = []
     used = 0
     for tensor in tensors:
@@ -92,11 +99,20 @@ def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard
         groups[-1].append(tensor)
         used += cost
     count = len(groups)
-    names = [SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    # wider dtypes first: every tensor then begins at a multiple of its item size, as memory maps need; computed tensors
-    # last: what is copied can be hashed while they are computed
+    names = (
+        [SINGLE]
+        if count == 1
+        else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    )
+    # wider dtypes first: every tensor then begins at a multiple of its item size, as memory maps
+    # need; computed tensors last: what is copied can be hashed while they are computed
     return [
-        Shard(name, tuple(sorted(group, key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.source is None))))
+        Shard(
+            name,
+            tuple(
+                sorted(group, key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.source is None))
+            ),
+        )
         for name, group in zip(names, groups, strict=True)
     ]
 
@@ -109,6 +125,8 @@ def tensor_places(shards: Sequence[Shard]) -> dict[str, TensorPlace]:
         for tensor in shard.tensors:
             if tensor.name in places:
                 raise KvfoldError(f"tensor {tensor.name!r} appears in the plan twice")
-            places[tensor.name] = TensorPlace(tensor, shard.file, position, position + tensor.nbytes)
+            places[tensor.name] = TensorPlace(
+                tensor, shard.file, position, position + tensor.nbytes
+            )
             position += tensor.nbytes
     return places

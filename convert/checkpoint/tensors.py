@@ -1,4 +1,6 @@
-"""torch tensors and their bytes: read safetensors files by position, and ``pytorch_model*.bin`` with torch."""
+"""torch tensors and their bytes: read safetensors files by position, and ``pytorch_model*.bin``
+with torch.
+"""
 
 import math
 import os
@@ -50,20 +52,27 @@ def tensor_memory(tensor: torch.Tensor) -> memoryview:
 
 
 def read_elements(file: int, info: TensorInfo, start: int, end: int) -> torch.Tensor:
-    """Read bytes ``start`` .. ``end`` of the open file, elements of ``info``, as a flat tensor with its own memory."""
+    """Read bytes ``start`` .. ``end`` of the open file, elements of ``info``, as a flat tensor with
+    its own memory.
+    """
     buffer = torch.empty(end - start, dtype=torch.uint8)
-    view, position = tensor_memory(buffer), 0
+    view = tensor_memory(buffer)
+    position = 0
     while position < len(view):
         # one call reads at most 2 GiB
         count = os.preadv(file, [view[position : position + (1 << 30)]], start + position)
         if count == 0:
-            raise InputError(f"{info.file} ends before byte {info.end}: it changed while it was read; run again")
+            raise InputError(
+                f"{info.file} ends before byte {info.end}: it changed while it was read; run again"
+            )
         position += count
     return buffer.view(torch_dtype(info.dtype))
 
 
 def count_non_finite(tensor: torch.Tensor) -> int:
-    """The number of NaN and infinite elements. If there are none, this takes a single pass without a copy."""
+    """The number of NaN and infinite elements. If there are none, this takes a single pass without
+    a copy.
+    """
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return 0
     extremes = torch.stack(torch.aminmax(tensor))  # both are NaN when any element is
@@ -71,7 +80,9 @@ def count_non_finite(tensor: torch.Tensor) -> int:
 
 
 def refuse_non_finite(tensor: torch.Tensor, where: str, consequence: str = "") -> None:
-    """Raise InputError if ``tensor`` contains NaN or infinity. ``where`` and ``consequence`` appear in the message."""
+    """Raise InputError if ``tensor`` contains NaN or infinity. ``where`` and ``consequence`` appear
+    in the message.
+    """
     if bad := count_non_finite(tensor):
         found = f"{where} has {bad} NaN or infinite element{'s' * (bad != 1)}{consequence}"
         raise InputError(f"{found}; the model is damaged; download it again")
@@ -89,7 +100,9 @@ def cast_chunk(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
 
 
 class LegacyReader(Reader):
-    """Reads legacy files with ``weights_only=True``, one file at a time and memory-mapped if possible."""
+    """Reads legacy files with ``weights_only=True``, one file at a time and memory-mapped if
+    possible.
+    """
 
     def __init__(self, paths: dict[str, Path]) -> None:
         self._paths = paths
@@ -108,23 +121,31 @@ class LegacyReader(Reader):
         return iter(torch.split(self._state[info.name].detach().reshape(-1), elements))
 
     def close(self) -> None:
-        self._file, self._state = "", {}
+        self._file = ""
+        self._state = {}
 
 
 def load_state(path: Path) -> dict[Any, Any]:
-    """Load the pickled dict of tensors. Raises ValueError with a one-line reason if the file contains anything else."""
+    """Load the pickled dict of tensors. Raises ValueError with a one-line reason if the file
+    contains anything else.
+    """
     try:
         with open_source(path) as file:
             zipped = file.read(4) == b"PK\x03\x04"  # an archive of torch 1.6 or newer can be mapped
         if zipped:
             with zipfile.ZipFile(path) as archive:
-                unpacked, size = sum(entry.file_size for entry in archive.infolist()), path.stat().st_size
+                unpacked = sum(entry.file_size for entry in archive.infolist())
+                size = path.stat().st_size
             if unpacked > size:  # torch.save compresses nothing: this one would fill the memory
                 raise ValueError(f"an archive of {size} bytes that unpacks to {unpacked}")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError:  # torch's own text recommends to allow the execution of code
-        raise ValueError("not a whole file of plain tensors: it is damaged, or its pickle has other objects") from None
-    except Exception as error:  # torch lets every kind of error of its unpickler and of its archive reader through
+        raise ValueError(
+            "not a whole file of plain tensors: it is damaged, or its pickle has other objects"
+        ) from None
+    except (
+        Exception
+    ) as error:  # torch lets every kind of error of its unpickler and of its archive reader through
         raise ValueError(f"not a whole file of plain tensors: {first_line(error)}") from None
     if not isinstance(state, dict):
         raise ValueError(f"it must map names to tensors, not be a {type(state).__name__}")
@@ -136,27 +157,48 @@ def read_legacy_header(path: Path, file: str) -> Header:
     try:
         state = load_state(path)
     except ValueError as error:
-        return Header(problems=[f"{file}: {error}; download the file again, or save the model with save_pretrained"])
-    header, position = Header(), 0
+        return Header(
+            problems=[
+                f"{file}: {error}; download the file again, or save the model with save_pretrained"
+            ]
+        )
+    header = Header()
+    position = 0
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             pair = f"{type(name).__name__} {name!r} to {type(tensor).__name__}"
-            header.problems.append(f"{file} must map names to tensors, not {pair}; save the model with save_pretrained")
+            header.problems.append(
+                f"{file} must map names to tensors, not {pair}; save the model with save_pretrained"
+            )
             continue
-        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
+        if (
+            tensor.layout != torch.strided
+            or tensor.is_nested
+            or tensor.is_meta
+            or tensor.dtype not in DTYPE_NAMES
+        ):
             odd = "nested" if tensor.is_nested else "meta" if tensor.is_meta else None
             kind = odd or f"{tensor.layout}, {tensor.dtype}"
-            header.problems.append(f"{file}: tensor {name!r} must be dense and have a plain dtype, not {kind}")
+            header.problems.append(
+                f"{file}: tensor {name!r} must be dense and have a plain dtype, not {kind}"
+            )
             continue
         length = tensor.numel() * tensor.element_size()
         try:
             check_unicode(name)
             if length > (held := tensor.untyped_storage().nbytes()):
-                raise ValueError(f"its shape {short(list(tensor.shape))} takes {length} bytes, but {held} are stored")
+                raise ValueError(
+                    f"its shape {short(list(tensor.shape))} takes {length} bytes, but {held} are"
+                    " stored"
+                )
         except ValueError as error:
-            header.problems.append(f"{file}: tensor {short(name)}: {error}; save the model with save_pretrained")
+            header.problems.append(
+                f"{file}: tensor {short(name)}: {error}; save the model with save_pretrained"
+            )
             continue
-        info = TensorInfo(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), file, position, position + length)
+        info = TensorInfo(
+            name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), file, position, position + length
+        )
         header.tensors.append(info)
         position += length
     return header

@@ -37,17 +37,25 @@ from kvfold.convert.walk.statistics import ReadHeads, SourceHeads
 
 
 def source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
-    """Open the source as a stream of layers in float32, on the device and in the precision that the request names.
+    """Open the source as a stream of layers in float32, on the device and in the precision that the
+    request names.
 
-    A precision chosen by measurement is printed, and saved in ``scratch``, so that a resumed run uses it too.
+    A precision chosen by measurement is printed, and saved in ``scratch``, so that a resumed run
+    uses it too.
     """
-    request, checkpoint, device = plan.request, plan.checkpoint, choose_device(plan.request.device)
+    request = plan.request
+    checkpoint = plan.checkpoint
+    device = choose_device(plan.request.device)
     saved = scratch / PRECISION
 
     def choose() -> torch.dtype | None:
         if not saved.is_file():
             # Float32 weights would be rounded to less than they are stored in.
-            name = "float32" if request.precision == "auto" and request.dtype == "float32" else request.precision
+            name = (
+                "float32"
+                if request.precision == "auto" and request.dtype == "float32"
+                else request.precision
+            )
             chosen = training_autocast(checkpoint, device, name) or torch.float32
             with replacing(saved) as new:
                 new.write_text(dtype_name(chosen))
@@ -58,31 +66,43 @@ def source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
     if autocast is not None and not request.quiet:
         other = opt("precision", "float32")
         print(
-            f"calibration passes and training in bfloat16, which this {device.type} multiplies faster ({other} "
-            "turns it off); held-out text in float32",
+            f"calibration passes and training in bfloat16, which this {device.type} multiplies"
+            f" faster ({other} turns it off); held-out text in float32",
             file=sys.stderr,
         )
-    # On a GPU too: held-out text is judged in float32, and the heads of a teacher get a residual stream of float32.
-    return CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, autocast=autocast)
+    # On a GPU too: held-out text is judged in float32, and the heads of a teacher get a residual
+    # stream of float32.
+    return CheckpointStream(
+        checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, autocast=autocast
+    )
 
 
-def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None = None) -> CalibrationTokens:
+def load_tokens(
+    plan: Plan, scratch: Path, stages: Stages, otherwise: str | None = None
+) -> CalibrationTokens:
     """Load the calibration and held-out sequences, on the first of several processes for all.
 
-    ``scratch`` stores text that the source wrote. Raises InputError without a tokenizer or enough text; the message
-    recommends ``otherwise``, by default a method that reads no text.
+    ``scratch`` stores text that the source wrote. Raises InputError without a tokenizer or enough
+    text; the message recommends ``otherwise``, by default a method that reads no text.
     """
-    request, quick = plan.request, opt("method", quick_method(plan.request.to))
+    request = plan.request
+    quick = opt("method", quick_method(plan.request.to))
 
     def load() -> CalibrationTokens:
         check_seq_len(request.length, plan.geometry.positions, plan.checkpoint.origin)
         instead = f", or use {quick}, which reads no text" if otherwise is None else otherwise
-        tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration", instead)
+        tokenizer = load_tokenizer(
+            plan.checkpoint, request.trust_remote_code, "calibration", instead
+        )
         if request.teacher is not None:
             with closing(open_checkpoint(request.teacher)) as teacher:
                 check_teacher(teacher, plan.checkpoint, tokenizer, request.trust_remote_code)
         # Each step of polishing takes sequences that no other step had, while there are any.
-        wanted = steps_of(request.polish, request.length) * batch_size(request.length) if request.polish else 0
+        wanted = (
+            steps_of(request.polish, request.length) * batch_size(request.length)
+            if request.polish
+            else 0
+        )
         further = max(0, wanted - request.samples)
         sizes = request.samples, request.length, request.seed
         # Only a number of tokens says how much text there must be.
@@ -92,7 +112,13 @@ def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None
         write = partial(_written_sequences, plan, tokenizer, scratch, stages)
         spec = texts if len(texts) > 1 else texts[0]
         tokens = load_calibration(
-            spec, tokenizer, *sizes, further=further, fewer=enough, write=write, long_length=long_length
+            spec,
+            tokenizer,
+            *sizes,
+            further=further,
+            fewer=enough,
+            write=write,
+            long_length=long_length,
         )
         for part in (tokens.training, tokens.held_out, tokens.long):
             check_vocabulary(part, plan.geometry.vocabulary, plan.checkpoint.origin)
@@ -102,23 +128,39 @@ def load_tokens(plan: Plan, scratch: Path, stages: Stages, otherwise: str | None
     if not request.quiet:
         count, length = tokens.calibration.shape
         faster = f"({quick} needs no text and is faster, but less accurate)"
-        print(f"calibrating on {count} x {length} tokens of {text_name(tokens.source)} {faster}", file=sys.stderr)
+        print(
+            f"calibrating on {count} x {length} tokens of {text_name(tokens.source)} {faster}",
+            file=sys.stderr,
+        )
         if plan.checkpoint.chats and tokens.plain:
-            chats = f"{', '.join(tokens.plain)}: plain text without `messages`, but the model has a chat template"
+            chats = (
+                f"{', '.join(tokens.plain)}: plain text without `messages`, but the model has a"
+                " chat template"
+            )
             written = f"{opt('calibration', SELF)} adds dialogues that it writes itself"
             if writes_text(plan):
                 without = opt("calibration", f"{SELF}:0")
                 written = f"dialogues that it writes itself are added ({without} leaves them out)"
-            print(f"{chats}; {written}; conversations that resemble its use calibrate better", file=sys.stderr)
+            print(
+                f"{chats}; {written}; conversations that resemble its use calibrate better",
+                file=sys.stderr,
+            )
         elif tokens.source == BUILT_IN:
             better = f"{opt('calibration', 'FILE')}.txt|FILE.jsonl"
-            print(f"text that resembles the model's use calibrates better: {better}", file=sys.stderr)
+            print(
+                f"text that resembles the model's use calibrates better: {better}", file=sys.stderr
+            )
     return tokens
 
 
-def _written_sequences(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages, count: int) -> Tensor:
-    """Sample ``count`` sequences ``[count, T]`` from the source; a resumed run loads them from ``scratch``."""
-    request, saved = plan.request, scratch / SELF_TEXT
+def _written_sequences(
+    plan: Plan, tokenizer: Any, scratch: Path, stages: Stages, count: int
+) -> Tensor:
+    """Sample ``count`` sequences ``[count, T]`` from the source; a resumed run loads them from
+    ``scratch``.
+    """
+    request = plan.request
+    saved = scratch / SELF_TEXT
     turns = turns_of(tokenizer, plan.checkpoint.origin)
     check_vocabulary(torch.tensor(turns.start), plan.geometry.vocabulary, plan.checkpoint.origin)
     if request.length <= len(turns.start):
@@ -131,27 +173,35 @@ def _written_sequences(plan: Plan, tokenizer: Any, scratch: Path, stages: Stages
     hide_bars(request.quiet)
     model = load_model(plan.checkpoint, dtype, request.trust_remote_code)
     with stages("text", count * (request.length - len(turns.start)), "token") as advance:
-        tokens = write_sequences(model.to(device).eval(), turns, count, request.length, request.seed, advance)
+        tokens = write_sequences(
+            model.to(device).eval(), turns, count, request.length, request.seed, advance
+        )
     with replacing(saved) as new:
         torch.save(tokens, new)
     return tokens
 
 
 def source_heads(plan: Plan) -> ReadHeads | None:
-    """Return a function that reads a layer's attention for the statistics; None if they do not need its weights."""
+    """Return a function that reads a layer's attention for the statistics; None if they do not need
+    its weights.
+    """
     model = plan.model
-    # Statistics need the weights if queries and keys are normalized or the attention class does not expose them; other
-    # layers are not read a second time.
+    # Statistics need the weights if queries and keys are normalized or the attention class does not
+    # expose them; other layers are not read a second time.
     if model.qk_norm is None and model.family.attention.shown:
         return None
 
     def read(layer: int) -> SourceHeads:
         how = model.layers[layer]
-        return SourceHeads(source_layer(plan, layer), source_rotary(plan, layer), how.scale, how.clip)
+        return SourceHeads(
+            source_layer(plan, layer), source_rotary(plan, layer), how.scale, how.clip
+        )
 
     return read
 
 
 def hidden_states(folder: str | None) -> AbstractContextManager[Keep]:
-    """A context manager that keeps hidden states in memory, or in a file in ``folder`` (``--spill``)."""
+    """A context manager that keeps hidden states in memory, or in a file in ``folder``
+    (``--spill``).
+    """
     return nullcontext(list) if folder is None else Spill(folder)

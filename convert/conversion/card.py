@@ -1,7 +1,8 @@
-"""The model card of a converted checkpoint. It has no dates, timings or paths, so equal requests give equal bytes.
+"""The model card of a converted checkpoint. It has no dates, timings or paths, so equal requests
+give equal bytes.
 
-Its commands load, serve, measure, further train and reproduce the checkpoint. They run in the card's folder and have no
-placeholders to fill in.
+Its commands load, serve, measure, further train and reproduce the checkpoint. They run in the
+card's folder and have no placeholders to fill in.
 """
 
 import math
@@ -71,7 +72,9 @@ _RANKS = """
 
 _UNTOUCHED = "Everything else comes from the source, {rest}."
 _TRAINED_ALL = "Everything else came from the source, but the uptraining changed it."
-_TRAINED_ATTENTION = "Everything else came from the source; the uptraining trained only the attention."
+_TRAINED_ATTENTION = (
+    "Everything else came from the source; the uptraining trained only the attention."
+)
 
 _REFINED = """
 Then each layer's attention was refined to reproduce the source's residual stream on the calibration text,
@@ -148,7 +151,9 @@ kvfold uptrain . ../trained --teacher {source} --text HuggingFaceFW/fineweb-edu:
 
 
 def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None") -> str:
-    """Return the text of README.md for the converted checkpoint; ``record`` is the content of its ``kvfold.json``."""
+    """Return the text of README.md for the converted checkpoint; ``record`` is the content of its
+    ``kvfold.json``.
+    """
     request = plan.request
     # Tensors that no transform touches.
     rest = "stored as bfloat16" if plan.checkpoint.made_of else "byte for byte"
@@ -158,11 +163,17 @@ def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None
         rest = f"{plan.keepable} weights still quantized, byte for byte, and the rest in bfloat16"
     engines = []
     for verdict in plan.engines:
-        engine = f"{verdict.engine} {verdict.version} ({'run' if verdict.ran else 'read in its sources, not run'})"
+        engine = (
+            f"{verdict.engine} {verdict.version}"
+            f" ({'run' if verdict.ran else 'read in its sources, not run'})"
+        )
         how = f"{verdict.how}; instead: `{verdict.instead}`" if verdict.instead else verdict.how
-        engines.append(f"| {engine} | {'yes' if verdict.serves else 'no'} | {verdict.cache or ''} | {how} |")
+        engines.append(
+            f"| {engine} | {'yes' if verdict.serves else 'no'} | {verdict.cache or ''} | {how} |"
+        )
     ranks = [f"| {ranks} | {before} | {after} |" for ranks, before, after in rank_sizes(record)]
-    polish, untouched = record.get("polish", {}), _UNTOUCHED.format(rest=rest)
+    polish = record.get("polish", {})
+    untouched = _UNTOUCHED.format(rest=rest)
     if polish.get("kept") and request.train == "all":
         untouched = "All other weights started from the source's."
     return _CARD.format(
@@ -179,12 +190,14 @@ def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None
         engines="\n".join(engines),
         method=request.chosen_method.card,
         refined=_REFINED if request.refine else "",
-        polished=""
-        if not polish.get("kept")
-        else _POLISHED.format(
-            what=_POLISHED_WHAT[request.train],
-            steps=polish["kept"],
-            teacher=f"`{polish['teacher']}`" if "teacher" in polish else "the source",
+        polished=(
+            ""
+            if not polish.get("kept")
+            else _POLISHED.format(
+                what=_POLISHED_WHAT[request.train],
+                steps=polish["kept"],
+                teacher=f"`{polish['teacher']}`" if "teacher" in polish else "the source",
+            )
         ),
         made_of="".join(f"\nThe source: {line}." for line in plan.checkpoint.made_of),
         untouched=untouched,
@@ -193,7 +206,9 @@ def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None
 
 
 def front_matter(source: Checkpoint) -> str:
-    """Return the card's metadata as YAML: the source's license and languages, and its base model on the hub."""
+    """Return the card's metadata as YAML: the source's license and languages, and its base model on
+    the hub.
+    """
     import yaml
     from huggingface_hub import ModelCardData
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
@@ -203,11 +218,15 @@ def front_matter(source: Checkpoint) -> str:
         block = REGEX_YAML_BLOCK.search(read_member(source.folder, CARD).decode())
         with limited(_CARD_SECONDS):  # YAML takes a minute for a few megabytes
             known = {} if block is None else dict(yaml.safe_load(block[2]))
-    except Exception:  # no card, or no YAML in it, whatever its parser raises: no reason to stop a conversion
+    except (
+        Exception
+    ):  # no card, or no YAML in it, whatever its parser raises: no reason to stop a conversion
         pass
 
     def texts(name: str, sound: Callable[[str], object] = bool) -> str | list[str] | None:
-        """Return the string or strings under ``name``; None for any other value, or if a string is not ``sound``."""
+        """Return the string or strings under ``name``; None for any other value, or if a string is
+        not ``sound``.
+        """
         value = known.get(name)
         found = [value] if isinstance(value, str) else value if isinstance(value, list) else []
         strings = [each for each in found if isinstance(each, str)]
@@ -224,7 +243,11 @@ def front_matter(source: Checkpoint) -> str:
         # The hub accepts codes of two or three letters, and two words.
         language=texts("language", re.compile("([a-z]{2,3}|code|multilingual)$").match),
         library_name="transformers",
-        pipeline_tag="image-text-to-text" if source.config.get("model_type") in WRAPPERS else "text-generation",
+        pipeline_tag=(
+            "image-text-to-text"
+            if source.config.get("model_type") in WRAPPERS
+            else "text-generation"
+        ),
         tags=["kvfold"],
         **{name: texts(name) for name in ("license", "license_name", "license_link")},
     )
@@ -235,7 +258,10 @@ def _measured(record: Mapping[str, Any], drift: "DriftReport", source: str) -> s
     """Return the measured rows of the card's table and a paragraph on the text used."""
     (before, after), margin, loss = drift.perplexities, drift.measured.excess_margin, ""
     if margin is not None and math.isfinite(drift.excess + margin):
-        loss = f"| excess loss, nats per token, 95 % interval | | {drift.excess:+.4f} ± {margin:.4f} |\n"
+        loss = (
+            f"| excess loss, nats per token, 95 % interval | | {drift.excess:+.4f} ±"
+            f" {margin:.4f} |\n"
+        )
     return f"""| cache, bytes per token | {drift.source_cache_bytes} | {drift.student_cache_bytes} |
 | perplexity | {before:.3f} | {after:.3f} |
 {loss}| KL of next-token distributions, nats | | {drift.kl:.4f} |
@@ -252,9 +278,13 @@ optimistic. `kvfold drift {source} .`{_beside(source)} measures on text that pla
 
 def _usage(plan: Plan) -> str:
 
-    experts, code, latent = plan.result.experts, plan.layout.code, plan.request.to == "mla"
+    experts = plan.result.experts
+    code = plan.layout.code
+    latent = plan.request.to == "mla"
     loader = "Mistral4ForCausalLM" if experts else "AutoModelForCausalLM"
-    parts = [_LOAD.format(loader=loader, options="" if code is None else ", trust_remote_code=True")]
+    parts = [
+        _LOAD.format(loader=loader, options="" if code is None else ", trust_remote_code=True")
+    ]
     if code is not None:
         parts.append(_OWN_CODE.format(file=code.rpartition(".")[2]))
     if experts:
@@ -272,7 +302,10 @@ def _usage(plan: Plan) -> str:
     if "llama.cpp" in how:
         # For MLA its flash attention rounds more than its plain one.
         exact = " --flash-attn off" if latent else ""
-        commands += ["python convert_hf_to_gguf.py . --outfile model.gguf", f"llama-server -m model.gguf{exact}"]
+        commands += [
+            "python convert_hf_to_gguf.py . --outfile model.gguf",
+            f"llama-server -m model.gguf{exact}",
+        ]
     if "mlx-lm" in how:
         commands.append("mlx_lm.server --model .")
     if commands:
@@ -285,24 +318,38 @@ def _usage(plan: Plan) -> str:
 
 
 def source_name(plan: Plan) -> str:
-    """The source as a shell word for commands in the card's folder: a hub id with commit, or the folder next to it."""
+    """The source as a shell word for commands in the card's folder: a hub id with commit, or the
+    folder next to it.
+    """
     name = plan.checkpoint.origin
     return shlex.quote(name if plan.checkpoint.hub_id else f"../{name}")
 
 
 def _beside(source: str) -> str:
-    """Says where the folder ``source`` must be, for commands in the card's folder; empty for a hub id."""
+    """Says where the folder ``source`` must be, for commands in the card's folder; empty for a hub
+    id.
+    """
     return " (whose folder must be next to this one)" if "../" in source else ""
 
 
 def _repeating(plan: Plan) -> str:
-    """The command that reproduces the checkpoint, with every option that affects it and differs from its default."""
-    given = {name: value for name, value in plan.request.given().items() if name not in run_only(ConvertRequest)}
+    """The command that reproduces the checkpoint, with every option that affects it and differs
+    from its default.
+    """
+    given = {
+        name: value
+        for name, value in plan.request.given().items()
+        if name not in run_only(ConvertRequest)
+    }
     if plan.request.texts:
         # Files by their names alone: no path of this machine is in the card.
         named = [(text, with_share(text)[0]) for text in plan.request.texts]
         given["calibration"] = tuple(
-            portable_name(Path(name)) + text.removeprefix(name) if name != SELF and Path(name).exists() else text
+            (
+                portable_name(Path(name)) + text.removeprefix(name)
+                if name != SELF and Path(name).exists()
+                else text
+            )
             for text, name in named
         )
     if plan.request.teacher is not None and Path(plan.request.teacher).exists():
@@ -311,7 +358,9 @@ def _repeating(plan: Plan) -> str:
 
 
 def trained_card(card: str, name: str, section: str, *, attention_only: bool) -> str:
-    """Return the ``card`` of a checkpoint after uptraining: ``section`` first, then the card's earlier content."""
+    """Return the ``card`` of a checkpoint after uptraining: ``section`` first, then the card's
+    earlier content.
+    """
     front, title, rest = re.findall(r"\A(---\n.*?\n---\n)?\s*(#[^\n]*\n)?(.*)", card, re.DOTALL)[0]
     title = f"{title.rstrip()}, trained further" if title else f"# {name}"
     bytes_of_source = re.escape(_UNTOUCHED).replace(r"\{rest\}", "[^.]*")

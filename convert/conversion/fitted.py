@@ -1,4 +1,6 @@
-"""What a calibrated conversion chose and gained, as objects; `fitted_of` reads them from ``kvfold.json``."""
+"""What a calibrated conversion chose and gained, as objects; `fitted_of` reads them from
+``kvfold.json``.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +19,9 @@ class Change(Generic[Value]):
 
 @dataclass(frozen=True)
 class Split:
-    """A split tried for a budget, and its KL in nats in a few layers, as fitted and after a few refinement steps."""
+    """A split tried for a budget, and its KL in nats in a few layers, as fitted and after a few
+    refinement steps.
+    """
 
     kv_rank: int
     rope_dim: int
@@ -31,7 +35,9 @@ class Split:
 
 @dataclass(frozen=True)
 class Gain:
-    """An error on held-out text before and after training or a fit; ``steps`` were run, the weights are of ``kept``."""
+    """An error on held-out text before and after training or a fit; ``steps`` were run, the weights
+    are of ``kept``.
+    """
 
     before: float
     after: float
@@ -44,9 +50,11 @@ AnyGain = TypeVar("AnyGain", bound=Gain)
 
 @dataclass(frozen=True)
 class Polishing(Gain):
-    """The KL of polishing (in nats) by round, of ``tokens_per_error`` tokens; further figures of some are in ``curve``.
+    """The KL of polishing (in nats) by round, of ``tokens_per_error`` tokens; further figures of
+    some are in ``curve``.
 
-    A point of the curve has ``tokens``, ``kl``, ``excess``, ``loss`` and ``top_1_agreement`` on held-out text.
+    A point of the curve has ``tokens``, ``kl``, ``excess``, ``loss`` and ``top_1_agreement`` on
+    held-out text.
     """
 
     errors: list[float] = field(default_factory=list)
@@ -56,7 +64,9 @@ class Polishing(Gain):
 
 @dataclass(frozen=True)
 class RotaryWorth:
-    """The share of the scores' energy per rotary pair, the part kept, and the ``slots`` kept of those ``sorted``."""
+    """The share of the scores' energy per rotary pair, the part kept, and the ``slots`` kept of
+    those ``sorted``.
+    """
 
     per_pair: list[float]
     kept_per_pair: list[float]
@@ -66,7 +76,9 @@ class RotaryWorth:
 
 @dataclass(frozen=True)
 class LatentSpectrum:
-    """The share of energy of the latent's channels, ``channels`` of which are kept; ``lost`` is the rest by layer."""
+    """The share of energy of the latent's channels, ``channels`` of which are kept; ``lost`` is the
+    rest by layer.
+    """
 
     channels: int
     sorted: list[float]
@@ -75,7 +87,9 @@ class LatentSpectrum:
 
 @dataclass(frozen=True, kw_only=True)
 class FitReport:
-    """The splits tried for a budget, and gains: ``refinement`` and ``output_fit`` by layer, ``polish`` as a whole."""
+    """The splits tried for a budget, and gains: ``refinement`` and ``output_fit`` by layer,
+    ``polish`` as a whole.
+    """
 
     splits: tuple[Split, ...] = ()
     refinement: tuple[Gain, ...] = ()
@@ -87,7 +101,9 @@ class FitReport:
 
 def fitted_of(record: Mapping[str, Any]) -> FitReport:
     """Read the content of a ``kvfold.json``; entries that it lacks are empty or None."""
-    worth, spectrum, polish = (record.get(name) for name in ("rotary_worth", "latent_spectrum", "polish"))
+    worth, spectrum, polish = (
+        record.get(name) for name in ("rotary_worth", "latent_spectrum", "polish")
+    )
     return FitReport(
         refinement=tuple(_read(Gain, entry) for entry in record.get("refinement", ())),
         output_fit=tuple(_read(Gain, entry) for entry in record.get("output_fit", ())),

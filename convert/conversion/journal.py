@@ -1,8 +1,10 @@
-"""The journal of a calibrated run: a list of its finished layers, so that the same command resumes after the last one.
+"""The journal of a calibrated run: a list of its finished layers, so that the same command resumes
+after the last one.
 
-Until the output is complete, the journal is in the temporary folder, beside the shards with these layers' tensors. A
-resumed run passes the calibration text through the finished layers, which costs two forward passes (for MLA, after a
-second survey), and fits the remaining layers. Its output has the same bytes as that of an uninterrupted run.
+Until the output is complete, the journal is in the temporary folder, beside the shards with these
+layers' tensors. A resumed run passes the calibration text through the finished layers, which costs
+two forward passes (for MLA, after a second survey), and fits the remaining layers. Its output has
+the same bytes as that of an uninterrupted run.
 """
 
 import json
@@ -36,20 +38,28 @@ _SETTINGS = {"device": "device or number of processes", "versions": "versions"}
 
 
 class Journal:
-    """The finished layers of the run in ``folder``, counted from layer 0, with their ``notes`` in order."""
+    """The finished layers of the run in ``folder``, counted from layer 0, with their ``notes`` in
+    order.
+    """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
-        self._folder, self._shards, self._computed = folder, plan.shards, plan.layout.computed
+        self._folder = folder
+        self._shards = plan.shards
+        self._computed = plan.layout.computed
         self._places = tensor_places(plan.shards)
-        # Only a calibrated run is resumed, and the settings need torch, which others import once bytes are copied.
+        # Only a calibrated run is resumed, and the settings need torch, which others import once
+        # bytes are copied.
         self._settings = run_settings(plan) if plan.request.calibrated else {}
         own = {tensor.name for shard in plan.own_shards for tensor in shard.tensors}
         self._layers: list[dict[str, Any]] = processes.from_first(self._intact)
         self.notes: list[Mapping[str, Any]] = [layer["notes"] for layer in self._layers]
         done = len(self.notes)
-        # Of this process's shards: the tensors of finished layers, and the layers that are not finished.
+        # Of this process's shards: the tensors of finished layers, and the layers that are not
+        # finished.
         self.written = [name for names in self._computed[:done] for name in names if name in own]
-        self.pending = [layer for layer in range(done, len(self._computed)) if own & {*self._computed[layer]}]
+        self.pending = [
+            layer for layer in range(done, len(self._computed)) if own & {*self._computed[layer]}
+        ]
 
     def finished(self, layer: int) -> dict[str, "Tensor"]:
         """Load the tensors of a finished ``layer`` as stored."""
@@ -62,7 +72,9 @@ class Journal:
         return tensors
 
     def note(self, notes: Mapping[str, Any]) -> None:
-        """Record the next layer as finished; its tensors must be on disk. Only the first process writes the file."""
+        """Record the next layer as finished; its tensors must be on disk. Only the first process
+        writes the file.
+        """
         self.notes.append(dict(notes))
         if not processes.is_first():
             return
@@ -71,25 +83,40 @@ class Journal:
 
     def _hashes(self, layer: int) -> dict[str, str]:
         """The SHA-256 of the converted tensors of ``layer`` in each shard, by file name."""
-        places = sorted((self._places[name] for name in self._computed[layer]), key=lambda place: place.start)
+        places = sorted(
+            (self._places[name] for name in self._computed[layer]), key=lambda place: place.start
+        )
         files = sorted({place.shard for place in places})
-        ranges = {file: [(place.start, place.end) for place in places if place.shard == file] for file in files}
+        ranges = {
+            file: [(place.start, place.end) for place in places if place.shard == file]
+            for file in files
+        }
         return {file: file_sha256(self._folder / file, ranges[file]) for file in files}
 
     def _intact(self) -> list[dict[str, Any]]:
-        """The recorded layers before the first one whose tensors have changed; all polished ones with their state."""
+        """The recorded layers before the first one whose tensors have changed; all polished ones
+        with their state.
+        """
         journal = _read(self._folder)
-        layers = journal["layers"] if journal is not None and journal["run"] == self._settings else []
-        state, digest, sound = self._folder / POLISH_STATE, journal and journal["polished"], 0
+        layers = (
+            journal["layers"] if journal is not None and journal["run"] == self._settings else []
+        )
+        state = self._folder / POLISH_STATE
+        digest = journal and journal["polished"]
+        sound = 0
         if digest is not None and not (state.is_file() and file_sha256(state) == digest):
             lost = "the state of polishing, which replaced the fitted layers, is missing or damaged"
             print(f"{lost}; converting again from the first layer", file=sys.stderr)
             state.unlink(missing_ok=True)
         elif (sound := self._sound(layers, hashed=digest is None)) < len(layers):
-            text = f"layer {sound + 1} of the interrupted run is damaged; converting again from this layer"
+            text = (
+                f"layer {sound + 1} of the interrupted run is damaged; converting again from this"
+                " layer"
+            )
             print(text, file=sys.stderr)
         if layers and not sound:
-            # Without a finished layer the shards are created again, to which this journal does not apply.
+            # Without a finished layer the shards are created again, to which this journal does not
+            # apply.
             for file in (_NAME, *(shard.file for shard in self._shards)):
                 (self._folder / file).unlink(missing_ok=True)
         return layers[:sound]
@@ -97,24 +124,28 @@ class Journal:
     def _sound(self, layers: list[Any], *, hashed: bool) -> int:
         """The number of ``layers`` before the first damaged one; 0 if a shard is incomplete.
 
-        The hashes are of the fitted tensors. Not ``hashed`` are polished ones: this run writes them all again from the
-        state of polishing, torn ones too.
+        The hashes are of the fitted tensors. Not ``hashed`` are polished ones: this run writes them
+        all again from the state of polishing, torn ones too.
         """
         if not all(is_laid_out(self._folder / shard.file, shard) for shard in self._shards):
             return 0
         for index, layer in enumerate(layers):
-            if not isinstance(layer, dict) or (hashed and layer.get("sha256") != self._hashes(index)):
+            if not isinstance(layer, dict) or (
+                hashed and layer.get("sha256") != self._hashes(index)
+            ):
                 return index
         return len(layers)
 
 
 def mark_polished(folder: Path) -> None:
-    """Record the hash of the state of polishing, before its tensors replace the fitted ones in ``folder``.
+    """Record the hash of the state of polishing, before its tensors replace the fitted ones in
+    ``folder``.
 
-    A run that is interrupted from then on, while its output is measured, writes them again from this state. Without a
-    state, for which the disk had no room, its layers count as damaged.
+    A run that is interrupted from then on, while its output is measured, writes them again from
+    this state. Without a state, for which the disk had no room, its layers count as damaged.
     """
-    state, journal = folder / POLISH_STATE, _read(folder)
+    state = folder / POLISH_STATE
+    journal = _read(folder)
     if journal is not None and state.is_file():
         sync_path(state)
         sync_path(folder)
@@ -129,10 +160,12 @@ def forget(folder: Path) -> None:
 
 
 def resumable(plan: Plan) -> Callable[[Path], bool]:
-    """Return a test for folders: True if a run of the same request and source left a finished layer there.
+    """Return a test for folders: True if a run of the same request and source left a finished layer
+    there.
 
-    The test raises InputError if the run there had another request, so that nothing of it is lost. If files of the
-    model, the teacher or the text have changed since, its layers are of no use: a line on stderr says so.
+    The test raises InputError if the run there had another request, so that nothing of it is lost.
+    If files of the model, the teacher or the text have changed since, its layers are of no use: a
+    line on stderr says so.
     """
 
     def same(folder: Path) -> bool:
@@ -140,16 +173,30 @@ def resumable(plan: Plan) -> Callable[[Path], bool]:
         if journal is None or not journal["layers"]:
             return False
         _use_threads(journal["run"])
-        before, now, count = journal["run"], run_settings(plan), len(journal["layers"])
+        before = journal["run"]
+        now = run_settings(plan)
+        count = len(journal["layers"])
         if differing := _differing(before, now):
-            way_out = f"use the same to continue after its layer {count}, or {opt('fresh', True)} to discard it"
+            way_out = (
+                f"use the same to continue after its layer {count}, or {opt('fresh', True)} to"
+                " discard it"
+            )
             raise InputError(f"the interrupted run in {folder} used {differing}; {way_out}")
-        if before == now or not (plan.checkpoint.folder / CONFIG).exists():  # a lost mount must not cost the layers
+        if (
+            before == now or not (plan.checkpoint.folder / CONFIG).exists()
+        ):  # a lost mount must not cost the layers
             return True
         changed = [file[0] for file in now["files"] if file not in before["files"]]
-        changed += [file[0] for file in before["files"] if file not in now["files"] and file[0] not in changed]
+        changed += [
+            file[0]
+            for file in before["files"]
+            if file not in now["files"] and file[0] not in changed
+        ]
         files = f"{', '.join(changed[:3])}{', ...' * (len(changed) > 3)} changed since then"
-        print(f"discarding the finished layers ({count}) in {folder}: {files}; starting over", file=sys.stderr)
+        print(
+            f"discarding the finished layers ({count}) in {folder}: {files}; starting over",
+            file=sys.stderr,
+        )
         return False
 
     return same
@@ -162,7 +209,9 @@ def finished_layers(folder: Path) -> int:
 
 
 def _use_threads(before: Mapping[str, Any]) -> None:
-    """Compute with the number of threads of the run ``before``: sums in another order would give other bytes."""
+    """Compute with the number of threads of the run ``before``: sums in another order would give
+    other bytes.
+    """
     import torch
 
     threads = before["device"][2]
@@ -175,13 +224,17 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """What differs between the settings of two runs, in words; None if nothing does."""
     if (model := before.get("model", now["model"])) != now["model"]:
         return f"another model, {model}"
-    old, new = before.get("options", {}), now["options"]
+    old = before.get("options", {})
+    new = now["options"]
     for name in [*new, *old]:
         if old.get(name) != new.get(name):
             return (
-                f"{opt(name, old[name]) if name in old else 'no ' + opt(name)}, not {opt(name, new.get(name, 'unset'))}"
+                f"{opt(name, old[name]) if name in old else 'no ' + opt(name)}, not"
+                f" {opt(name, new.get(name, 'unset'))}"
             )
-    return next((f"other {_SETTINGS[name]}" for name in _SETTINGS if before.get(name) != now[name]), None)
+    return next(
+        (f"other {_SETTINGS[name]}" for name in _SETTINGS if before.get(name) != now[name]), None
+    )
 
 
 def run_settings(plan: Plan) -> dict[str, Any]:
@@ -192,12 +245,25 @@ def run_settings(plan: Plan) -> dict[str, Any]:
     files = [*plan.checkpoint.states, *(Path(with_share(text)[0]) for text in request.texts)]
     if request.teacher is not None:  # of the hub's models, which have no folder here, none
         weights = ("*.safetensors", "pytorch_model*.bin", CONFIG)
-        files += [path for pattern in weights for path in sorted(Path(request.teacher).glob(pattern))]
+        files += [
+            path for pattern in weights for path in sorted(Path(request.teacher).glob(pattern))
+        ]
     settings = {
         "model": plan.checkpoint.origin if plan.checkpoint.hub_id else plan.checkpoint.folder,
-        "options": request.result_options() | {"calibration": request.calibration, "teacher": request.teacher},
+        "options": (
+            request.result_options()
+            | {
+                "calibration": request.calibration,
+                "teacher": request.teacher,
+            }
+        ),
         # Sums are in another order on another device, or with other threads or processes.
-        "device": [request.device, torch.cuda.is_available(), torch.get_num_threads(), processes.count()],
+        "device": [
+            request.device,
+            torch.cuda.is_available(),
+            torch.get_num_threads(),
+            processes.count(),
+        ],
         "versions": versions(),
         "files": stamps(files),
     }
@@ -206,7 +272,9 @@ def run_settings(plan: Plan) -> dict[str, Any]:
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
-    """The settings (``run``), ``layers`` and ``polished`` of the journal in ``folder``; None if damaged or missing."""
+    """The settings (``run``), ``layers`` and ``polished`` of the journal in ``folder``; None if
+    damaged or missing.
+    """
     try:
         journal = json.loads((folder / _NAME).read_bytes())
         files = [[str(file[0]), *file[1:]] for file in journal["run"]["files"]]

@@ -1,4 +1,6 @@
-"""Convert to latent attention (MLA): survey all layers, choose the split for a budget, fit each layer."""
+"""Convert to latent attention (MLA): survey all layers, choose the split for a budget, fit each
+layer.
+"""
 
 import math
 import sys
@@ -31,25 +33,33 @@ from kvfold.convert.walk.hidden import Keep
 from kvfold.convert.walk.passes import embed, gather
 from kvfold.convert.walk.walk import Step
 
-# Steps of refinement per layer, where splits or layouts are compared. 5 takes the split 12 + 4 of a budget of 16,
-# +0.4510 nats per token after refinement; 20 takes 8 + 8, +0.4172 (the model that ships, bench_refine_constants.py,
-# 2026-11-22).
+# Steps of refinement per layer, where splits or layouts are compared. 5 takes the split 12 + 4 of a
+# budget of 16, +0.4510 nats per token after refinement; 20 takes 8 + 8, +0.4172 (the model that
+# ships, bench_refine_constants.py, 2026-11-22).
 _TRIAL_STEPS = 20
-# Tokens of the survey, which chooses splits and frequencies for all layers at once; each layer is fitted to all tokens.
+# Tokens of the survey, which chooses splits and frequencies for all layers at once; each layer is
+# fitted to all tokens.
 _SURVEYED = 4096
 # KL that a split that more engines serve may have, relative to the best: chosen, not tuned.
 _SERVED_FACTOR = 1.05
-# The rest bounds the cost of trials and what is recorded; none was tuned for its loss. Splits that are tried with
-# refinement, the best as fitted; slots of the recorded spectrum, relative to those that are kept; layers that a trial
-# converts, of a model with more; held-out tokens, and calibration tokens for refinement.
-_FINALISTS, _SHOWN_SLOTS, _PROBED, _TRIAL_HELD_OUT, _TRIAL_CALIBRATION = 4, 3, 4, 2048, 8192
+# The rest bounds the cost of trials and what is recorded; none was tuned for its loss. Splits that
+# are tried with refinement, the best as fitted; slots of the recorded spectrum, relative to those
+# that are kept; layers that a trial converts, of a model with more; held-out tokens, and
+# calibration tokens for refinement.
+_FINALISTS = 4
+_SHOWN_SLOTS = 3
+_PROBED = 4
+_TRIAL_HELD_OUT = 2048
+_TRIAL_CALIBRATION = 8192
 # Components of the spectrum that is recorded, relative to the channels.
 _SHOWN_CHANNELS = 3
 
 
 @dataclass(frozen=True)
 class Survey:
-    """The survey of a model: a small table for each layer in memory, and the folder with the statistics, for trials."""
+    """The survey of a model: a small table for each layer in memory, and the folder with the
+    statistics, for trials.
+    """
 
     source: CheckpointStream
     tokens: CalibrationTokens
@@ -75,7 +85,9 @@ class Candidate:
 
     @property
     def judged(self) -> tuple[bool, float]:
-        """A sort key; lower is better. Any refined KL precedes every KL as fitted, and any number precedes NaN."""
+        """A sort key; lower is better. Any refined KL precedes every KL as fitted, and any number
+        precedes NaN.
+        """
         kl = self.kl if self.refined_kl is None else self.refined_kl
         return self.refined_kl is None, math.inf if math.isnan(kl) else kl
 
@@ -96,16 +108,21 @@ def survey_layers(
     stages: Stages,
     keep: Keep = list,
 ) -> Survey:
-    """Walk ``source`` alone over some calibration sequences; the layers' statistics go to ``folder``, if any."""
+    """Walk ``source`` alone over some calibration sequences; the layers' statistics go to
+    ``folder``, if any.
+    """
 
     def note(index: int, statistics: LayerStatistics, inputs: Tensor) -> LayerSurvey:
         weights = linear_heads(source_layer(plan, index), statistics)
         if folder is not None:
             torch.save({"statistics": vars(statistics), "inputs": inputs}, folder / f"{index}.pt")
-        return rope_slots.survey_layer(weights, statistics, source_rotary(plan, index), plan.geometry.positions)
+        return rope_slots.survey_layer(
+            weights, statistics, source_rotary(plan, index), plan.geometry.positions
+        )
 
     count = max(processes.count(), math.ceil(_SURVEYED / plan.request.length))
-    states, layers = embed(source, processes.own(tokens.calibration[:count]), keep), list[LayerSurvey]()
+    states = embed(source, processes.own(tokens.calibration[:count]), keep)
+    layers = list[LayerSurvey]()
     for index in stages.over("survey", range(source.layers), source.layers, "layer"):
         with source.open_layer(index) as layer:
             found = gather(source, layer, states, source_heads(plan))
@@ -114,14 +131,19 @@ def survey_layers(
 
 
 def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -> Candidate:
-    """Combine ``target`` with the best slots for the surveyed ``layers``; layout engine allows only plain RoPE."""
+    """Combine ``target`` with the best slots for the surveyed ``layers``; layout engine allows only
+    plain RoPE.
+    """
     if plan.request.chosen_method.reads_text:
         thetas = [layer.theta for layer in layers]
         choose = rope_slots.plain_slots if target.layout == "engine" else rope_slots.choose_slots
         kept = target.rope_kept(plan.geometry.rotary_dims)
-        slots = rope_slots.slots_by_layer(thetas, lambda alike: choose([layers[layer] for layer in alike], kept))
+        slots = rope_slots.slots_by_layer(
+            thetas, lambda alike: choose([layers[layer] for layer in alike], kept)
+        )
     else:
-        # Without text there is nothing to choose by: a uniform stride over the source's frequencies.
+        # Without text there is nothing to choose by: a uniform stride over the source's
+        # frequencies.
         thetas = [source_rotary(plan, layer).theta for layer in range(plan.geometry.layers)]
 
         def stride(alike: list[int]) -> Slots:
@@ -133,26 +155,45 @@ def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -
 
         slots = rope_slots.slots_by_layer(thetas, stride)
     frequencies = [each.theta.tolist() for each in slots]
-    return Candidate(latent_plan(plan.request, plan.checkpoint, plan.model, target, frequencies), target, slots)
+    return Candidate(
+        latent_plan(plan.request, plan.checkpoint, plan.model, target, frequencies), target, slots
+    )
 
 
 def fitted_latent(
-    chosen: Candidate, index: int, step: Step | None = None, surveyed: Survey | None = None, spectrum: bool = False
+    chosen: Candidate,
+    index: int,
+    step: Step | None = None,
+    surveyed: Survey | None = None,
+    spectrum: bool = False,
 ) -> Fitted:
     """Fit layer ``index`` as latent attention. ``step`` and ``surveyed`` are None without text.
 
     The statistics are those of ``step``; in trials, which collect none, those of the survey.
 
-    With ``spectrum``, a note has the energy of the latent's principal components and the share beyond its channels.
+    With ``spectrum``, a note has the energy of the latent's principal components and the share
+    beyond its channels.
     """
-    plan, target = chosen.plan, chosen.target
-    method, rank = plan.request.chosen_method, query_rank(plan.model, chosen.target)
-    weights, norms = source_layer(plan, index), plan.model.names.get(("attention_norm", index))
-    slots, rotary, context = chosen.slots[index], source_rotary(plan, index), plan.geometry.positions
+    plan = chosen.plan
+    target = chosen.target
+    method = plan.request.chosen_method
+    rank = query_rank(plan.model, chosen.target)
+    weights = source_layer(plan, index)
+    norms = plan.model.names.get(("attention_norm", index))
+    slots = chosen.slots[index]
+    rotary = source_rotary(plan, index)
+    context = plan.geometry.positions
     centered = target.layout != "engine"
-    statistics, inputs = None, torch.empty(0, weights.model_dim)
-    if method.reads_text and step is not None and step.statistics is not None and step.inputs is not None:
-        statistics, inputs = step.statistics, step.inputs
+    statistics = None
+    inputs = torch.empty(0, weights.model_dim)
+    if (
+        method.reads_text
+        and step is not None
+        and step.statistics is not None
+        and step.inputs is not None
+    ):
+        statistics = step.statistics
+        inputs = step.inputs
     elif method.reads_text and surveyed is not None:
         statistics, inputs = surveyed.notes(index)
     fitted = method.fit(
@@ -183,19 +224,31 @@ def fitted_latent(
 
 
 def choose_split(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, list[Candidate]]:
-    """Choose the split and frequencies. Returns the candidate and all tried ones (empty without a budget)."""
-    candidates = [candidate(plan, target, surveyed.layers) for target in latent_targets(plan.request, plan.model)]
+    """Choose the split and frequencies. Returns the candidate and all tried ones (empty without a
+    budget).
+    """
+    candidates = [
+        candidate(plan, target, surveyed.layers)
+        for target in latent_targets(plan.request, plan.model)
+    ]
     if plan.request.budget is None:
         return candidates[0], []  # the split of the request
     tried = compare_splits(candidates, surveyed, stages)
     return preferred(tried), tried
 
 
-def compare_splits(candidates: Sequence[Candidate], surveyed: Survey, stages: Stages) -> list[Candidate]:
-    """Try all ``candidates`` as fitted, then the best with refinement if the request refines; returns them with KLs."""
-    request, layers = candidates[0].plan.request, candidates[0].plan.geometry.layers
+def compare_splits(
+    candidates: Sequence[Candidate], surveyed: Survey, stages: Stages
+) -> list[Candidate]:
+    """Try all ``candidates`` as fitted, then the best with refinement if the request refines;
+    returns them with KLs.
+    """
+    request = candidates[0].plan.request
+    layers = candidates[0].plan.geometry.layers
     if not request.quiet:
-        steps = f"; the best are refined, at most {_TRIAL_STEPS} steps each" if request.refine else ""
+        steps = (
+            f"; the best are refined, at most {_TRIAL_STEPS} steps each" if request.refine else ""
+        )
         trials = f"each trial converts {len(probed_layers(layers))} of {layers} layers{steps}"
         print(f"comparing {len(candidates)} splits: {trials}", file=sys.stderr)
     fitted = stages.over("splits", candidates, len(candidates), "split")
@@ -207,21 +260,32 @@ def compare_splits(candidates: Sequence[Candidate], surveyed: Survey, stages: St
     engines = len(by_drift[0].served_by)
     more = [each for each in by_drift[_FINALISTS:] if len(each.served_by) > engines]
     finalists = [*by_drift[:_FINALISTS], *more]
-    refined = [trial(each, surveyed, refine=True) for each in stages.over("finals", finalists, len(finalists), "split")]
+    refined = [
+        trial(each, surveyed, refine=True)
+        for each in stages.over("finals", finalists, len(finalists), "split")
+    ]
     final = {each.target: each for each in refined}
     return [final.get(each.target, each) for each in tried]
 
 
 def preferred(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate that drifts least, or one that more engines serve if its KL is at most 5 % higher."""
+    """The candidate that drifts least, or one that more engines serve if its KL is at most 5 %
+    higher.
+    """
     # If some candidates were refined, the choice is among them.
     unrefined, least = min(each.judged for each in candidates)
-    near = [each for each in candidates if each.judged[0] == unrefined and each.judged[1] <= _SERVED_FACTOR * least]
+    near = [
+        each
+        for each in candidates
+        if each.judged[0] == unrefined and each.judged[1] <= _SERVED_FACTOR * least
+    ]
     return min(near, key=lambda each: (-len(each.served_by), each.judged))
 
 
 def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, dict[str, Any]]:
-    """Choose the split and frequencies. Returns the candidate and the entries of ``kvfold.json`` on the choice."""
+    """Choose the split and frequencies. Returns the candidate and the entries of ``kvfold.json`` on
+    the choice.
+    """
     best, tried = choose_split(plan, surveyed, stages)
     record: dict[str, Any] = {}
     if tried:
@@ -229,25 +293,41 @@ def resolve(plan: Plan, surveyed: Survey, stages: Stages) -> tuple[Candidate, di
         least = min(tried, key=lambda each: each.judged)
         if least is not best:
             gained = [engine for engine in best.served_by if engine not in least.served_by]
-            other = {"kv_rank": least.target.kv_rank, "rope_dim": least.target.rope_dim, "kl": least.judged[1]}
-            record["preferred_for_engines"] = {"engines": gained, "kl": best.judged[1], "instead_of": other}
-    # Stock classes have the same slots in all layers; where frequencies differ there is a list for each.
+            other = {
+                "kv_rank": least.target.kv_rank,
+                "rope_dim": least.target.rope_dim,
+                "kl": least.judged[1],
+            }
+            record["preferred_for_engines"] = {
+                "engines": gained,
+                "kl": best.judged[1],
+                "instead_of": other,
+            }
+    # Stock classes have the same slots in all layers; where frequencies differ there is a list for
+    # each.
     first = best.slots[0]
     if any(each is not first for each in best.slots):
         return best, {**record, "rotary_slots_per_pair": [list(each.counts) for each in best.slots]}
     record["rotary_slots_per_pair"] = list(first.counts)
     if first.counts and surveyed.layers:
-        # The worth of rotation at every frequency and slot, mean over layers, and how much of it is kept.
-        worth, slots = rope_slots.mean_worth(surveyed.layers), sum(first.counts)
+        # The worth of rotation at every frequency and slot, mean over layers, and how much of it is
+        # kept.
+        worth = rope_slots.mean_worth(surveyed.layers)
+        slots = sum(first.counts)
         kept = [float(row[:count].sum()) for row, count in zip(worth, first.counts, strict=True)]
-        best_slots = worth.flatten().sort(descending=True).values[: _SHOWN_SLOTS * max(1, slots)].tolist()
+        best_slots = (
+            worth.flatten().sort(descending=True).values[: _SHOWN_SLOTS * max(1, slots)].tolist()
+        )
         record["rotary_worth"] = vars(RotaryWorth(worth.sum(1).tolist(), kept, slots, best_slots))
     return best, record
 
 
 def trial(option: Candidate, surveyed: Survey, *, refine: bool = False) -> Candidate:
-    """Measure the drift with a few layers converted to ``option``, refined if ``refine``. Returns it with its KL."""
-    probed, tokens = probed_layers(option.plan.geometry.layers), surveyed.tokens
+    """Measure the drift with a few layers converted to ``option``, refined if ``refine``. Returns
+    it with its KL.
+    """
+    probed = probed_layers(option.plan.geometry.layers)
+    tokens = surveyed.tokens
     length = tokens.calibration.shape[1]
     tokens = replace(
         tokens,
@@ -258,7 +338,9 @@ def trial(option: Candidate, surveyed: Survey, *, refine: bool = False) -> Candi
     walk = StudentWalk(option.plan, surveyed.source, tokens, statistics=False, trial_steps=steps)
     for step in walk.steps:
         if step.index in probed:
-            fitted = processes.from_first(partial(fitted_latent, option, step.index, step, surveyed))
+            fitted = processes.from_first(
+                partial(fitted_latent, option, step.index, step, surveyed)
+            )
             step.follow(walk.made(step, fitted.weights)[0])
         else:
             step.skip()
@@ -267,6 +349,8 @@ def trial(option: Candidate, surveyed: Survey, *, refine: bool = False) -> Candi
 
 
 def probed_layers(layers: int) -> set[int]:
-    """The layers that trials convert: all layers of a small model, otherwise a few evenly spaced ones."""
+    """The layers that trials convert: all layers of a small model, otherwise a few evenly spaced
+    ones.
+    """
     count = min(layers, _PROBED)
     return {(2 * place + 1) * layers // (2 * count) for place in range(count)}

@@ -1,4 +1,6 @@
-"""Convert the layers one after another: from weights alone, folded with text, or as latents after a survey."""
+"""Convert the layers one after another: from weights alone, folded with text, or as latents after a
+survey.
+"""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +13,13 @@ from typing import TYPE_CHECKING
 from kvfold.convert import processes
 from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.methods.registry import DEFAULT_OBJECTIVE, Fitted, FoldLayer, Notes, find_objective
+from kvfold.convert.methods.registry import (
+    DEFAULT_OBJECTIVE,
+    Fitted,
+    FoldLayer,
+    Notes,
+    find_objective,
+)
 from kvfold.convert.progress import Stages
 
 if TYPE_CHECKING:
@@ -24,7 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of ``plan``, which has no open choices; ``choices`` are those that were made, for ``kvfold.json``.
+    """The layers of ``plan``, which has no open choices; ``choices`` are those that were made, for
+    ``kvfold.json``.
 
     ``fit(layer, step)`` transforms a layer; without text, ``walk`` and ``step`` are None.
     """
@@ -35,7 +44,9 @@ class Layers:
     choices: Notes = field(default_factory=dict)
 
     def converted(self, journal: Journal) -> "Iterator[tuple[Mapping[str, Tensor], Notes]]":
-        """Yield the layers that ``journal`` does not list as finished. Raises InputError for non-finite weights."""
+        """Yield the layers that ``journal`` does not list as finished. Raises InputError for
+        non-finite weights.
+        """
         if self.walk is None:
             # Each process converts the layers that it writes.
             for index in journal.pending:
@@ -43,7 +54,8 @@ class Layers:
                 yield self.plan.layout.encode(index, weights), {}
             return
         for step in self.walk.steps:
-            # Statistics are sums over all processes; one fit for all of them keeps their students equal.
+            # Statistics are sums over all processes; one fit for all of them keeps their students
+            # equal.
             fitted = processes.from_first(partial(self.fit, step.index, step))
             tensors, notes = self.walk.made(step, fitted.weights)
             step.convert(tensors)
@@ -52,28 +64,39 @@ class Layers:
 
 @contextmanager
 def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
-    """Open the layers of ``plan``. Temporary files in ``scratch``, the output's folder, are deleted after the block."""
+    """Open the layers of ``plan``. Temporary files in ``scratch``, the output's folder, are deleted
+    after the block.
+    """
     if not plan.request.calibrated and plan.latent is None:
         yield Layers(plan, partial(fitted_fold, plan))
         return
-    # Here, as in `fitted_fold`: pooling heads needs no transformers, and its bytes are copied while torch is imported.
+    # Here, as in `fitted_fold`: pooling heads needs no transformers, and its bytes are copied while
+    # torch is imported.
     from kvfold.convert.conversion.calibration import hidden_states, load_tokens, source_stream
-    from kvfold.convert.conversion.latent import Survey, candidate, fitted_latent, resolve, survey_layers
+    from kvfold.convert.conversion.latent import (
+        Survey,
+        candidate,
+        fitted_latent,
+        resolve,
+        survey_layers,
+    )
     from kvfold.convert.conversion.student import StudentWalk
 
     if not plan.request.calibrated and plan.latent is not None:
         chosen = candidate(plan, plan.latent, ())
         yield Layers(chosen.plan, partial(fitted_latent, chosen))
         return
-    tokens, source = load_tokens(plan, scratch, stages), source_stream(plan, scratch)
+    tokens = load_tokens(plan, scratch, stages)
+    source = source_stream(plan, scratch)
     reads = plan.request.chosen_method.reads_text
     with hidden_states(plan.request.spill) as keep:
         if plan.latent is None:
             walk = StudentWalk(plan, source, tokens, statistics=reads, keep=keep)
             yield Layers(plan, partial(fitted_fold, plan), walk)
             return
-        # All layers share their rotary frequencies, so every layer is surveyed before any is converted. In memory are
-        # small tables only; the statistics for trials are in files that the first process alone reads.
+        # All layers share their rotary frequencies, so every layer is surveyed before any is
+        # converted. In memory are small tables only; the statistics for trials are in files that
+        # the first process alone reads.
         folder = scratch / ".survey"
         folder.mkdir(exist_ok=True)
         try:
@@ -92,15 +115,19 @@ def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
 def fitted_fold(
     plan: Plan, index: int, step: "Step | None" = None, shared: "dict[bool, Pairs] | None" = None
 ) -> Fitted:
-    """Fold the key/value heads of layer ``index``. Returns the weights and notes on the heads that share.
+    """Fold the key/value heads of layer ``index``. Returns the weights and notes on the heads that
+    share.
 
-    ``step`` is None without text. ``shared`` caches results for folds of the same layer to other numbers of heads.
+    ``step`` is None without text. ``shared`` caches results for folds of the same layer to other
+    numbers of heads.
     """
     from kvfold.convert.conversion.source import fold_rotary, held_out_error, source_layer
     from kvfold.convert.transforms.fold.grouping import contiguous
 
-    request, geometry = plan.request, plan.geometry
-    method, kv_heads = request.chosen_method, request.kv_heads or 1
+    request = plan.request
+    geometry = plan.geometry
+    method = request.chosen_method
+    kv_heads = request.kv_heads or 1
     window = plan.model.layers[index].window
     # Heads that share already were trained to: by default they stay with their neighbors.
     group = request.group or ("contiguous" if geometry.kv_heads < geometry.heads else "similar")
@@ -123,4 +150,6 @@ def fitted_fold(
     if step is None:
         return fitted
     neighbors = [list(group) for group in contiguous(geometry.kv_heads, kv_heads)]
-    return Fitted(fitted.weights, {"groups": neighbors, "received_attention_share": 0.0, **fitted.notes})
+    return Fitted(
+        fitted.weights, {"groups": neighbors, "received_attention_share": 0.0, **fitted.notes}
+    )

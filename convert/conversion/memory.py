@@ -1,4 +1,6 @@
-"""Estimate the memory and disk space that a conversion needs, and check that they are free. Does not import torch."""
+"""Estimate the memory and disk space that a conversion needs, and check that they are free. Does
+not import torch.
+"""
 
 import os
 import shutil
@@ -15,16 +17,22 @@ from kvfold.convert.sizes import bytes_text
 from kvfold.convert.text.corpus import calibration_texts, with_share
 from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, batch_size, intervals, steps_of
 
-# Libraries and allocators, by tests/convert/conversion/test_memory.py: pooling a model of width 64 peaks at 430 MB
-# (torch's pages that are mapped but shared count); with transformers, a tokenizer and forward passes at 0.9 GB.
-_BASE, _BASE_WITH_TEXT = 480 * 10**6, 10**9
-_FLOAT, _DOUBLE = 4, 8
-# E x E matrices in float64 that a fit holds, from weights alone and with statistics: Gram, its factors and inverses,
-# and the moments between all heads. Peaks at a width of 1024, by the same test: 672 MB (svd), 1.43 to 1.52 GB.
-_FIT_SQUARES, _FIT_SQUARES_OF_TEXT = 12, 36
-# Logits compared at once and tokens per layer call, on a CPU and on a GPU: the constants of `attention.drift.compare`
-# and `walk.passes`, which import torch.
-_LOGITS, _TOKENS = (1 << 23, 1 << 27), (4096, 32768)
+# Libraries and allocators, by tests/convert/conversion/test_memory.py: pooling a model of width 64
+# peaks at 430 MB (torch's pages that are mapped but shared count); with transformers, a tokenizer
+# and forward passes at 0.9 GB.
+_BASE = 480 * 10**6
+_BASE_WITH_TEXT = 10**9
+_FLOAT = 4
+_DOUBLE = 8
+# E x E matrices in float64 that a fit holds, from weights alone and with statistics: Gram, its
+# factors and inverses, and the moments between all heads. Peaks at a width of 1024, by the same
+# test: 672 MB (svd), 1.43 to 1.52 GB.
+_FIT_SQUARES = 12
+_FIT_SQUARES_OF_TEXT = 36
+# Logits compared at once and tokens per layer call, on a CPU and on a GPU: the constants of
+# `attention.drift.compare` and `walk.passes`, which import torch.
+_LOGITS = (1 << 23, 1 << 27)
+_TOKENS = (4096, 32768)
 # Bytes of each compared logit, measured with SmolLM2-135M: 12 x 4.
 _LOGIT = 16 * 4
 # Bytes per trained element: master, gradient, Adam's moments, rounded copies.
@@ -39,7 +47,9 @@ _SLACK = 1 << 20
 
 @dataclass(frozen=True)
 class Needs:
-    """The bytes that a conversion needs; those of memory and of hidden states on disk are the peaks of one process."""
+    """The bytes that a conversion needs; those of memory and of hidden states on disk are the peaks
+    of one process.
+    """
 
     memory: int
     spilled: int
@@ -50,38 +60,52 @@ class Needs:
 def kept_outputs(request: ConvertRequest) -> list[str]:
     """The folders of the checkpoints that ``--keep-intervals`` leaves beside OUT."""
     steps = steps_of(request.polish, request.length) if request.keep_intervals else 0
-    return [f"{request.out}.{name}" for step, name in intervals(steps, request.length).items() if 0 < step < steps]
+    return [
+        f"{request.out}.{name}"
+        for step, name in intervals(steps, request.length).items()
+        if 0 < step < steps
+    ]
 
 
 def needs_of(plan: Plan) -> Needs:
-    """Estimate the needs of each process: an upper bound, up to 2 x the measured peak for small models.
+    """Estimate the needs of each process: an upper bound, up to 2 x the measured peak for small
+    models.
 
-    A run without text keeps one attention layer in memory. A calibrated run keeps a whole layer and its converted twin,
-    the activations of a layer call, the fit's matrices and, unless they are spilled, the hidden states of all its
-    tokens. Polishing keeps the whole model, and so does writing calibration text (`writes_text`).
+    A run without text keeps one attention layer in memory. A calibrated run keeps a whole layer and
+    its converted twin, the activations of a layer call, the fit's matrices and, unless they are
+    spilled, the hidden states of all its tokens. Polishing keeps the whole model, and so does
+    writing calibration text (`writes_text`).
     """
-    request, shape = plan.request, plan.geometry
+    request = plan.request
+    shape = plan.geometry
     headers = 3 * sum(len(tensor.name) + 120 for tensor in plan.tensors)
     extra = sum(path.stat().st_size for path in plan.checkpoint.extra_files())
     # Checkpoints: OUT, and those of intervals that no interrupted run has left.
     written = 1 + sum(not Path(kept).exists() for kept in kept_outputs(request))
     disk = written * (sum(tensor.nbytes for tensor in plan.tensors) + headers + extra) + _SLACK
-    width, latent = shape.model_dim, request.to == "mla"
+    width = shape.model_dim
+    latent = request.to == "mla"
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * width
-    fit = _DOUBLE * ((_FIT_SQUARES_OF_TEXT if request.calibrated else _FIT_SQUARES) * width**2 + 4 * attention)
+    fit = _DOUBLE * (
+        (_FIT_SQUARES_OF_TEXT if request.calibrated else _FIT_SQUARES) * width**2 + 4 * attention
+    )
     if not request.calibrated:
         read = [plan.checkpoint.tensors[name] for name in plan.reads[0]]
         pooling = sum(info.nbytes + _FLOAT * prod(info.shape) for info in read)
         return Needs(_BASE + (fit * 11 // 10 if latent else pooling), 0, 0, disk)
 
     length = request.length
-    tokens, held_out = ceil(request.samples / processes.count()) * length, held_out_count(request.samples) * length
-    # Calibration states before and after the source's layer, its attention's, the student's, the targets of refinement;
-    # held-out states once more, because the drift takes a copy further.
-    fitted, refined = request.chosen_method.reads_text, int(bool(request.refine))
+    tokens = ceil(request.samples / processes.count()) * length
+    held_out = held_out_count(request.samples) * length
+    # Calibration states before and after the source's layer, its attention's, the student's, the
+    # targets of refinement; held-out states once more, because the drift takes a copy further.
+    fitted = request.chosen_method.reads_text
+    refined = int(bool(request.refine))
     learned = 4 - bool(request.spill) + refined if fitted or refined else 0
     states = width * (learned * tokens + (4 + refined) * held_out) + refined * (tokens + held_out)
-    outputs = held_out * (2 * width + (2 * shape.heads + shape.kv_heads) * shape.head_dim)  # of the source's attention
+    outputs = held_out * (
+        2 * width + (2 * shape.heads + shape.kv_heads) * shape.head_dim
+    )  # of the source's attention
     outputs += fitted * tokens * shape.heads * shape.head_dim  # of the student's heads, unpadded
     held = 0 if request.spill else _FLOAT * (states + outputs)
     # One layer of each model, then the embedding and the head with the logits.
@@ -105,7 +129,8 @@ def needs_of(plan: Plan) -> Needs:
 
 def _whole_model(plan: Plan) -> int:
     """The bytes for polishing, or for writing calibration text, which keep the whole model."""
-    request, shape = plan.request, plan.geometry
+    request = plan.request
+    shape = plan.geometry
     held = 0
     if writes_text(plan):
         cached = plan.cache_elements * shape.layers * request.length + 4 * shape.vocabulary
@@ -115,9 +140,17 @@ def _whole_model(plan: Plan) -> int:
         computed = {name for names in plan.layout.computed for name in names}
         sizes = {tensor.name: prod(tensor.shape) for tensor in plan.layout.tensors}
         # Norms are too small to count.
-        trained = sum(size for name, size in sizes.items() if name in computed or request.train == "all")
+        trained = sum(
+            size for name, size in sizes.items() if name in computed or request.train == "all"
+        )
         model = _FLOAT * (sum(sizes.values()) - trained) + _MASTER * trained
-        activations = _ACTIVATIONS * batch_size(request.length) * request.length * shape.layers * shape.model_dim
+        activations = (
+            _ACTIVATIONS
+            * batch_size(request.length)
+            * request.length
+            * shape.layers
+            * shape.model_dim
+        )
         steps = min(BLOCK_STEPS, steps_of(request.polish, request.length))
         states = _FLOAT * steps * batch_size(request.length) * request.length * shape.model_dim
         held = max(held, model + activations + _POLISHED_LOGITS + states)
@@ -126,36 +159,50 @@ def _whole_model(plan: Plan) -> int:
 
 def writes_text(plan: Plan) -> bool:
     """True if the source writes some of the calibration text itself."""
-    texts = calibration_texts(plan.request.texts, plan.checkpoint.chats) if plan.request.calibrated else []
+    texts = (
+        calibration_texts(plan.request.texts, plan.checkpoint.chats)
+        if plan.request.calibrated
+        else []
+    )
     return any(with_share(text)[0] == SELF for text in texts if text)
 
 
 def check_memory(plan: Plan) -> None:
     """Raise InputError if the request needs the whole model in memory but the model does not fit."""
     if writes_text(plan):
-        option = f"text that the model writes itself ({opt('calibration', SELF)}, default of chat models)"
+        option = (
+            f"text that the model writes itself ({opt('calibration', SELF)}, default of chat"
+            " models)"
+        )
         otherwise = f"leave it out with {opt('calibration', f'{SELF}:0')}"
     elif plan.request.polish:
-        option, otherwise = opt("polish"), f"use only {opt('refine')}, which loads one layer at a time"
+        option = opt("polish")
+        otherwise = f"use only {opt('refine')}, which loads one layer at a time"
     else:
         return
-    needed, free = needs_of(plan).memory, free_bytes(plan)
+    needed = needs_of(plan).memory
+    free = free_bytes(plan)
     if free is not None and needed > free:
         raise InputError(
-            f"{option} needs the whole model in memory: about {bytes_text(needed)}, but only {bytes_text(free)} are "
-            f"free; use a machine with more memory, or {otherwise}"
+            f"{option} needs the whole model in memory: about {bytes_text(needed)}, but only"
+            f" {bytes_text(free)} are free; use a machine with more memory, or {otherwise}"
         )
 
 
 def check_spill(plan: Plan) -> None:
-    """Raise InputError if the ``--spill`` folder does not exist or is too small for the hidden states."""
+    """Raise InputError if the ``--spill`` folder does not exist or is too small for the hidden
+    states.
+    """
     folder = plan.request.spill
     if folder is None:
         return
     if not os.path.isdir(folder):
-        raise option_error("spill", folder, ": there is no such folder for hidden states; create it first")
+        raise option_error(
+            "spill", folder, ": there is no such folder for hidden states; create it first"
+        )
     needs = needs_of(plan)
-    needed, free = processes.count(on_this_machine=True) * needs.spilled, shutil.disk_usage(folder).free
+    needed = processes.count(on_this_machine=True) * needs.spilled
+    free = shutil.disk_usage(folder).free
     # On OUT's disk both have to fit.
     if os.stat(_existing(plan.request.out)).st_dev == os.stat(folder).st_dev:
         needed += needs.disk + needs.scratch
@@ -177,7 +224,9 @@ def _existing(out: str) -> Path:
 
 
 def free_bytes(plan: Plan) -> int | None:
-    """The free bytes of memory on the device that ``plan`` uses; None if the system does not report them."""
+    """The free bytes of memory on the device that ``plan`` uses; None if the system does not report
+    them.
+    """
     if _on_cpu(plan.request):
         return host_memory()
     # Only here: it imports torch, which takes seconds.

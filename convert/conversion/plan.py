@@ -1,4 +1,6 @@
-"""Plan a conversion from tensor headers alone, so that an impossible request fails before any weight is read."""
+"""Plan a conversion from tensor headers alone, so that an impossible request fails before any
+weight is read.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,19 +32,26 @@ from kvfold.convert.targets.mla.layout import latent_layout, padding
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout, own_latent_layout
 from kvfold.convert.targets.same_family import attention_label, cache_elements, folded_layout
-from kvfold.convert.targets.target import TargetLayout, keepable, kept_config, kept_tensors, output_dtype
+from kvfold.convert.targets.target import (
+    TargetLayout,
+    keepable,
+    kept_config,
+    kept_tensors,
+    output_dtype,
+)
 
 
 @dataclass(frozen=True)
 class Plan:
     """All decisions made before weights are read.
 
-    ``latent`` is the split for an MLA target, otherwise None. ``reads[layer]`` names the source tensors that the
-    layer's transform reads. ``tensors`` and ``config`` describe the output files; they are ``layout.tensors`` and
-    ``layout.config`` unless weights stay quantized. ``keepable`` is the number of quantized weights that
-    ``--keep-quantized`` can keep, whether or not it is set. ``source_kind`` and ``cache_elements`` (per token per
-    layer) describe the source. ``padding`` is the number of zeros that pad heads to sizes supported by the engines'
-    kernels. ``own_shards`` are the ``shards`` that this process writes.
+    ``latent`` is the split for an MLA target, otherwise None. ``reads[layer]`` names the source
+    tensors that the layer's transform reads. ``tensors`` and ``config`` describe the output files;
+    they are ``layout.tensors`` and ``layout.config`` unless weights stay quantized. ``keepable`` is
+    the number of quantized weights that ``--keep-quantized`` can keep, whether or not it is set.
+    ``source_kind`` and ``cache_elements`` (per token per layer) describe the source. ``padding`` is
+    the number of zeros that pad heads to sizes supported by the engines' kernels. ``own_shards``
+    are the ``shards`` that this process writes.
     """
 
     request: ConvertRequest
@@ -66,27 +75,36 @@ class Plan:
 
 
 def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
-    """Plan ``request``. Raises InputError if the tensors do not match config.json or the target is not possible."""
+    """Plan ``request``. Raises InputError if the tensors do not match config.json or the target is
+    not possible.
+    """
     model = model_of(checkpoint.config, checkpoint.tensors)
     problems = model.tensor_problems(checkpoint.tensors)
     if not problems:  # buffers beside weights and biases may hold whole numbers
         stored = {name: checkpoint.tensors[name].dtype for name in model.tensors}
         allowed = ", ".join(sorted(FLOAT_DTYPES))
         wrong = {name: dtype for name, dtype in stored.items() if dtype not in FLOAT_DTYPES}
-        problems = [f"wrong dtype: {name} is {dtype}; it must be one of {allowed}" for name, dtype in wrong.items()]
+        problems = [
+            f"wrong dtype: {name} is {dtype}; it must be one of {allowed}"
+            for name, dtype in wrong.items()
+        ]
     if problems:
         raise InputError(
-            f"{checkpoint.origin}: the tensors do not match config.json (model_type {model.family.model_type!r}); "
-            "check that the weights and config.json are from the same model",
+            f"{checkpoint.origin}: the tensors do not match config.json (model_type"
+            f" {model.family.model_type!r}); check that the weights and config.json are from the"
+            " same model",
             problems,
         )
     model.check_values()
     request = request.sized(model.geometry.positions)
     if request.to != "mla":
         return _fold_plan(request, checkpoint, model)
-    # With a budget, the largest split stands in for all: calibration chooses the split and the frequencies later.
+    # With a budget, the largest split stands in for all: calibration chooses the split and the
+    # frequencies later.
     target = latent_targets(request, model)[-1]
-    plan = latent_plan(request, checkpoint, model, target, [[1.0] * (target.rope_dim // 2)] * model.geometry.layers)
+    plan = latent_plan(
+        request, checkpoint, model, target, [[1.0] * (target.rope_dim // 2)] * model.geometry.layers
+    )
     if request.budget is None:
         return plan
     return replace(plan, layout=replace(plan.layout, kind="MLA, split by measured drift"))
@@ -99,7 +117,9 @@ def latent_plan(
     target: LatentTarget,
     theta: Sequence[Sequence[float]],
 ) -> Plan:
-    """Plan an MLA conversion with the split ``target`` and the rotary frequencies ``theta [layers][P/2]``."""
+    """Plan an MLA conversion with the split ``target`` and the rotary frequencies ``theta
+    [layers][P/2]``.
+    """
     dtype = None if request.dtype == "auto" else request.dtype
     layers = range(model.geometry.layers)
     if target.layout == "kvfold":
@@ -109,23 +129,37 @@ def latent_plan(
         # A stock class has one set of frequencies for all layers.
         layout = latent_layout(model, checkpoint, target, theta[0], dtype)
         # It stores gate and up separately, so a tensor that combines both is split.
-        reads = tuple(model.attention_names(layer) + model.names.get(("gate_up", layer), ()) for layer in layers)
+        reads = tuple(
+            model.attention_names(layer) + model.names.get(("gate_up", layer), ())
+            for layer in layers
+        )
     return _complete(request, checkpoint, model, layout, reads, target)
 
 
 def _fold_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
-    method, kv_heads = request.chosen_method, request.kv_heads or 1
+    method = request.chosen_method
+    kv_heads = request.kv_heads or 1
     if model.qk_norm is not None and model.qk_norm.after_rotary and method.needs_linear_keys:
-        rule = f"{model.family.model_type}, which normalizes queries and keys after their rotary embedding"
+        rule = (
+            f"{model.family.model_type}, which normalizes queries and keys after their rotary"
+            " embedding"
+        )
         way_out = f"use {opt('method', quick_method(request.to))} with {opt('refine', 'auto')}"
         raise option_error("method", request.resolved_method, f"does not support {rule}; {way_out}")
     check_kv_heads(kv_heads, model.geometry, request.allow_growth)
-    dtype, own_code = None if request.dtype == "auto" else request.dtype, needs_own_code(model)
+    dtype = None if request.dtype == "auto" else request.dtype
+    own_code = needs_own_code(model)
     if request.layout is not None and not own_code:
-        why = f"because the stock class of {model.family.model_type} supports {opt('to', request.to)}"
-        raise option_error("layout", request.layout, f"is not needed, {why}; remove {opt('layout')}")
+        why = (
+            f"because the stock class of {model.family.model_type} supports {opt('to', request.to)}"
+        )
+        raise option_error(
+            "layout", request.layout, f"is not needed, {why}; remove {opt('layout')}"
+        )
     # Pooling leaves queries and the output alone in a stock class.
-    roles: tuple[Role, ...] = ("k", "v") if method.pools and not request.calibrated and not own_code else ROLES
+    roles: tuple[Role, ...] = (
+        ("k", "v") if method.pools and not request.calibrated and not own_code else ROLES
+    )
     if own_code:
         layout = own_folded_layout(model, checkpoint, kv_heads, dtype)
     else:
@@ -142,22 +176,33 @@ def _complete(
     reads: tuple[tuple[str, ...], ...],
     latent: LatentTarget | None,
 ) -> Plan:
-    """Complete the plan for ``layout``. Raises InputError if ``--keep-quantized`` is set but no weight can be kept."""
+    """Complete the plan for ``layout``. Raises InputError if ``--keep-quantized`` is set but no
+    weight can be kept.
+    """
     # The attention is dense in any case, converted or not: engines join its projections.
-    attention = frozenset(name for layer in range(len(reads)) for name in model.attention_names(layer))
-    tensors, config, made_of = layout.tensors, layout.config, checkpoint.made_of
+    attention = frozenset(
+        name for layer in range(len(reads)) for name in model.attention_names(layer)
+    )
+    tensors = layout.tensors
+    config = layout.config
+    made_of = checkpoint.made_of
     kept = keepable(tensors, checkpoint, attention)
     if request.keep_quantized and not kept:
         rule = (
-            "needs FP8 weights outside the attention with a scale for each whole block, or MXFP4 experts, stored the "
-            f"same way in the output's model class; the source has {'; '.join(made_of) or 'no quantized weights'}"
+            "needs FP8 weights outside the attention with a scale for each whole block, or MXFP4"
+            " experts, stored the same way in the output's model class; the source has"
+            f" {'; '.join(made_of) or 'no quantized weights'}"
         )
         raise option_error("keep_quantized", True, f"{rule}; remove {opt('keep_quantized', True)}")
     if request.keep_quantized:
         tensors = kept_tensors(tensors, kept)
         config = kept_config(config, tensors, checkpoint)
         made_of = (*made_of, f"{len(kept)} of these weights kept as they are stored")
-    result = folded_result(model, request.kv_heads or 1) if latent is None else latent_result_of(model, latent)
+    result = (
+        folded_result(model, request.kv_heads or 1)
+        if latent is None
+        else latent_result_of(model, latent)
+    )
     result = replace(result, kept=request.keep_quantized)
     shards = tuple(assign_shards(tensors, request.shard_bytes))
     return Plan(
@@ -183,76 +228,106 @@ def _complete(
 
 
 def dense_dtype(request: ConvertRequest) -> str:
-    """The safetensors dtype to which quantized source weights are dequantized; the output stores them in it."""
+    """The safetensors dtype to which quantized source weights are dequantized; the output stores
+    them in it.
+    """
     return output_dtype("BF16", None if request.dtype == "auto" else request.dtype)
 
 
 def described(request: ConvertRequest) -> Checkpoint | None:
-    """For a dry run on a folder without weights: a checkpoint built from its config.json. None for other sources."""
+    """For a dry run on a folder without weights: a checkpoint built from its config.json. None for
+    other sources.
+    """
     folder = Path(request.model).resolve()
-    if not (folder / CONFIG).is_file() or any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir()):
+    if not (folder / CONFIG).is_file() or any(
+        path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir()
+    ):
         return None
     config, digest = read_config(folder)
     config.pop("quantization_config", None)
     # Names and shapes are the family's, in the dtype that the config names.
     names = {name: dtype for dtype, name in TORCH_NAMES.items()}
     dtype = names.get(str(config.get("dtype") or config.get("torch_dtype")), "BF16")
-    infos, end = {}, 0
+    infos = {}
+    end = 0
     for tensor in model_of(config).tensors.values():
-        start, end = end, end + tensor_bytes(dtype, tensor.shape)
+        start = end
+        end = end + tensor_bytes(dtype, tensor.shape)
         infos[tensor.name] = TensorInfo(tensor.name, dtype, tensor.shape, SINGLE, start, end)
     return Checkpoint(folder, config, infos, portable_name(folder), digest)
 
 
 def check_processes(plan: Plan) -> None:
     """Raise InputError if several processes run but the request does not support that many."""
-    count, request = processes.count(), plan.request
+    count = processes.count()
+    request = plan.request
     if request.calibrated and request.samples < count:
-        rule = f"must be at least {count}, one sequence per process; raise it or lower --nproc-per-node"
+        rule = (
+            f"must be at least {count}, one sequence per process; raise it or lower"
+            " --nproc-per-node"
+        )
         raise option_error("samples", request.samples, rule)
 
 
 def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
-    """The splits that an MLA request allows, in ascending rotary dims. Raises InputError if no split is possible."""
-    layout = "kvfold" if request.layout is None and needs_own_code(model) else request.resolved_layout
+    """The splits that an MLA request allows, in ascending rotary dims. Raises InputError if no
+    split is possible.
+    """
+    layout = (
+        "kvfold" if request.layout is None and needs_own_code(model) else request.resolved_layout
+    )
     options = request.q_rank, layout, request.rotate_latent
     if request.budget is None:
         splits = [(request.kv_rank or 0, request.rope_dim or 0)]
     else:
-        # P is a multiple of the largest power of two up to N/8: among these are the splits that kernels support.
+        # P is a multiple of the largest power of two up to N/8: among these are the splits that
+        # kernels support.
         step = max(2, 1 << (request.budget // 8).bit_length() >> 1)
         ropes = range(step, request.budget, step) if model.geometry.rotary_dims else (0,)
         # Norms that are kept use part of the budget.
         latent = request.budget - cached_divisors(model, LatentTarget(request.budget, 0, *options))
         splits = [(latent - rope, rope) for rope in ropes]
     targets = [LatentTarget(rank, rope, *options) for rank, rope in splits]
-    problems = [latent_problems(model, target, allow_growth=request.allow_growth) for target in targets]
+    problems = [
+        latent_problems(model, target, allow_growth=request.allow_growth) for target in targets
+    ]
     possible = [target for target, found in zip(targets, problems, strict=True) if not found]
     present = cache_elements(model.geometry)
     if not possible and (request.budget or 0) >= present and not request.allow_growth:
         # However it is split: a split's own problems would not say so.
         rule = f"must be below the source's {present} KV-cache elements per token per layer"
-        raise option_error("budget", request.budget, f"{rule}; lower it, or add {opt('allow_growth', True)}")
+        raise option_error(
+            "budget", request.budget, f"{rule}; lower it, or add {opt('allow_growth', True)}"
+        )
     if not possible:
         raise InputError(problems[0][0], problems[0][1:])
     return possible
 
 
 def possible_kv_heads(geometry: Geometry) -> list[int]:
-    """The numbers of key/value heads that a fold can produce: proper divisors of the current number, largest first."""
+    """The numbers of key/value heads that a fold can produce: proper divisors of the current
+    number, largest first.
+    """
     return [g for g in range(geometry.kv_heads - 1, 0, -1) if geometry.kv_heads % g == 0]
 
 
 def check_kv_heads(kv_heads: int, geometry: Geometry, allow_growth: bool) -> None:
     """Raise InputError unless the model can be folded to ``kv_heads`` key/value heads."""
-    present, possible = geometry.kv_heads, possible_kv_heads(geometry)
+    present = geometry.kv_heads
+    possible = possible_kv_heads(geometry)
     if present == 1 and not allow_growth:
         raise InputError(
-            "the model is already MQA, with one key/value head, so its cache cannot shrink this way; `kvfold inspect` "
-            f"lists the possible targets ({opt('allow_growth', True)} converts the model anyway)"
+            "the model is already MQA, with one key/value head, so its cache cannot shrink this"
+            f" way; `kvfold inspect` lists the possible targets ({opt('allow_growth', True)}"
+            " converts the model anyway)"
         )
     allowed = [present, *possible] if allow_growth else possible
     if kv_heads not in allowed:
         growth = f", or add {opt('allow_growth', True)}" if kv_heads == present else ""
-        rule = f"must divide the source's {present} key/value heads{'' if allow_growth else ' and be smaller'}"
-        raise option_error("kv_heads", kv_heads, f"{rule}; use {', '.join(map(str, allowed))}{growth}")
+        rule = (
+            f"must divide the source's {present} key/value"
+            f" heads{'' if allow_growth else ' and be smaller'}"
+        )
+        raise option_error(
+            "kv_heads", kv_heads, f"{rule}; use {', '.join(map(str, allowed))}{growth}"
+        )

@@ -1,4 +1,6 @@
-"""Polishing a converted checkpoint: the teacher, the progress that is told, and the checkpoints that are written."""
+"""Polishing a converted checkpoint: the teacher, the progress that is told, and the checkpoints
+that are written.
+"""
 
 import shutil
 import sys
@@ -36,18 +38,26 @@ from kvfold.convert.walk.passes import chunk_size, last_states
 Finish = Callable[[Calibrated, Path], Any]
 
 
-def polish_checkpoint(plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages, finish: Finish) -> Calibrated:
-    """Train the checkpoint in ``folder`` in place. Returns ``calibrated`` with the new drift, on the first process.
+def polish_checkpoint(
+    plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages, finish: Finish
+) -> Calibrated:
+    """Train the checkpoint in ``folder`` in place. Returns ``calibrated`` with the new drift, on
+    the first process.
 
-    Every process must call this. ``finish`` completes the checkpoints of intervals, which ``--keep-intervals`` leaves.
+    Every process must call this. ``finish`` completes the checkpoints of intervals, which
+    ``--keep-intervals`` leaves.
     """
-    request, source, tokens = plan.request, calibrated.stream, calibrated.tokens
+    request = plan.request
+    source = calibrated.stream
+    tokens = calibrated.tokens
     steps = steps_of(request.polish, request.length)
     with closing(open_checkpoint(folder)) as written, opened_teacher(plan, source) as teacher:
-        constant, autocast = has_constant(written), source.autocast
+        constant = has_constant(written)
+        autocast = source.autocast
         stored = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.layout.tensors}
         attention = [name for names in plan.layout.computed for name in names]
-        # The teacher's final norm and head are the student's own, unless it is another model or they are trained.
+        # The teacher's final norm and head are the student's own, unless it is another model or
+        # they are trained.
         expected = None if teacher is source and request.train == "attention" else teacher.logits
         trainee = ModelTrainee(
             written.config,
@@ -63,18 +73,33 @@ def polish_checkpoint(plan: Plan, calibrated: Calibrated, folder: Path, stages: 
         with stages("running the teacher over held-out text"):
             held_out = taught_text(teacher, tokens.held_out, None)
         text = tokens.training
-        training = TrainingText(text, lambda indices: taught_text(teacher, text[indices].long(), autocast).states)
+        training = TrainingText(
+            text, lambda indices: taught_text(teacher, text[indices].long(), autocast).states
+        )
 
         def keep(name: str, fitted: FitResult) -> None:
-            with output_folder(f"{request.out}.{name}", overwrite=True, model=plan.checkpoint.folder) as place:
-                for file in ("config.json", *(path.name for path in folder.glob("model*.safetensors*"))):
+            with output_folder(
+                f"{request.out}.{name}", overwrite=True, model=plan.checkpoint.folder
+            ) as place:
+                for file in (
+                    "config.json",
+                    *(path.name for path in folder.glob("model*.safetensors*")),
+                ):
                     shutil.copyfile(folder / file, place / file)
                 finish(_rewritten(plan, calibrated, place, fitted.tensors, fitted, stages), place)
 
         with stages("polish", steps, "step") as advance:
             progress = _progress(plan, trainee, held_out, advance, keep)
             saved = _state_file(trainee, folder)
-            fitted = polish(trainee, training, held_out, steps, seed=request.seed, saved=saved, progress=progress)
+            fitted = polish(
+                trainee,
+                training,
+                held_out,
+                steps,
+                seed=request.seed,
+                saved=saved,
+                progress=progress,
+            )
         if constant:
             check_constant(fitted.tensors, written)
 
@@ -87,71 +112,108 @@ def polish_checkpoint(plan: Plan, calibrated: Calibrated, folder: Path, stages: 
 
 
 def _state_file(trainee: ModelTrainee, folder: Path) -> Path | None:
-    """The file for the state from which an interrupted run resumes; None, with a line that says so, without room."""
+    """The file for the state from which an interrupted run resumes; None, with a line that says so,
+    without room.
+    """
     path = folder / POLISH_STATE
-    # Masters, two moments and the best weights; a new version is whole before the old one is removed.
+    # Masters, two moments and the best weights; a new version is whole before the old one is
+    # removed.
     needed = 2 * sum(16 * each.numel() for each in trainee.learning.values())
     free = shutil.disk_usage(folder).free
     if free < needed and not path.is_file():
         figures = f"{bytes_text(needed)} needed, {bytes_text(free)} free"
-        print(f"too little disk space to keep the state of polishing ({figures}): it cannot resume", file=sys.stderr)
+        print(
+            f"too little disk space to keep the state of polishing ({figures}): it cannot resume",
+            file=sys.stderr,
+        )
         return None
     return path
 
 
 @contextmanager
 def opened_teacher(plan: Plan, source: CheckpointStream) -> Iterator[CheckpointStream]:
-    """The stream of the model to learn from: ``source``, or that of ``--teacher``, which is closed after the block."""
+    """The stream of the model to learn from: ``source``, or that of ``--teacher``, which is closed
+    after the block.
+    """
     request = plan.request
     if request.teacher is None:
         yield source
         return
     with closing(open_checkpoint(request.teacher, dense_dtype(request))) as opened:
         yield CheckpointStream(
-            opened.config, opened.read, list(opened.tensors), source.device, autocast=source.autocast
+            opened.config,
+            opened.read,
+            list(opened.tensors),
+            source.device,
+            autocast=source.autocast,
         )
 
 
 @torch.no_grad()
 def taught_text(teacher: CheckpointStream, tokens: Tensor, autocast: torch.dtype | None) -> Text:
-    """``tokens`` with the teacher's residual streams after its last layer, whose products are of dtype ``autocast``."""
+    """``tokens`` with the teacher's residual streams after its last layer, whose products are of
+    dtype ``autocast``.
+    """
     with torch.autocast(teacher.device.type, autocast, enabled=autocast is not None):
         states = last_states(teacher, tokens)
     return Text(tokens, torch.cat([hidden.to(autocast or hidden.dtype) for hidden in states]))
 
 
 def _progress(
-    plan: Plan, trainee: ModelTrainee, held_out: Text, advance: Advance, keep: Callable[[str, FitResult], None]
+    plan: Plan,
+    trainee: ModelTrainee,
+    held_out: Text,
+    advance: Advance,
+    keep: Callable[[str, FitResult], None],
 ) -> AfterRound:
-    """Return the callback of every round, which prints the KL and, at intervals, measures and keeps the weights."""
-    request, named = plan.request, intervals(steps_of(plan.request.polish, plan.request.length), plan.request.length)
-    shown, last = reporting(advance), max(named)
+    """Return the callback of every round, which prints the KL and, at intervals, measures and keeps
+    the weights.
+    """
+    request = plan.request
+    named = intervals(steps_of(plan.request.polish, plan.request.length), plan.request.length)
+    shown = reporting(advance)
+    last = max(named)
 
     def progress(fitted: FitResult) -> None:
         shown(fitted)
         if not processes.is_first():
             return
-        tokens, line = fitted.steps * step_tokens(request.length), ""
+        tokens = fitted.steps * step_tokens(request.length)
+        line = ""
         # A resumed run has measured the round that it starts from.
         measured = bool(fitted.curve) and fitted.curve[-1]["tokens"] >= tokens
         if fitted.steps in named and not measured:
             found = trainee.figures(held_out)
             fitted.curve.append({"tokens": tokens, **found})
-            line = f", excess {found['excess']:+.5f} nats, top-1 agreement {found['top_1_agreement']:.1%}"
+            line = (
+                f", excess {found['excess']:+.5f} nats, top-1 agreement"
+                f" {found['top_1_agreement']:.1%}"
+            )
             if request.keep_intervals and 0 < fitted.steps < last:
                 keep(named[fitted.steps], fitted)
         if not request.quiet:
             done = f"polished {fitted.steps}/{last} steps, {tokens} tokens"
-            tqdm.write(f"{done}: KL {fitted.errors[-1]:.5f} nats on held-out tokens{line}", file=sys.stderr)
+            tqdm.write(
+                f"{done}: KL {fitted.errors[-1]:.5f} nats on held-out tokens{line}", file=sys.stderr
+            )
 
     return progress
 
 
 def _rewritten(
-    plan: Plan, calibrated: Calibrated, folder: Path, tensors: Mapping[str, Tensor], fitted: FitResult, stages: Stages
+    plan: Plan,
+    calibrated: Calibrated,
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    fitted: FitResult,
+    stages: Stages,
 ) -> Calibrated:
-    """Replace ``tensors`` in the files in ``folder``; returns ``calibrated`` with their drift and the record."""
-    request, source, tokens = plan.request, calibrated.stream, calibrated.tokens
+    """Replace ``tensors`` in the files in ``folder``; returns ``calibrated`` with their drift and
+    the record.
+    """
+    request = plan.request
+    source = calibrated.stream
+    tokens = calibrated.tokens
     if tensors:
         # Every tensor counts as written: the trained ones are replaced in the files that are there.
         writer = ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.tensors])
@@ -167,11 +229,15 @@ def _rewritten(
         "tokens_per_error": POLISH_ROUND * step_tokens(request.length),
         "curve": fitted.curve,
     }
-    if others := sorted(tensors.keys() - {name for names in plan.layout.computed for name in names}):
+    if others := sorted(
+        tensors.keys() - {name for names in plan.layout.computed for name in names}
+    ):
         record["trained"] = others
     if request.teacher is not None:
         record["teacher"] = recorded_name(request.teacher)
     with stages("measuring"), written_stream(folder, source) as student:
-        measured = compare(source, student, tokens.held_out, chunk_size(source.device, tokens.held_out.shape[1]))
+        measured = compare(
+            source, student, tokens.held_out, chunk_size(source.device, tokens.held_out.shape[1])
+        )
         drift = report_of(measured, source, student, tokens.held_out)
     return replace(calibrated, drift=drift, choices={**calibrated.choices, "polish": record})

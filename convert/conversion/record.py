@@ -37,17 +37,22 @@ def versions() -> dict[str, str | None]:
 
 
 def record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The content of ``kvfold.json``. ``measured`` contains the entries from a calibrated run, or is empty.
+    """The content of ``kvfold.json``. ``measured`` contains the entries from a calibrated run, or
+    is empty.
 
     A dry run, which reads no weights and so has no hash of the source, passes None.
     """
     hashed = {} if measured is None else {"sha256": plan.checkpoint.source_hash()}
-    origins, measured = _origins(plan), measured or {}
+    origins = _origins(plan)
+    measured = measured or {}
     for name in measured.get("polish", {}).get("trained", ()):
         origins[name]["origin"] = "trained"
     return {
         "format": 3,
-        "request": plan.request.result_options() | ({} if plan.latent is None else {"layout": plan.latent.layout}),
+        "request": (
+            plan.request.result_options()
+            | ({} if plan.latent is None else {"layout": plan.latent.layout})
+        ),
         "versions": versions(),
         "source": {
             "name": plan.checkpoint.origin,
@@ -55,8 +60,14 @@ def record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[str, A
             **({"made_of": list(plan.made_of)} if plan.made_of else {}),
         },
         "attention": {"from": plan.source_kind, "to": plan.layout.kind},
-        "cache_elements_per_token_per_layer": {"from": plan.cache_elements, "to": plan.layout.cache_elements},
-        "cache_elements_per_rank": {"from": folded_result(plan.model).per_rank(), "to": plan.result.per_rank()},
+        "cache_elements_per_token_per_layer": {
+            "from": plan.cache_elements,
+            "to": plan.layout.cache_elements,
+        },
+        "cache_elements_per_rank": {
+            "from": folded_result(plan.model).per_rank(),
+            "to": plan.result.per_rank(),
+        },
         "engines": [asdict(verdict) for verdict in plan.engines],
         **({"padding_parameters": plan.padding} if plan.padding else {}),
         **measured,
@@ -65,17 +76,24 @@ def record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[str, A
 
 
 def _origins(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Map each output tensor to its origin (``copied``, ``cast``, ... or the method) and its source tensors."""
+    """Map each output tensor to its origin (``copied``, ``cast``, ... or the method) and its source
+    tensors.
+    """
     origins: dict[str, dict[str, Any]] = {}
     for tensor in plan.tensors:
         if tensor.source is not None:
             infos = [tensor.kept or plan.checkpoint.tensors[name] for name in tensor.sources]
             changed = any(tensor.dtype != info.dtype for info in infos)
             kind = next((info.made for info in infos if info.made), "cast" if changed else "copied")
-            origins[tensor.name] = {"origin": kind if infos else "zeros", "from": list(tensor.sources)}
+            origins[tensor.name] = {
+                "origin": kind if infos else "zeros",
+                "from": list(tensor.sources),
+            }
     # A computed tensor is from all that the transform of its layer reads.
     for computed, read in zip(plan.layout.computed, plan.reads, strict=True):
-        origins |= {name: {"origin": plan.request.resolved_method, "from": list(read)} for name in computed}
+        origins |= {
+            name: {"origin": plan.request.resolved_method, "from": list(read)} for name in computed
+        }
     return origins
 
 
@@ -83,9 +101,10 @@ def headline(plan: Plan) -> str:
     """One line with the source, the target, the method and the cache size before and after."""
     saved = 1 - plan.layout.cache_elements / plan.cache_elements
     return (
-        f"{plan.checkpoint.origin}: {plan.source_kind} -> {plan.layout.kind}, method {plan.request.resolved_method}: "
-        f"{plan.cache_elements} -> {plan.layout.cache_elements} KV-cache elements per token per layer "
-        f"({100 * abs(saved):.1f} % {'more' if saved < 0 else 'less'})"
+        f"{plan.checkpoint.origin}: {plan.source_kind} -> {plan.layout.kind}, method"
+        f" {plan.request.resolved_method}: {plan.cache_elements} -> {plan.layout.cache_elements}"
+        f" KV-cache elements per token per layer ({100 * abs(saved):.1f} %"
+        f" {'more' if saved < 0 else 'less'})"
     )
 
 
@@ -97,12 +116,17 @@ def summary_text(
     seconds: float,
     pass_seconds: float | None,
 ) -> str:
-    """The terminal summary: headline, cost, choices, output, engines, the verdict and the next command."""
-    request, size = plan.request, sum(tensor.nbytes for tensor in plan.tensors)
+    """The terminal summary: headline, cost, choices, output, engines, the verdict and the next
+    command.
+    """
+    request = plan.request
+    size = sum(tensor.nbytes for tensor in plan.tensors)
     compare = shlex.join(["kvfold", "drift", str(request.model), str(request.out)])
     following = f"next: {compare} --text FILE measures the drift on your own text"
     if drift is not None and math.isfinite(drift.excess):
-        following = f"{verdict_text(drift)}\n{next_step(plan, drift, seconds, pass_seconds).to_text()}"
+        following = (
+            f"{verdict_text(drift)}\n{next_step(plan, drift, seconds, pass_seconds).to_text()}"
+        )
     lines = [
         headline(plan),
         "" if drift is None else cost_text(drift, text_name(record["calibration"]["source"])),
@@ -124,7 +148,10 @@ def cost_text(drift: "DriftReport", text: str) -> str:
     """One line with the drift on held-out text, named ``text``."""
     excess, margin, (before, after) = drift.excess, drift.measured.excess_margin, drift.perplexities
     if margin is None or not all(map(math.isfinite, (excess, margin, before, after))):
-        return "no cost on held-out text: the model's results are not finite, or there is only one held-out sequence"
+        return (
+            "no cost on held-out text: the model's results are not finite, or there is only one"
+            " held-out sequence"
+        )
     change = f"{before:.2f} -> {after:.2f} ({percent_text(excess, margin)})"
     return (
         f"on {drift.sequences} x {drift.length} held-out tokens of {text}: perplexity {change}, KL "
@@ -135,15 +162,18 @@ def cost_text(drift: "DriftReport", text: str) -> str:
 def by_text(record: Mapping[str, Any]) -> str:
     """One line with the KL and the excess loss on each text of a mixture; empty for a single text."""
     each = [
-        f"{text_name(row['text'])}: KL {row['kl'] or math.nan:.4f}, excess {row['excess'] or math.nan:+.4f} "
-        f"({row['sequences']} sequence{'s' * (row['sequences'] != 1)})"
+        f"{text_name(row['text'])}: KL {row['kl'] or math.nan:.4f}, excess"
+        f" {row['excess'] or math.nan:+.4f} ({row['sequences']}"
+        f" sequence{'s' * (row['sequences'] != 1)})"
         for row in record["drift"].get("texts", ())
     ]
     return f"nats per token by text: {'; '.join(each)}" if each else ""
 
 
 def percent_text(excess: float, margin: float | None) -> str:
-    """The rise in perplexity that is ``excess`` nats of loss, with its interval if there is a ``margin``."""
+    """The rise in perplexity that is ``excess`` nats of loss, with its interval if there is a
+    ``margin``.
+    """
     # exp overflows a float beyond 709.
     ends = () if margin is None else (excess - margin, excess + margin)
     lost, *interval = (f"{100 * math.expm1(min(value, 700)):+.1f}" for value in (excess, *ends))
@@ -156,22 +186,30 @@ def text_name(source: str) -> str:
 
 
 def chosen_text(plan: Plan, record: Mapping[str, Any]) -> str:
-    """One line with the split chosen for ``--budget`` and the reason; empty if the request named the split."""
+    """One line with the split chosen for ``--budget`` and the reason; empty if the request named
+    the split.
+    """
     if plan.request.budget is None or plan.latent is None or "splits" not in record:
         return ""
     split = f"{plan.latent.kv_rank}+{plan.latent.rope_dim}"
-    took = f"--budget {plan.request.budget}: chose {split} from {len(record['splits'])} splits tried"
+    took = (
+        f"--budget {plan.request.budget}: chose {split} from {len(record['splits'])} splits tried"
+    )
     if (taken := record.get("preferred_for_engines")) is None:
         return f"{took}, because it drifts least"
-    best, engines = taken["instead_of"], " and ".join(taken["engines"])
+    best = taken["instead_of"]
+    engines = " and ".join(taken["engines"])
     return (
-        f"{took}, with a KL of {taken['kl']:.4f} nats on held-out text; {best['kv_rank']}+{best['rope_dim']} has a "
-        f"lower KL of {best['kl']:.4f}, but {engines} would not serve it"
+        f"{took}, with a KL of {taken['kl']:.4f} nats on held-out text;"
+        f" {best['kv_rank']}+{best['rope_dim']} has a lower KL of {best['kl']:.4f}, but {engines}"
+        " would not serve it"
     )
 
 
 def groups_text(plan: Plan, record: Mapping[str, Any]) -> str:
-    """One line on which heads share and why; empty if there is no choice, as for MQA, where all heads share."""
+    """One line on which heads share and why; empty if there is no choice, as for MQA, where all
+    heads share.
+    """
     if not (layers := record.get("groups")) or len(layers[0]) == 1:
         return ""
     request = plan.request
@@ -182,9 +220,9 @@ def groups_text(plan: Plan, record: Mapping[str, Any]) -> str:
     if moved:
         example = " | ".join(" ".join(map(str, group)) for group in layers[moved[0]])
         return (
-            f"heads that share: not only neighbors in {len(moved)} of {len(layers)} layers, for example {example} in "
-            f"layer {moved[0]}; each layer uses the grouping with the smallest attention error on held-out text "
-            "(kvfold.json lists all groups)"
+            f"heads that share: not only neighbors in {len(moved)} of {len(layers)} layers, for"
+            f" example {example} in layer {moved[0]}; each layer uses the grouping with the"
+            " smallest attention error on held-out text (kvfold.json lists all groups)"
         )
     why = "because no other grouping tried has a smaller error on held-out text"
     if request.group == "contiguous":
@@ -192,14 +230,23 @@ def groups_text(plan: Plan, record: Mapping[str, Any]) -> str:
     elif not request.chosen_method.reads_text:
         why = f"because --method {request.resolved_method} joins neighbors"
     elif request.group is None and plan.geometry.kv_heads < plan.geometry.heads:
-        why = "because the model was trained with neighbors sharing (--group similar compares other groupings)"
+        why = (
+            "because the model was trained with neighbors sharing (--group similar compares other"
+            " groupings)"
+        )
     return f"heads that share: neighbors in every layer, {why}"
 
 
 def rank_sizes(record: Mapping[str, Any]) -> list[tuple[str, int, int]]:
-    """``(ranks, before, after)``: cached elements per rank, for each tensor-parallel size that both models support."""
-    before, after = (record.get("cache_elements_per_rank", {}).get(name, {}) for name in ("from", "to"))
-    return [(ranks, before[ranks], after[ranks]) for ranks in before if ranks in after and ranks != "1"]
+    """``(ranks, before, after)``: cached elements per rank, for each tensor-parallel size that both
+    models support.
+    """
+    before, after = (
+        record.get("cache_elements_per_rank", {}).get(name, {}) for name in ("from", "to")
+    )
+    return [
+        (ranks, before[ranks], after[ranks]) for ranks in before if ranks in after and ranks != "1"
+    ]
 
 
 def ranks_text(record: Mapping[str, Any]) -> str:
@@ -219,34 +266,52 @@ def padding_text(plan: Plan) -> str:
     nope, rope, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
     stored = sum(math.prod(tensor.shape) for tensor in plan.layout.tensors)
     return (
-        f"heads are padded to {nope} + {rope} and {value} dims, sizes that engines' kernels support: {plan.padding:,} "
-        f"of {stored:,} parameters are zeros; the cache and the results do not change"
+        f"heads are padded to {nope} + {rope} and {value} dims, sizes that engines' kernels"
+        f" support: {plan.padding:,} of {stored:,} parameters are zeros; the cache and the results"
+        " do not change"
     )
 
 
 def plan_text(plan: Plan) -> str:
-    """The output of ``--dry-run``: the tensors to compute, the files, and the memory and disk space needed."""
-    request, before, needs = plan.request, plan.checkpoint.tensors, needs_of(plan)
+    """The output of ``--dry-run``: the tensors to compute, the files, and the memory and disk space
+    needed.
+    """
+    request = plan.request
+    before = plan.checkpoint.tensors
+    needs = needs_of(plan)
     # The split, and so the shapes, are not chosen yet.
     open_split = request.budget is not None
     lines = [headline(plan), *(f"source: {line}" for line in plan.made_of)]
     if plan.keepable and not request.keep_quantized:
-        lines.append(f"--keep-quantized would keep {plan.keepable} of these weights as they are stored")
+        lines.append(
+            f"--keep-quantized would keep {plan.keepable} of these weights as they are stored"
+        )
     if plan.padding and not open_split:
         lines.append(padding_text(plan))
     computed = sum(map(len, plan.layout.computed))
-    lines.append(f"tensors: {len(plan.tensors) - computed} copied, {computed} computed; in layer 0:")
+    lines.append(
+        f"tensors: {len(plan.tensors) - computed} copied, {computed} computed; in layer 0:"
+    )
     for tensor in plan.layout.tensors:
         if tensor.name in plan.layout.computed[0]:
-            present = "x".join(map(str, before[tensor.name].shape)) if tensor.name in before else "new"
+            present = (
+                "x".join(map(str, before[tensor.name].shape)) if tensor.name in before else "new"
+            )
             shape = "" if open_split else f" -> {'x'.join(map(str, tensor.shape))}"
             lines.append(f"  {tensor.name}  {tensor.dtype} {present}{shape}")
-    lines.append(f"files: {len(plan.shards)}" + (" (sizes depend slightly on the split)" if open_split else ""))
-    shown = {shard.file: sum(tensor.nbytes for tensor in shard.tensors) for shard in plan.shards[:_SHOWN_FILES]}
+    lines.append(
+        f"files: {len(plan.shards)}"
+        + (" (sizes depend slightly on the split)" if open_split else "")
+    )
+    shown = {
+        shard.file: sum(tensor.nbytes for tensor in shard.tensors)
+        for shard in plan.shards[:_SHOWN_FILES]
+    }
     lines += [f"  {file}  {bytes_text(size)}" for file, size in shown.items()]
     if len(plan.shards) > _SHOWN_FILES:
         lines.append(f"  ... and {len(plan.shards) - _SHOWN_FILES} more")
-    each, room = " per process" if processes.count() > 1 else "", needs.disk + needs.scratch
+    each = " per process" if processes.count() > 1 else ""
+    room = needs.disk + needs.scratch
     lines += [
         served_text(plan.engines),
         *(f"  {verdict.to_text()}" for verdict in plan.engines if not verdict.serves),
@@ -254,7 +319,10 @@ def plan_text(plan: Plan) -> str:
         refine_text(plan),
         polish_text(plan),
         f"disk: {bytes_text(room)} needed{_free_text(room, free_disk(plan))}",
-        f"memory: about {bytes_text(needs.memory)} needed{each}{_free_text(needs.memory, free_bytes(plan))}",
+        (
+            f"memory: about {bytes_text(needs.memory)}"
+            f" needed{each}{_free_text(needs.memory, free_bytes(plan))}"
+        ),
     ]
     if needs.spilled:
         lines.append(f"disk for --spill: about {bytes_text(needs.spilled)}{each}")
@@ -275,12 +343,15 @@ def parameters_text(plan: Plan) -> str:
 
 
 def absorb_text(plan: Plan) -> str:
-    """One line on decoding over the latent cache in transformers; empty unless OUT is of a stock MLA class."""
+    """One line on decoding over the latent cache in transformers; empty unless OUT is of a stock
+    MLA class.
+    """
     if plan.request.to != "mla" or plan.layout.code is not None:
         return ""
     return (
-        "in transformers, call kvfold.attention.absorb(model) before generating: stock code expands every cached token "
-        "at every step (Llama-2-7B's shape, context 8192: 0.3 tokens per second, absorbed 11.6, the source 2.0)"
+        "in transformers, call kvfold.attention.absorb(model) before generating: stock code expands"
+        " every cached token at every step (Llama-2-7B's shape, context 8192: 0.3 tokens per"
+        " second, absorbed 11.6, the source 2.0)"
     )
 
 
@@ -289,12 +360,19 @@ def calibration_text(plan: Plan) -> str:
     request = plan.request
     if not request.calibrated:
         return ""
-    texts = [with_share(text or BUILT_IN) for text in calibration_texts(request.texts, plan.checkpoint.chats)]
+    texts = [
+        with_share(text or BUILT_IN)
+        for text in calibration_texts(request.texts, plan.checkpoint.chats)
+    ]
     parts = sum(share for _, share in texts)
-    names = (f"{name} ({100 * share / parts:.0f} %)" if len(texts) > 1 else name for name, share in texts)
+    names = (
+        f"{name} ({100 * share / parts:.0f} %)" if len(texts) > 1 else name for name, share in texts
+    )
     line = f"calibration: {request.samples} x {request.length} tokens of {' + '.join(names)}"
     without = opt("calibration", f"{SELF}:0")
-    itself = f"; {SELF} is text that MODEL writes, which keeps it in memory ({without} leaves it out)"
+    itself = (
+        f"; {SELF} is text that MODEL writes, which keeps it in memory ({without} leaves it out)"
+    )
     return line + (itself if writes_text(plan) else "")
 
 
@@ -303,7 +381,9 @@ def refine_text(plan: Plan) -> str:
     request = plan.request
     if not request.refine:
         return ""
-    steps = "steps for as long as they help," if request.refine == "auto" else f"{request.refine} steps"
+    steps = (
+        "steps for as long as they help," if request.refine == "auto" else f"{request.refine} steps"
+    )
     batch = min(refining_batch(request.length), request.samples)
     return f"refinement: {steps} of {batch * request.length} tokens, in each layer"
 
@@ -313,5 +393,9 @@ def polish_text(plan: Plan) -> str:
     request = plan.request
     if not request.polish:
         return ""
-    steps, each = steps_of(request.polish, request.length), step_tokens(request.length)
-    return f"polishing: {steps} steps of {each} tokens, {tokens_text(steps * each)} tokens in all, after the last layer"
+    steps = steps_of(request.polish, request.length)
+    each = step_tokens(request.length)
+    return (
+        f"polishing: {steps} steps of {each} tokens, {tokens_text(steps * each)} tokens in all,"
+        " after the last layer"
+    )

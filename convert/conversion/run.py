@@ -25,7 +25,13 @@ from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.fitted import Change, FitReport, fitted_of
 from kvfold.convert.conversion.journal import Journal, finished_layers, forget, resumable
 from kvfold.convert.conversion.judgment import loss_of, verdict_of
-from kvfold.convert.conversion.memory import check_memory, check_spill, free_disk, kept_outputs, needs_of
+from kvfold.convert.conversion.memory import (
+    check_memory,
+    check_spill,
+    free_disk,
+    kept_outputs,
+    needs_of,
+)
 from kvfold.convert.conversion.plan import Plan, check_processes, dense_dtype, described, make_plan
 from kvfold.convert.conversion.record import headline, plan_text, summary_text
 from kvfold.convert.conversion.record import record as record_of
@@ -43,10 +49,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Conversion(FitReport):
-    """The result of a run. A dry run has no ``seconds`` and ``written``; a run without text has no ``drift``.
+    """The result of a run. A dry run has no ``seconds`` and ``written``; a run without text has no
+    ``drift``.
 
-    ``record`` is the content of ``kvfold.json``; the choices and gains in it are also attributes (`FitReport`).
-    ``pass_seconds`` is the time of one pass of the result over the held-out text.
+    ``record`` is the content of ``kvfold.json``; the choices and gains in it are also attributes
+    (`FitReport`). ``pass_seconds`` is the time of one pass of the result over the held-out text.
     """
 
     plan: Plan
@@ -82,14 +89,19 @@ class Conversion(FitReport):
         return None if latent is None else (latent.kv_rank, latent.rope_dim)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values: the plan for a dry run, otherwise the record without its lists of tensors and files."""
+        """JSON values: the plan for a dry run, otherwise the record without its lists of tensors
+        and files.
+        """
         plan = self.plan
         if self.written is None:
             needs = needs_of(plan)
             facts = {
                 "out": None,
                 "dry_run": True,
-                "files": {shard.file: sum(tensor.nbytes for tensor in shard.tensors) for shard in plan.shards},
+                "files": {
+                    shard.file: sum(tensor.nbytes for tensor in shard.tensors)
+                    for shard in plan.shards
+                },
                 "disk_bytes": needs.disk,
                 "free_bytes": free_disk(plan),
                 "memory_bytes": needs.memory,
@@ -110,21 +122,26 @@ class Conversion(FitReport):
         return {name: value for name, value in facts.items() if name != "tensors"}
 
     def summary(self) -> str:
-        """The terminal text: the plan for a dry run, otherwise the conversion, its cost and its output."""
+        """The terminal text: the plan for a dry run, otherwise the conversion, its cost and its
+        output.
+        """
         if self.written is None or self.seconds is None:
             return plan_text(self.plan)
-        return summary_text(self.plan, self.record, self.drift, self.written, self.seconds, self.pass_seconds)
+        return summary_text(
+            self.plan, self.record, self.drift, self.written, self.seconds, self.pass_seconds
+        )
 
 
 @takes(ConvertRequest)
 def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None) -> Conversion:
     """Convert ``request.model`` into the folder ``request.out``.
 
-    OUT appears complete or not at all. ``progress(stage, done, total)`` is called at every step of a stage, possibly
-    from another thread: ``survey`` (layers), ``splits``, ``convert`` (layers), at the same time ``write`` (bytes), and
-    ``polish`` (steps). Without ``progress``, bars appear on stderr. If torch.distributed is initialized, its processes
-    share the work and each must call this function; only the first returns the record, the others an empty one. Raises
-    InputError if the request or the checkpoint is invalid; nothing is written then.
+    OUT appears complete or not at all. ``progress(stage, done, total)`` is called at every step of
+    a stage, possibly from another thread: ``survey`` (layers), ``splits``, ``convert`` (layers), at
+    the same time ``write`` (bytes), and ``polish`` (steps). Without ``progress``, bars appear on
+    stderr. If torch.distributed is initialized, its processes share the work and each must call
+    this function; only the first returns the record, the others an empty one. Raises InputError if
+    the request or the checkpoint is invalid; nothing is written then.
 
     >>> request = ConvertRequest(model=demo_folder(), out=folder / "mqa", to="mqa", method="mean", quiet=True)
     >>> convert_checkpoint(request).attention
@@ -132,13 +149,16 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     """
     started = time.monotonic()
     if not processes.is_first():
-        request, progress = replace(request, quiet=True), None
+        request = replace(request, quiet=True)
+        progress = None
     check_output(request.out, overwrite=request.overwrite, model=request.model)
     check_sources(request.texts)
-    stages, dtype = Stages(progress, request.quiet or request.dry_run), dense_dtype(request)
+    stages = Stages(progress, request.quiet or request.dry_run)
+    dtype = dense_dtype(request)
     with stages("reading"):
         if request.dry_run:
-            # Headers are enough for a model on the hub, and config.json for a folder without weights.
+            # Headers are enough for a model on the hub, and config.json for a folder without
+            # weights.
             checkpoint = described(request) or open_headers(request.model, dtype)
         else:
             if processes.count() > 1:  # the first downloads it for all
@@ -149,7 +169,9 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
         request = plan.request
         for kept in kept_outputs(request):
             # An interrupted run may have left them.
-            left = glob(f"{escape(str(Path(request.out).parent))}/.{escape(Path(request.out).name)}.kvfold-*")
+            left = glob(
+                f"{escape(str(Path(request.out).parent))}/.{escape(Path(request.out).name)}.kvfold-*"
+            )
             check_output(kept, overwrite=request.overwrite or bool(left), model=request.model)
         check_processes(plan)
         check_spill(plan)
@@ -172,10 +194,14 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
 
                 assert measured is not None  # a request to polish is calibrated
                 finish = partial(_complete, plan, {}, stages)
-                measured, hashes = polish_checkpoint(plan, measured, folder, stages, finish), {}
-            completed = processes.run_on_first(lambda: _complete(plan, hashes, stages, measured, folder))
+                measured = polish_checkpoint(plan, measured, folder, stages, finish)
+                hashes = {}
+            completed = processes.run_on_first(
+                lambda: _complete(plan, hashes, stages, measured, folder)
+            )
     record, drift, passed = completed or ({}, None, None)
-    seconds, fitted = time.monotonic() - started, fitted_of(record)
+    seconds = time.monotonic() - started
+    fitted = fitted_of(record)
     done = Conversion(plan, Path(request.out), seconds, record, drift, passed, **vars(fitted))
     if processes.is_first():
         _log(done)
@@ -184,23 +210,27 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
 
 @contextmanager
 def _output_folder(plan: Plan) -> Iterator[Path]:
-    """Create the temporary folder that becomes OUT after the block; all processes share the first one's folder."""
-    request, model = plan.request, plan.checkpoint.folder
+    """Create the temporary folder that becomes OUT after the block; all processes share the first
+    one's folder.
+    """
+    request = plan.request
+    model = plan.checkpoint.folder
     opened = partial(output_folder, overwrite=request.overwrite, model=model, fresh=request.fresh)
     folder: Path | None = None
     try:
         with ExitStack() as stack:
 
             def make() -> Path:
-                folder, needs = stack.enter_context(opened(request.out, resume=resumable(plan))), needs_of(plan)
+                folder = stack.enter_context(opened(request.out, resume=resumable(plan)))
+                needs = needs_of(plan)
                 free_space_check(folder, needs.disk + needs.scratch)
                 return folder
 
             folder = processes.from_first(make)
             if not folder.is_dir():
                 raise InputError(
-                    f"{folder}: this machine cannot see the temporary folder that the first process created; choose an "
-                    "OUT on a file system that all machines share"
+                    f"{folder}: this machine cannot see the temporary folder that the first process"
+                    " created; choose an OUT on a file system that all machines share"
                 )
             yield folder
     except BaseException as error:
@@ -209,36 +239,55 @@ def _output_folder(plan: Plan) -> Iterator[Path]:
         raise
 
 
-def _write_weights(plan: Plan, folder: Path, stages: Stages) -> tuple[Plan, "Calibrated | None", dict[str, str]]:
-    """Write all shards. Returns the plan with its choices resolved, the measurements and the hash of each shard."""
+def _write_weights(
+    plan: Plan, folder: Path, stages: Stages
+) -> tuple[Plan, "Calibrated | None", dict[str, str]]:
+    """Write all shards. Returns the plan with its choices resolved, the measurements and the hash
+    of each shard.
+    """
     # Only here: it imports torch and transformers, which takes seconds.
     from kvfold.convert.conversion.layers import open_layers
 
     with stages("reading the text and the model"), open_layers(plan, folder, stages) as layers:
         plan = layers.plan
-        journal, count = Journal(folder, plan), plan.geometry.layers
+        journal = Journal(folder, plan)
+        count = plan.geometry.layers
         done = len(journal.notes)
         if done and not plan.request.quiet:
             start_over = f"({opt('fresh', True)} starts over)"
-            print(f"resuming after layer {done} of {count} of the interrupted run {start_over}", file=sys.stderr)
-        sizes = {tensor.name: tensor.nbytes for shard in plan.own_shards for tensor in shard.tensors}
+            print(
+                f"resuming after layer {done} of {count} of the interrupted run {start_over}",
+                file=sys.stderr,
+            )
+        sizes = {
+            tensor.name: tensor.nbytes for shard in plan.own_shards for tensor in shard.tensors
+        }
         resumed = sum(sizes[name] for name in journal.written)
         writer = ShardWriter(folder, plan.own_shards, journal.written if done else None)
-        # Beside the converted layers the other tensors are copied; each of several processes writes its own shards.
+        # Beside the converted layers the other tensors are copied; each of several processes writes
+        # its own shards.
         with (
             hashing(folder, plan.own_shards, writer.written) as hashes,
-            plan.checkpoint.hashing(processes.part(len(plan.checkpoint.paths)), copied_first=True) as copied,
+            plan.checkpoint.hashing(
+                processes.part(len(plan.checkpoint.paths)), copied_first=True
+            ) as copied,
             stages("write", sum(sizes.values()), "B", resumed) as wrote,
         ):
             with writer.copying_rest(plan.checkpoint, wrote, copied):
-                # The walk of a resumed run passes the finished layers with the tensors that are already written.
+                # The walk of a resumed run passes the finished layers with the tensors that are
+                # already written.
                 if layers.walk is not None and done:
                     layers.walk.skip_fits(done)
-                    for step in stages.over("again", itertools.islice(layers.walk.steps, done), done, "layer"):
+                    for step in stages.over(
+                        "again", itertools.islice(layers.walk.steps, done), done, "layer"
+                    ):
                         step.convert(journal.finished(step.index))
-                for tensors, notes in stages.over("convert", layers.converted(journal), count, "layer", done):
+                for tensors, notes in stages.over(
+                    "convert", layers.converted(journal), count, "layer", done
+                ):
                     wrote(writer.write_own(tensors))
-                    # A run without text starts over when it is killed: it takes only as long as copying the model.
+                    # A run without text starts over when it is killed: it takes only as long as
+                    # copying the model.
                     if plan.request.calibrated:
                         writer.sync()
                         processes.gathered(None)
@@ -261,13 +310,19 @@ def _write_config(plan: Plan, folder: Path) -> None:
 
 
 def _complete(
-    plan: Plan, hashes: Mapping[str, str], stages: Stages, measured: "Calibrated | None", folder: Path
+    plan: Plan,
+    hashes: Mapping[str, str],
+    stages: Stages,
+    measured: "Calibrated | None",
+    folder: Path,
 ) -> "tuple[dict[str, Any], DriftReport | None, float | None]":
     """Add the other files to ``folder``; ``hashes`` are the known ones of its shards.
 
-    Returns the record, the drift and the seconds of a pass of the written checkpoint over the held-out text.
+    Returns the record, the drift and the seconds of a pass of the written checkpoint over the
+    held-out text.
     """
-    # Tokenizer and license files, and the modeling code, which is found without importing it: it needs torch.
+    # Tokenizer and license files, and the modeling code, which is found without importing it: it
+    # needs torch.
     for path in plan.checkpoint.extra_files():
         name = path.relative_to(plan.checkpoint.folder)
         (folder / name).parent.mkdir(exist_ok=True)
@@ -275,16 +330,22 @@ def _complete(
     if plan.layout.code is not None and (spec := find_spec(plan.layout.code)) is not None:
         code = Path(str(spec.origin))
         write_file(folder / code.name, code.read_bytes())
-    entries, drift, passed = dict[str, Any](), None, None
+    entries = dict[str, Any]()
+    drift = None
+    passed = None
     if measured is not None:
         with stages("measuring the loss by position"):
             measured = measured.with_positions(folder)
     with stages("checking what was written"):
         if measured is not None:
-            # A calibrated conversion is read back: its record holds the loss of the files on disk too.
+            # A calibrated conversion is read back: its record holds the loss of the files on disk
+            # too.
             started = time.monotonic()
-            entries, drift = measured.record(folder), measured.drift
-            passed = (time.monotonic() - started) * len(measured.tokens.held_out) / len(measured.checked)
+            entries = measured.record(folder)
+            drift = measured.drift
+            passed = (
+                (time.monotonic() - started) * len(measured.tokens.held_out) / len(measured.checked)
+            )
         record = record_of(plan, entries)
         write_file(folder / "README.md", model_card(plan, record, drift))
         record["files"] = file_hashes(folder, known=hashes)
@@ -295,9 +356,14 @@ def _complete(
 
 
 def _log(done: Conversion) -> None:
-    """Append date, duration and paths to ``OUT.log``. OUT contains none, so equal requests produce equal bytes."""
+    """Append date, duration and paths to ``OUT.log``. OUT contains none, so equal requests produce
+    equal bytes.
+    """
     request = {name: value for name, value in vars(done.plan.request).items() if value is not None}
-    line = {"finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "seconds": round(done.seconds or 0, 3)}
+    line = {
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "seconds": round(done.seconds or 0, 3),
+    }
     path = Path(f"{Path(done.plan.request.out)}.log")
     try:
         append_line(path, json.dumps({**line, "request": request}, default=str))

@@ -1,4 +1,6 @@
-"""Read the attention of a conversion's source, layer by layer. Does not import transformers, which takes seconds."""
+"""Read the attention of a conversion's source, layer by layer. Does not import transformers, which
+takes seconds.
+"""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -19,8 +21,11 @@ if TYPE_CHECKING:
 
 
 def source_layer(plan: Plan, layer: int) -> AttentionWeights:
-    """Read the source's attention in ``layer``. Raises InputError if a weight needed by its transform is not finite."""
-    checkpoint, needed = plan.checkpoint, set(plan.reads[layer])
+    """Read the source's attention in ``layer``. Raises InputError if a weight needed by its
+    transform is not finite.
+    """
+    checkpoint = plan.checkpoint
+    needed = set(plan.reads[layer])
 
     def read(name: str) -> Tensor:
         info = checkpoint.info(name)
@@ -35,30 +40,41 @@ def source_layer(plan: Plan, layer: int) -> AttentionWeights:
 
 
 def source_rotary(plan: Plan, layer: int) -> Rotary:
-    """The rotary frequencies for ``layer``; with longrope the short-range set, because the context is limited to it."""
+    """The rotary frequencies for ``layer``; with longrope the short-range set, because the context
+    is limited to it.
+    """
     return layer_rotary(plan.model, layer, "short")
 
 
 def fold_rotary(plan: Plan, layer: int) -> Rotary:
-    """The rotary frequencies for fitting a fold. They only guide the fit: the output keeps the source's rotation."""
+    """The rotary frequencies for fitting a fold. They only guide the fit: the output keeps the
+    source's rotation.
+    """
     try:
         return source_rotary(plan, layer)
     except InputError:
-        # Rope types whose frequencies depend on the text length (dynamic) are fitted as for short texts.
+        # Rope types whose frequencies depend on the text length (dynamic) are fitted as for short
+        # texts.
         model = plan.model
         kind = model.layers[layer].type
         table = {**rope_table(model.values, kind), "rope_type": "default"}
         tables = {kind: table} if kind in (model.family.rotary.by_type or {}) else table
-        plain = Model(model.family, {**model.config, "rope_scaling": None, "rope_parameters": tables})
+        plain = Model(
+            model.family, {**model.config, "rope_scaling": None, "rope_parameters": tables}
+        )
         return layer_rotary(plain, layer)
 
 
 def held_out_error(plan: Plan, layer: int, step: "Step | None") -> Callable[[Any], float]:
-    """Return a function for the held-out error of transformed weights for ``layer``, encoded as in the files."""
+    """Return a function for the held-out error of transformed weights for ``layer``, encoded as in
+    the files.
+    """
 
     def error(weights: Any) -> float:
         if step is None:
-            raise ValueError("an error can be measured only with text; register the method with reads_text=True")
+            raise ValueError(
+                "an error can be measured only with text; register the method with reads_text=True"
+            )
         return step.attention_error(plan.layout.encode(layer, weights))
 
     return error

@@ -15,7 +15,8 @@ SEPARATOR = "\f"  # between two documents; occurs inside none
 
 
 def demo_folder() -> Path:
-    """The demo checkpoint: a complete model folder as ``save_pretrained`` writes it, plus ``training.json``.
+    """The demo checkpoint: a complete model folder as ``save_pretrained`` writes it, plus
+    ``training.json``.
 
     >>> demo_folder().name
     'demo'
@@ -25,10 +26,14 @@ def demo_folder() -> Path:
 
 @lru_cache(maxsize=3)
 def read_text(split: ShippedText) -> str:
-    """All documents of a split, ``SEPARATOR`` between them. No document or paragraph is in two splits."""
+    """All documents of a split, ``SEPARATOR`` between them. No document or paragraph is in two
+    splits.
+    """
     return lzma.decompress((_FOLDER / f"{split}.txt.xz").read_bytes()).decode()
 
 
 def read_documents(split: ShippedText) -> list[str]:
-    """The documents of a split: a page of Python's reference, or the docstrings and comments of one module, each."""
+    """The documents of a split: a page of Python's reference, or the docstrings and comments of one
+    module, each.
+    """
     return read_text(split).split(SEPARATOR)

@@ -1,6 +1,7 @@
 """A model as data: a family combined with a config, and the list of tensors in its checkpoints.
 
-Does not import torch or transformers, so ``kvfold inspect`` needs less than a second to read headers and a config.
+Does not import torch or transformers, so ``kvfold inspect`` needs less than a second to read
+headers and a config.
 """
 
 import re
@@ -10,14 +11,21 @@ from functools import cached_property
 from typing import Any
 
 from kvfold.convert.families.family import family_of
-from kvfold.convert.families.geometry import AttentionLayer, block_of, geometry_of, layer_of, layer_values
+from kvfold.convert.families.geometry import (
+    AttentionLayer,
+    block_of,
+    geometry_of,
+    layer_of,
+    layer_values,
+)
 from kvfold.convert.families.rotary import ContextRange, Frequencies, frequencies, rope_table
 from kvfold.convert.families.schema import ABSENT, ROLES, Block, BlockRole, Family, Role, TensorSpec
 from kvfold.convert.families.values import Values, evaluate
 from kvfold.convert.families.wrappers import WRAPPERS, names_in_files, text_config, text_type
 
-# Layers or experts that are listed one by one whatever the files hold. A config with a billion of them would otherwise
-# take memory until the system ends the process, before anybody hears that config and files do not belong together.
+# Layers or experts that are listed one by one whatever the files hold. A config with a billion of
+# them would otherwise take memory until the system ends the process, before anybody hears that
+# config and files do not belong together.
 _MOST_UNCHECKED = 4096
 
 
@@ -25,9 +33,9 @@ _MOST_UNCHECKED = 4096
 class StoredTensor:
     """A tensor in the files of a checkpoint. ``layer`` is None for a tensor outside the layers.
 
-    In the attention, ``roles`` lists the projections (q, k, v, o) whose weight, bias or norm the tensor contains: a
-    fused projection has three roles, and sinks belong to the queries. Any other tensor has the one role in the family
-    file.
+    In the attention, ``roles`` lists the projections (q, k, v, o) whose weight, bias or norm the
+    tensor contains: a fused projection has three roles, and sinks belong to the queries. Any other
+    tensor has the one role in the family file.
     """
 
     name: str
@@ -39,24 +47,35 @@ class StoredTensor:
 class Model:
     """A decoded config.json, interpreted by the rules of its family.
 
-    For a multimodal wrapper, this is its language model: ``config`` is the inner config, and all tensor names of the
-    language model except its head begin with ``tower``, which is None for plain models. ``values`` contains the values
-    of the config by their names in the family file; ``biased`` lists the projections that have a bias; ``qk_norm`` is
-    the norm on queries and keys, or None.
+    For a multimodal wrapper, this is its language model: ``config`` is the inner config, and all
+    tensor names of the language model except its head begin with ``tower``, which is None for plain
+    models. ``values`` contains the values of the config by their names in the family file;
+    ``biased`` lists the projections that have a bias; ``qk_norm`` is the norm on queries and keys,
+    or None.
 
-    The constructor and all properties may raise ``InputError`` with the config key that is missing or wrong.
+    The constructor and all properties may raise ``InputError`` with the config key that is missing
+    or wrong.
     """
 
     def __init__(self, family: Family, config: Mapping[str, Any], tower: str | None = None) -> None:
-        self.family, self.config, self.tower = family, config, tower
+        self.family = family
+        self.config = config
+        self.tower = tower
         self.values = Values(family, config)
         self.geometry = geometry_of(self.values)
-        attention, norm = family.attention, family.attention.norm
-        biases = {"q": attention.qkv_bias, "k": attention.qkv_bias, "v": attention.qkv_bias, "o": attention.o_bias}
+        attention = family.attention
+        norm = family.attention.norm
+        biases = {
+            "q": attention.qkv_bias,
+            "k": attention.qkv_bias,
+            "v": attention.qkv_bias,
+            "o": attention.o_bias,
+        }
         self.biased = tuple(role for role in ROLES if evaluate(biases[role], self.values))
         self.qk_norm = norm if norm is not None and evaluate(norm.when, self.values) else None
 
-    # The properties below list layers or tensors, of which a wrong config may have billions: they are made when used.
+    # The properties below list layers or tensors, of which a wrong config may have billions: they
+    # are made when used.
     @cached_property
     def layers(self) -> tuple[AttentionLayer, ...]:
         """The attention of each layer."""
@@ -85,8 +104,8 @@ class Model:
     def names(self) -> dict[tuple[Role | BlockRole, int | None], tuple[str, ...]]:
         """The tensor names by (role, layer); the layer is None for tensors outside the layers.
 
-        Outside the attention, a role has one name, or one name per expert; a role that this config does not use is
-        absent. The roles q, k, v and o have the names of weights, biases and norms.
+        Outside the attention, a role has one name, or one name per expert; a role that this config
+        does not use is absent. The roles q, k, v and o have the names of weights, biases and norms.
         """
         names: dict[tuple[Role | BlockRole, int | None], list[str]] = {}
         for tensor in self.tensors.values():
@@ -97,10 +116,16 @@ class Model:
     def attention_names(self, layer: int, roles: Collection[Role] = ROLES) -> tuple[str, ...]:
         """The names of the stored tensors for ``roles`` of ``layer``, without duplicates."""
         # a fused projection comes up once for each of its roles
-        return tuple(dict.fromkeys(name for role in ROLES if role in roles for name in self.names[role, layer]))
+        return tuple(
+            dict.fromkeys(
+                name for role in ROLES if role in roles for name in self.names[role, layer]
+            )
+        )
 
     def frequencies(self, layer: int, context: ContextRange | None = None) -> Frequencies:
-        """The rotary frequencies of ``layer``, empty if it does not rotate. Raises as ``rotary.frequencies`` does."""
+        """The rotary frequencies of ``layer``, empty if it does not rotate. Raises as
+        ``rotary.frequencies`` does.
+        """
         how = self.layers[layer]
         return frequencies(self.values, how.type, context) if how.rotates else ([], 1.0)
 
@@ -113,7 +138,9 @@ class Model:
         return Model(family, self.config, self.tower)
 
     def check_values(self) -> None:
-        """Raise ``InputError`` if any value in the config has the wrong type, even if this model does not use it."""
+        """Raise ``InputError`` if any value in the config has the wrong type, even if this model
+        does not use it.
+        """
         for name in self.family.config:
             if self.values.stated(name)[1] not in (None, ABSENT):
                 self.values[name]
@@ -122,19 +149,34 @@ class Model:
         _ = self.layers
 
     def tensor_problems(self, stored: Mapping[str, Any]) -> list[str]:
-        """The missing, misshaped and unknown tensors in ``stored`` (objects with a shape, by name), one line each."""
-        count, most = len(stored), max(len(stored), _MOST_UNCHECKED)
+        """The missing, misshaped and unknown tensors in ``stored`` (objects with a shape, by name),
+        one line each.
+        """
+        count = len(stored)
+        most = max(len(stored), _MOST_UNCHECKED)
         if (layers := self.geometry.layers) > most:
-            return [f"missing: config.json says {layers} layers, but the files have only {count} tensors in all"]
+            return [
+                f"missing: config.json says {layers} layers, but the files have only {count}"
+                " tensors in all"
+            ]
         if (widest := max(experts for *_, experts in self._rows())) > most:
-            return [f"missing: config.json says {widest} experts, but the files have only {count} tensors in all"]
-        missing = [f"missing: {t.name} {list(t.shape)}" for t in self.tensors.values() if t.name not in stored]
+            return [
+                f"missing: config.json says {widest} experts, but the files have only {count}"
+                " tensors in all"
+            ]
+        missing = [
+            f"missing: {t.name} {list(t.shape)}"
+            for t in self.tensors.values()
+            if t.name not in stored
+        ]
         misshaped = [
-            f"wrong shape: {name} is {list(stored[name].shape)}, but config.json says {list(tensor.shape)}"
+            f"wrong shape: {name} is {list(stored[name].shape)}, but config.json says"
+            f" {list(tensor.shape)}"
             for name, tensor in self.tensors.items()
             if name in stored and tuple(stored[name].shape) != tensor.shape
         ]
-        # Published files hold buffers that older classes stored and today's do not read (masks, inverse frequencies).
+        # Published files hold buffers that older classes stored and today's do not read (masks,
+        # inverse frequencies).
         tolerated = [
             re.escape(item.name).replace(r"\{layer\}", r"\d+")
             for item in self.family.tolerated
@@ -151,21 +193,33 @@ class Model:
         return missing + misshaped + extra
 
     def _rows(self) -> Iterator[tuple[BlockRole, TensorSpec, Values, int]]:
-        """Yield the rows in section ``tensors`` that apply to this config, once per layer if the name has ``{layer}``.
+        """Yield the rows in section ``tensors`` that apply to this config, once per layer if the
+        name has ``{layer}``.
 
-        Each item is the role, the row, the values for the layer, and the number of tensors that the row describes.
+        Each item is the role, the row, the values for the layer, and the number of tensors that the
+        row describes.
         """
         layers = [layer_values(self.values, index) for index in range(self.geometry.layers)]
         for role, spec in self.family.tensors.items():
             for scope in layers if "{layer}" in spec.name else [self.values]:
                 if evaluate(spec.when, scope):
-                    yield role, spec, scope, 1 if spec.each is None else int(evaluate(spec.each, scope))
+                    yield (
+                        role,
+                        spec,
+                        scope,
+                        1 if spec.each is None else int(evaluate(spec.each, scope)),
+                    )
 
     def _attention_tensors(self, layer: int) -> Iterator[StoredTensor]:
-        """Yield the attention tensors of ``layer``: weights and biases of projections, sinks, query and key norms."""
-        attention, norm, size = self.family.attention, self.qk_norm, self.geometry
+        """Yield the attention tensors of ``layer``: weights and biases of projections, sinks, query
+        and key norms.
+        """
+        attention = self.family.attention
+        norm = self.qk_norm
+        size = self.geometry
         module = attention.place(layer)
-        queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
+        queries = size.heads * size.head_dim
+        keys = size.kv_heads * size.head_dim
         projections: tuple[tuple[str | None, tuple[Role, ...], tuple[int, int]], ...] = (
             (attention.q, ("q",), (queries, size.model_dim)),
             (attention.k, ("k",), (keys, size.model_dim)),
@@ -177,7 +231,12 @@ class Model:
             if name is None:
                 continue
             # A bias is no matrix: it is the same for weights that are stored the other way round.
-            yield StoredTensor(f"{module}.{name}.weight", roles, layer, shape[::-1] if attention.transposed else shape)
+            yield StoredTensor(
+                f"{module}.{name}.weight",
+                roles,
+                layer,
+                shape[::-1] if attention.transposed else shape,
+            )
             if roles[0] in self.biased:
                 yield StoredTensor(f"{module}.{name}.bias", roles, layer, shape[:1])
         if attention.sinks is not None:
@@ -194,16 +253,20 @@ class Model:
 
 
 def model_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Model:
-    """The model for a decoded config.json; for a wrapper, its language model. ``names`` are the tensors in the files.
+    """The model for a decoded config.json; for a wrapper, its language model. ``names`` are the
+    tensors in the files.
 
-    ``names`` is needed for wrappers, and for families whose files may omit a prefix. Raises ``InputError`` if the
-    family is not supported.
+    ``names`` is needed for wrappers, and for families whose files may omit a prefix. Raises
+    ``InputError`` if the family is not supported.
     """
     family = family_of(config)
     if text_type(config) is None:
         return Model(family, config).as_stored(names)
     # The language model goes by the wrapper's name in messages and cards.
-    within, kind = names_in_files(names), config["model_type"]
+    within = names_in_files(names)
+    kind = config["model_type"]
     architecture = WRAPPERS[kind].architecture
-    family = replace(family.renamed(within.wrapped), model_type=kind, architecture=architecture, also=())
+    family = replace(
+        family.renamed(within.wrapped), model_type=kind, architecture=architecture, also=()
+    )
     return Model(family, text_config(config, names), within.tower)

@@ -1,14 +1,16 @@
-"""The rotary embedding in a config: its parameters in either spelling, and the resulting frequencies.
+"""The rotary embedding in a config: its parameters in either spelling, and the resulting
+frequencies.
 
-transformers 5 writes ``rope_parameters`` (one table, or one per layer type); earlier versions write ``rope_theta``,
-``rope_scaling`` and ``partial_rotary_factor``. If a config has several of these keys, the precedence is that of the
-transformers configs.
+transformers 5 writes ``rope_parameters`` (one table, or one per layer type); earlier versions write
+``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor``. If a config has several of these
+keys, the precedence is that of the transformers configs.
 
-Frequencies are computed for rope types that do not depend on the length of the text. The formulas are RoPE (Su et al.
-2021), linear interpolation (Chen et al. 2023), YaRN (Peng et al. 2023), LongRoPE (Ding et al. 2024) and the
-wavelength-based scaling of Llama 3.1; if a paper leaves a choice, the code follows transformers. It does not import
-torch, because planning uses this module, and computes in float64 (transformers uses float32), because configs in
-layouts MLA and kvfold store the frequencies as decimal numbers.
+Frequencies are computed for rope types that do not depend on the length of the text. The formulas
+are RoPE (Su et al. 2021), linear interpolation (Chen et al. 2023), YaRN (Peng et al. 2023),
+LongRoPE (Ding et al. 2024) and the wavelength-based scaling of Llama 3.1; if a paper leaves a
+choice, the code follows transformers. It does not import torch, because planning uses this module,
+and computes in float64 (transformers uses float32), because configs in layouts MLA and kvfold store
+the frequencies as decimal numbers.
 """
 
 import math
@@ -24,19 +26,26 @@ Frequencies = tuple[list[float], float]  # of each pair in radians per position,
 
 
 def rope_table(values: Values, layer_type: str | None = None) -> dict[str, Any]:
-    """The rope parameters for a layer type in the spelling of transformers 5, with ``rope_type`` and ``rope_theta``.
+    """The rope parameters for a layer type in the spelling of transformers 5, with ``rope_type``
+    and ``rope_theta``.
 
-    If the family's class treats a rope type as another, the other one is returned. Raises ``InputError`` for a table or
-    a value of the wrong type.
+    If the family's class treats a rope type as another, the other one is returned. Raises
+    ``InputError`` for a table or a value of the wrong type.
     """
-    rotary, config, original = values.family.rotary, values.config, "original_max_position_embeddings"
+    rotary = values.family.rotary
+    config = values.config
+    original = "original_max_position_embeddings"
     table = _stated_table(values, layer_type)
     kind = table.get("rope_type") or table.get("type") or "default"
     if not isinstance(kind, str):
         raise InputError(f"config.json: rope_type must be a string, not {kind!r}")
     table["rope_type"] = rotary.renamed.get(kind, kind)
     checked_number(table, "rope_theta")
-    if table["rope_type"] in ("llama3", "yarn", "longrope"):  # the class's key wins over the table's
+    if table["rope_type"] in (
+        "llama3",
+        "yarn",
+        "longrope",
+    ):  # the class's key wins over the table's
         if (positions := config.get(original, rotary.original_positions)) is not None:
             table[original] = positions
         table.setdefault(original, evaluate(values.family.sizes.positions, values))
@@ -44,11 +53,16 @@ def rope_table(values: Values, layer_type: str | None = None) -> dict[str, Any]:
 
 
 def _stated_table(values: Values, layer_type: str | None) -> dict[str, Any]:
-    """The rope parameters in the config, ``rope_scaling`` before ``rope_parameters``; ``rope_theta`` has a default."""
-    rotary, config = values.family.rotary, values.config
+    """The rope parameters in the config, ``rope_scaling`` before ``rope_parameters``;
+    ``rope_theta`` has a default.
+    """
+    rotary = values.family.rotary
+    config = values.config
     theta, part = (rotary.keys.get(key, key) for key in ("rope_theta", "partial_rotary_factor"))
-    # transformers reads rope_scaling first: a file of before transformers 5 that was edited by hand may have both.
-    new, old = _mapping(config, "rope_parameters"), _mapping(config, "rope_scaling")
+    # transformers reads rope_scaling first: a file of before transformers 5 that was edited by hand
+    # may have both.
+    new = _mapping(config, "rope_parameters")
+    old = _mapping(config, "rope_scaling")
     of_type = rotary.by_type.get(layer_type or "")
     if of_type is None:
         table = {**(old or new or rotary.table)}
@@ -71,9 +85,11 @@ def _mapping(config: Table, key: str) -> Table:
 
 
 def older_rope_keys(config: Table) -> dict[str, Any]:
-    """The keys to add to ``config`` for readers that do not support the ``rope_parameters`` of transformers 5.
+    """The keys to add to ``config`` for readers that do not support the ``rope_parameters`` of
+    transformers 5.
 
-    Empty if the config has the older spelling, or a table for each layer type. The keys do not affect transformers 5.
+    Empty if the config has the older spelling, or a table for each layer type. The keys do not
+    affect transformers 5.
     """
     table = config.get("rope_parameters")
     older = config.get("rope_theta") is not None or config.get("rope_scaling")
@@ -83,7 +99,10 @@ def older_rope_keys(config: Table) -> dict[str, Any]:
     if "partial_rotary_factor" in table and "partial_rotary_factor" not in config:
         keys["partial_rotary_factor"] = table["partial_rotary_factor"]
     if (kind := table.get("rope_type") or "default") != "default":
-        keys["rope_scaling"] = {**{name: table[name] for name in table if name != "rope_theta"}, "type": kind}
+        keys["rope_scaling"] = {
+            **{name: table[name] for name in table if name != "rope_theta"},
+            "type": kind,
+        }
     return keys
 
 
@@ -91,22 +110,28 @@ def checked_number(table: Table, key: str) -> float:
     """``table[key]`` as a float. Raises ``InputError`` unless it is a number above 0."""
     value = table.get(key)
     if not is_number(value) or table[key] <= 0:
-        raise InputError(f"config.json: {key} of the rotary embedding must be a number above 0, not {value!r}")
+        raise InputError(
+            f"config.json: {key} of the rotary embedding must be a number above 0, not {value!r}"
+        )
     return float(table[key])
 
 
 def rotary_dims(values: Values) -> int:
-    """The number of rotary dims per head, the same in every layer that rotates; 0 without rotary embedding."""
+    """The number of rotary dims per head, the same in every layer that rotates; 0 without rotary
+    embedding.
+    """
     rotary = values.family.rotary
     # Where some layers rotate and some do not (smollm3), the dims are those of the layers that do.
-    if not names_in(rotary.rotates) & {"layer", "layer_type"} and not evaluate(rotary.rotates, values):
+    if not names_in(rotary.rotates) & {"layer", "layer_type"} and not evaluate(
+        rotary.rotates, values
+    ):
         return 0
     head_dim = evaluate(values.family.sizes.head_dim, values)
     dims = _table_dims(values, rope_table(values), head_dim)
     if dims % 2 or not dims:
         raise InputError(
-            f"config.json: a head has {dims} rotary dims (of {head_dim}), but the number must be even and above 0; "
-            "check head_dim and partial_rotary_factor"
+            f"config.json: a head has {dims} rotary dims (of {head_dim}), but the number must be"
+            " even and above 0; check head_dim and partial_rotary_factor"
         )
     return dims
 
@@ -120,21 +145,32 @@ def _table_dims(values: Values, table: Table, head_dim: int) -> int:
         return head_dim
     fraction = table.get("partial_rotary_factor", rotary.fraction)
     if not is_number(fraction) or not 0 < fraction <= 1:
-        raise InputError(f"config.json: partial_rotary_factor must be a number above 0 and at most 1, not {fraction!r}")
+        raise InputError(
+            "config.json: partial_rotary_factor must be a number above 0 and at most 1, not"
+            f" {fraction!r}"
+        )
     return int(head_dim * fraction)
 
 
-def frequencies(values: Values, layer_type: str | None, context: ContextRange | None = None) -> Frequencies:
-    """The rotary frequencies of a layer type, in radians per position, and the factor that scales queries and keys.
+def frequencies(
+    values: Values, layer_type: str | None, context: ContextRange | None = None
+) -> Frequencies:
+    """The rotary frequencies of a layer type, in radians per position, and the factor that scales
+    queries and keys.
 
-    longrope has different frequencies for short and for long texts; unless both sets are equal, ``context`` must select
-    one. Raises ``InputError`` for unknown rope types, types without fixed frequencies (dynamic) and invalid parameters.
+    longrope has different frequencies for short and for long texts; unless both sets are equal,
+    ``context`` must select one. Raises ``InputError`` for unknown rope types, types without fixed
+    frequencies (dynamic) and invalid parameters.
     """
-    sizes, table = values.family.sizes, rope_table(values, layer_type)
-    dims, positions = _table_dims(values, table, evaluate(sizes.head_dim, values)), evaluate(sizes.positions, values)
+    sizes = values.family.sizes
+    table = rope_table(values, layer_type)
+    dims = _table_dims(values, table, evaluate(sizes.head_dim, values))
+    positions = evaluate(sizes.positions, values)
     kind = table["rope_type"]
     try:
-        theta = [checked_number(table, "rope_theta") ** (-pair / dims) for pair in range(0, dims, 2)]
+        theta = [
+            checked_number(table, "rope_theta") ** (-pair / dims) for pair in range(0, dims, 2)
+        ]
         match kind:
             case "default":
                 return theta, 1.0
@@ -147,14 +183,26 @@ def frequencies(values: Values, layer_type: str | None, context: ContextRange | 
                 return _yarn(table, theta, positions)
             case "longrope":
                 return _longrope(table, theta, positions, context)
-    except (ArithmeticError, ValueError) as error:  # a quotient by 0, a number beyond float64, the logarithm of none
-        raise InputError(f"config.json: the parameters of rope_type {kind!r} are invalid: {error}") from None
-    raise InputError(f"config.json: rope_type {kind!r} is not supported; use default, linear, llama3, yarn or longrope")
+    except (
+        ArithmeticError,
+        ValueError,
+    ) as error:  # a quotient by 0, a number beyond float64, the logarithm of none
+        raise InputError(
+            f"config.json: the parameters of rope_type {kind!r} are invalid: {error}"
+        ) from None
+    raise InputError(
+        f"config.json: rope_type {kind!r} is not supported; use default, linear, llama3, yarn or"
+        " longrope"
+    )
 
 
 def _llama3(table: Table, theta: list[float]) -> list[float]:
-    """Keep high frequencies, divide low ones by ``factor``, and blend those in between by their number of turns."""
-    factor, low, high = (checked_number(table, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    """Keep high frequencies, divide low ones by ``factor``, and blend those in between by their
+    number of turns.
+    """
+    factor, low, high = (
+        checked_number(table, key) for key in ("factor", "low_freq_factor", "high_freq_factor")
+    )
     original = checked_number(table, "original_max_position_embeddings")
     scaled = []
     for angle in theta:
@@ -165,22 +213,33 @@ def _llama3(table: Table, theta: list[float]) -> list[float]:
 
 
 def _yarn(table: Table, theta: list[float], positions: int) -> Frequencies:
-    """Keep pairs that turn often, divide those that turn rarely by ``factor``, and blend linearly in between."""
-    pairs, base, (factor, original) = len(theta), checked_number(table, "rope_theta"), _growth(table, positions)
+    """Keep pairs that turn often, divide those that turn rarely by ``factor``, and blend linearly
+    in between.
+    """
+    pairs, base, (factor, original) = (
+        len(theta),
+        checked_number(table, "rope_theta"),
+        _growth(table, positions),
+    )
     # beta_fast turns within the original context are enough for a pair to stay, beta_slow too few.
     low, high = (
         pairs * math.log(original / ((table.get(key) or turns) * 2 * math.pi)) / math.log(base)
         for key, turns in (("beta_fast", 32), ("beta_slow", 1))
     )
     if table.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * pairs - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, 2 * pairs - 1)
     high = high + 0.001 if low == high else high  # as transformers does, against a division by zero
     shares = [min(max((pair - low) / (high - low), 0.0), 1.0) for pair in range(pairs)]
-    scaled = [angle * (1 - share + share / factor) for angle, share in zip(theta, shares, strict=True)]
+    scaled = [
+        angle * (1 - share + share / factor) for angle, share in zip(theta, shares, strict=True)
+    ]
     if table.get("attention_factor") is not None:
         return scaled, checked_number(table, "attention_factor")
-    # The amplitude grows with the logarithm of the context; DeepSeek's two keys scale it, one of them on top.
+    # The amplitude grows with the logarithm of the context; DeepSeek's two keys scale it, one of
+    # them on top.
     growth = 0.1 * math.log(max(factor, 1.0))
     if table.get("mscale") and table.get("mscale_all_dim"):
         of_queries, of_all = (checked_number(table, key) for key in ("mscale", "mscale_all_dim"))
@@ -188,31 +247,44 @@ def _yarn(table: Table, theta: list[float], positions: int) -> Frequencies:
     return scaled, growth + 1.0
 
 
-def _longrope(table: Table, theta: list[float], positions: int, context: ContextRange | None) -> Frequencies:
-    """Divide each frequency by its factor in the config; short and long texts may have different factors."""
+def _longrope(
+    table: Table, theta: list[float], positions: int, context: ContextRange | None
+) -> Frequencies:
+    """Divide each frequency by its factor in the config; short and long texts may have different
+    factors.
+    """
     divisors = {}
     for name in ("short", "long"):
         found = table.get(f"{name}_factor")
-        if not isinstance(found, list) or len(found) != len(theta) or not all(map(is_number, found)):
+        if (
+            not isinstance(found, list)
+            or len(found) != len(theta)
+            or not all(map(is_number, found))
+        ):
             shown = f"a list of {len(found)} entries" if isinstance(found, list) else repr(found)
             raise InputError(
-                f"config.json: {name}_factor must be a list of {len(theta)} numbers, one per rotary pair, not {shown}"
+                f"config.json: {name}_factor must be a list of {len(theta)} numbers, one per rotary"
+                f" pair, not {shown}"
             )
         divisors[name] = [float(each) for each in found]
     if context is None and divisors["short"] != divisors["long"]:
         raise InputError(
-            "config.json: rope_type 'longrope' has different frequencies for texts longer than "
-            f"{table['original_max_position_embeddings']} tokens, but this conversion supports only one set; make "
-            "short_factor and long_factor equal"
+            "config.json: rope_type 'longrope' has different frequencies for texts longer than"
+            f" {table['original_max_position_embeddings']} tokens, but this conversion supports"
+            " only one set; make short_factor and long_factor equal"
         )
     factor, original = _growth(table, positions)
     amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     if table.get("attention_factor") is not None:
         amplitude = checked_number(table, "attention_factor")
-    return [angle / by for angle, by in zip(theta, divisors[context or "short"], strict=True)], amplitude
+    return [
+        angle / by for angle, by in zip(theta, divisors[context or "short"], strict=True)
+    ], amplitude
 
 
 def _growth(table: Table, positions: int) -> tuple[float, float]:
     """The ratio of the extended to the original context length, and the original length."""
     original = checked_number(table, "original_max_position_embeddings")
-    return positions / original if table.get("factor") is None else checked_number(table, "factor"), original
+    return (
+        positions / original if table.get("factor") is None else checked_number(table, "factor")
+    ), original

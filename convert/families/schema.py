@@ -1,12 +1,14 @@
-"""The schema of a family file: one JSON object per model type, read strictly (an unknown or missing key is an error).
+"""The schema of a family file: one JSON object per model type, read strictly (an unknown or missing
+key is an error).
 
-A file that ``extends`` another contains only the differences. Each section (``config``, ``attention``, ``tensors``,
+A file that ``extends`` another contains only the differences. Each section (``config``,
+``attention``, ``tensors``,
 ...) is merged with the base's section: an entry replaces the base's entry as a whole, and null removes it. A value that
 is not a section, such as the list ``tolerated``, replaces the base's value.
 
-A field of type ``Expression`` is a JSON literal or a string such as ``num_key_value_heads * head_dim`` (``values.py``
-defines the language). The string can use the config keys listed under ``config``, and also ``layer``, ``layer_type``
-and ``sparse`` if it is evaluated per layer.
+A field of type ``Expression`` is a JSON literal or a string such as ``num_key_value_heads *
+head_dim`` (``values.py`` defines the language). The string can use the config keys listed under
+``config``, and also ``layer``, ``layer_type`` and ``sparse`` if it is evaluated per layer.
 """
 
 import json
@@ -18,31 +20,45 @@ from typing import Any, Literal, get_args, get_origin
 Expression = Any
 ABSENT: Any = object()  # "the file does not say", where null would mean something
 
-# Roles of the tensors in the attention. A fused projection has three of them, sinks belong to the queries.
+# Roles of the tensors in the attention. A fused projection has three of them, sinks belong to the
+# queries.
 Role = Literal["q", "k", "v", "o"]
 ROLES: tuple[Role, ...] = ("q", "k", "v", "o")
 
-# Roles of the tensors outside the attention, the keys of the section ``tensors``. Targets look tensors up by them, and
-# a target refuses a family with a role that it has no place for.
-_Outer = Literal["embedding", "positions", "project_in", "project_out", "head", "head_bias"]  # of the whole model
+# Roles of the tensors outside the attention, the keys of the section ``tensors``. Targets look
+# tensors up by them, and a target refuses a family with a role that it has no place for.
+_Outer = Literal[
+    "embedding", "positions", "project_in", "project_out", "head", "head_bias"
+]  # of the whole model
 _OuterNorm = Literal["embedding_norm", "embedding_norm_bias", "final_norm", "final_norm_bias"]
-# Norms of a layer: before a sublayer, behind it (post), or of one sublayer where the two of a parallel layer differ.
+# Norms of a layer: before a sublayer, behind it (post), or of one sublayer where the two of a
+# parallel layer differ.
 _Norm = Literal["attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias"]
 _PostNorm = Literal["attention_post_norm", "mlp_post_norm"]
-_OwnNorm = Literal["attention_own_norm", "attention_own_norm_bias", "mlp_own_norm", "mlp_own_norm_bias"]
-# The MLP. ``gate_up`` is both in one tensor; the ``activation_`` roles are parameters of xIELU (apertus).
+_OwnNorm = Literal[
+    "attention_own_norm", "attention_own_norm_bias", "mlp_own_norm", "mlp_own_norm_bias"
+]
+# The MLP. ``gate_up`` is both in one tensor; the ``activation_`` roles are parameters of xIELU
+# (apertus).
 _Mlp = Literal["gate", "up", "gate_up", "down", "gate_bias", "up_bias", "down_bias"]
-_Activation = Literal["activation_positive", "activation_negative", "activation_beta", "activation_eps"]
-# Experts: a tensor for each (``expert_``), one for all (``experts_``), and the expert that every token takes.
+_Activation = Literal[
+    "activation_positive", "activation_negative", "activation_beta", "activation_eps"
+]
+# Experts: a tensor for each (``expert_``), one for all (``experts_``), and the expert that every
+# token takes.
 _Expert = Literal["router", "router_bias", "expert_gate", "expert_up", "expert_down"]
 _Experts = Literal["experts_gate_up", "experts_gate_up_bias", "experts_down", "experts_down_bias"]
 _Shared = Literal["shared_gate", "shared_up", "shared_down", "shared_router"]
-BlockRole = Literal[_Outer, _OuterNorm, _Norm, _PostNorm, _OwnNorm, _Mlp, _Activation, _Expert, _Experts, _Shared]
+BlockRole = Literal[
+    _Outer, _OuterNorm, _Norm, _PostNorm, _OwnNorm, _Mlp, _Activation, _Expert, _Experts, _Shared
+]
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key in config.json with a value of ``type``; it is required unless it has ``default`` or ``otherwise``."""
+    """A key in config.json with a value of ``type``; it is required unless it has ``default`` or
+    ``otherwise``.
+    """
 
     type: str
     aliases: tuple[str, ...] = ()  # older or other spellings, tried in order
@@ -56,8 +72,9 @@ class Key:
 class Sizes:
     """Expressions for the fields of ``Geometry``.
 
-    ``kv_heads`` is the config key that a conversion changes. It is None if the stock class has a fixed number of
-    key/value heads, which a conversion cannot change: ``own_kv_heads``, or by default one per query head.
+    ``kv_heads`` is the config key that a conversion changes. It is None if the stock class has a
+    fixed number of key/value heads, which a conversion cannot change: ``own_kv_heads``, or by
+    default one per query head.
     """
 
     layers: Expression
@@ -73,11 +90,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Norm:
-    """The norms on queries and keys. ``extent`` is the part of the heads that one stored tensor covers:
+    """The norms on queries and keys. ``extent`` is the part of the heads that one stored tensor
+    covers:
 
-    ``shared`` [D], one row for all heads; ``head`` [heads, D]; ``flat`` [heads * D], normalized over all heads at once;
-    ``per_head`` one [D] tensor per head, with ``{head}`` in its name. ``after_rotary``: the norm follows the rotary
-    embedding.
+    ``shared`` [D], one row for all heads; ``head`` [heads, D]; ``flat`` [heads * D], normalized
+    over all heads at once; ``per_head`` one [D] tensor per head, with ``{head}`` in its name.
+    ``after_rotary``: the norm follows the rotary embedding.
     """
 
     q: str
@@ -91,20 +109,27 @@ class Norm:
     after_rotary: bool = False
 
     def modules(self, role: Role, heads: int) -> list[str]:
-        """The module names of the query norm (``role`` q) or the key norm (k), relative to the attention module."""
+        """The module names of the query norm (``role`` q) or the key norm (k), relative to the
+        attention module.
+        """
         name = self.q if role == "q" else self.k
-        return [name.replace("{head}", str(head)) for head in range(heads)] if self.extent == "per_head" else [name]
+        return (
+            [name.replace("{head}", str(head)) for head in range(heads)]
+            if self.extent == "per_head"
+            else [name]
+        )
 
 
 @dataclass(frozen=True)
 class Attention:
     """The attention of a layer. Names are relative to ``module``, which contains ``{layer}``.
 
-    ``layout``: queries, keys and values are stored in three tensors, concatenated in one, or interleaved in one by
-    group (the queries that share a key, the key, its value). ``transposed``: weights are ``[inputs, outputs]``, as in
-    the Conv1D of GPT-2. ``sinks``: the tensor with one score per query head for an extra key whose value is zero
-    (gpt-oss). ``alibi``: the model adds linear distance biases to the scores (ALiBi). ``shown``: the stock class calls
-    transformers' attention functions, which lets kvfold record queries and keys. ``dropout`` applies to attention
+    ``layout``: queries, keys and values are stored in three tensors, concatenated in one, or
+    interleaved in one by group (the queries that share a key, the key, its value). ``transposed``:
+    weights are ``[inputs, outputs]``, as in the Conv1D of GPT-2. ``sinks``: the tensor with one
+    score per query head for an extra key whose value is zero (gpt-oss). ``alibi``: the model adds
+    linear distance biases to the scores (ALiBi). ``shown``: the stock class calls transformers'
+    attention functions, which lets kvfold record queries and keys. ``dropout`` applies to attention
     weights in training, ``output_dropout`` to the result of the output projection.
     """
 
@@ -137,7 +162,9 @@ class Attention:
 
 @dataclass(frozen=True)
 class RopeOfType:
-    """The rotary embedding of a layer type: base, the base's older config key, and if ``rope_scaling`` applies."""
+    """The rotary embedding of a layer type: base, the base's older config key, and if
+    ``rope_scaling`` applies.
+    """
 
     theta: float
     key: str | None
@@ -146,14 +173,17 @@ class RopeOfType:
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary embedding. ``theta`` and ``fraction`` are class defaults; if ``fraction`` is null, whole heads rotate.
+    """The rotary embedding. ``theta`` and ``fraction`` are class defaults; if ``fraction`` is null,
+    whole heads rotate.
 
-    ``dims``: the number of rotary dims per head, if the config contains it. ``rotates`` is evaluated per layer; a
-    constant false means that the model has no rotary embedding. ``keys``: the config's names for ``rope_theta`` and
-    ``partial_rotary_factor``, if they differ. ``by_type``: layer types with a different rotary embedding. ``renamed``:
-    rope types that the class treats as another type. ``original_positions``: the class's default for the config key
-    ``original_max_position_embeddings``. ``table``: the class's default for ``rope_parameters``, if it contains more
-    than ``theta``. ``query_growth``: the rope parameter that sets the growth of queries with their position.
+    ``dims``: the number of rotary dims per head, if the config contains it. ``rotates`` is
+    evaluated per layer; a constant false means that the model has no rotary embedding. ``keys``:
+    the config's names for ``rope_theta`` and ``partial_rotary_factor``, if they differ.
+    ``by_type``: layer types with a different rotary embedding. ``renamed``: rope types that the
+    class treats as another type. ``original_positions``: the class's default for the config key
+    ``original_max_position_embeddings``. ``table``: the class's default for ``rope_parameters``, if
+    it contains more than ``theta``. ``query_growth``: the rope parameter that sets the growth of
+    queries with their position.
     """
 
     style: Literal["half", "interleaved"]
@@ -171,9 +201,11 @@ class Rope:
 
 @dataclass(frozen=True)
 class Routing:
-    """Routing of each token to the ``per_token`` experts with the largest softmax probabilities of the router.
+    """Routing of each token to the ``per_token`` experts with the largest softmax probabilities of
+    the router.
 
-    The probabilities weight the outputs of these experts; if ``renormalized``, they are first divided by their sum.
+    The probabilities weight the outputs of these experts; if ``renormalized``, they are first
+    divided by their sum.
     """
 
     per_token: Expression
@@ -184,12 +216,13 @@ class Routing:
 class Block:
     """The parts of a decoder layer and of the model around the attention.
 
-    ``order``: ``pre`` x + f(norm(x)); ``post`` x + norm(f(x)); ``outer`` norm(x + f(x)); ``sandwich`` pre and post;
-    ``parallel`` x + attention(n) + mlp(n), with one n = norm(x) or a separate norm for each. ``mlp``: ``gated``,
-    ``gated_fused`` (gate and up in one tensor) or ``plain``. The gain of a norm is weight + ``norm_offset``.
-    ``sparse``: a mixture of experts instead of one MLP, in a layer (family file) or in any (``Model``).
-    ``residual_scale`` multiplies the output of each sublayer before it is added. ``routing`` is None without experts or
-    if `Routing` does not describe their choice and weights.
+    ``order``: ``pre`` x + f(norm(x)); ``post`` x + norm(f(x)); ``outer`` norm(x + f(x));
+    ``sandwich`` pre and post; ``parallel`` x + attention(n) + mlp(n), with one n = norm(x) or a
+    separate norm for each. ``mlp``: ``gated``, ``gated_fused`` (gate and up in one tensor) or
+    ``plain``. The gain of a norm is weight + ``norm_offset``. ``sparse``: a mixture of experts
+    instead of one MLP, in a layer (family file) or in any (``Model``). ``residual_scale``
+    multiplies the output of each sublayer before it is added. ``routing`` is None without experts
+    or if `Routing` does not describe their choice and weights.
     """
 
     norm: Literal["rms", "layer"]
@@ -211,7 +244,9 @@ class Block:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor outside the attention. ``name`` may contain ``{layer}`` and ``{expert}``; ``each`` counts experts."""
+    """A tensor outside the attention. ``name`` may contain ``{layer}`` and ``{expert}``; ``each``
+    counts experts.
+    """
 
     name: str
     shape: tuple[Expression, ...]
@@ -231,10 +266,11 @@ class Tolerated:
 class Family:
     """One model type, as described by its family file.
 
-    ``also``: other spellings of ``architecture`` in published files. ``stem``: the first part of the class names of the
-    stock config and base model, if it differs from ``architecture`` (``Gemma3Text``). ``prefix``: the first part of all
-    tensor names except the head's, which some published files omit. ``requires``: config keys that must be missing,
-    null or equal to the given value.
+    ``also``: other spellings of ``architecture`` in published files. ``stem``: the first part of
+    the class names of the stock config and base model, if it differs from ``architecture``
+    (``Gemma3Text``). ``prefix``: the first part of all tensor names except the head's, which some
+    published files omit. ``requires``: config keys that must be missing, null or equal to the given
+    value.
     """
 
     model_type: str
@@ -253,8 +289,11 @@ class Family:
 
     @property
     def stock_classes(self) -> tuple[str, dict[str, str]]:
-        """The name of the stock attention class, and the stock config and model names by their Auto classes."""
-        # transformers derives the names of all classes of a model type from one stem: GPT2LMHeadModel, GPT2Attention.
+        """The name of the stock attention class, and the stock config and model names by their Auto
+        classes.
+        """
+        # transformers derives the names of all classes of a model type from one stem:
+        # GPT2LMHeadModel, GPT2Attention.
         architecture = self.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
         stem = self.stem or architecture
         return f"{architecture}Attention", {
@@ -268,20 +307,24 @@ class Family:
         return replace(
             self,
             attention=replace(self.attention, module=rename(self.attention.module)),
-            tensors={role: replace(spec, name=rename(spec.name)) for role, spec in self.tensors.items()},
+            tensors={
+                role: replace(spec, name=rename(spec.name)) for role, spec in self.tensors.items()
+            },
             tolerated=tuple(replace(item, name=rename(item.name)) for item in self.tolerated),
         )
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Decode the family file at ``path`` and merge it with the file that it extends, which is in the same folder.
+    """Decode the family file at ``path`` and merge it with the file that it extends, which is in
+    the same folder.
 
     Raises ``ValueError`` for a null that has no entry to remove.
     """
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if "extends" not in table:
         return table
-    # Entries are replaced as a whole, one level deep: a key of config.json says in one place all that holds for it.
+    # Entries are replaced as a whole, one level deep: a key of config.json says in one place all
+    # that holds for it.
     merged = read_table(path.with_name(f"{table.pop('extends')}.json"))
     for key, value in table.items():
         base = merged.get(key)
@@ -290,44 +333,73 @@ def read_table(path: Path) -> dict[str, Any]:
             continue
         if absent := [name for name, entry in value.items() if entry is None and name not in base]:
             raise ValueError(
-                f"{path.name}: {key}: the extended family has no {', '.join(map(repr, absent))} to remove with null"
+                f"{path.name}: {key}: the extended family has no {', '.join(map(repr, absent))} to"
+                " remove with null"
             )
-        merged[key] = {name: entry for name, entry in {**base, **value}.items() if entry is not None}
+        merged[key] = {
+            name: entry for name, entry in {**base, **value}.items() if entry is not None
+        }
     return merged
 
 
 def parse_family(table: Any, where: str) -> Family:
-    """Build a family from a merged family file. Raises ``ValueError`` starting with ``where`` if it is invalid."""
+    """Build a family from a merged family file. Raises ``ValueError`` starting with ``where`` if it
+    is invalid.
+    """
     family: Family = _build(Family, table, where, "")
-    # A typing error in a role would otherwise be a tensor that no target looks up, and so be lost in silence.
+    # A typing error in a role would otherwise be a tensor that no target looks up, and so be lost
+    # in silence.
     roles = get_args(BlockRole)
     if unknown := sorted(set(family.tensors) - set(roles)):
-        raise ValueError(f"{where}: tensors: unknown role {', '.join(map(repr, unknown))}; known: {', '.join(roles)}")
+        raise ValueError(
+            f"{where}: tensors: unknown role {', '.join(map(repr, unknown))}; known:"
+            f" {', '.join(roles)}"
+        )
     return family
 
 
 def _build(cls: Any, table: Any, file: str, place: str) -> Any:
-    """Build a ``cls`` from ``table``. Raises ``ValueError`` with the wrong keys and ``place``, such as ``.sizes``."""
+    """Build a ``cls`` from ``table``. Raises ``ValueError`` with the wrong keys and ``place``, such
+    as ``.sizes``.
+    """
     where = f"{file}: {place[1:]}" if place else file
     if not isinstance(table, Mapping):
         raise ValueError(f"{where}: must be a JSON object, not {table!r}")
-    # The dataclass is the schema: its fields are the known keys, those without a default are required.
+    # The dataclass is the schema: its fields are the known keys, those without a default are
+    # required.
     known = {item.name: item for item in fields(cls)}
     if unknown := sorted(set(table) - set(known)):
-        raise ValueError(f"{where}: unknown key {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
-    required = [name for name, item in known.items() if item.default is MISSING and item.default_factory is MISSING]
+        raise ValueError(
+            f"{where}: unknown key {', '.join(map(repr, unknown))}; known: {', '.join(known)}"
+        )
+    required = [
+        name
+        for name, item in known.items()
+        if item.default is MISSING and item.default_factory is MISSING
+    ]
     if absent := [name for name in required if name not in table]:
         raise ValueError(f"{where}: missing key {', '.join(map(repr, absent))}")
-    return cls(**{name: _value(known[name].type, value, file, f"{place}.{name}") for name, value in table.items()})
+    return cls(
+        **{
+            name: _value(known[name].type, value, file, f"{place}.{name}")
+            for name, value in table.items()
+        }
+    )
 
 
 def _value(hint: Any, value: Any, file: str, place: str) -> Any:
-    """Convert ``value`` to the field type ``hint``; builds sections (``Norm | None``, ``Mapping[str, Key]``)."""
+    """Convert ``value`` to the field type ``hint``; builds sections (``Norm | None``,
+    ``Mapping[str, Key]``).
+    """
     section = next((part for part in (hint, *get_args(hint)) if is_dataclass(part)), None)
     if section is None or value is None:
         return tuple(value) if isinstance(value, list) else value
     if isinstance(value, list):
-        return tuple(_build(section, entry, file, f"{place}[{at}]") for at, entry in enumerate(value))
+        return tuple(
+            _build(section, entry, file, f"{place}[{at}]") for at, entry in enumerate(value)
+        )
     if get_origin(hint) is Mapping:
-        return {name: _build(section, entry, file, f"{place}.{name}") for name, entry in value.items()}
+        return {
+            name: _build(section, entry, file, f"{place}.{name}") for name, entry in value.items()
+        }
     return _build(section, value, file, place)

@@ -1,8 +1,8 @@
 """The values of a config.json by their names in a family file, and the expressions over them.
 
-An expression is a string in a family file, such as ``num_key_value_heads * head_dim``, in a subset of Python (names,
-literals, arithmetic, comparisons, ``and``/``or``/``not``, ``a if c else b``, indexing). Any other JSON value stands for
-itself.
+An expression is a string in a family file, such as ``num_key_value_heads * head_dim``, in a subset
+of Python (names, literals, arithmetic, comparisons, ``and``/``or``/``not``, ``a if c else b``,
+indexing). Any other JSON value stands for itself.
 """
 
 import ast
@@ -19,7 +19,17 @@ from kvfold.convert.families.schema import ABSENT, Block, Expression, Family, Ro
 Section = TypeVar("Section", Routing, Block)
 
 _ALLOWED = (
-    *(ast.Expression, ast.Name, ast.Load, ast.Constant, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp),
+    *(
+        ast.Expression,
+        ast.Name,
+        ast.Load,
+        ast.Constant,
+        ast.BinOp,
+        ast.UnaryOp,
+        ast.BoolOp,
+        ast.Compare,
+        ast.IfExp,
+    ),
     *(ast.Subscript, ast.And, ast.Or, ast.Not, ast.USub),
     *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow),
     *(ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Is, ast.IsNot, ast.In, ast.NotIn),
@@ -27,9 +37,11 @@ _ALLOWED = (
 
 
 def evaluate(expression: Any, scope: "Values | Mapping[str, Any]") -> Any:
-    """Evaluate ``expression`` with the names in ``scope``; anything but a string is returned unchanged.
+    """Evaluate ``expression`` with the names in ``scope``; anything but a string is returned
+    unchanged.
 
-    Raises ``ValueError`` for syntax not allowed in family files, and ``NameError`` for an unknown name.
+    Raises ``ValueError`` for syntax not allowed in family files, and ``NameError`` for an unknown
+    name.
     """
     if not isinstance(expression, str):
         return expression
@@ -44,7 +56,9 @@ def evaluated(section: Section, scope: "Values") -> Section:
 
 
 def names_in(expression: Any) -> frozenset[str]:
-    """The names used in ``expression``. Raises ``ValueError`` for syntax not allowed in family files."""
+    """The names used in ``expression``. Raises ``ValueError`` for syntax not allowed in family
+    files.
+    """
     return frozenset(_compiled(expression).co_names) if isinstance(expression, str) else frozenset()
 
 
@@ -56,7 +70,9 @@ def _compiled(text: str) -> CodeType:
         raise ValueError(f"{text!r} is not an expression: {error.msg}") from None
     for node in ast.walk(tree):
         if not isinstance(node, _ALLOWED):
-            raise ValueError(f"{text!r}: {type(node).__name__} is not allowed in family-file expressions")
+            raise ValueError(
+                f"{text!r}: {type(node).__name__} is not allowed in family-file expressions"
+            )
     return compile(tree, text, "eval")
 
 
@@ -65,8 +81,8 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-# JSON has one kind of number and Python's bool is an int, so a flag must be kept from passing as a size: type(), not
-# isinstance().
+# JSON has one kind of number and Python's bool is an int, so a flag must be kept from passing as a
+# size: type(), not isinstance().
 TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of keys: in words, and the check
     "size": ("a positive whole number", lambda value: type(value) is int and value > 0),
     "count": ("a whole number, 0 or more", lambda value: type(value) is int and value >= 0),
@@ -77,16 +93,24 @@ TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of keys: in words, an
         "a whole number or a string",
         lambda value: isinstance(value, str) or (type(value) is int and value >= 0),
     ),
-    "counts": ("a list of whole numbers", lambda value: isinstance(value, list) and all(type(i) is int for i in value)),
-    "texts": ("a list of strings", lambda value: isinstance(value, list) and all(isinstance(i, str) for i in value)),
+    "counts": (
+        "a list of whole numbers",
+        lambda value: isinstance(value, list) and all(type(i) is int for i in value),
+    ),
+    "texts": (
+        "a list of strings",
+        lambda value: isinstance(value, list) and all(isinstance(i, str) for i in value),
+    ),
 }
 
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """A config's values by their names in the family file, with defaults filled in, plus ``names`` such as ``layer``.
+    """A config's values by their names in the family file, with defaults filled in, plus ``names``
+    such as ``layer``.
 
-    A value is read and checked on first use, so an invalid key is an error only for callers that need it.
+    A value is read and checked on first use, so an invalid key is an error only for callers that
+    need it.
     """
 
     family: Family
@@ -96,7 +120,9 @@ class Values:
     _read: dict[str, Any] = field(default_factory=dict)
 
     def stated(self, name: str) -> tuple[str, Any]:
-        """The config's key for ``name`` (itself or an alias) and the value, or ABSENT if the config has no such key."""
+        """The config's key for ``name`` (itself or an alias) and the value, or ABSENT if the config
+        has no such key.
+        """
         for key in (name, *self.family.config[name].aliases):
             outer, _, inner = key.partition(".")  # of a key in a table of the config
             value = self.config.get(outer, ABSENT)
@@ -117,7 +143,8 @@ class Values:
         """The value for a config key. Raises ``InputError`` if it is missing or has the wrong type."""
         key, (spelling, value) = self.family.config[name], self.stated(name)
         wanted, fits = TYPES[key.type]
-        # A default is for missing keys alone: null is what a config says, and not every class reads it as its default.
+        # A default is for missing keys alone: null is what a config says, and not every class reads
+        # it as its default.
         if value is ABSENT and key.default is not ABSENT:
             return key.default
         if value is None and key.nullable:
@@ -126,9 +153,15 @@ class Values:
             if key.otherwise is not ABSENT:
                 return evaluate(key.otherwise, self)
             state = "missing" if value is ABSENT else "null"
-            raise InputError(f"config.json: {name} is {state}; model_type {self.family.model_type!r} needs {wanted}")
+            raise InputError(
+                f"config.json: {name} is {state}; model_type {self.family.model_type!r} needs"
+                f" {wanted}"
+            )
         if not fits(value):
             raise InputError(f"config.json: {spelling} must be {wanted}, not {value!r}")
         if key.per_layer and len(value) != (layers := evaluate(self.family.sizes.layers, self)):
-            raise InputError(f"config.json: {spelling} must have {layers} entries, one per layer, not {len(value)}")
+            raise InputError(
+                f"config.json: {spelling} must have {layers} entries, one per layer, not"
+                f" {len(value)}"
+            )
         return value

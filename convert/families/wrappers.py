@@ -1,4 +1,6 @@
-"""Multimodal wrappers: the language model's place in their config and files. Everything else is copied."""
+"""Multimodal wrappers: the language model's place in their config and files. Everything else is
+copied.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -7,9 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A model type that wraps a language model: its class, and the default type of the language model.
+    """A model type that wraps a language model: its class, and the default type of the language
+    model.
 
-    ``any_text``: the class can build any language model named in ``text_config`` (``AutoModel``), including MLA models.
+    ``any_text``: the class can build any language model named in ``text_config`` (``AutoModel``),
+    including MLA models.
     """
 
     architecture: str
@@ -19,7 +23,9 @@ class Wrapper:
 
 @dataclass(frozen=True)
 class WrappedNames:
-    """The prefixes in a wrapper's files that replace ``model.`` and ``lm_head.`` of a plain language model."""
+    """The prefixes in a wrapper's files that replace ``model.`` and ``lm_head.`` of a plain
+    language model.
+    """
 
     tower: str
     head: str
@@ -47,15 +53,22 @@ WRAPPERS = {
 # Language models that occur in wrappers alone: no class runs them by themselves.
 INNER = ("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_text")
 
-# Older spellings are in files written before transformers 5, and in those that it writes for the same classes.
+# Older spellings are in files written before transformers 5, and in those that it writes for the
+# same classes.
 _SPELLINGS = (
     WrappedNames("language_model.model.", "language_model.lm_head."),
     WrappedNames("model.language_model.", "lm_head."),
     WrappedNames("model.", "lm_head."),
 )
-# A wrapper's config leaves out what is the default of the language model's class: (vocab_size, hidden_size,
-# intermediate_size, num_hidden_layers, num_attention_heads), transformers 5.23.0.
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# A wrapper's config leaves out what is the default of the language model's class: (vocab_size,
+# hidden_size, intermediate_size, num_hidden_layers, num_attention_heads), transformers 5.23.0.
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 DEFAULT_SIZES = {
     "cohere2": (256000, 8192, 22528, 40, 64),
     "gemma3_text": (262208, 2304, 9216, 26, 8),
@@ -70,7 +83,9 @@ DEFAULT_SIZES = {
 
 
 def text_type(config: Mapping[str, Any]) -> str | None:
-    """The model type of the language model inside a wrapper, or None if ``config`` is a plain model."""
+    """The model type of the language model inside a wrapper, or None if ``config`` is a plain
+    model.
+    """
     wrapper = WRAPPERS.get(str(config.get("model_type")))
     if wrapper is None:
         return None
@@ -78,15 +93,25 @@ def text_type(config: Mapping[str, Any]) -> str | None:
 
 
 def text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The language model's config in a wrapper with tensors ``names``; missing sizes are the defaults of its class."""
+    """The language model's config in a wrapper with tensors ``names``; missing sizes are the
+    defaults of its class.
+    """
     inner = config.get("text_config") or config  # before transformers 5 some wrappers held it flat
     model_type = text_type(config)
     sizes = dict(zip(_SIZES, DEFAULT_SIZES.get(model_type or "", ()), strict=False))
     # wrappers say in different ways whether the head is the embedding: the files show it
     tied = f"{names_in_files(names).head}weight" not in names
-    return {**sizes, **inner, "model_type": model_type, "architectures": None, "tie_word_embeddings": tied}
+    return {
+        **sizes,
+        **inner,
+        "model_type": model_type,
+        "architectures": None,
+        "tie_word_embeddings": tied,
+    }
 
 
 def names_in_files(names: Collection[str]) -> WrappedNames:
     """The prefixes in files with tensors ``names``; by default those that transformers 5 writes."""
-    return next((each for each in _SPELLINGS if f"{each.tower}embed_tokens.weight" in names), _SPELLINGS[1])
+    return next(
+        (each for each in _SPELLINGS if f"{each.tower}embed_tokens.weight" in names), _SPELLINGS[1]
+    )

@@ -1,1 +1,3 @@
-"""The commands inspect, drift, verify, sweep, eval and bench, with their tables, charts and reports."""
+"""The commands inspect, drift, verify, sweep, eval and bench, with their tables, charts and
+reports.
+"""

@@ -1,10 +1,13 @@
-"""``kvfold bench``: models timed side by side, each in its own process; the costs of a decoding step.
+"""``kvfold bench``: models timed side by side, each in its own process; the costs of a decoding
+step.
 
-A model is a checkpoint, or an attention kind of a well-known shape with random weights. Per layer, with ``B``
-sequences, ``S`` slots, ``H`` heads, ``G`` key/value heads, ``D`` head dim, latent ``R + P``:
+A model is a checkpoint, or an attention kind of a well-known shape with random weights. Per layer,
+with ``B`` sequences, ``S`` slots, ``H`` heads, ``G`` key/value heads, ``D`` head dim, latent ``R +
+P``:
 
-    cached elements    MHA, GQA, MQA  2 B S G D                MLA  B S (R + P), and divisors of norms as part of P
-    operations         4 B S H D      absorbed  2 B S H (2 R + P)      expanded  2 B S H ((Dn + Dv) R + Dn + P + Dv)
+    cached elements    MHA, GQA, MQA  2 B S G D                MLA  B S (R + P), and divisors of
+    norms as part of P operations         4 B S H D      absorbed  2 B S H (2 R + P)      expanded
+    2 B S H ((Dn + Dv) R + Dn + P + Dv)
 """
 
 import json
@@ -27,7 +30,18 @@ from kvfold.convert.sizes import bytes_text, table
 from kvfold.convert.targets.mla.config import is_latent
 from kvfold.convert.targets.own_code import BLOCK, source_type
 
-_HEAD = ("model", "context", "batch", "prefill tok/s", "decode tok/s", "ms/step", "attn ms", "cache", "peak", "ratio")
+_HEAD = (
+    "model",
+    "context",
+    "batch",
+    "prefill tok/s",
+    "decode tok/s",
+    "ms/step",
+    "attn ms",
+    "cache",
+    "peak",
+    "ratio",
+)
 # Of published models: model dim, inner dim, heads, layers, vocabulary, positions.
 SHAPES = {
     "llama-2-7b": (4096, 11008, 32, 32, 32000, 4096),
@@ -37,7 +51,9 @@ SHAPES = {
     "tiny": (64, 128, 8, 2, 256, 256),
 }
 # Targets of a shape: eight key/value heads as in Llama 3, the latent of DeepSeek's models.
-_KV_HEADS, _RANK, _ROPE = 8, 512, 64
+_KV_HEADS = 8
+_RANK = 512
+_ROPE = 64
 # Allocators round up and libraries need room: torch alone takes about 0.6 GB of a process.
 _SPARE = 1.05
 _FIXED = 600 << 20
@@ -45,7 +61,9 @@ _FIXED = 600 << 20
 
 @dataclass(frozen=True)
 class Subject:
-    """A model in one form. ``folder`` None: random weights of ``config``. ``form``: ``stock`` or ``absorbed``."""
+    """A model in one form. ``folder`` None: random weights of ``config``. ``form``: ``stock`` or
+    ``absorbed``.
+    """
 
     name: str
     form: str
@@ -60,9 +78,11 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRow:
-    """One model at one context and batch: measured, or too large (``needed_bytes``, ``free_bytes``), or ``failed``.
+    """One model at one context and batch: measured, or too large (``needed_bytes``,
+    ``free_bytes``), or ``failed``.
 
-    ``prefill_tokens``: numbers of sequences and of tokens in each. ``ratio``: tokens per second by the first model's.
+    ``prefill_tokens``: numbers of sequences and of tokens in each. ``ratio``: tokens per second by
+    the first model's.
     """
 
     model: str
@@ -91,7 +111,8 @@ class BenchRow:
         if self.failed is not None:
             return [*start, f"does not run: {self.failed.split(': ', 1)[-1]}"]
         if self.needed_bytes is not None:
-            needed, free = bytes_text(self.needed_bytes), bytes_text(self.free_bytes or 0)
+            needed = bytes_text(self.needed_bytes)
+            free = bytes_text(self.free_bytes or 0)
             return [*start, f"does not fit: needs {needed}, but only {free} is free"]
         return [
             *start,
@@ -107,7 +128,9 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The results of ``kvfold bench``: settings, machine (``device`` is the processor's name), and rows."""
+    """The results of ``kvfold bench``: settings, machine (``device`` is the processor's name), and
+    rows.
+    """
 
     kvfold: str
     transformers: str
@@ -121,7 +144,10 @@ class Benchmark:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; rows omit fields that are None."""
-        rows = [{name: value for name, value in vars(row).items() if value is not None} for row in self.rows]
+        rows = [
+            {name: value for name, value in vars(row).items() if value is not None}
+            for row in self.rows
+        ]
         return {**vars(self), "rows": rows}
 
     def table(self) -> str:
@@ -130,7 +156,14 @@ class Benchmark:
         rows = sorted(self.rows, key=lambda row: (row.context, row.batch)) if many else self.rows
         head = f"{self.device}, {self.threads} threads, {self.dtype}, {self.cache} cache"
         versions = f"kvfold {self.kvfold}, torch {self.torch}, transformers {self.transformers}"
-        return "\n".join([f"{head}; {versions}", "", *table([_HEAD, *(row.cells() for row in rows)]), *self._notes()])
+        return "\n".join(
+            [
+                f"{head}; {versions}",
+                "",
+                *table([_HEAD, *(row.cells() for row in rows)]),
+                *self._notes(),
+            ]
+        )
 
     def _notes(self) -> list[str]:
         """What ``absorbed`` means, and how much faster it decodes, if there are such rows."""
@@ -143,10 +176,17 @@ class Benchmark:
             stock = speeds.get((row.model.replace(", absorbed", ", stock"), row.context, row.batch))
             if stock and row.decode_tokens_per_s:
                 gains.append(row.decode_tokens_per_s / stock)
-        gain = f", which decodes {min(gains):.1f} to {max(gains):.1f} times as fast here" if gains else ""
+        gain = (
+            f", which decodes {min(gains):.1f} to {max(gains):.1f} times as fast here"
+            if gains
+            else ""
+        )
         return [
             "",
-            f"stock: as transformers loads it; absorbed: after kvfold.attention.absorb(model){gain}",
+            (
+                "stock: as transformers loads it; absorbed: after"
+                f" kvfold.attention.absorb(model){gain}"
+            ),
         ]
 
 
@@ -154,10 +194,10 @@ class Benchmark:
 def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -> Benchmark:
     """Time ``models`` side by side, each in its own process, as ``kvfold bench`` does.
 
-    ``shape`` adds models of a known shape with random weights, shortened to ``layers``. ``progress`` works as in
-    `convert_checkpoint`, with the stage ``bench`` (models). Ratios are relative to the first model. If a model's
-    process fails, its rows contain the error. Raises InputError for an invalid request and KvfoldError if all models
-    fail.
+    ``shape`` adds models of a known shape with random weights, shortened to ``layers``.
+    ``progress`` works as in `convert_checkpoint`, with the stage ``bench`` (models). Ratios are
+    relative to the first model. If a model's process fails, its rows contain the error. Raises
+    InputError for an invalid request and KvfoldError if all models fail.
 
     >>> done = bench_checkpoints([demo_folder()], contexts=[64], prefill_tokens=0, seconds=0.01, quiet=True)
     >>> done.rows[0].context, done.rows[0].ratio
@@ -166,11 +206,19 @@ def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -
     from kvfold.convert.conversion.record import versions
     from kvfold.convert.device import choose_device
 
-    chosen, device = subjects(request), choose_device(request.device).type
-    # All models run in one dtype, so that their times can be compared: few CPUs have units for bfloat16.
-    dtype, config, prefill = str(request.dtype), chosen[0].config, request.prefill_tokens
+    chosen = subjects(request)
+    device = choose_device(request.device).type
+    # All models run in one dtype, so that their times can be compared: few CPUs have units for
+    # bfloat16.
+    dtype = str(request.dtype)
+    config = chosen[0].config
+    prefill = request.prefill_tokens
     if dtype == "auto":
-        dtype = "float32" if device == "cpu" else str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        dtype = (
+            "float32"
+            if device == "cpu"
+            else str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        )
     if prefill is None:
         prefill = 2048 if device == "cpu" else 32768
     rows: list[BenchRow] = []
@@ -182,28 +230,58 @@ def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -
         except KvfoldError as error:
             # One model that runs out of memory must not cost the rows of the others.
             failures.append(error)
-            pairs = [{"context": context, "batch": batch} for context in request.contexts for batch in request.batches]
+            pairs = [
+                {"context": context, "batch": batch}
+                for context in request.contexts
+                for batch in request.batches
+            ]
             result = {"rows": [{**pair, "failed": str(error)} for pair in pairs]}
-        rows += [BenchRow(model=subject.label, form=subject.form, **row) for row in result.pop("rows")]
+        rows += [
+            BenchRow(model=subject.label, form=subject.form, **row) for row in result.pop("rows")
+        ]
         machine |= result
     if len(failures) == len(chosen):
         raise failures[0]
-    first = {(row.context, row.batch): row.decode_tokens_per_s for row in rows if row.model == chosen[0].label}
+    first = {
+        (row.context, row.batch): row.decode_tokens_per_s
+        for row in rows
+        if row.model == chosen[0].label
+    }
     for place, row in enumerate(rows):
-        speed, base = row.decode_tokens_per_s, first[row.context, row.batch]
+        speed = row.decode_tokens_per_s
+        base = first[row.context, row.batch]
         rows[place] = replace(row, ratio=speed / base if speed and base else None)
-    names = ("contexts", "batches", "device", "dtype", "cache", "prefill_tokens", "seconds", "threads")
-    options, found = {name: getattr(request, name) for name in names}, versions()
+    names = (
+        "contexts",
+        "batches",
+        "device",
+        "dtype",
+        "cache",
+        "prefill_tokens",
+        "seconds",
+        "threads",
+    )
+    options = {name: getattr(request, name) for name in names}
+    found = versions()
     about = str(found["kvfold"]), str(found["transformers"]), dtype, request.cache
     return Benchmark(*about, options, rows, **machine)
 
 
 def run_in_process(subject: Subject, *settings: Any) -> dict[str, Any]:
-    """`bench_worker.run` in a process of its own: its InputError, or KvfoldError with the last line of its stderr."""
+    """`bench_worker.run` in a process of its own: its InputError, or KvfoldError with the last line
+    of its stderr.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        task_file, result_file = Path(folder, "task"), Path(folder, "result.json")
+        task_file = Path(folder, "task")
+        result_file = Path(folder, "result.json")
         task_file.write_bytes(pickle.dumps((subject, *settings)))
-        command = [sys.executable, "-m", "kvfold.convert.measure.bench_worker", str(task_file), str(result_file)]
+        command = [
+            sys.executable,
+            "-m",
+            "kvfold.convert.measure.bench_worker",
+            str(task_file),
+            str(result_file),
+        ]
         # The worker reads the pipe until it ends: by that it knows that this process was killed.
         alive, ours = os.pipe()
         try:
@@ -223,7 +301,8 @@ def run_in_process(subject: Subject, *settings: Any) -> dict[str, Any]:
 
 
 def subjects(request: BenchRequest) -> list[Subject]:
-    """The request's checkpoints, then its shape with each kind of attention; MLA models both stock and absorbed.
+    """The request's checkpoints, then its shape with each kind of attention; MLA models both stock
+    and absorbed.
 
     Raises InputError for a checkpoint that cannot be opened or an unknown shape.
     """
@@ -244,13 +323,17 @@ def subjects(request: BenchRequest) -> list[Subject]:
 
 
 def _shape_configs(request: BenchRequest) -> dict[str, dict[str, Any]]:
-    """Configs with MHA, GQA-8 and MLA 512 + 64 (smaller for ``tiny``) in the request's shape, by label."""
+    """Configs with MHA, GQA-8 and MLA 512 + 64 (smaller for ``tiny``) in the request's shape, by
+    label.
+    """
     if request.shape not in SHAPES:
         known = f"one of {', '.join(SHAPES)}{did_you_mean(request.shape, SHAPES)}"
         raise option_error("shape", request.shape, f"must be {known}")
     model_dim, inner_dim, heads, layers, vocabulary, positions = SHAPES[request.shape]
-    dim, kv_heads = model_dim // heads, min(_KV_HEADS, heads // 4)
-    rank, rope = min(_RANK, 4 * dim), min(_ROPE, dim // 2)
+    dim = model_dim // heads
+    kv_heads = min(_KV_HEADS, heads // 4)
+    rank = min(_RANK, 4 * dim)
+    rope = min(_ROPE, dim // 2)
     common = {
         "hidden_size": model_dim,
         "intermediate_size": inner_dim,
@@ -280,11 +363,16 @@ def _shape_configs(request: BenchRequest) -> dict[str, dict[str, Any]]:
 
 
 def _usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes in ``config`` under llama's names, for families and layouts that use different names."""
+    """The sizes in ``config`` under llama's names, for families and layouts that use different
+    names.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    source, kind = source_type(config), config.get("model_type")
-    names = CONFIG_MAPPING[source or kind].attribute_map if (source or kind) in CONFIG_MAPPING else {}
+    source = source_type(config)
+    kind = config.get("model_type")
+    names = (
+        CONFIG_MAPPING[source or kind].attribute_map if (source or kind) in CONFIG_MAPPING else {}
+    )
     sizes = {usual: config[name] for usual, name in names.items() if name in config}
     if source is None:
         return sizes
@@ -299,38 +387,53 @@ def _usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
     return sizes
 
 
-# Bytes and operations of one decoding step of a whole model, and the memory that it needs, in bytes.
+# Bytes and operations of one decoding step of a whole model, and the memory that it needs, in
+# bytes.
 StepCosts = namedtuple("StepCosts", "cache_bytes attention_operations operations read_bytes memory")
 
 
 def step_costs(
-    subject: Subject, weights: tuple[int, int], size: int, context: int, batch: int, prefill: int = 0
+    subject: Subject,
+    weights: tuple[int, int],
+    size: int,
+    context: int,
+    batch: int,
+    prefill: int = 0,
 ) -> StepCosts:
-    """The costs of one decoding step for ``batch`` sequences of ``context`` tokens, at ``size`` bytes per element.
+    """The costs of one decoding step for ``batch`` sequences of ``context`` tokens, at ``size``
+    bytes per element.
 
-    ``weights`` is the number of all parameters and of those that every step reads (layers and head). ``prefill`` is
-    the number of tokens prefilled at once; the memory includes their activations.
+    ``weights`` is the number of all parameters and of those that every step reads (layers and
+    head). ``prefill`` is the number of tokens prefilled at once; the memory includes their
+    activations.
     """
     config, (total, read) = subject.config, weights
-    layers, slots, heads = int(config["num_hidden_layers"]), batch * context, int(config["num_attention_heads"])
+    layers = int(config["num_hidden_layers"])
+    slots = batch * context
+    heads = int(config["num_attention_heads"])
     # For one layer and slot: elements cached, operations, elements that attention makes in between.
     if config.get("kv_lora_rank") is None:
         dim = int(config.get("head_dim") or config["hidden_size"] // heads)
         groups = int(config.get("num_key_value_heads") or heads)
-        elements, operations = 2 * groups * dim, 4 * heads * dim
+        elements = 2 * groups * dim
+        operations = 4 * heads * dim
         # Stock attention repeats shared keys and values for every query head.
         expanded = 0 if groups == heads else 2 * heads * dim
     else:
-        rank, nope, value = (int(config[name]) for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"))
+        rank, nope, value = (
+            int(config[name]) for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+        )
         rope = int(config["qk_rope_head_dim"]) + int(config.get("cached_divisors", 0))
         elements = rank + rope
         # The modeling file of layout kvfold decodes over the latents by itself.
         if subject.form == "absorbed" or source_type(config):
-            operations, expanded = 2 * heads * (2 * rank + rope), heads
+            operations = 2 * heads * (2 * rank + rope)
+            expanded = heads
         else:
             operations = 2 * heads * ((nope + value) * rank + nope + rope + value)
             expanded = heads * (2 * nope + rope + 2 * value)
-    cache, attention = layers * slots * elements * size, layers * slots * operations
+    cache = layers * slots * elements * size
+    attention = layers * slots * operations
     # transformers copies a layer's growing cache at each step.
     working = (slots * elements + slots * expanded) * size
     activations = 12 * int(config["hidden_size"]) + 3 * int(config.get("intermediate_size") or 0)

@@ -1,7 +1,9 @@
-"""Process that times one model for ``kvfold bench``: ``python -m kvfold.convert.measure.bench_worker TASK RESULT``.
+"""Process that times one model for ``kvfold bench``: ``python -m
+kvfold.convert.measure.bench_worker TASK RESULT``.
 
-TASK has the pickled arguments of ``run``; the rows are written to RESULT as JSON. Decoding is timed on a cache filled
-with seeded random values, so it needs no prefill; the prefill is timed separately.
+TASK has the pickled arguments of ``run``; the rows are written to RESULT as JSON. Decoding is timed
+on a cache filled with seeded random values, so it needs no prefill; the prefill is timed
+separately.
 """
 
 import gc
@@ -38,24 +40,33 @@ _SEED = 0
 _ROOM = 64
 
 
-def run(subject: Subject, request: BenchRequest, place: str, computed: str, prefill_tokens: int) -> dict[str, Any]:
-    """A row for each context and batch, smallest first, with the threads, the torch version and the processor.
+def run(
+    subject: Subject, request: BenchRequest, place: str, computed: str, prefill_tokens: int
+) -> dict[str, Any]:
+    """A row for each context and batch, smallest first, with the threads, the torch version and the
+    processor.
 
-    ``place`` is the device, ``computed`` the dtype; ``prefill_tokens`` are those of all sequences together.
+    ``place`` is the device, ``computed`` the dtype; ``prefill_tokens`` are those of all sequences
+    together.
     """
     torch.manual_seed(_SEED)
     if request.threads:
         torch.set_num_threads(request.threads)
-    device, dtype = torch.device(place), getattr(torch, computed)
+    device = torch.device(place)
+    dtype = getattr(torch, computed)
     register_model(str(subject.config.get("model_type")))
     if subject.folder is not None:
         empty_model(subject.config)  # raises the error of a wrong value
     config = AutoConfig.for_model(**subject.config)
     weights = count_parameters(config)
     # Measured before the model is loaded: its weights are part of what a combination needs.
-    free, model, rows = free_memory(device), None, []
+    free = free_memory(device)
+    model = None
+    rows = []
     # Smallest first, so that the model is loaded only if anything fits.
-    pairs = sorted(product(request.contexts, request.batches), key=lambda pair: (math.prod(pair), pair))
+    pairs = sorted(
+        product(request.contexts, request.batches), key=lambda pair: (math.prod(pair), pair)
+    )
     for context, batch in pairs:
         row: dict[str, Any] = {"context": context, "batch": batch}
         # As much of the context as `prefill_tokens` allows, then as many sequences.
@@ -75,20 +86,30 @@ def run(subject: Subject, request: BenchRequest, place: str, computed: str, pref
             row |= {"cache_bytes_formula": cost.cache_bytes, "peak_bytes": peak_memory(device)}
             _collect(device)
         rows.append(row)
-    return {"rows": rows, "threads": torch.get_num_threads(), "torch": torch.__version__, "device": processor(device)}
+    return {
+        "rows": rows,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "device": processor(device),
+    }
 
 
 def count_parameters(config: Any) -> tuple[int, int]:
-    """The model's number of parameters, and how many of these a decoding step reads; built on the meta device."""
+    """The model's number of parameters, and how many of these a decoding step reads; built on the
+    meta device.
+    """
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
     total = sum(parameter.numel() for parameter in empty.parameters())
-    embedding, head = empty.get_input_embeddings().weight, empty.get_output_embeddings().weight
+    embedding = empty.get_input_embeddings().weight
+    head = empty.get_output_embeddings().weight
     return total, total if embedding is head else total - embedding.numel()
 
 
 def make_model(subject: Subject, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """Load the subject's checkpoint, or build ``config`` with random weights; absorb the model if its form says so."""
+    """Load the subject's checkpoint, or build ``config`` with random weights; absorb the model if
+    its form says so.
+    """
     if subject.folder is None:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -107,10 +128,15 @@ def make_model(subject: Subject, config: Any, dtype: torch.dtype, device: torch.
 
 @torch.no_grad()
 def _time_prefill(model: Any, sequences: int, length: int, limit: float) -> dict[str, Any]:
-    tokens = torch.randint(model.config.vocab_size, (sequences, length), generator=torch.Generator().manual_seed(_SEED))
+    tokens = torch.randint(
+        model.config.vocab_size, (sequences, length), generator=torch.Generator().manual_seed(_SEED)
+    )
     call = partial(model, tokens.to(model.device), use_cache=True, logits_to_keep=1)
     seconds = statistics.median(repeat(Clock(model.device), call, limit, warm=1, fewest=1, most=10))
-    return {"prefill_tokens": [sequences, length], "prefill_tokens_per_s": sequences * length / seconds}
+    return {
+        "prefill_tokens": [sequences, length],
+        "prefill_tokens_per_s": sequences * length / seconds,
+    }
 
 
 @torch.no_grad()
@@ -136,12 +162,22 @@ def _time_decoding(model: Any, kind: str, context: int, batch: int, limit: float
 
 
 def filled_cache(model: Any, kind: str, context: int, batch: int) -> Any:
-    """A cache of ``context`` tokens with seeded standard normal values, in the shapes that the model caches."""
+    """A cache of ``context`` tokens with seeded standard normal values, in the shapes that the
+    model caches.
+    """
     # One token shows what the model caches: heads and dims, or a latent and a rotary key.
     probe = DynamicCache(config=model.config)
-    model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=probe, use_cache=True)
+    model(
+        torch.zeros(1, 1, dtype=torch.long, device=model.device),
+        past_key_values=probe,
+        use_cache=True,
+    )
     static = kind == "static"
-    cache = StaticCache(model.config, max_cache_len=context + _ROOM) if static else DynamicCache(config=model.config)
+    cache = (
+        StaticCache(model.config, max_cache_len=context + _ROOM)
+        if static
+        else DynamicCache(config=model.config)
+    )
     generator = torch.Generator(model.device).manual_seed(_SEED)
 
     def random(like: Tensor) -> Tensor:
@@ -154,7 +190,9 @@ def filled_cache(model: Any, kind: str, context: int, batch: int) -> Any:
 
 
 def _attention_clock(model: Any, device: torch.device) -> Callable[[int], float]:
-    """Time all attention modules until a call of the returned function: the median seconds over the last steps."""
+    """Time all attention modules until a call of the returned function: the median seconds over the
+    last steps.
+    """
     clock = Clock(device)
     marks: list[tuple[Any, Any]] = []
     starts: list[Any] = []
@@ -162,7 +200,9 @@ def _attention_clock(model: Any, device: torch.device) -> Callable[[int], float]
     hooks = []
     for module in modules:
         hooks.append(module.register_forward_pre_hook(lambda *_: starts.append(clock.mark())))
-        hooks.append(module.register_forward_hook(lambda *_: marks.append((starts.pop(), clock.mark()))))
+        hooks.append(
+            module.register_forward_hook(lambda *_: marks.append((starts.pop(), clock.mark())))
+        )
 
     def finish(steps: int) -> float:
         for hook in hooks:
@@ -182,14 +222,18 @@ def _collect(device: torch.device) -> None:
 
 
 def end_with_parent() -> None:
-    """Exit when standard input closes, because then the parent was killed and the result is not needed."""
+    """Exit when standard input closes, because then the parent was killed and the result is not
+    needed.
+    """
     while os.read(sys.stdin.fileno(), 1):
         pass
     os._exit(1)
 
 
 def run_task(task: Path, result: Path) -> None:
-    """Write what ``run`` returns for the pickled arguments in ``task``; the lines of an InputError as ``refused``."""
+    """Write what ``run`` returns for the pickled arguments in ``task``; the lines of an InputError
+    as ``refused``.
+    """
     try:
         with blaming("config.json"):
             made = run(*pickle.loads(task.read_bytes()))

@@ -1,4 +1,6 @@
-"""``kvfold chat``: put the same prompts to one or two models, with transformers' own generation and chat template."""
+"""``kvfold chat``: put the same prompts to one or two models, with transformers' own generation and
+chat template.
+"""
 
 import shutil
 import textwrap
@@ -35,7 +37,9 @@ class Speaker:
 
     @torch.no_grad()
     def answer(self, prompt: str, most: int) -> tuple[str, float]:
-        """The greedy answer of at most ``most`` tokens, and the tokens per second; without a template it continues."""
+        """The greedy answer of at most ``most`` tokens, and the tokens per second; without a
+        template it continues.
+        """
         if self.tokenizer.chat_template is None:
             inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         else:
@@ -46,7 +50,9 @@ class Speaker:
         started = time.perf_counter()
         pad = self.tokenizer.pad_token_id
         pad = self.tokenizer.eos_token_id if pad is None else pad
-        written = self.model.generate(**inputs, max_new_tokens=most, do_sample=False, pad_token_id=pad)
+        written = self.model.generate(
+            **inputs, max_new_tokens=most, do_sample=False, pad_token_id=pad
+        )
         new = written[0, inputs["input_ids"].shape[1] :]
         text = self.tokenizer.decode(new, skip_special_tokens=True).strip()
         return text, len(new) / (time.perf_counter() - started)
@@ -54,7 +60,10 @@ class Speaker:
     def remember(self, prompt: str, answer: str) -> None:
         """Make the turn a part of the conversation, which only a chat template has."""
         if self.tokenizer.chat_template is not None:
-            self.messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+            self.messages += [
+                {"role": "user", "content": prompt},
+                {"role": "assistant", "content": answer},
+            ]
 
 
 def open_speaker(name: str, request: ChatRequest) -> Speaker:
@@ -72,7 +81,9 @@ def open_speaker(name: str, request: ChatRequest) -> Speaker:
 
 
 def side_by_side(texts: Sequence[str], width: int) -> str:
-    """``texts`` in columns of equal width that fill ``width`` characters together; a single text is only wrapped."""
+    """``texts`` in columns of equal width that fill ``width`` characters together; a single text is
+    only wrapped.
+    """
     each = max(16, (width - len(_GAP) * (len(texts) - 1)) // len(texts))
     columns = []
     for text in texts:
@@ -83,7 +94,9 @@ def side_by_side(texts: Sequence[str], width: int) -> str:
 
 
 def chat_models(request: ChatRequest, prompts: IO[str]) -> None:
-    """Answer every line of ``prompts`` on stdout, until the end; on a terminal also until an empty line or Ctrl-C."""
+    """Answer every line of ``prompts`` on stdout, until the end; on a terminal also until an empty
+    line or Ctrl-C.
+    """
     names = [request.model, *([request.against] if request.against is not None else [])]
     speakers = [open_speaker(name, request) for name in names]
     if speakers[0].tokenizer.chat_template is None:
@@ -91,7 +104,10 @@ def chat_models(request: ChatRequest, prompts: IO[str]) -> None:
     width = shutil.get_terminal_size().columns
     if prompts.isatty():
         most = opt("max_new_tokens", request.max_new_tokens)
-        click.echo(f"a message per line, answered in full ({most}); Ctrl-C stops an answer, Ctrl-D ends", err=True)
+        click.echo(
+            f"a message per line, answered in full ({most}); Ctrl-C stops an answer, Ctrl-D ends",
+            err=True,
+        )
     for prompt in _lines(prompts):
         try:
             answers = [speaker.answer(prompt, request.max_new_tokens) for speaker in speakers]
@@ -102,8 +118,13 @@ def chat_models(request: ChatRequest, prompts: IO[str]) -> None:
             continue
         for speaker, (text, _) in zip(speakers, answers, strict=True):
             speaker.remember(prompt, text)
-        heads = [f"{speaker.name} ({rate:.1f} tokens/s)" for speaker, (_, rate) in zip(speakers, answers, strict=True)]
-        click.echo(f"{side_by_side(heads, width)}\n\n{side_by_side([text for text, _ in answers], width)}\n")
+        heads = [
+            f"{speaker.name} ({rate:.1f} tokens/s)"
+            for speaker, (_, rate) in zip(speakers, answers, strict=True)
+        ]
+        click.echo(
+            f"{side_by_side(heads, width)}\n\n{side_by_side([text for text, _ in answers], width)}\n"
+        )
 
 
 def _lines(prompts: IO[str]) -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""The commands ``kvfold eval``, ``sweep``, ``bench`` and ``chat``. Slow imports happen inside the functions."""
+"""The commands ``kvfold eval``, ``sweep``, ``bench`` and ``chat``. Slow imports happen inside the
+functions.
+"""
 
 import re
 import sys
@@ -9,7 +11,15 @@ import click
 
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import check_opens
-from kvfold.convert.console import STDOUT, PanelCommand, check_files, json_option, report_option, request_options, tell
+from kvfold.convert.console import (
+    STDOUT,
+    PanelCommand,
+    check_files,
+    json_option,
+    report_option,
+    request_options,
+    tell,
+)
 from kvfold.convert.errors import option_error
 from kvfold.convert.measure.figures import excess_by_cache
 from kvfold.convert.measure.page import sweep_page, write_report
@@ -25,7 +35,9 @@ def _rise(context: click.Context, option: click.Parameter, value: str) -> float:
     with suppress(ValueError):
         if value.isascii() and 0 < (rise := float(value)) < 1:
             return rise
-    raise option_error("within", value, "must be a number above 0 and below 1; 0.01 accepts a rise of 1 %")
+    raise option_error(
+        "within", value, "must be a number above 0 and below 1; 0.01 accepts a rise of 1 %"
+    )
 
 
 _within = click.option(
@@ -35,11 +47,16 @@ _within = click.option(
     default=WITHIN,
     show_default=True,
     metavar="X",
-    help="Largest acceptable rise in perplexity (0.01 is 1 %); the smallest target within it is recommended.",
+    help=(
+        "Largest acceptable rise in perplexity (0.01 is 1 %); the smallest target within it is"
+        " recommended."
+    ),
 )
 _sweep_files = (
     json_option("Also write the result to FILE; with -, write only it to stdout."),
-    click.option("--plot", metavar="FILE", help="Draw the curve (PNG, SVG, PDF); needs the report extra."),
+    click.option(
+        "--plot", metavar="FILE", help="Draw the curve (PNG, SVG, PDF); needs the report extra."
+    ),
     report_option("the table and the curve"),
 )
 
@@ -47,10 +64,12 @@ _sweep_files = (
 @click.command(name="eval", short_help="Compare OUT with MODEL on tasks and long contexts.")
 @request_options(EvalRequest, before={"quiet": [json_option()]})
 def eval_command(request: EvalRequest, json_file: str | None) -> None:
-    """Compare the converted checkpoint OUT with MODEL on the same documents, with 95 % intervals of the differences.
+    """Compare the converted checkpoint OUT with MODEL on the same documents, with 95 % intervals of
+    the differences.
 
-    Measures whether each model finds words hidden in long texts, and its loss by position; neither needs a download.
-    With --tasks, also runs tasks of lm-evaluation-harness. The models are loaded one at a time, each as a whole.
+    Measures whether each model finds words hidden in long texts, and its loss by position; neither
+    needs a download. With --tasks, also runs tasks of lm-evaluation-harness. The models are loaded
+    one at a time, each as a whole.
     """
     check_files(json_file)
     check_sources(filter(None, [request.text]), "text")
@@ -64,7 +83,9 @@ def eval_command(request: EvalRequest, json_file: str | None) -> None:
 
 
 class _SweepCommand(PanelCommand):
-    """A command whose ``--targets`` accepts several words: those that look like targets, as in ``gqa:4,2 mqa``."""
+    """A command whose ``--targets`` accepts several words: those that look like targets, as in
+    ``gqa:4,2 mqa``.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         joined: list[str] = []
@@ -78,18 +99,28 @@ class _SweepCommand(PanelCommand):
 
 @click.command(cls=_SweepCommand, short_help="Measure the loss of many targets, to choose one.")
 @request_options(SweepRequest, before={"out": [_within], "quiet": _sweep_files})
-def sweep(request: SweepRequest, within: float, json_file: str | None, plot: str | None, report: str | None) -> None:
+def sweep(
+    request: SweepRequest,
+    within: float,
+    json_file: str | None,
+    plot: str | None,
+    report: str | None,
+) -> None:
     """Fit and measure many targets of MODEL, the quickest first, without writing them.
 
-    Prints a line per target: cache, saving, excess loss with its interval, KL, agreement, time; then the smallest
-    target within the --within limit, and the command that converts to it. Statistics are stored in the temporary folder
-    (TMPDIR) during the sweep.
+    Prints a line per target: cache, saving, excess loss with its interval, KL, agreement, time;
+    then the smallest target within the --within limit, and the command that converts to it.
+    Statistics are stored in the temporary folder (TMPDIR) during the sweep.
     """
     # A sweep takes long: what its last second would refuse is refused in the first.
     check_files(json_file, plot, report)
     if request.out is not None:
         check_output(request.out, model=request.model)
-    check_sources((request.calibration,) if isinstance(request.calibration, str) else request.calibration or ())
+    check_sources(
+        (request.calibration,)
+        if isinstance(request.calibration, str)
+        else request.calibration or ()
+    )
     if request.targets is not None:
         parse_targets(request.targets)
     if not request.quiet:
@@ -106,9 +137,13 @@ def sweep(request: SweepRequest, within: float, json_file: str | None, plot: str
             click.echo(f"wrote {plot}", err=True)
     if report is not None:
         write_report(sweep_page(result, within), report, request.quiet)
-    tell(json_file, lambda: result.to_dict(within), f"{result.table()}\n\n{result.decision(within)}")
+    tell(
+        json_file, lambda: result.to_dict(within), f"{result.table()}\n\n{result.decision(within)}"
+    )
     if request.out is not None:
-        click.echo(f"\n{result.convert(within, quiet=request.quiet).summary()}", err=json_file == STDOUT)
+        click.echo(
+            f"\n{result.convert(within, quiet=request.quiet).summary()}", err=json_file == STDOUT
+        )
 
 
 @click.command(short_help="Decode speed, cache and memory of MODELs side by side.")
@@ -126,13 +161,17 @@ def bench(request: BenchRequest, json_file: str | None) -> None:
     tell(json_file, report.to_dict, report.table())
 
 
-@click.command(name="chat", short_help="Ask MODEL, and another model beside it, the same questions.")
+@click.command(
+    name="chat", short_help="Ask MODEL, and another model beside it, the same questions."
+)
 @request_options(ChatRequest)
 def chat_command(request: ChatRequest) -> None:
-    """Answer each line of standard input with MODEL's chat template; with --against, two models side by side.
+    """Answer each line of standard input with MODEL's chat template; with --against, two models
+    side by side.
 
-    Answers are greedy, so that a difference between two models is one of their weights. An MLA model decodes over its
-    latent cache (absorbed). Ctrl-D, or an empty line on a terminal, ends the conversation.
+    Answers are greedy, so that a difference between two models is one of their weights. An MLA
+    model decodes over its latent cache (absorbed). Ctrl-D, or an empty line on a terminal, ends the
+    conversation.
     """
     check_opens(request.model, *filter(None, [request.against]))
     from kvfold.convert.measure.chat import chat_models

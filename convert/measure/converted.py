@@ -1,4 +1,6 @@
-"""Check the config of checkpoints with MLA or of layout ``kvfold``, and derive the model that it describes."""
+"""Check the config of checkpoints with MLA or of layout ``kvfold``, and derive the model that it
+describes.
+"""
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping
@@ -14,7 +16,14 @@ from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.values import TYPES
 from kvfold.convert.targets.engines import Result, folded_result, latent_result_of
 from kvfold.convert.targets.mla.config import LatentTarget
-from kvfold.convert.targets.own_code import BLOCK, LATENT, NORMED, grouped_model, latent_shapes, source_type
+from kvfold.convert.targets.own_code import (
+    BLOCK,
+    LATENT,
+    NORMED,
+    grouped_model,
+    latent_shapes,
+    source_type,
+)
 
 _KEYS = {
     "num_hidden_layers": "size",
@@ -38,9 +47,11 @@ _LATENT = "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight"
 def latent_faults(
     config: Mapping[str, Any], stored: Mapping[str, TensorInfo], in_files: Callable[[str], str]
 ) -> list[str]:
-    """Problems in an MLA model's config, one line each: invalid values, or sizes that the stored tensors contradict.
+    """Problems in an MLA model's config, one line each: invalid values, or sizes that the stored
+    tensors contradict.
 
-    ``in_files`` converts a tensor name of the language model to its name in the files, which differs in wrappers.
+    ``in_files`` converts a tensor name of the language model to its name in the files, which
+    differs in wrappers.
     """
     faults = []
     for key, kind in {**_KEYS, **_OPTIONAL}.items():
@@ -50,36 +61,55 @@ def latent_faults(
             faults.append(f"config.json: {key} must be {rule}, not {short(value)}")
     for key in ("rope_parameters", "rope_scaling"):
         table = config.get(key)
-        if table is not None and not (isinstance(table, dict) and isinstance(table.get("rope_type", ""), str)):
-            faults.append(f"config.json: {key} must be an object whose rope_type is a string, not {short(table)}")
+        if table is not None and not (
+            isinstance(table, dict) and isinstance(table.get("rope_type", ""), str)
+        ):
+            faults.append(
+                f"config.json: {key} must be an object whose rope_type is a string, not"
+                f" {short(table)}"
+            )
     if faults:
         return faults
     layers = config["num_hidden_layers"]
     shape = config["kv_lora_rank"] + config["qk_rope_head_dim"], config["hidden_size"]
     # A hostile number of layers must not make as many lines.
     if layers > len(stored):
-        return [f"config.json: num_hidden_layers is {layers}, but the files contain only {len(stored)} tensors"]
+        return [
+            f"config.json: num_hidden_layers is {layers}, but the files contain only {len(stored)}"
+            " tensors"
+        ]
     for name in (in_files(_LATENT.replace("{layer}", str(layer))) for layer in range(layers)):
         if (info := stored.get(name)) is None:
             faults.append(f"missing: {name} {list(shape)}")
         elif info.shape != shape:
-            faults.append(f"wrong shape: {name} is {list(info.shape)}, config.json gives {list(shape)}")
+            faults.append(
+                f"wrong shape: {name} is {list(info.shape)}, config.json gives {list(shape)}"
+            )
     return faults
 
 
 def converted_model(checkpoint: Checkpoint) -> tuple[Model, Result]:
-    """The source model and the conversion result, derived from the config.json of a checkpoint of layout ``kvfold``.
+    """The source model and the conversion result, derived from the config.json of a checkpoint of
+    layout ``kvfold``.
 
     Raises InputError if kvfold does not write such a config, or if the tensors do not match it.
     """
     config = checkpoint.config
-    kind, block = source_type(config), config.get(BLOCK)
+    kind = source_type(config)
+    block = config.get(BLOCK)
     if kind not in SOURCES or not isinstance(block, Mapping):
         rule = f"is unknown to kvfold, or the object {BLOCK!r} is missing; convert the source again"
         raise InputError(f"config.json: model_type {config.get('model_type')!r} {rule}")
-    source = Model(load_family(str(kind)), {**config, "model_type": kind}).as_stored(checkpoint.tensors)
-    layers, heads = range(source.geometry.layers), source.geometry.heads
-    shapes = {name: tensor.shape for name, tensor in source.tensors.items() if not {*tensor.roles} & {*ROLES}}
+    source = Model(load_family(str(kind)), {**config, "model_type": kind}).as_stored(
+        checkpoint.tensors
+    )
+    layers = range(source.geometry.layers)
+    heads = source.geometry.heads
+    shapes = {
+        name: tensor.shape
+        for name, tensor in source.tensors.items()
+        if not {*tensor.roles} & {*ROLES}
+    }
     if block.get("variant") in (LATENT, NORMED):
         split = _number(block, "kv_rank", "size"), _number(block, "rope_dim", "count")
         attention = [latent_shapes(source, layer, *split) for layer in layers]
@@ -87,13 +117,20 @@ def converted_model(checkpoint: Checkpoint) -> tuple[Model, Result]:
     else:
         kv_heads = _number(block, "kv_heads", "size")
         if heads % kv_heads:
-            raise InputError(f"config.json: kv_heads = {kv_heads} in {BLOCK!r} must divide the {heads} query heads")
+            raise InputError(
+                f"config.json: kv_heads = {kv_heads} in {BLOCK!r} must divide the {heads} query"
+                " heads"
+            )
         target = grouped_model(source, kv_heads)
-        attention = [{name: target.tensors[name].shape for name in target.attention_names(layer)} for layer in layers]
+        attention = [
+            {name: target.tensors[name].shape for name in target.attention_names(layer)}
+            for layer in layers
+        ]
         result = folded_result(source, kv_heads)
     stored = {name: info.shape for name, info in checkpoint.tensors.items()}
     if problems := [
-        f"{name} must be {list(shape)} by config.json, but is {list(stored[name]) if name in stored else 'missing'}"
+        f"{name} must be {list(shape)} by config.json, but is"
+        f" {list(stored[name]) if name in stored else 'missing'}"
         for name, shape in ChainMap(shapes, *attention).items()
         if stored.get(name) != shape
     ]:
@@ -104,5 +141,7 @@ def converted_model(checkpoint: Checkpoint) -> tuple[Model, Result]:
 def _number(block: Mapping[str, Any], key: str, kind: str) -> int:
     rule, fits = TYPES[kind]
     if not fits(block.get(key)):
-        raise InputError(f"config.json: {key} in {BLOCK!r} must be {rule}, not {short(block.get(key))}")
+        raise InputError(
+            f"config.json: {key} in {BLOCK!r} must be {rule}, not {short(block.get(key))}"
+        )
     return int(block[key])

@@ -1,4 +1,6 @@
-"""``kvfold eval``: compare a source and its conversion on the same documents, with one model in memory at a time."""
+"""``kvfold eval``: compare a source and its conversion on the same documents, with one model in
+memory at a time.
+"""
 
 import sys
 from collections import Counter
@@ -17,7 +19,14 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.measure import eval_tasks
-from kvfold.convert.measure.eval_tasks import CHOICES, TASKS, Question, TaskScores, answers, draw_questions
+from kvfold.convert.measure.eval_tasks import (
+    CHOICES,
+    TASKS,
+    Question,
+    TaskScores,
+    answers,
+    draw_questions,
+)
 from kvfold.convert.measure.losses import token_losses
 from kvfold.convert.measure.replies import (
     LETTERS,
@@ -39,7 +48,13 @@ from kvfold.convert.sizes import table
 from kvfold.convert.stream.stock import attend_in_blocks, hide_bars, load_config
 from kvfold.convert.stream.weights import load_model
 from kvfold.convert.text.corpus import check_sources, open_corpus
-from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer, prefix_tokens, render, tokenize
+from kvfold.convert.text.tokenizer import (
+    check_vocabulary,
+    load_tokenizer,
+    prefix_tokens,
+    render,
+    tokenize,
+)
 
 # Tokens. Shorter texts have no room for eight hidden sentences.
 _SHORTEST = 256
@@ -58,7 +73,8 @@ Prompts = dict[tuple[str, int | None], list[Prompt]]
 
 @dataclass(frozen=True)
 class Paired:
-    """The means of ``source`` and ``student`` over ``documents``, and the mean ``difference`` in pairs.
+    """The means of ``source`` and ``student`` over ``documents``, and the mean ``difference`` in
+    pairs.
 
     ``margin`` is half the width of the difference's 95 % interval, or None for one document.
     """
@@ -74,8 +90,8 @@ class Paired:
 class AnswerRow(Paired):
     """The share of right answers in documents of ``length`` tokens (None: a short prompt).
 
-    A guess is right in ``chance`` of them. ``guesses``: the 95 % interval of the source's share reaches down to this,
-    so that the difference says nothing about the conversion.
+    A guess is right in ``chance`` of them. ``guesses``: the 95 % interval of the source's share
+    reaches down to this, so that the difference says nothing about the conversion.
     """
 
     task: str
@@ -86,7 +102,9 @@ class AnswerRow(Paired):
 
 @dataclass(frozen=True, kw_only=True)
 class PositionRow(Paired):
-    """The perplexities of tokens ``start`` to ``end``; ``difference`` is the excess loss, in nats per token."""
+    """The perplexities of tokens ``start`` to ``end``; ``difference`` is the excess loss, in nats
+    per token.
+    """
 
     start: int
     end: int
@@ -106,10 +124,11 @@ _POSITION_KEYS = {"start": "from", "end": "to", "difference": "excess"}
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The results: ``retrieval`` by task and length, losses by ``positions``, and the other ``tasks``.
+    """The results: ``retrieval`` by task and length, losses by ``positions``, and the other
+    ``tasks``.
 
-    ``answers`` are the built-in tasks with right answers, ``letters`` the counts of the letters that the source and
-    the result answered in ``choice``.
+    ``answers`` are the built-in tasks with right answers, ``letters`` the counts of the letters
+    that the source and the result answered in ``choice``.
     """
 
     model: str
@@ -126,7 +145,8 @@ class Evaluation:
         """The fields as plain JSON values."""
         values = asdict(self)
         values["positions"] = [
-            {_POSITION_KEYS.get(name, name): value for name, value in row.items()} for row in values["positions"]
+            {_POSITION_KEYS.get(name, name): value for name, value in row.items()}
+            for row in values["positions"]
         ]
         return values
 
@@ -138,25 +158,37 @@ class Evaluation:
             rows += map(_answer_cells, self.retrieval)
             rows += [(f"(guessing is right in {100 / CHOICES:.1f} %; filler: {self.text})",), ("",)]
         rows.append(("perplexity by position", "windows", "source", "result", "excess, nats"))
-        rows += [_cells(f"tokens {row.start} to {row.end}", row, ".2f", ".4f") for row in self.positions]
+        rows += [
+            _cells(f"tokens {row.start} to {row.end}", row, ".2f", ".4f") for row in self.positions
+        ]
         if self.answers:
-            rows += [("",), ("right answers, written", "documents", "source", "result", "difference")]
+            rows += [
+                ("",),
+                ("right answers, written", "documents", "source", "result", "difference"),
+            ]
             rows += map(_answer_cells, self.answers)
         if self.letters:
-            counted = (f"{name} {', '.join(map(str, counts.values()))}" for name, counts in self.letters.items())
+            counted = (
+                f"{name} {', '.join(map(str, counts.values()))}"
+                for name, counts in self.letters.items()
+            )
             rows.append((f"(letters {', '.join([*LETTERS, NO_LETTER])}: {'; '.join(counted)})",))
         if self.tasks:
             rows += [("",), ("task", "documents", "source", "result", "difference")]
             rows += [_cells(f"{row.task}, {row.metric}", row, ".3f", ".3f") for row in self.tasks]
-        title = f"{self.out} against {self.model}; differences paired by document, with 95 % intervals"
+        title = (
+            f"{self.out} against {self.model}; differences paired by document, with 95 % intervals"
+        )
         return "\n".join([title, "", *table(rows, _EVAL_WIDTHS)])
 
 
 @dataclass(frozen=True)
 class _Examined:
-    """One model's right answers by task and length, losses ``[N, T - 1]`` on windows, replies and harness scores.
+    """One model's right answers by task and length, losses ``[N, T - 1]`` on windows, replies and
+    harness scores.
 
-    ``drafts`` are next-token probabilities for the acceptance rate, None without the task ``replies``.
+    ``drafts`` are next-token probabilities for the acceptance rate, None without the task
+    ``replies``.
     """
 
     right: dict[tuple[str, int], Tensor]
@@ -167,16 +199,23 @@ class _Examined:
 
 
 def _cells(name: str, row: Paired, mean: str, change: str, scale: int = 1) -> tuple[str, ...]:
-    """A table row with means in format ``mean``, difference and margin in ``change``; scale 100 means percent."""
+    """A table row with means in format ``mean``, difference and margin in ``change``; scale 100
+    means percent.
+    """
     difference = f"{scale * row.difference:+{change}}"
     difference += "" if row.margin is None else f" ± {scale * row.margin:{change}}"
-    means = [f"{scale * value:{mean}}" + (" %" if scale == 100 else "") for value in (row.source, row.student)]
+    means = [
+        f"{scale * value:{mean}}" + (" %" if scale == 100 else "")
+        for value in (row.source, row.student)
+    ]
     return name, f"{row.documents}", *means, difference
 
 
 def _answer_cells(row: AnswerRow) -> tuple[str, ...]:
     """A table row with shares in percent; without the difference if the source guesses."""
-    cells = _cells(row.task + (f" at {row.length} tokens" if row.length else ""), row, ".1f", ".1f", 100)
+    cells = _cells(
+        row.task + (f" at {row.length} tokens" if row.length else ""), row, ".1f", ".1f", 100
+    )
     return (*cells[:-1], "the source guesses") if row.guesses else cells
 
 
@@ -184,13 +223,14 @@ def _answer_cells(row: AnswerRow) -> tuple[str, ...]:
 def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> Evaluation:
     """Compare ``out`` with ``model``: retrieval at ``lengths``, loss by position, and ``tasks``.
 
-    Differences are paired by document, with 95 % intervals. The default ``lengths`` are the model's context (on a CPU
-    at most 1024 tokens) and 1/2, 1/4 and 1/8 of it. ``samples`` is the number of documents per length and per built-in
-    task (default 32, on a CPU 16), ``limit`` the number per task of lm-evaluation-harness. Words are hidden in
-    ``text``, which the losses are also measured on; the default is held-out text that ships with kvfold. ``progress``
-    works as in `convert_checkpoint`, for each model with the stages ``retrieval`` (documents, for each task and
-    length), ``losses`` (documents) and ``replies`` (documents, for each task and length). Raises InputError for an
-    invalid request or checkpoint.
+    Differences are paired by document, with 95 % intervals. The default ``lengths`` are the model's
+    context (on a CPU at most 1024 tokens) and 1/2, 1/4 and 1/8 of it. ``samples`` is the number of
+    documents per length and per built-in task (default 32, on a CPU 16), ``limit`` the number per
+    task of lm-evaluation-harness. Words are hidden in ``text``, which the losses are also measured
+    on; the default is held-out text that ships with kvfold. ``progress`` works as in
+    `convert_checkpoint`, for each model with the stages ``retrieval`` (documents, for each task and
+    length), ``losses`` (documents) and ``replies`` (documents, for each task and length). Raises
+    InputError for an invalid request or checkpoint.
 
     >>> found = eval_checkpoints(demo_folder(), demo_folder(), lengths=[256], samples=2)
     >>> [(row.task, row.length, row.difference) for row in found.retrieval]
@@ -206,7 +246,9 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
         config = load_config(source, request.trust_remote_code)
         context = getattr(config, "max_position_embeddings", None) or 2048
         longest = min(context, _LONGEST_CONTEXT.get(place.type, context))
-        lengths = sorted(set(request.lengths)) or sorted({max(_SHORTEST, longest // part) for part in (8, 4, 2, 1)})
+        lengths = sorted(set(request.lengths)) or sorted(
+            {max(_SHORTEST, longest // part) for part in (8, 4, 2, 1)}
+        )
         if request.lengths and lengths[-1] > context:
             rule = f"must not exceed the {context} positions supported by {source.origin}"
             raise option_error("lengths", lengths[-1], rule)
@@ -219,7 +261,11 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
     # A model that was trained with a BOS token in front loses much without it.
     prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int64)
     if lengths[-1] < max(2, len(prefix) + 1):
-        raise option_error("lengths", lengths[-1], f"must be at least {max(2, len(prefix) + 1)} for a loss to measure")
+        raise option_error(
+            "lengths",
+            lengths[-1],
+            f"must be at least {max(2, len(prefix) + 1)} for a loss to measure",
+        )
     inner = min(lengths[-1] - len(prefix), len(body))
     windows = body[: len(body) // inner * inner].view(-1, inner)[:samples]
     windows = torch.cat([prefix.expand(len(windows), -1), windows], dim=1)
@@ -232,7 +278,16 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
         print(f"{'; '.join(parts)}, {fewer}", file=sys.stderr, flush=True)
     # One after the other: two models of 70B parameters fit into few machines.
     before, after = (
-        _examine(model, request, place, tokenizer, questions, prompts, windows, Stages(progress, request.quiet))
+        _examine(
+            model,
+            request,
+            place,
+            tokenizer,
+            questions,
+            prompts,
+            windows,
+            Stages(progress, request.quiet),
+        )
         for model in (request.model, request.out)
     )
     retrieval = [
@@ -241,12 +296,18 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
     ]
     both = eval_tasks.paired_scores(before.harness, after.harness)
     if before.drafts is not None and after.drafts is not None:
-        key, drafts = ("replies", None), (before.drafts, after.drafts)
+        key = ("replies", None)
+        drafts = (before.drafts, after.drafts)
         both = [*reply_scores(before.replies[key], after.replies[key], drafts), *both]
-    scored = [TaskRow(**vars(paired(one, other)), task=task, metric=metric) for task, metric, one, other in both]
+    scored = [
+        TaskRow(**vars(paired(one, other)), task=task, metric=metric)
+        for task, metric, one, other in both
+    ]
     positions = by_position(before.losses, after.losses)
     answered = _answered(tokenizer, prompts, before, after)
-    return Evaluation(request.model, request.out, name, samples, retrieval, positions, scored, *answered)
+    return Evaluation(
+        request.model, request.out, name, samples, retrieval, positions, scored, *answered
+    )
 
 
 def _prompts(tokenizer: Any, request: EvalRequest, lengths: list[int], samples: int) -> Prompts:
@@ -268,23 +329,33 @@ def _prompts(tokenizer: Any, request: EvalRequest, lengths: list[int], samples: 
 def _answered(
     tokenizer: Any, prompts: Prompts, before: _Examined, after: _Examined
 ) -> tuple[list[AnswerRow], dict[str, dict[str, int]]]:
-    """The rows of the tasks with right answers, and the counts of both models' letters in ``choice``."""
-    rows, letters = [], {}
+    """The rows of the tasks with right answers, and the counts of both models' letters in
+    ``choice``.
+    """
+    rows = []
+    letters = {}
     for (task, length), asked in prompts.items():
         if task == "replies":
             continue
         texts = {
-            name: [tokenizer.decode(reply, skip_special_tokens=True) for reply in model.replies[task, length]]
+            name: [
+                tokenizer.decode(reply, skip_special_tokens=True)
+                for reply in model.replies[task, length]
+            ]
             for name, model in (("source", before), ("result", after))
         }
         scores = [
-            torch.tensor([score(task, *pair) for pair in zip(asked, each, strict=True)]) for each in texts.values()
+            torch.tensor([score(task, *pair) for pair in zip(asked, each, strict=True)])
+            for each in texts.values()
         ]
-        rows.append(answer_row(task, length, sum(prompt.chance for prompt in asked) / len(asked), *scores))
+        rows.append(
+            answer_row(task, length, sum(prompt.chance for prompt in asked) / len(asked), *scores)
+        )
         if task == "choice":
             counts = {name: Counter(map(letter, each)) for name, each in texts.items()}
             letters = {
-                name: {each: counted[each] for each in (*LETTERS, NO_LETTER)} for name, counted in counts.items()
+                name: {each: counted[each] for each in (*LETTERS, NO_LETTER)}
+                for name, counted in counts.items()
             }
     return rows, letters
 
@@ -295,7 +366,9 @@ def _tokens(tokenizer: Any, text: str | None, wanted: int) -> tuple[Tensor, str]
     documents, _ = corpus.documents(wanted * _BYTES_PER_TOKEN)
     pieces = list(tokenize(tokenizer, prefix_tokens(tokenizer), documents))
     if not sum(map(len, pieces)):
-        raise InputError(f"{corpus.name} contains no text to measure on; choose another with {opt('text')}")
+        raise InputError(
+            f"{corpus.name} contains no text to measure on; choose another with {opt('text')}"
+        )
     return torch.cat(pieces), corpus.name
 
 
@@ -328,7 +401,9 @@ def _examine(
             tokens = [prompt_tokens(tokenizer, prompt) for prompt in to_write]
             with stages("replies", len(tokens), "document") as advance:
                 most = to_write[0].most
-                replies[key] = write_replies(model, tokenizer, tokens, most, request.batch or _BATCH, advance)
+                replies[key] = write_replies(
+                    model, tokenizer, tokens, most, request.batch or _BATCH, advance
+                )
         drafts = draft_probabilities(model, windows) if "replies" in request.tasks else None
         scores: TaskScores = {}
         if request.harness_tasks:
@@ -337,22 +412,30 @@ def _examine(
         return _Examined(right, losses, replies, drafts, scores)
 
 
-def answer_row(task: str, length: int | None, chance: float, before: Tensor, after: Tensor) -> AnswerRow:
+def answer_row(
+    task: str, length: int | None, chance: float, before: Tensor, after: Tensor
+) -> AnswerRow:
     """The row of both models' scores ``[n]``, 0 to 1, in one task."""
     within = margin(before.double())
     guesses = within is None or float(before.double().mean()) - within <= chance
-    return AnswerRow(**vars(paired(before, after)), task=task, length=length, chance=chance, guesses=guesses)
+    return AnswerRow(
+        **vars(paired(before, after)), task=task, length=length, chance=chance, guesses=guesses
+    )
 
 
 def paired(before: Tensor, after: Tensor) -> Paired:
-    """The means of both, their mean difference, and half the width of its 95 % interval (None for one document)."""
+    """The means of both, their mean difference, and half the width of its 95 % interval (None for
+    one document).
+    """
     between = after.double() - before.double()
     source, student = (float(each.double().mean()) for each in (before, after))
     return Paired(len(between), source, student, float(between.mean()), margin(between))
 
 
 def by_position(before: Tensor, after: Tensor) -> list[PositionRow]:
-    """Perplexities and excess loss from both models' losses ``[n, T - 1]``, for ranges of positions that double."""
+    """Perplexities and excess loss from both models' losses ``[n, T - 1]``, for ranges of positions
+    that double.
+    """
     rows = []
     for start, end in stretch_bounds(before.shape[1] + 1):
         both = [losses[:, start - 1 : end - 1].mean(1) for losses in (before, after)]

@@ -1,12 +1,14 @@
 """The tests in ``kvfold eval``: words hidden in long texts, and tasks of lm-evaluation-harness.
 
-Retrieval needs no download: sentences such as "The secret word of Anna is apple." are hidden in ordinary text, and the
-text ends with a question for one of these words. ``needle`` hides one sentence (Kamradt, 2023), so only the right
-answer occurs in the text. ``keys`` hides eight (after the multi-key task of RULER, Hsieh et al., 2024), so all choices
-occur and only the names distinguish them. The answer is the most likely of eight single-token words, so models need not
+Retrieval needs no download: sentences such as "The secret word of Anna is apple." are hidden in
+ordinary text, and the text ends with a question for one of these words. ``needle`` hides one
+sentence (Kamradt, 2023), so only the right answer occurs in the text. ``keys`` hides eight (after
+the multi-key task of RULER, Hsieh et al., 2024), so all choices occur and only the names
+distinguish them. The answer is the most likely of eight single-token words, so models need not
 follow instructions; guessing is right one time in eight.
 
-Scores of lm-evaluation-harness (Gao et al., 2024) are paired by document. They need the extra ``eval``.
+Scores of lm-evaluation-harness (Gao et al., 2024) are paired by document. They need the extra
+``eval``.
 """
 
 import math
@@ -29,14 +31,94 @@ CHOICES = 8
 _PEOPLE = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry")
 # Common words and words of programs: tokenizers of code models have one token for the latter.
 WORDS = (
-    *("apple", "bread", "chair", "dance", "earth", "flower", "glass", "horse", "iron", "king", "lake", "music"),
-    *("night", "ocean", "paper", "queen", "river", "stone", "table", "train", "voice", "water", "window", "winter"),
-    *("animal", "book", "bridge", "church", "color", "doctor", "door", "eye", "field", "fire", "gold", "garden"),
-    *("heart", "island", "key", "letter", "light", "market", "money", "moon", "name", "number", "object", "point"),
-    *("road", "school", "ship", "silver", "snow", "star", "street", "sun", "time", "tree", "wall", "world"),
-    *("list", "string", "file", "line", "code", "type", "value", "class", "method", "module", "text", "return", "set"),
+    *(
+        "apple",
+        "bread",
+        "chair",
+        "dance",
+        "earth",
+        "flower",
+        "glass",
+        "horse",
+        "iron",
+        "king",
+        "lake",
+        "music",
+    ),
+    *(
+        "night",
+        "ocean",
+        "paper",
+        "queen",
+        "river",
+        "stone",
+        "table",
+        "train",
+        "voice",
+        "water",
+        "window",
+        "winter",
+    ),
+    *(
+        "animal",
+        "book",
+        "bridge",
+        "church",
+        "color",
+        "doctor",
+        "door",
+        "eye",
+        "field",
+        "fire",
+        "gold",
+        "garden",
+    ),
+    *(
+        "heart",
+        "island",
+        "key",
+        "letter",
+        "light",
+        "market",
+        "money",
+        "moon",
+        "name",
+        "number",
+        "object",
+        "point",
+    ),
+    *(
+        "road",
+        "school",
+        "ship",
+        "silver",
+        "snow",
+        "star",
+        "street",
+        "sun",
+        "time",
+        "tree",
+        "wall",
+        "world",
+    ),
+    *(
+        "list",
+        "string",
+        "file",
+        "line",
+        "code",
+        "type",
+        "value",
+        "class",
+        "method",
+        "module",
+        "text",
+        "return",
+        "set",
+    ),
 )
-_SENTENCE, _QUESTION = "\nThe secret word of {name} is {word}.\n", "\nThe secret word of {name} is"
+_SENTENCE = "\nThe secret word of {name} is {word}.\n"
+_QUESTION = "\nThe secret word of {name} is"
 
 # The harness names these by their mean over all texts; here the name and unit of one text's share.
 _LOSSES = {
@@ -51,7 +133,9 @@ TaskScores = dict[tuple[str, str], dict[str, float]]
 
 @dataclass(frozen=True)
 class Question:
-    """``tokens [T]`` that end in a question, answer tokens ``choices``, and the index of the ``right`` choice."""
+    """``tokens [T]`` that end in a question, answer tokens ``choices``, and the index of the
+    ``right`` choice.
+    """
 
     tokens: Tensor
     choices: list[int]
@@ -64,24 +148,31 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def single_words(tokenizer: Any) -> dict[str, int]:
-    """Words that are a single token after a space, with their tokens. Raises InputError if there are too few."""
+    """Words that are a single token after a space, with their tokens. Raises InputError if there
+    are too few.
+    """
     words = {word: _encode(tokenizer, f" {word}") for word in dict.fromkeys(WORDS)}
     found = {word: tokens[0] for word, tokens in words.items() if len(tokens) == 1}
     if len(set(found.values())) < CHOICES:
         raise InputError(
-            f"retrieval needs {CHOICES} common English words of one token each, but the tokenizer has only "
-            f"{len(found)}; skip retrieval with {opt('retrieval', False)}"
+            f"retrieval needs {CHOICES} common English words of one token each, but the tokenizer"
+            f" has only {len(found)}; skip retrieval with {opt('retrieval', False)}"
         )
     return found
 
 
-def draw_questions(tokenizer: Any, filler: Tensor, task: str, length: int, count: int, seed: int) -> list[Question]:
-    """Create ``count`` questions of ``length`` tokens, their answers spread evenly over the ``filler [n]`` of tokens.
+def draw_questions(
+    tokenizer: Any, filler: Tensor, task: str, length: int, count: int, seed: int
+) -> list[Question]:
+    """Create ``count`` questions of ``length`` tokens, their answers spread evenly over the
+    ``filler [n]`` of tokens.
 
     Raises InputError if ``length`` is too short for the sentences.
     """
-    words, prefix = single_words(tokenizer), prefix_tokens(tokenizer)
-    # Everything is drawn from one generator, so that a seed gives the same questions to both models.
+    words = single_words(tokenizer)
+    prefix = prefix_tokens(tokenizer)
+    # Everything is drawn from one generator, so that a seed gives the same questions to both
+    # models.
     generator = torch.Generator().manual_seed(seed)
 
     def order(size: int) -> list[int]:
@@ -94,7 +185,10 @@ def draw_questions(tokenizer: Any, filler: Tensor, task: str, length: int, count
         known = list(words)
         chosen = [known[place] for place in order(len(known))[:CHOICES]]
         hidden = 1 if task == "needle" else CHOICES
-        sentences = [_encode(tokenizer, _SENTENCE.format(name=names[i], word=chosen[i])) for i in range(hidden)]
+        sentences = [
+            _encode(tokenizer, _SENTENCE.format(name=names[i], word=chosen[i]))
+            for i in range(hidden)
+        ]
         ending = _encode(tokenizer, _QUESTION.format(name=names[0]))
         room = length - len(prefix) - sum(map(len, sentences)) - len(ending)
         if room < len(sentences):
@@ -102,7 +196,9 @@ def draw_questions(tokenizer: Any, filler: Tensor, task: str, length: int, count
             raise option_error("lengths", length, rule)
         # A stretch of the filler from a place that is drawn; a short filler is repeated.
         start = order(max(1, len(filler) - room))[0]
-        text: list[int] = filler.repeat(-(-(start + room) // len(filler)))[start : start + room].tolist()
+        text: list[int] = filler.repeat(-(-(start + room) // len(filler)))[
+            start : start + room
+        ].tolist()
         depths = [(index + 0.5) / count, *torch.rand(hidden - 1, generator=generator).tolist()]
         # From the end, so that an insertion does not move the places of the others.
         for at, sentence in sorted(zip(depths, sentences, strict=True), reverse=True):
@@ -116,11 +212,17 @@ def draw_questions(tokenizer: Any, filler: Tensor, task: str, length: int, count
 
 
 @torch.no_grad()
-def answers(model: Any, asked: Sequence[Question], advance: Callable[[int], None] = lambda amount: None) -> Tensor:
-    """1 for each question that the model answers correctly, else 0, ``[n]``; calls ``advance(1)`` after each."""
+def answers(
+    model: Any, asked: Sequence[Question], advance: Callable[[int], None] = lambda amount: None
+) -> Tensor:
+    """1 for each question that the model answers correctly, else 0, ``[n]``; calls ``advance(1)``
+    after each.
+    """
     found = []
     for question in asked:
-        logits = model(input_ids=question.tokens[None].to(model.device), logits_to_keep=1).logits[0, -1]
+        logits = model(input_ids=question.tokens[None].to(model.device), logits_to_keep=1).logits[
+            0, -1
+        ]
         found.append(float(int(logits[question.choices].argmax()) == question.right))
         advance(1)
     return torch.tensor(found)
@@ -130,8 +232,9 @@ def check_harness(tasks: Sequence[str]) -> None:
     """Raise InputError if lm-evaluation-harness, which runs ``tasks``, is not installed."""
     if find_spec("lm_eval") is None:
         raise InputError(
-            f"{opt('tasks', ','.join(tasks))} needs lm-evaluation-harness, which is not installed; run "
-            f"pip install 'kvfold[eval]', or use only built-in tasks: {', '.join(BUILT_IN_TASKS)}"
+            f"{opt('tasks', ','.join(tasks))} needs lm-evaluation-harness, which is not installed;"
+            " run pip install 'kvfold[eval]', or use only built-in tasks:"
+            f" {', '.join(BUILT_IN_TASKS)}"
         )
 
 
@@ -141,16 +244,26 @@ def harness_scores(model: Any, tokenizer: Any, request: EvalRequest) -> TaskScor
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    seeds = {f"{name}_seed": request.seed for name in ("random", "numpy_random", "torch_random", "fewshot_random")}
+    seeds = {
+        f"{name}_seed": request.seed
+        for name in ("random", "numpy_random", "torch_random", "fewshot_random")
+    }
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=request.batch or 1)
     tasks = [_task(name) for name in request.harness_tasks]
     try:
         done = lm_eval.simple_evaluate(
-            model=wrapped, tasks=tasks, limit=request.limit, log_samples=True, bootstrap_iters=0, **seeds
+            model=wrapped,
+            tasks=tasks,
+            limit=request.limit,
+            log_samples=True,
+            bootstrap_iters=0,
+            **seeds,
         )
     except (KeyError, ValueError) as error:
         shown = opt("tasks", ",".join(request.harness_tasks))
-        raise InputError(f"{shown}: lm-evaluation-harness rejected them: {one_line(error)[:300]}") from error
+        raise InputError(
+            f"{shown}: lm-evaluation-harness rejected them: {one_line(error)[:300]}"
+        ) from error
     return document_scores(done["samples"])
 
 
@@ -163,14 +276,18 @@ def _task(name: str) -> str | dict[str, Any]:
     try:
         described = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise option_error("tasks", name, f"is not a valid task file: {one_line(error)[:200]}") from error
+        raise option_error(
+            "tasks", name, f"is not a valid task file: {one_line(error)[:200]}"
+        ) from error
     if not isinstance(described, dict):
         raise option_error("tasks", name, "is not a valid task file: it must contain a mapping")
     return described
 
 
 def document_scores(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> TaskScores:
-    """The scores of every document; the harness's pairs of log-likelihood and length become losses per word or byte."""
+    """The scores of every document; the harness's pairs of log-likelihood and length become losses
+    per word or byte.
+    """
     found: TaskScores = {}
     for task, documents in samples.items():
         for document in documents:
@@ -187,7 +304,9 @@ def document_scores(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> TaskS
 
 
 def paired_scores(source: TaskScores, student: TaskScores) -> list[tuple[str, str, Tensor, Tensor]]:
-    """Tuples of task, metric, and both models' scores ``[n]`` on the documents with scores from both."""
+    """Tuples of task, metric, and both models' scores ``[n]`` on the documents with scores from
+    both.
+    """
     rows = []
     for (task, metric), values in source.items():
         others = student.get((task, metric), {})

@@ -1,4 +1,6 @@
-"""``kvfold inspect``: describe a checkpoint from its config and headers, without importing torch or transformers."""
+"""``kvfold inspect``: describe a checkpoint from its config and headers, without importing torch or
+transformers.
+"""
 
 import math
 import os
@@ -48,7 +50,8 @@ _NORM_FACTS = ("query_spread", "key_spread", "query_missed", "key_missed")
 class CacheSize:
     """The KV-cache size for one sequence; a sliding-window layer caches at most its window.
 
-    ``bytes`` are by context, ``per_rank`` the elements per token per layer by the number of tensor-parallel ranks.
+    ``bytes`` are by context, ``per_rank`` the elements per token per layer by the number of
+    tensor-parallel ranks.
     """
 
     numbers_per_token_and_layer: int
@@ -59,7 +62,9 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class TargetSize(CacheSize):
-    """A target's cache, its ``options`` for ``kvfold convert``, the share of cache saved, and engines' verdicts."""
+    """A target's cache, its ``options`` for ``kvfold convert``, the share of cache saved, and
+    engines' verdicts.
+    """
 
     options: str
     saves: float
@@ -67,8 +72,12 @@ class TargetSize(CacheSize):
 
     @property
     def served_by(self) -> str:
-        """The engines that serve the target, separated by commas; an asterisk marks an engine that was not run."""
-        return ", ".join(each.engine + ("" if each.ran else "*") for each in self.engines if each.serves)
+        """The engines that serve the target, separated by commas; an asterisk marks an engine that
+        was not run.
+        """
+        return ", ".join(
+            each.engine + ("" if each.ran else "*") for each in self.engines if each.serves
+        )
 
 
 @dataclass(frozen=True)
@@ -85,10 +94,11 @@ class LatentLimits:
 class Inspection:
     """A checkpoint's attention, weights and cache, and the targets to which it can be converted.
 
-    Only MLA models have ``value_dim``, ``kv_rank`` and ``q_rank``. MLA models and layout ``kvfold`` have no ``targets``
-    and no ``latent``; ``engines`` says which engines serve them. ``windows`` lists the distinct window sizes.
-    ``head_norms``, from ``kvfold.json``, describes norms on queries and keys: how much their divisors vary, and the
-    share of energy lost by replacing them with linear maps.
+    Only MLA models have ``value_dim``, ``kv_rank`` and ``q_rank``. MLA models and layout ``kvfold``
+    have no ``targets`` and no ``latent``; ``engines`` says which engines serve them. ``windows``
+    lists the distinct window sizes. ``head_norms``, from ``kvfold.json``, describes norms on
+    queries and keys: how much their divisors vary, and the share of energy lost by replacing them
+    with linear maps.
     """
 
     model: str
@@ -122,13 +132,19 @@ class Inspection:
 
     def __repr__(self) -> str:
         elements = f"{self.cache.numbers_per_token_and_layer} KV-cache elements per token per layer"
-        return f"Inspection({self.model!r}: {self.family}, {self.attention}, {self.layers} layers, {elements})"
+        return (
+            f"Inspection({self.model!r}: {self.family}, {self.attention}, {self.layers} layers,"
+            f" {elements})"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, as ``kvfold inspect --json`` prints them."""
         values = asdict(self) | {
             "targets": [{"options": target.options, **asdict(target)} for target in self.targets],
-            "latent": self.latent and {k: v for k, v in asdict(self.latent).items() if v not in (None, [])},
+            "latent": (
+                self.latent
+                and {k: v for k, v in asdict(self.latent).items() if v not in (None, [])}
+            ),
         }
         left_out = {"value_dim", "kv_rank", "q_rank"} if self.attention != "MLA" else set()
         left_out |= {"head_norms"} if self.head_norms is None else set()
@@ -140,27 +156,44 @@ class Inspection:
         return "\n".join([self.model, *(f"  {line}" for line in facts), "", *self._target_lines()])
 
     def _facts(self) -> dict[str, str]:
-        heads = f"{self.heads} query heads, {self.kv_heads} key/value heads, head dim {self.head_dim}"
+        heads = (
+            f"{self.heads} query heads, {self.kv_heads} key/value heads, head dim {self.head_dim}"
+        )
         if self.attention == "MLA":
-            heads = f"{self.heads} heads over a latent of {self.kv_rank} and a rotary key of {self.rotary_dims}"
+            heads = (
+                f"{self.heads} heads over a latent of {self.kv_rank} and a rotary key of"
+                f" {self.rotary_dims}"
+            )
         extras = [f"biases on {', '.join(self.biases)}"] if self.biases else ["no biases"]
         extras += [f"{self.qk_norm} norm on queries and keys"] if self.qk_norm else []
-        rotary = f"{self.rotary_dims} of {self.head_dim} dims, {self.rope}" if self.rotary_dims else "none"
+        rotary = (
+            f"{self.rotary_dims} of {self.head_dim} dims, {self.rope}"
+            if self.rotary_dims
+            else "none"
+        )
         if self.rotary_dims and self.rotary_layers < self.layers:
             rotary += f", in {self.rotary_layers} of {self.layers} layers"
         large = self.parameters >= 10**9
         parameters = f"{self.parameters / 1e9:.2f} B" if large else f"{self.parameters / 1e6:.1f} M"
-        cache, files = self.cache, f"{self.files} file{'s' if self.files > 1 else ''}"
-        held = ", ".join(f"{bytes_text(size)} at {context}" for context, size in cache.bytes.items())
+        cache = self.cache
+        files = f"{self.files} file{'s' if self.files > 1 else ''}"
+        held = ", ".join(
+            f"{bytes_text(size)} at {context}" for context, size in cache.bytes.items()
+        )
         rows = {
             "family": f"{self.family} ({self.architecture})",
             "attention": f"{self.attention}: {heads}",
             "layers": f"{self.layers}, model dim {self.model_dim}, {', '.join(extras)}",
             "rotary": rotary,
             **({"windows": ", ".join(map(str, self.windows))} if self.windows else {}),
-            "weights": f"{parameters} parameters, {bytes_text(self.weight_bytes)} of {self.dtype} in {files}",
-            "KV cache": f"{cache.numbers_per_token_and_layer} elements per token per layer, "
-            f"{bytes_text(cache.bytes_per_token)} per token ({held})",
+            "weights": (
+                f"{parameters} parameters, {bytes_text(self.weight_bytes)} of {self.dtype} in"
+                f" {files}"
+            ),
+            "KV cache": (
+                f"{cache.numbers_per_token_and_layer} elements per token per layer, "
+                f"{bytes_text(cache.bytes_per_token)} per token ({held})"
+            ),
         }
         if self.head_norms:
             shown = {
@@ -169,14 +202,29 @@ class Inspection:
             }
             spread = f"{shown['query_spread']} for queries, {shown['key_spread']} for keys"
             missed = f"{shown['query_missed']} of the queries, {shown['key_missed']} of the keys"
-            rows |= {"norms": f"divisors varied over the text by {spread}", "norms lost": f"linear maps lose {missed}"}
-        return rows | {verdict.engine: verdict.to_text().split(": ", 1)[1] for verdict in self.engines}
+            rows |= {
+                "norms": f"divisors varied over the text by {spread}",
+                "norms lost": f"linear maps lose {missed}",
+            }
+        return rows | {
+            verdict.engine: verdict.to_text().split(": ", 1)[1] for verdict in self.engines
+        }
 
     def _target_lines(self) -> list[str]:
-        """Lines with a table of the targets, notes, and the reason for each engine that does not serve a target."""
+        """Lines with a table of the targets, notes, and the reason for each engine that does not
+        serve a target.
+        """
         if not self.targets:
             return ["can become: nothing smaller"]
-        rows = [("can become", "saves", "per token", *(f"at {context}" for context in CONTEXTS), "served by")]
+        rows = [
+            (
+                "can become",
+                "saves",
+                "per token",
+                *(f"at {context}" for context in CONTEXTS),
+                "served by",
+            )
+        ]
         for target in self.targets:
             sizes = map(bytes_text, (target.bytes_per_token, *target.bytes.values()))
             rows.append((target.options, f"{100 * target.saves:.1f} %", *sizes, target.served_by))
@@ -184,13 +232,19 @@ class Inspection:
         lines += [f"not MLA: {reason}" for reason in (self.latent.because if self.latent else ())]
         if self.qk_norm and any("--to mla" in target.options for target in self.targets):
             lines += [
-                "MLA replaces the norms on queries and keys with linear maps. The loss depends on how much the norms' "
-                "divisors vary,",
-                "which headers do not show; a conversion measures it on text (`head_norms` in kvfold.json)",
+                (
+                    "MLA replaces the norms on queries and keys with linear maps. The loss depends"
+                    " on how much the norms' divisors vary,"
+                ),
+                (
+                    "which headers do not show; a conversion measures it on text (`head_norms` in"
+                    " kvfold.json)"
+                ),
             ]
         if any("*" in target.served_by for target in self.targets):
             lines.append("* according to the engine's source code; not run")
-        # Elements on each tensor-parallel rank: heads are shared out, a latent is whole on every rank.
+        # Elements on each tensor-parallel rank: heads are shared out, a latent is whole on every
+        # rank.
         ranks = list(self.cache.per_rank)
         if len(ranks) == 1:
             numbers = f"neither {', '.join(map(str, RANKS[1:-1]))} nor {RANKS[-1]}"
@@ -199,13 +253,24 @@ class Inspection:
         else:
             note = "(tensor parallelism: each rank stores the whole latent)"
             caches = {"now": self.cache, **{target.options: target for target in self.targets}}
-            counts = [(name, *(f"{size.per_rank.get(n, '-')}" for n in ranks), "") for name, size in caches.items()]
+            counts = [
+                (name, *(f"{size.per_rank.get(n, '-')}" for n in ranks), "")
+                for name, size in caches.items()
+            ]
             titles = ("elements on each of N ranks", *(f"N = {n}" for n in ranks), note)
-            lines += ["", *table([titles, *counts], (len(rows[0][0]), *[7] * len(ranks)), left=(0, len(ranks) + 1))]
+            lines += [
+                "",
+                *table(
+                    [titles, *counts],
+                    (len(rows[0][0]), *[7] * len(ranks)),
+                    left=(0, len(ranks) + 1),
+                ),
+            ]
         refused: dict[str, str] = {}
         for target in self.targets:
             for verdict in target.engines:
-                # The reasons of an engine are nearly the same for all targets: the first one is enough.
+                # The reasons of an engine are nearly the same for all targets: the first one is
+                # enough.
                 if not verdict.serves:
                     refused.setdefault(verdict.engine, f"{target.options}: {verdict.to_text()}")
         lines += ["", *refused.values()] if refused else []
@@ -213,7 +278,8 @@ class Inspection:
 
 
 def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
-    """Describe ``model``, a folder or hub id, from its config and headers. Cache sizes are for one sequence.
+    """Describe ``model``, a folder or hub id, from its config and headers. Cache sizes are for one
+    sequence.
 
     >>> facts = inspect_checkpoint(demo_folder())
     >>> facts
@@ -221,7 +287,8 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
     >>> [target.options for target in facts.targets][:2]
     ['--to gqa --kv-heads 4', '--to gqa --kv-heads 2']
 
-    Raises InputError if the checkpoint does not exist, its files are damaged, or its family is not supported.
+    Raises InputError if the checkpoint does not exist, its files are damaged, or its family is not
+    supported.
     """
     with closing(open_headers(model)) as checkpoint:
         config = checkpoint.config
@@ -245,9 +312,13 @@ def _inspect_source(checkpoint: Checkpoint) -> Inspection:
     model = model_of(checkpoint.config, checkpoint.tensors)
     if problems := model.tensor_problems(checkpoint.tensors):
         raise InputError(f"{checkpoint.origin}: its tensors do not match its config.json", problems)
-    facts, windows = _model_facts(model, checkpoint), [layer.window for layer in model.layers]
-    geometry, refusals = model.geometry, [] if needs_own_code(model) else model_problems(model)
-    limits = LatentLimits(True, [], cache_elements(geometry), geometry.rotary_dims * geometry.kv_heads)
+    facts = _model_facts(model, checkpoint)
+    windows = [layer.window for layer in model.layers]
+    geometry = model.geometry
+    refusals = [] if needs_own_code(model) else model_problems(model)
+    limits = LatentLimits(
+        True, [], cache_elements(geometry), geometry.rotary_dims * geometry.kv_heads
+    )
     return Inspection(
         **facts,
         cache=cache_size(folded_result(model), windows, facts["dtype"]),
@@ -257,7 +328,8 @@ def _inspect_source(checkpoint: Checkpoint) -> Inspection:
     )
 
 
-# Fields of an `Inspection`, the result, the window of each layer, and True if engines were tested on its kind.
+# Fields of an `Inspection`, the result, the window of each layer, and True if engines were tested
+# on its kind.
 _Facts = tuple[dict[str, Any], Result, list[int | None], bool]
 
 
@@ -284,7 +356,9 @@ def _latent_facts(checkpoint: Checkpoint, config: Mapping[str, Any]) -> _Facts:
     wrapped = names_in_files(checkpoint.tensors).wrapped if config is not checkpoint.config else str
     if problems := latent_faults(config, checkpoint.tensors, wrapped):
         raise InputError(f"{checkpoint.origin}: {problems[0]}", problems[1:])
-    layers, heads, rope = config["num_hidden_layers"], config["num_attention_heads"], config["qk_rope_head_dim"]
+    layers = config["num_hidden_layers"]
+    heads = config["num_attention_heads"]
+    rope = config["qk_rope_head_dim"]
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     facts = {
         "family": checkpoint.config["model_type"],
@@ -306,12 +380,16 @@ def _latent_facts(checkpoint: Checkpoint, config: Mapping[str, Any]) -> _Facts:
         "max_context": config.get("max_position_embeddings"),
         **_file_facts(checkpoint),
     }
-    # Engines were tried on latent models as kvfold writes them, which these classes can also hold otherwise: they drop
-    # the biases and the scaled RoPE of a DeepSeek model silently.
+    # Engines were tried on latent models as kvfold writes them, which these classes can also hold
+    # otherwise: they drop the biases and the scaled RoPE of a DeepSeek model silently.
     plain = rotary.get("factor", 1.0) == 1.0 and facts["rope"] in ("default", "yarn")
     tried = {
         "youtu": config.get("attention_bias"),
-        "deepseek_v3": config.get("first_k_dense_replace") == layers and plain and not config.get("attention_bias"),
+        "deepseek_v3": (
+            config.get("first_k_dense_replace") == layers
+            and plain
+            and not config.get("attention_bias")
+        ),
         "mistral4": (config.get("rope_parameters") or {}).get("llama_4_scaling_beta") == 0,
     }.get(config["model_type"])
     return facts, latent_result(checkpoint.config), [None] * layers, bool(tried)
@@ -319,7 +397,9 @@ def _latent_facts(checkpoint: Checkpoint, config: Mapping[str, Any]) -> _Facts:
 
 def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
     """The fields of an ``Inspection`` that are determined by family, config and tensors."""
-    family, geometry, layers = model.family, model.geometry, model.layers
+    family = model.family
+    geometry = model.geometry
+    layers = model.layers
     return {
         "family": family.model_type,
         "attention": attention_label(geometry.heads, geometry.kv_heads)[:3],
@@ -332,7 +412,11 @@ def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
         "qk_norm": model.qk_norm.kind if model.qk_norm else None,
         "rotary_dims": geometry.rotary_dims,
         "rotary_layers": sum(layer.rotates for layer in layers),
-        "rope": rope_table(model.values, layers[0].type)["rope_type"] if geometry.rotary_dims else "none",
+        "rope": (
+            rope_table(model.values, layers[0].type)["rope_type"]
+            if geometry.rotary_dims
+            else "none"
+        ),
         "windows": sorted({layer.window for layer in layers if layer.window is not None}),
         "max_context": geometry.positions,
         **_file_facts(checkpoint, family.architecture),
@@ -354,7 +438,9 @@ def _file_facts(checkpoint: Checkpoint, architecture: str = "unknown") -> dict[s
 
 
 def norm_ranges(folder: Path) -> dict[str, Range] | None:
-    """The range over layers of each ``head_norms`` value in ``kvfold.json``; None if the file has no such values."""
+    """The range over layers of each ``head_norms`` value in ``kvfold.json``; None if the file has
+    no such values.
+    """
     recorded = json_beside(folder, RECORD).get("head_norms")
     columns: dict[str, list[float]] = {name: [] for name in _NORM_FACTS}
     for layer in recorded if isinstance(recorded, list) else []:
@@ -366,7 +452,10 @@ def norm_ranges(folder: Path) -> dict[str, Range] | None:
                 column.append(value)
     if not all(columns.values()):
         return None
-    return {name: (min(values), sum(values) / len(values), max(values)) for name, values in columns.items()}
+    return {
+        name: (min(values), sum(values) / len(values), max(values))
+        for name, values in columns.items()
+    }
 
 
 def cache_size(result: Result, windows: list[int | None], dtype: str) -> CacheSize:
@@ -374,7 +463,8 @@ def cache_size(result: Result, windows: list[int | None], dtype: str) -> CacheSi
     elements = result.elements()
     width = elements * DTYPE_BITS[dtype] // 8
     held = {
-        name: width * sum(min(context, window or context) for window in windows) for name, context in CONTEXTS.items()
+        name: width * sum(min(context, window or context) for window in windows)
+        for name, context in CONTEXTS.items()
     }
     return CacheSize(elements, len(windows) * width, held, result.per_rank())
 
@@ -383,7 +473,9 @@ def target_sizes(model: Model, windows: list[int | None], dtype: str) -> list[Ta
     """All proposed targets: GQA, MQA, MLA splits supported by kernels, and `budgets`."""
     present = cache_elements(model.geometry)
     targets = {
-        "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}": folded_result(model, kv_heads)
+        "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}": folded_result(
+            model, kv_heads
+        )
         for kv_heads in possible_kv_heads(model.geometry)
     }
     # Of the layouts of a split the first: most engines serve it.
@@ -393,13 +485,19 @@ def target_sizes(model: Model, windows: list[int | None], dtype: str) -> list[Ta
     targets |= {latent_options(target): latent_result_of(model, target) for target in best.values()}
     for target in budgets(model):
         # Engines look at the sum of a split, so the shares within a budget do not matter here.
-        targets[f"--to mla --budget {target.kv_rank + target.rope_dim}"] = latent_result_of(model, target)
-    others, sizes = alternatives(model), []
+        targets[f"--to mla --budget {target.kv_rank + target.rope_dim}"] = latent_result_of(
+            model, target
+        )
+    others = alternatives(model)
+    sizes = []
     for options, result in targets.items():
         # The nearest alternative is the same target in layout engine, if the model can have that.
-        near = result.kind == "free" and not latent_problems(model, LatentTarget(*result.split, layout="engine"))
+        near = result.kind == "free" and not latent_problems(
+            model, LatentTarget(*result.split, layout="engine")
+        )
         instead = {f"{options} --layout engine": replace(result, kind="engine")} if near else {}
-        size, saves = cache_size(result, windows, dtype), 1 - result.elements() / present
+        size = cache_size(result, windows, dtype)
+        saves = 1 - result.elements() / present
         answers = verdicts(result, instead | others)
         sizes.append(TargetSize(**vars(size), options=options, saves=saves, engines=answers))
     return sizes

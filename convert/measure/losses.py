@@ -14,29 +14,42 @@ from kvfold.convert.text.windows import cut
 
 
 @torch.no_grad()
-def token_losses(model: Any, tokens: Tensor, advance: Callable[[int], None] = lambda amount: None) -> Tensor:
-    """The loss in nats of all ``tokens [N, T]`` but each row's first, ``[N, T - 1]``; ``advance(1)`` after each row."""
+def token_losses(
+    model: Any, tokens: Tensor, advance: Callable[[int], None] = lambda amount: None
+) -> Tensor:
+    """The loss in nats of all ``tokens [N, T]`` but each row's first, ``[N, T - 1]``;
+    ``advance(1)`` after each row.
+    """
     rows = []
     for row in tokens:
         # A row at a time: logits in float32 take 4 bytes for each token and word of the vocabulary.
         logits = model(input_ids=row[None].to(model.device)).logits[0, :-1].float()
-        rows.append(torch.nn.functional.cross_entropy(logits, row[1:].to(logits.device), reduction="none").cpu())
+        rows.append(
+            torch.nn.functional.cross_entropy(
+                logits, row[1:].to(logits.device), reduction="none"
+            ).cpu()
+        )
         advance(1)
     return torch.stack(rows)
 
 
 def token_windows(tokenizer: Any, text: str, windows: int, length: int) -> Tensor:
-    """The first ``windows`` windows of ``length`` tokens from ``text``, ``[windows, length]``; fewer if it is short.
+    """The first ``windows`` windows of ``length`` tokens from ``text``, ``[windows, length]``;
+    fewer if it is short.
 
     Each window begins with the tokenizer's prefix (often a BOS token).
     """
     prefix = prefix_tokens(tokenizer)
-    body = cut(list(tokenize(tokenizer, prefix, [Document(text)])), length - len(prefix), None)[:windows]
+    body = cut(list(tokenize(tokenizer, prefix, [Document(text)])), length - len(prefix), None)[
+        :windows
+    ]
     return torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(body), -1), body], dim=1)
 
 
 def checkpoint_perplexity(folder: Path, tokens: Tensor) -> float:
-    """Perplexity on ``tokens [N, T]`` of the checkpoint in ``folder``, loaded with stock transformers in float32."""
+    """Perplexity on ``tokens [N, T]`` of the checkpoint in ``folder``, loaded with stock
+    transformers in float32.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -13,7 +13,9 @@ import torch
 
 
 class Clock:
-    """A clock for CPU or CUDA; on CUDA its marks are events, so setting one does not wait for queued work."""
+    """A clock for CPU or CUDA; on CUDA its marks are events, so setting one does not wait for
+    queued work.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -39,16 +41,24 @@ class Clock:
 
 
 def repeat(
-    clock: Clock, call: Callable[[], Any], seconds: float, *, warm: int = 2, fewest: int = 5, most: int = 50
+    clock: Clock,
+    call: Callable[[], Any],
+    seconds: float,
+    *,
+    warm: int = 2,
+    fewest: int = 5,
+    most: int = 50,
 ) -> list[float]:
-    """Run ``call`` for about ``seconds``, after ``warm`` untimed calls, and return the seconds of each timed call.
+    """Run ``call`` for about ``seconds``, after ``warm`` untimed calls, and return the seconds of
+    each timed call.
 
-    Times between ``fewest`` and ``most`` calls. If one call takes longer than ``seconds``, it is timed at most three
-    times, after one untimed call.
+    Times between ``fewest`` and ``most`` calls. If one call takes longer than ``seconds``, it is
+    timed at most three times, after one untimed call.
     """
     # The first call also compiles, allocates and fills caches, so it never counts.
     if clock.time(call) > seconds:
-        warm, fewest = 1, min(fewest, 3)
+        warm = 1
+        fewest = min(fewest, 3)
     for _ in range(warm - 1):
         call()
     times: list[float] = []
@@ -66,7 +76,9 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory in bytes since ``reset_peak``: allocated by torch on CUDA, or resident in the process on a CPU."""
+    """Peak memory in bytes since ``reset_peak``: allocated by torch on CUDA, or resident in the
+    process on a CPU.
+    """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     status = Path("/proc/self/status")

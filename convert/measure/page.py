@@ -46,14 +46,18 @@ th:first-child, td:first-child { text-align: left; }
 
 
 def write_report(html: str, folder: str, quiet: bool = False) -> None:
-    """Write ``html`` to ``report.html`` in ``folder``, which is created. Raises InputError if it cannot be written."""
+    """Write ``html`` to ``report.html`` in ``folder``, which is created. Raises InputError if it
+    cannot be written.
+    """
     file = Path(folder) / REPORT
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # Names from a checkpoint may hold control characters, which HTML does not allow.
         file.write_text(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", html), encoding="utf-8")
     except OSError as error:
-        raise option_error("report", folder, f"cannot be written ({error.strerror}); choose another folder") from error
+        raise option_error(
+            "report", folder, f"cannot be written ({error.strerror}); choose another folder"
+        ) from error
     if not quiet:
         print(f"wrote {file}: open it in a browser", file=sys.stderr)
 
@@ -63,13 +67,19 @@ def drift_page(drift: "DriftReport", lines: Sequence[str]) -> str:
     name = drift.about.get("converted", {}).get("name", "the converted model")
     cache = _saving(drift.source_cache_bytes, drift.student_cache_bytes)
     return _page(
-        "kvfold drift", f"{name}: {cache}, {_verdict(drift)}", _lead(drift), totals(drift), _drift_charts(drift), lines
+        "kvfold drift",
+        f"{name}: {cache}, {_verdict(drift)}",
+        _lead(drift),
+        totals(drift),
+        _drift_charts(drift),
+        lines,
     )
 
 
 def conversion_page(done: "Conversion", lines: Sequence[str]) -> str:
     """The HTML page for a conversion; ``lines`` are its summary."""
-    drift, worth = done.drift, done.rotary_worth
+    drift = done.drift
+    worth = done.rotary_worth
     charts = [*(_drift_charts(drift) if drift else []), figures.gain_by_layer(done)]
     if done.polish is not None and done.polish.curve:
         charts.append(figures.polishing_curve(done.polish))
@@ -79,14 +89,21 @@ def conversion_page(done: "Conversion", lines: Sequence[str]) -> str:
         charts.append(figures.latent_spectrum(done.latent_spectrum))
     if done.splits:
         charts.append(figures.budget_splits(done.splits))
-    what = f"{done.plan.checkpoint.origin} as {done.attention.after}: {_saving(*vars(done.cache_elements).values())}"
+    what = (
+        f"{done.plan.checkpoint.origin} as {done.attention.after}:"
+        f" {_saving(*vars(done.cache_elements).values())}"
+    )
     headline, lead = (f"{what}, {_verdict(drift)}", _lead(drift)) if drift else (what, [])
     return _page("kvfold convert", headline, lead, totals(drift) if drift else [], charts, lines)
 
 
 def _saving(before: float, after: float) -> str:
     saved = 100 * (1 - after / (before or math.nan))
-    return "no cache measured" if math.isnan(saved) else f"{abs(saved):.1f} % {'more' if saved < 0 else 'less'} cache"
+    return (
+        "no cache measured"
+        if math.isnan(saved)
+        else f"{abs(saved):.1f} % {'more' if saved < 0 else 'less'} cache"
+    )
 
 
 def _verdict(drift: "DriftReport") -> str:
@@ -95,15 +112,26 @@ def _verdict(drift: "DriftReport") -> str:
 
 def _lead(drift: "DriftReport") -> list[str]:
     """The excess loss with its interval, and excess and KL of stretches of positions."""
-    excess, margin = drift.excess, drift.measured.excess_margin
-    interval = "" if margin is None else f", 95 % interval {excess - margin:+.4f} to {excess + margin:+.4f}"
-    line = f"excess loss {excess:+.4f} nats per token{interval} (perplexity {percent_text(excess, margin)})"
+    excess = drift.excess
+    margin = drift.measured.excess_margin
+    interval = (
+        ""
+        if margin is None
+        else f", 95 % interval {excess - margin:+.4f} to {excess + margin:+.4f}"
+    )
+    line = (
+        f"excess loss {excess:+.4f} nats per token{interval} (perplexity"
+        f" {percent_text(excess, margin)})"
+    )
     return list(filter(None, [line, drift.positions_text()]))
 
 
 def sweep_page(sweep: "Sweep", within: float) -> str:
-    """The HTML page for ``sweep``, with the smallest target whose perplexity is at most ``within`` higher."""
-    # The cache that is drawn belongs to the target that the decision names, else to the one with the least loss.
+    """The HTML page for ``sweep``, with the smallest target whose perplexity is at most ``within``
+    higher.
+    """
+    # The cache that is drawn belongs to the target that the decision names, else to the one with
+    # the least loss.
     named = sweep.smallest(within) or sweep.nearest()
     size = sweep.source.layers * _ELEMENT_BYTES
     caches = [(each.kind, each.elements * size) for each in (sweep.source, named)]
@@ -118,24 +146,42 @@ def sweep_page(sweep: "Sweep", within: float) -> str:
 
 
 def totals(drift: "DriftReport") -> list[tuple[str, ...]]:
-    """Table rows with the overall results in ``drift``: source, converted model, difference and rounding floor."""
-    measured, floor = drift.measured, None if drift.floor is None else drift.floor.measured
+    """Table rows with the overall results in ``drift``: source, converted model, difference and
+    rounding floor.
+    """
+    measured = drift.measured
+    floor = None if drift.floor is None else drift.floor.measured
     rounding = None if floor is None else abs(floor.excess)
     losses = (number(loss) for loss in (measured.teacher_loss, measured.student_loss))
     agreement = ("-" if each is None else f"{each.agreement:.2%}" for each in (measured, floor))
-    present, left = drift.source_cache_bytes, drift.student_cache_bytes
+    present = drift.source_cache_bytes
+    left = drift.student_cache_bytes
     return [
         ("", "source", "converted", "drift", "floor"),
         ("perplexity", *map(number, drift.perplexities), percent(drift.excess), percent(rounding)),
         ("loss, nats per token", *losses, number(drift.excess, "+"), number(rounding)),
-        ("KL of next-token distributions, nats", "", "", number(drift.kl), number(None if floor is None else floor.kl)),
+        (
+            "KL of next-token distributions, nats",
+            "",
+            "",
+            number(drift.kl),
+            number(None if floor is None else floor.kl),
+        ),
         ("top-1 agreement", "", "", *agreement),
-        ("cache, bytes per token", f"{present}", f"{left}", f"x {left / (present or math.nan):.3g}", "exact"),
+        (
+            "cache, bytes per token",
+            f"{present}",
+            f"{left}",
+            f"x {left / (present or math.nan):.3g}",
+            "exact",
+        ),
     ]
 
 
 def number(value: float | None, sign: str = "") -> str:
-    """``value`` in at most 8 characters: five digits, an exponent if very small or large, or 0 if exactly zero."""
+    """``value`` in at most 8 characters: five digits, an exponent if very small or large, or 0 if
+    exactly zero.
+    """
     if value is None or math.isnan(value):
         return "-"
     plus = sign if value > 0 else ""
@@ -150,11 +196,17 @@ def number(value: float | None, sign: str = "") -> str:
 def percent(excess: float | None) -> str:
     """The percentage by which ``excess`` nats of loss raise the perplexity, as text."""
     # exp overflows a float beyond 709.
-    return "-" if excess is None else f"{number(100 * math.expm1(excess) if excess < 700 else math.inf, '+')} %"
+    return (
+        "-"
+        if excess is None
+        else f"{number(100 * math.expm1(excess) if excess < 700 else math.inf, '+')} %"
+    )
 
 
 def _drift_charts(drift: "DriftReport") -> list[Chart | None]:
-    by_layer = figures.drift_by_layer(drift) if drift.measured.layers and not drift.identical else None
+    by_layer = (
+        figures.drift_by_layer(drift) if drift.measured.layers and not drift.identical else None
+    )
     caches = [("source", drift.source_cache_bytes), ("converted", drift.student_cache_bytes)]
     return [
         by_layer,
@@ -171,20 +223,29 @@ def _page(
     charts: Sequence[Chart | None],
     lines: Sequence[str],
 ) -> str:
-    """An HTML page with a headline, a table (its first row is the header) and charts, and ``lines`` in its foot.
+    """An HTML page with a headline, a table (its first row is the header) and charts, and ``lines``
+    in its foot.
 
     The foot also has the command, the date and the versions. All but the first line is XML.
     """
-    installed = ", ".join(f"{name} {version}" for name, version in versions().items() if version is not None)
-    made = [shlex.join(["kvfold", *sys.argv[1:]]), f"{time.strftime('%Y-%m-%d %H:%M')}, {installed}"]
-    text, foot = _paragraphs(lead), _paragraphs([*lines, *made])
+    installed = ", ".join(
+        f"{name} {version}" for name, version in versions().items() if version is not None
+    )
+    made = [
+        shlex.join(["kvfold", *sys.argv[1:]]),
+        f"{time.strftime('%Y-%m-%d %H:%M')}, {installed}",
+    ]
+    text = _paragraphs(lead)
+    foot = _paragraphs([*lines, *made])
     rows = [
         "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) + "</tr>"
         for tag, row in zip(chain(["th"], repeat("td")), table, strict=False)
     ]
     if rows:
         body = "".join(rows[1:])
-        text += f'<div class="wide"><table><thead>{rows[0]}</thead><tbody>{body}</tbody></table></div>'
+        text += (
+            f'<div class="wide"><table><thead>{rows[0]}</thead><tbody>{body}</tbody></table></div>'
+        )
     drawn = "".join(
         f"<figure><h2>{escape(chart.title)}</h2>{chart.svg()}<figcaption>{_text(chart.caption)}</figcaption></figure>"
         for chart in charts
@@ -200,7 +261,9 @@ def _page(
 
 def _paragraphs(lines: Sequence[str]) -> str:
     indented = {True: ' class="indented"', False: ""}
-    return "".join(f"<p{indented[line.startswith(' ')]}>{_text(line.strip())}</p>" for line in lines)
+    return "".join(
+        f"<p{indented[line.startswith(' ')]}>{_text(line.strip())}</p>" for line in lines
+    )
 
 
 def _text(line: str) -> str:

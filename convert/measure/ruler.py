@@ -1,10 +1,12 @@
-"""Six tasks of RULER that need no data set: prompts of a given length, by the definitions that RULER publishes.
+"""Six tasks of RULER that need no data set: prompts of a given length, by the definitions that
+RULER publishes.
 
-Source: Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?", 2024
-(arXiv 2404.06654), whose prompts, settings and metric are in github.com/NVIDIA/RULER (Apache-2.0). ``niah_single_1``
-hides a number in noise, ``niah_multikey_2`` and ``niah_multikey_3`` hide a number or UUID among others; ``vt`` asks for
-a chain of variables that are assigned to each other, ``cwe`` for the ten commonest words of a list, ``fwe`` for the
-three commonest coded words. One difference: English words are from the shipped text; RULER takes them from a library.
+Source: Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?",
+2024 (arXiv 2404.06654), whose prompts, settings and metric are in github.com/NVIDIA/RULER
+(Apache-2.0). ``niah_single_1`` hides a number in noise, ``niah_multikey_2`` and ``niah_multikey_3``
+hide a number or UUID among others; ``vt`` asks for a chain of variables that are assigned to each
+other, ``cwe`` for the ten commonest words of a list, ``fwe`` for the three commonest coded words.
+One difference: English words are from the shipped text; RULER takes them from a library.
 """
 
 import bisect
@@ -25,28 +27,34 @@ from kvfold.convert.measure.replies import Prompt
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
 _FIND = (
-    "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz you about the "
-    "{kind} afterwards.\n{context}\nWhat is the special magic {kind} for {key} mentioned in the provided text?"
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will"
+    " quiz you about the {kind} afterwards.\n{context}\nWhat is the special magic {kind} for {key}"
+    " mentioned in the provided text?"
 )
 _TRACK = (
-    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
-    "Question: Find all variables that are assigned the value {value} in the text above."
+    "Memorize and track the chain(s) of variable assignment hidden in the following"
+    " text.\n\n{context}\nQuestion: Find all variables that are assigned the value {value} in the"
+    " text above."
 )
 _TRACKED = (
-    "Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
-    "value {value}, they are:"
+    "Answer: According to the chain(s) of variable assignment in the text above, {count} variables"
+    " are assigned the value {value}, they are:"
 )
 _COMMON = (
-    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
-    "appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list?"
+    "Below is a numbered list of words. In these words, some appear more often than others."
+    " Memorize the ones that appear most often.\n{context}\nQuestion: What are the 10 most common"
+    " words in the above list?"
 )
 _COMMONEST = "Answer: The top 10 words that appear most often in the list are:"
 _CODED = (
-    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
-    "coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the "
-    "three most frequently appeared words in the above coded text?"
+    "Read the following coded text and track the frequency of each coded word. Find the three most"
+    " frequently appeared coded words. {context}\nQuestion: Do not provide any explanation. Please"
+    " ignore the dots '....'. What are the three most frequently appeared words in the above coded"
+    " text?"
 )
-_DECODED = "Answer: According to the coded text above, the three most frequently appeared words are:"
+_DECODED = (
+    "Answer: According to the coded text above, the three most frequently appeared words are:"
+)
 _VARIABLES = 5  # in a chain: one value and four assignments
 _COMMON_WORDS = 10
 # Tokens of the length from which a list of words is RULER's; shorter ones repeat words less often.
@@ -93,19 +101,30 @@ def _niah(draw: Random, units: int, kind: str, among_needles: bool) -> Prompt:
 
 
 def _chain(draw: Random, units: int, letters: int) -> tuple[str, str, list[str]]:
-    """The question, the start of its answer, and the variables, of a chain between ``units`` lines of noise."""
+    """The question, the start of its answer, and the variables, of a chain between ``units`` lines
+    of noise.
+    """
     names: list[str] = []
     while len(names) < _VARIABLES:
         name = "".join(draw.choices(string.ascii_uppercase, k=letters))
         names += [name] if name not in names else []
     value = draw.randint(10000, 99999)
-    chain = [f"VAR {names[0]} = {value}", *(f"VAR {b} = VAR {a}" for a, b in itertools.pairwise(names))]
+    chain = [
+        f"VAR {names[0]} = {value}",
+        *(f"VAR {b} = VAR {a}" for a, b in itertools.pairwise(names)),
+    ]
     lines = [_NOISE] * units
     # Each goes behind those before it.
-    for shift, (place, line) in enumerate(zip(sorted(draw.sample(range(units), _VARIABLES)), chain, strict=True)):
+    for shift, (place, line) in enumerate(
+        zip(sorted(draw.sample(range(units), _VARIABLES)), chain, strict=True)
+    ):
         lines.insert(place + shift, line)
     context = "\n".join(lines)
-    return _TRACK.format(context=context, value=value), _TRACKED.format(count=_VARIABLES, value=value), names
+    return (
+        _TRACK.format(context=context, value=value),
+        _TRACKED.format(count=_VARIABLES, value=value),
+        names,
+    )
 
 
 def _vt(draw: Random, units: int) -> Prompt:
@@ -138,8 +157,12 @@ def _cwe(draw: Random, units: int, long: bool) -> Prompt:
 
 
 def _fwe(draw: Random, units: int, length: int) -> Prompt:
-    """About ``units`` coded words whose counts follow a zeta distribution with alpha 2; the commonest is dots."""
-    coded = ["".join(draw.choices(string.ascii_lowercase, k=6)) for _ in range(max(4, length // 50))]
+    """About ``units`` coded words whose counts follow a zeta distribution with alpha 2; the
+    commonest is dots.
+    """
+    coded = [
+        "".join(draw.choices(string.ascii_lowercase, k=6)) for _ in range(max(4, length // 50))
+    ]
     coded[0] = "..."
     counts = [int(units / rank**2 / (math.pi**2 / 6)) for rank in range(1, len(coded) + 1)]
     text = [word for word, count in zip(coded, counts, strict=True) for _ in range(count)]
@@ -148,7 +171,8 @@ def _fwe(draw: Random, units: int, length: int) -> Prompt:
     return Prompt(_CODED.format(context=" ".join(text)), _DECODED, 50, tuple(coded[1:4]), chance)
 
 
-# A prompt of so many units (lines of noise, needles, words) at a length, and the fewest units that make sense.
+# A prompt of so many units (lines of noise, needles, words) at a length, and the fewest units that
+# make sense.
 _TASKS: dict[str, tuple[Callable[[Random, int, int], Prompt], int]] = {
     "niah_single_1": (lambda draw, units, length: _niah(draw, units, "number", False), 1),
     "niah_multikey_2": (lambda draw, units, length: _niah(draw, units, "number", True), 1),
@@ -160,10 +184,14 @@ _TASKS: dict[str, tuple[Callable[[Random, int, int], Prompt], int]] = {
 }
 
 
-def draw_ruler(task: str, length: int, count: int, seed: int, size: Callable[[Prompt], int]) -> list[Prompt]:
-    """``count`` prompts whose tokens, with those of the longest reply, fill but do not exceed ``length``.
+def draw_ruler(
+    task: str, length: int, count: int, seed: int, size: Callable[[Prompt], int]
+) -> list[Prompt]:
+    """``count`` prompts whose tokens, with those of the longest reply, fill but do not exceed
+    ``length``.
 
-    ``size`` is a prompt's number of tokens. Raises InputError if ``length`` is too short for the task.
+    ``size`` is a prompt's number of tokens. Raises InputError if ``length`` is too short for the
+    task.
     """
     make, fewest = _TASKS[task]
 
@@ -179,9 +207,16 @@ def draw_ruler(task: str, length: int, count: int, seed: int, size: Callable[[Pr
     prompts: list[Prompt] = []
     units = fewest
     for index in range(count):
-        # The first is sought among all, the next near it: every try tokenizes a text of this length.
+        # The first is sought among all, the next near it: every try tokenizes a text of this
+        # length.
         if not prompts:
-            units = fewest + bisect.bisect_right(range(fewest, length // 2), length, key=lambda n: needed(0, n)) - 1
+            units = (
+                fewest
+                + bisect.bisect_right(
+                    range(fewest, length // 2), length, key=lambda n: needed(0, n)
+                )
+                - 1
+            )
         while units > fewest and needed(index, units) > length:
             units -= max(1, units // 64)
         prompts.append(prompt(index, max(fewest, units)))

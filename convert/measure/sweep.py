@@ -2,16 +2,17 @@
 
 ::
 
-    survey     run the source over the calibration text for statistics and rotary slots (only for MLA targets)
-    for each group of targets, GQA and MQA first, then MLA splits, then every budget:
-        splits     choose the budget's split by trials in a few layers (conversion/latent.py)
-        sweep      for lesson in teacher.layers():        one layer of the source, with its attention's results
-                       for each target:                    fit, output fit, --refine: as in `kvfold convert`
-                           run its student through the layer
-        measure    compare each student with the source on held-out text; its row is shown and kept (sweep_rows.py)
+    survey     run the source over the calibration text for statistics and rotary slots (only for
+    MLA targets) for each group of targets, GQA and MQA first, then MLA splits, then every budget:
+        splits     choose the budget's split by trials in a few layers (conversion/latent.py) sweep
+        for lesson in teacher.layers():        one layer of the source, with its attention's results
+                       for each target:                    fit, output fit, --refine: as in `kvfold
+                       convert` run its student through the layer
+        measure    compare each student with the source on held-out text; its row is shown and kept
+        (sweep_rows.py)
 
-Each student has its own residual streams and shares the source's open layer; no checkpoint is written. The fitted
-layers and the measured loss are the same as with `kvfold convert`.
+Each student has its own residual streams and shares the source's open layer; no checkpoint is
+written. The fitted layers and the measured loss are the same as with `kvfold convert`.
 """
 
 import math
@@ -33,7 +34,13 @@ from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import load_tokens, source_heads, source_stream
 from kvfold.convert.conversion.fitted import Split
-from kvfold.convert.conversion.latent import Candidate, Survey, choose_split, fitted_latent, survey_layers
+from kvfold.convert.conversion.latent import (
+    Candidate,
+    Survey,
+    choose_split,
+    fitted_latent,
+    survey_layers,
+)
 from kvfold.convert.conversion.layers import fitted_fold
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
@@ -76,7 +83,16 @@ _SHARED = (
 )
 # Given as arguments of the command, or without influence on the result.
 _NOT_REPEATED = ("model", "out", "quiet", "max_shard_size")
-_SWEEP_HEAD = ("target", "elements", "saving", "excess loss", "95 % interval", "KL, nats", "top-1", "time")
+_SWEEP_HEAD = (
+    "target",
+    "elements",
+    "saving",
+    "excess loss",
+    "95 % interval",
+    "KL, nats",
+    "top-1",
+    "time",
+)
 # Room for usual numbers, so that tables of several sweeps can be laid side by side.
 _SWEEP_WIDTHS = (0, 8, 6, 11, 18, 9, 6, 6)
 
@@ -109,9 +125,10 @@ class SweptSource:
 class SweptTarget:
     """A target in the notation of ``--targets``, the request that converts to it, and its cost.
 
-    ``kind`` is, for example, ``MLA 32+32``. ``elements`` are cached per token per layer. ``precision`` is the dtype in
-    which the target was fitted. ``seconds`` excludes work that targets share. ``splits`` are the splits tried for a
-    budget. ``distances`` are the relative errors of the residual stream by layer.
+    ``kind`` is, for example, ``MLA 32+32``. ``elements`` are cached per token per layer.
+    ``precision`` is the dtype in which the target was fitted. ``seconds`` excludes work that
+    targets share. ``splits`` are the splits tried for a budget. ``distances`` are the relative
+    errors of the residual stream by layer.
     """
 
     target: str
@@ -153,11 +170,16 @@ class SweptTarget:
     def line(self, source: SweptSource) -> str:
         """The row as one line, for a sweep that has not ended."""
         saving = f"{100 * (1 - self.elements / source.elements):.1f} % less cache"
-        return f"{self.kind}: {saving}, {percent_text(self.excess, self.measured.excess_margin)}, KL {self.kl:.4f} nats"
+        return (
+            f"{self.kind}: {saving}, {percent_text(self.excess, self.measured.excess_margin)}, KL"
+            f" {self.kl:.4f} nats"
+        )
 
     def command(self, model: str, out: str) -> str:
         """The ``kvfold convert`` command that converts ``model`` to the target."""
-        given = {name: value for name, value in self.request.given().items() if name not in _NOT_REPEATED}
+        given = {
+            name: value for name, value in self.request.given().items() if name not in _NOT_REPEATED
+        }
         return shlex.join(["kvfold", "convert", model, out, *command_words(given)])
 
     def to_dict(self, source: SweptSource) -> dict[str, Any]:
@@ -183,14 +205,17 @@ class SweptTarget:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The results of a sweep, with ``rows`` in the requested order; ``seconds`` is the time for the whole sweep."""
+    """The results of a sweep, with ``rows`` in the requested order; ``seconds`` is the time for the
+    whole sweep.
+    """
 
     source: SweptSource
     rows: tuple[SweptTarget, ...]
     seconds: float = 0.0
 
     def smallest(self, within: float = WITHIN) -> SweptTarget | None:
-        """The target with the smallest cache whose perplexity is at most ``within`` higher (0.01 is 1 %), or None.
+        """The target with the smallest cache whose perplexity is at most ``within`` higher (0.01 is
+        1 %), or None.
 
         If several have the same cache size, this is the one with the least loss.
         """
@@ -204,9 +229,13 @@ class Sweep:
 
     def heading(self) -> list[str]:
         """A line about the source and a line about the text."""
-        source, before = self.source, perplexity(self.rows[0].measured.teacher_loss)
+        source = self.source
+        before = perplexity(self.rows[0].measured.teacher_loss)
         return [
-            f"{source.name}: {source.kind}, {source.elements} KV-cache elements per token per layer",
+            (
+                f"{source.name}: {source.kind}, {source.elements} KV-cache elements per token per"
+                " layer"
+            ),
             f"perplexity {before:.2f} on {source.held_out}",
         ]
 
@@ -215,28 +244,49 @@ class Sweep:
         rows: list[tuple[str, ...]] = [_SWEEP_HEAD]
         for row in sorted(self.rows, key=lambda row: (-row.elements, row.excess)):
             interval = "-" if row.interval is None else "{:+.4f} to {:+.4f}".format(*row.interval)
-            saving, measured = 1 - row.elements / self.source.elements, row.measured
-            shown = f"{row.elements}", f"{100 * saving:.1f} %", f"{row.excess:+.4f}", interval, f"{measured.kl:.4f}"
-            rows.append((row.kind, *shown, f"{100 * measured.agreement:.1f} %", duration(row.seconds)))
+            saving = 1 - row.elements / self.source.elements
+            measured = row.measured
+            shown = (
+                f"{row.elements}",
+                f"{100 * saving:.1f} %",
+                f"{row.excess:+.4f}",
+                interval,
+                f"{measured.kl:.4f}",
+            )
+            rows.append(
+                (row.kind, *shown, f"{100 * measured.agreement:.1f} %", duration(row.seconds))
+            )
         return rows
 
     def table(self) -> str:
         """Lines about the source and the text, the table, and a line about the time, as text."""
         shared = max(0.0, self.seconds - sum(row.seconds for row in self.rows))
-        times = f"the sweep took {duration(self.seconds)}, including {duration(shared)} of shared work."
+        times = (
+            f"the sweep took {duration(self.seconds)}, including {duration(shared)} of shared work."
+        )
         note = f"Excess loss is in nats per token; time is for the target alone: {times}"
         return "\n".join([*self.heading(), "", *table(self.cells(), _SWEEP_WIDTHS), "", note])
 
     def decision(self, within: float = WITHIN) -> str:
-        """The smallest target within the limit and its command, in two lines; or a line with the nearest target."""
-        limit, most = f"within {100 * within:g} % perplexity", math.log1p(within)
+        """The smallest target within the limit and its command, in two lines; or a line with the
+        nearest target.
+        """
+        limit = f"within {100 * within:g} % perplexity"
+        most = math.log1p(within)
         row = self.smallest(within)
         if row is None:
             best = self.nearest()
             advice = "more --refine steps" if best.request.refine else "--refine auto"
             doubtful = best.interval is not None and best.interval[0] <= most
-            doubt = "; the interval reaches the limit; more --samples would narrow it" if doubtful else ""
-            nearest = f"{best.kind} comes nearest ({percent_text(best.excess, best.measured.excess_margin)}{doubt})"
+            doubt = (
+                "; the interval reaches the limit; more --samples would narrow it"
+                if doubtful
+                else ""
+            )
+            nearest = (
+                f"{best.kind} comes nearest"
+                f" ({percent_text(best.excess, best.measured.excess_margin)}{doubt})"
+            )
             return f"no target is {limit}; {nearest}. Try {advice}, or larger targets"
         saved = f"{100 * (1 - row.elements / self.source.elements):.1f} % less cache"
         loss = percent_text(row.excess, row.measured.excess_margin)
@@ -246,17 +296,24 @@ class Sweep:
         return f"{limit}: {row.kind}, {saved} ({loss}{doubt})\n  {command}"
 
     def convert(self, within: float = WITHIN, *, quiet: bool = False) -> Conversion:
-        """Convert to the smallest target within the limit. Raises InputError if no target is within it."""
+        """Convert to the smallest target within the limit. Raises InputError if no target is within
+        it.
+        """
         row = self.smallest(within)
         if row is None:
-            raise InputError(f"{self.rows[0].request.out}: nothing was written; {self.decision(within)}")
+            raise InputError(
+                f"{self.rows[0].request.out}: nothing was written; {self.decision(within)}"
+            )
         return convert_checkpoint(replace(row.request, quiet=quiet))
 
     def to_dict(self, within: float = WITHIN) -> dict[str, Any]:
         """Plain JSON values; ``smallest`` is the smallest target within the limit, or None."""
         row = self.smallest(within)
         return {
-            "source": vars(self.source) | {"perplexity": finite(perplexity(self.rows[0].measured.teacher_loss))},
+            "source": (
+                vars(self.source)
+                | {"perplexity": finite(perplexity(self.rows[0].measured.teacher_loss))}
+            ),
             "versions": versions(),
             "seconds": self.seconds,
             "targets": [each.to_dict(self.source) for each in self.rows],
@@ -269,7 +326,8 @@ class Sweep:
 class _Target:
     """One target and the student converted to it.
 
-    ``split`` divides an MLA target's cache into rank and rotary dims; ``tried`` are the splits measured for it.
+    ``split`` divides an MLA target's cache into rank and rotary dims; ``tried`` are the splits
+    measured for it.
     """
 
     target: str
@@ -289,12 +347,13 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
         print(found.table())
         found.smallest(0.01)        # the smallest within 1 % of the source's perplexity, or None
 
-    The default ``targets`` are a few GQA, MQA and MLA sizes that suit the model. The split for a budget ``mla:N`` is
-    chosen by trials in a few layers. The other options are the same as in `ConvertRequest`; ``out`` is only checked
-    here and used by `Sweep.convert`. ``progress`` works as in `convert_checkpoint`, with the stages ``survey``,
-    ``splits`` (splits times layers) and ``sweep`` (layers times targets that are fitted together). The residual streams
-    of all calibration tokens stay in memory, once for the source and once for each target. Raises InputError for an
-    invalid target, option or checkpoint.
+    The default ``targets`` are a few GQA, MQA and MLA sizes that suit the model. The split for a
+    budget ``mla:N`` is chosen by trials in a few layers. The other options are the same as in
+    `ConvertRequest`; ``out`` is only checked here and used by `Sweep.convert`. ``progress`` works
+    as in `convert_checkpoint`, with the stages ``survey``, ``splits`` (splits times layers) and
+    ``sweep`` (layers times targets that are fitted together). The residual streams of all
+    calibration tokens stay in memory, once for the source and once for each target. Raises
+    InputError for an invalid target, option or checkpoint.
 
     >>> found = sweep_checkpoint(demo_folder(), "gqa:4 mqa", samples=4, seq_len=32, quiet=True)
     >>> [(row.kind, row.elements) for row in found.rows]
@@ -304,7 +363,9 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     common: TargetOptions = {name: getattr(request, name) for name in _SHARED}
     common |= {"out": request.out or "OUT", "quiet": True}
     started = time.monotonic()
-    with closing(open_checkpoint(request.model, dense_dtype(ConvertRequest(**common, to="mqa")))) as checkpoint:
+    with closing(
+        open_checkpoint(request.model, dense_dtype(ConvertRequest(**common, to="mqa")))
+    ) as checkpoint:
         if request.out is not None:
             check_output(request.out, model=checkpoint.folder)
         model = model_of(checkpoint.config, checkpoint.tensors)
@@ -314,7 +375,9 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
             layout = request.layout if options["to"] == "mla" else None
             try:
                 with worded(target_wording):
-                    plans.append(make_plan(ConvertRequest(**common, **options, layout=layout), checkpoint))
+                    plans.append(
+                        make_plan(ConvertRequest(**common, **options, layout=layout), checkpoint)
+                    )
             except InputError as error:
                 raise error.prefixed(opt("targets", spelled(options))) from error
         check_memory(plans[0])
@@ -327,11 +390,21 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
 
 
 def _sweep(
-    chosen: Sequence[TargetOptions], plans: Sequence[Plan], scratch: Path, stages: Stages, request: SweepRequest
+    chosen: Sequence[TargetOptions],
+    plans: Sequence[Plan],
+    scratch: Path,
+    stages: Stages,
+    request: SweepRequest,
 ) -> Sweep:
-    """Sweep over groups of ``plans``, what needs least first; finished rows are shown, and kept until the end."""
-    first, targets, rows = plans[0], [spelled(options) for options in chosen], dict[str, SweptTarget]()
-    kept = KeptRows(first, {name: getattr(request, name) for name in (*_SHARED, "layout")}, request.fresh)
+    """Sweep over groups of ``plans``, what needs least first; finished rows are shown, and kept
+    until the end.
+    """
+    first = plans[0]
+    targets = [spelled(options) for options in chosen]
+    rows = dict[str, SweptTarget]()
+    kept = KeptRows(
+        first, {name: getattr(request, name) for name in (*_SHARED, "layout")}, request.fresh
+    )
     for target, plan in zip(targets, plans, strict=True):
         with suppress(KeyError, TypeError):  # a damaged file
             rows[target] = _row_of(target, plan, kept.rows[target])
@@ -339,7 +412,8 @@ def _sweep(
         done = f"{len(rows)} of {len(plans)} targets of the interrupted sweep"
         print(f"resuming after {done} ({opt('fresh', True)} starts over)", file=sys.stderr)
     with stages("reading the text and the model"):
-        tokens, stream = load_tokens(first, scratch, stages, ""), source_stream(first, scratch)
+        tokens = load_tokens(first, scratch, stages, "")
+        stream = source_stream(first, scratch)
     source = SweptSource(
         name=first.request.model,
         sha256="",  # not known before every byte is read
@@ -355,10 +429,19 @@ def _sweep(
     if not request.quiet:
         count, length = tokens.calibration.shape
         where = f"{count} x {length} tokens of {text_name(tokens.source)}"
-        print(f"sweeping over {len(plans)} target{'s' * (len(plans) != 1)} on {where}", file=sys.stderr)
+        print(
+            f"sweeping over {len(plans)} target{'s' * (len(plans) != 1)} on {where}",
+            file=sys.stderr,
+        )
     surveyed: Survey | None = None
     try:
-        for group in groups({target: plan for target, plan in zip(targets, plans, strict=True) if target not in rows}):
+        for group in groups(
+            {
+                target: plan
+                for target, plan in zip(targets, plans, strict=True)
+                if target not in rows
+            }
+        ):
             latent = [plan for plan in group.values() if plan.latent is not None]
             if latent and surveyed is None:
                 surveyed = survey_layers(latent[0], stream, tokens, scratch, stages)
@@ -399,7 +482,8 @@ def _swept(
         students.append(_Target(target, resolved, walk, split, tried))
     with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
         for lesson in teacher.layers():
-            # The loss of sharing a pair of heads depends on the layer alone, not on the number of heads that stay.
+            # The loss of sharing a pair of heads depends on the layer alone, not on the number of
+            # heads that stay.
             shared: dict[bool, Pairs] = {}
             for student in students:
                 started = time.monotonic()
@@ -408,7 +492,9 @@ def _swept(
                         fitted = fitted_fold(student.plan, step.index, step, shared)
                     else:
                         fitted = fitted_latent(student.split, step.index, step)
-                    student.distances.append(step.follow(student.walk.made(step, fitted.weights)[0]))
+                    student.distances.append(
+                        step.follow(student.walk.made(step, fitted.weights)[0])
+                    )
                 student.seconds += time.monotonic() - started
                 advance(1)
     with stages("measuring"):
@@ -416,18 +502,25 @@ def _swept(
 
 
 def _row_values(row: SweptTarget) -> dict[str, Any]:
-    """A finished row as JSON values, for `_row_of`; its errors by layer and head are not needed again."""
+    """A finished row as JSON values, for `_row_of`; its errors by layer and head are not needed
+    again.
+    """
     stretches = [vars(each) for each in row.measured.stretches]
     return {
         "measured": {**vars(row.measured), "layers": [], "stretches": stretches, "by_sequence": []},
         "split": [row.request.kv_rank, row.request.rope_dim],
         "splits": [vars(each) for each in row.splits],
-        **{name: getattr(row, name) for name in ("kind", "elements", "precision", "seconds", "distances")},
+        **{
+            name: getattr(row, name)
+            for name in ("kind", "elements", "precision", "seconds", "distances")
+        },
     }
 
 
 def _row_of(target: str, plan: Plan, values: Mapping[str, Any]) -> SweptTarget:
-    """The row of a target that was finished before. Raises KeyError or TypeError if ``values`` are damaged."""
+    """The row of a target that was finished before. Raises KeyError or TypeError if ``values`` are
+    damaged.
+    """
     measured, (rank, rope) = values["measured"], values["split"]
     stretches = tuple(Stretch(**each) for each in measured["stretches"])
     return SweptTarget(
@@ -435,7 +528,9 @@ def _row_of(target: str, plan: Plan, values: Mapping[str, Any]) -> SweptTarget:
         request=replace(plan.request, budget=None, kv_rank=rank, rope_dim=rope),
         kind=values["kind"],
         elements=values["elements"],
-        measured=Measurement(**{**measured, "layers": (), "stretches": stretches, "by_sequence": ()}),
+        measured=Measurement(
+            **{**measured, "layers": (), "stretches": stretches, "by_sequence": ()}
+        ),
         precision=values["precision"],
         seconds=values["seconds"],
         splits=tuple(Split(**each) for each in values["splits"]),
@@ -444,8 +539,12 @@ def _row_of(target: str, plan: Plan, values: Mapping[str, Any]) -> SweptTarget:
 
 
 def _measured(student: _Target, precision: str) -> SweptTarget:
-    """The target with its loss on held-out text; its request contains the chosen split instead of a budget."""
-    started, request, target = time.monotonic(), student.plan.request, student.plan.latent
+    """The target with its loss on held-out text; its request contains the chosen split instead of a
+    budget.
+    """
+    started = time.monotonic()
+    request = student.plan.request
+    target = student.plan.latent
     measured = student.walk.measurement()
     if request.budget is not None and target is not None:
         request = replace(request, budget=None, kv_rank=target.kv_rank, rope_dim=target.rope_dim)

@@ -16,7 +16,12 @@ WITHIN = 0.01
 # The options of a ConvertRequest that name its target.
 TargetOptions = dict[str, Any]
 
-_SIZE_WORDS = {"kv_heads": "heads", "kv_rank": "channels", "rope_dim": "rotary dims", "budget": "elements"}
+_SIZE_WORDS = {
+    "kv_heads": "heads",
+    "kv_rank": "channels",
+    "rope_dim": "rotary dims",
+    "budget": "elements",
+}
 # Spellings of targets, and the options that their numbers are.
 _FORMS: dict[str, tuple[str, ...]] = {
     "mqa": (),
@@ -26,15 +31,17 @@ _FORMS: dict[str, tuple[str, ...]] = {
 }
 # The largest numbers of key/value heads are tried, and MQA.
 _FOLDS = 3
-# Elements in the cache of sources from which on kernels' splits are tried: they would save smaller ones too little.
+# Elements in the cache of sources from which on kernels' splits are tried: they would save smaller
+# ones too little.
 _SERVED_FROM = 1024
 
 
 def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
-    """Parse text such as ``"gqa:4,2 mqa mla:576,512+64"`` into the options for each target, without duplicates.
+    """Parse text such as ``"gqa:4,2 mqa mla:576,512+64"`` into the options for each target, without
+    duplicates.
 
-    Targets are separated by commas or spaces; a bare number belongs to the kind before it. ``words`` may also be a
-    list. Raises InputError for an invalid target.
+    Targets are separated by commas or spaces; a bare number belongs to the kind before it.
+    ``words`` may also be a list. Raises InputError for an invalid target.
     """
     targets: list[TargetOptions] = []
     kind = ""
@@ -49,13 +56,18 @@ def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
                 break
         else:
             meant = "" if kind in TARGETS else did_you_mean(kind, TARGETS)
-            forms = "gqa:HEADS, mqa, mla:ELEMENTS or mla:RANK+ROTARY, such as gqa:4,2 mqa mla:576,512+64"
+            forms = (
+                "gqa:HEADS, mqa, mla:ELEMENTS or mla:RANK+ROTARY, such as gqa:4,2 mqa"
+                " mla:576,512+64"
+            )
             raise option_error("targets", item, f"must be {forms}{meant}")
     return targets
 
 
 def target_wording(field: str, value: Any = ALONE) -> str | None:
-    """An option as errors of a sweep spell it: "4 heads" instead of ``--kv-heads 4``, which is no option of it."""
+    """An option as errors of a sweep spell it: "4 heads" instead of ``--kv-heads 4``, which is no
+    option of it.
+    """
     if field == "allow_growth":
         return f"{as_option(field)} to `kvfold convert`"
     if field not in _SIZE_WORDS:
@@ -70,26 +82,44 @@ def spelled(options: TargetOptions) -> str:
 
 
 def groups(plans: Mapping[str, Plan]) -> Iterator[dict[str, Plan]]:
-    """Divide targets by what they need: folds nothing, MLA a survey, and each budget trials of splits too."""
+    """Divide targets by what they need: folds nothing, MLA a survey, and each budget trials of
+    splits too.
+    """
     folds = {target: plan for target, plan in plans.items() if plan.latent is None}
-    splits = {target: plan for target, plan in plans.items() if plan.latent and plan.request.budget is None}
+    splits = {
+        target: plan
+        for target, plan in plans.items()
+        if plan.latent and plan.request.budget is None
+    }
     budgets = [{target: plan} for target, plan in plans.items() if plan.request.budget is not None]
     yield from filter(None, [folds, splits, *budgets])
 
 
 def default_targets(model: Model, layout: Layout | None) -> list[TargetOptions]:
-    """A few GQA targets, MQA, and the MLA targets of `kvfold inspect`: splits for kernels, or parts of a small cache.
+    """A few GQA targets, MQA, and the MLA targets of `kvfold inspect`: splits for kernels, or parts
+    of a small cache.
 
-    MLA is in ``layout``, by default that of a conversion; what it cannot express is left out. Raises InputError if the
-    model has no smaller target.
+    MLA is in ``layout``, by default that of a conversion; what it cannot express is left out.
+    Raises InputError if the model has no smaller target.
     """
     heads = [count for count in possible_kv_heads(model.geometry) if count > 1]
     targets: list[TargetOptions] = [{"to": "gqa", "kv_heads": count} for count in heads[:_FOLDS]]
     targets += [{"to": "mqa"}] if model.geometry.kv_heads > 1 else []
-    kernels = proposals(model, (layout or DEFAULT_LAYOUT,)) if cache_elements(model.geometry) >= _SERVED_FROM else []
-    targets += [{"to": "mla", "kv_rank": each.kv_rank, "rope_dim": each.rope_dim} for each in kernels]
+    kernels = (
+        proposals(model, (layout or DEFAULT_LAYOUT,))
+        if cache_elements(model.geometry) >= _SERVED_FROM
+        else []
+    )
+    targets += [
+        {"to": "mla", "kv_rank": each.kv_rank, "rope_dim": each.rope_dim} for each in kernels
+    ]
     if not kernels:
-        targets += [{"to": "mla", "budget": each.kv_rank + each.rope_dim} for each in budgets(model, layout)]
+        targets += [
+            {"to": "mla", "budget": each.kv_rank + each.rope_dim} for each in budgets(model, layout)
+        ]
     if not targets:
-        raise InputError("GQA, MQA and MLA cannot make this model's cache smaller; `kvfold inspect` lists the reasons")
+        raise InputError(
+            "GQA, MQA and MLA cannot make this model's cache smaller; `kvfold inspect` lists the"
+            " reasons"
+        )
     return targets

@@ -1,4 +1,6 @@
-"""``kvfold verify``: check files against the hashes in ``kvfold.json``, and tensors against config.json."""
+"""``kvfold verify``: check files against the hashes in ``kvfold.json``, and tensors against
+config.json.
+"""
 
 import math
 import os
@@ -20,7 +22,9 @@ _ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Verification:
-    """The numbers of files compared by hash (0 without ``kvfold.json``), tensors and elements; and all ``problems``."""
+    """The numbers of files compared by hash (0 without ``kvfold.json``), tensors and elements; and
+    all ``problems``.
+    """
 
     origin: str
     files: int
@@ -34,13 +38,18 @@ class Verification:
 
     def summary(self) -> str:
         """A one-line result for a checkpoint without problems."""
-        hashed = f"{self.files} files match {RECORD}" if self.files else f"no {RECORD} with hashes to compare files to"
+        hashed = (
+            f"{self.files} files match {RECORD}"
+            if self.files
+            else f"no {RECORD} with hashes to compare files to"
+        )
         sound = f"{self.tensors} tensors match config.json, all {self.elements:,} values are finite"
         return f"{self.origin}: {hashed}; {sound}"
 
 
 def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
-    """Compare a checkpoint with its record and its config; ``problems`` of the result name all that differs.
+    """Compare a checkpoint with its record and its config; ``problems`` of the result name all that
+    differs.
 
     Raises InputError when it cannot be opened at all.
 
@@ -62,7 +71,9 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
     with closing(opened) as checkpoint:
         files, problems = recorded_problems(checkpoint.folder)
         # The class of config.json takes every tensor as it is.
-        problems += WeightMap(empty_model(checkpoint.config), checkpoint.tensors).misfits(checkpoint.tensors)
+        problems += WeightMap(empty_model(checkpoint.config), checkpoint.tensors).misfits(
+            checkpoint.tensors
+        )
         problems += non_finite(checkpoint, checkpoint.tensors)
         elements = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
         checkpoint.check_unchanged()
@@ -83,7 +94,10 @@ def non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
 
     for name in names:
         if bad := sum(map(count_non_finite, checkpoint.chunks(name, _ELEMENTS))):
-            yield f"tensor {name!r} in {checkpoint.info(name).file} has {bad} NaN or infinite element{'s' * (bad != 1)}"
+            yield (
+                f"tensor {name!r} in {checkpoint.info(name).file} has {bad} NaN or infinite"
+                f" element{'s' * (bad != 1)}"
+            )
 
 
 def recorded_problems(folder: Path) -> tuple[int, list[str]]:

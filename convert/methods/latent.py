@@ -14,28 +14,40 @@ if TYPE_CHECKING:
     DEFAULT,
     targets=("mla",),
     reads_text=True,
-    card="Shared keys and values are principal components fitted to text; queries and output weights absorb the change",
+    card=(
+        "Shared keys and values are principal components fitted to text; queries and output weights"
+        " absorb the change"
+    ),
 )
 def principal_latent(layer: LatentLayer) -> Fitted:
-    """Fit a latent with and without extra weight on attention sinks, and with and without a damper; return the best.
+    """Fit a latent with and without extra weight on attention sinks, and with and without a damper;
+    return the best.
 
-    Held-out text decides. The notes contain the share of received attention in a token's weight, the number of dampers
-    if the latent has a live norm, and the approximation error if linear maps replace norms on queries and keys.
+    Held-out text decides. The notes contain the share of received attention in a token's weight,
+    the number of dampers if the latent has a live norm, and the approximation error if linear maps
+    replace norms on queries and keys.
     """
     from kvfold.convert.transforms.head_norms import norms_note
     from kvfold.convert.transforms.sinks import judged
 
     statistics = layer.known()
     # Sinks: least squares over tokens, or also weighted by the attention that they receive.
-    (latent, dampers), share = judged(statistics, partial(_normalized, layer), lambda option: layer.error(option[0]))
-    notes = {"received_attention_share": share, **({} if layer.centered else {"damper_channels": dampers})}
+    (latent, dampers), share = judged(
+        statistics, partial(_normalized, layer), lambda option: layer.error(option[0])
+    )
+    notes = {
+        "received_attention_share": share,
+        **({} if layer.centered else {"damper_channels": dampers}),
+    }
     if not layer.keeps_norms:
         notes |= norms_note(layer.weights, statistics, key_constant=layer.centered)
     return Fitted(latent, notes)
 
 
 def _normalized(layer: LatentLayer, counted: "LayerStatistics") -> "tuple[LatentWeights, int]":
-    """A latent fitted to statistics ``counted``, adapted to a live norm, if any, and its number of dampers."""
+    """A latent fitted to statistics ``counted``, adapted to a live norm, if any, and its number of
+    dampers.
+    """
     from kvfold.convert.transforms.latent.variants import live_norm
     from kvfold.convert.transforms.sinks import with_damper
 
@@ -46,21 +58,32 @@ def _normalized(layer: LatentLayer, counted: "LayerStatistics") -> "tuple[Latent
     if counted is layer.statistics or layer.channels < 2:
         return plain, 0
     damped = with_damper(fit_latent(layer, counted, layer.channels - 1), layer.known())
-    return min((plain, 0), (live_norm(damped, layer.inputs), 1), key=lambda option: layer.error(option[0]))
+    return min(
+        (plain, 0), (live_norm(damped, layer.inputs), 1), key=lambda option: layer.error(option[0])
+    )
 
 
 def fit_latent(layer: LatentLayer, statistics: "LayerStatistics", channels: int) -> "LatentWeights":
-    """Convert ``layer`` to latent attention with ``channels`` channels, before any norm is applied to the latent.
+    """Convert ``layer`` to latent attention with ``channels`` channels, before any norm is applied
+    to the latent.
 
-    Norms on queries and keys are kept if the layout supports them; otherwise linear maps replace them.
+    Norms on queries and keys are kept if the layout supports them; otherwise linear maps replace
+    them.
     """
     from kvfold.convert.transforms.head_norms import linear_heads
     from kvfold.convert.transforms.latent.latent import to_latent
     from kvfold.convert.transforms.latent.variants import query_latent
 
-    weights, centered = layer.weights, layer.centered
+    weights = layer.weights
+    centered = layer.centered
     if not layer.keeps_norms:
         weights = linear_heads(weights, statistics, key_constant=centered)
     place = layer.rotary, layer.slots, channels
-    latent = to_latent(weights, statistics, *place, context=layer.context, scale=layer.scale, centered=centered)
-    return latent if layer.query_channels is None else query_latent(latent, statistics, layer.query_channels)
+    latent = to_latent(
+        weights, statistics, *place, context=layer.context, scale=layer.scale, centered=centered
+    )
+    return (
+        latent
+        if layer.query_channels is None
+        else query_latent(latent, statistics, layer.query_channels)
+    )

@@ -1,11 +1,13 @@
-"""The registry of methods and objectives. A decorator registers each of them by name; no other list contains the names.
+"""The registry of methods and objectives. A decorator registers each of them by name; no other list
+contains the names.
 
-A method computes a converted layer from a source layer: ``FoldLayer`` or ``LatentLayer`` -> ``Fitted``. An objective is
-the error that a fold minimizes: an object that implements ``transforms.fold.heads.Objective``. CONTRIBUTING.md has an
-example of each.
+A method computes a converted layer from a source layer: ``FoldLayer`` or ``LatentLayer`` ->
+``Fitted``. An objective is the error that a fold minimizes: an object that implements
+``transforms.fold.heads.Objective``. CONTRIBUTING.md has an example of each.
 
-The files in this folder are imported when a name is first looked up. They must not import torch at module level,
-because ``kvfold --help`` lists the names. A file elsewhere may import torch; only ``MODULE:NAME`` imports such a file.
+The files in this folder are imported when a name is first looked up. They must not import torch at
+module level, because ``kvfold --help`` lists the names. A file elsewhere may import torch; only
+``MODULE:NAME`` imports such a file.
 """
 
 import pkgutil
@@ -35,7 +37,9 @@ Notes = Mapping[str, Any]  # JSON values
 
 @dataclass(frozen=True)
 class Fitted:
-    """A converted layer before it is encoded for the checkpoint, and the notes about it for ``kvfold.json``."""
+    """A converted layer before it is encoded for the checkpoint, and the notes about it for
+    ``kvfold.json``.
+    """
 
     weights: "AttentionWeights | LatentWeights"
     notes: Notes = field(default_factory=dict)
@@ -43,9 +47,11 @@ class Fitted:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer of the source model. ``context``: the number of positions that the converted layer must support.
+    """A layer of the source model. ``context``: the number of positions that the converted layer
+    must support.
 
-    ``statistics`` describe its inputs on calibration text; None for a method that does not read text.
+    ``statistics`` describe its inputs on calibration text; None for a method that does not read
+    text.
     """
 
     index: int
@@ -57,7 +63,9 @@ class Layer:
     def known(self) -> "LayerStatistics":
         """Return ``statistics``. Raises ValueError if they are None."""
         if self.statistics is None:
-            raise ValueError("layer: has no calibration statistics; register the method with reads_text=True")
+            raise ValueError(
+                "layer: has no calibration statistics; register the method with reads_text=True"
+            )
         return self.statistics
 
 
@@ -65,10 +73,10 @@ class Layer:
 class FoldLayer(Layer):
     """A layer whose key/value heads a method folds to ``kv_heads``.
 
-    ``error`` returns ``||y - y'||^2 / ||y||^2`` of the attention output on held-out text for candidate weights, and
-    raises ValueError if the method does not read text. ``similar``: groups may contain heads that are not neighbors.
-    ``std``: the initializer range in the model's config. ``shared`` caches results for folds of this layer to other
-    numbers of heads.
+    ``error`` returns ``||y - y'||^2 / ||y||^2`` of the attention output on held-out text for
+    candidate weights, and raises ValueError if the method does not read text. ``similar``: groups
+    may contain heads that are not neighbors. ``std``: the initializer range in the model's config.
+    ``shared`` caches results for folds of this layer to other numbers of heads.
     """
 
     kv_heads: int
@@ -82,12 +90,14 @@ class FoldLayer(Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentLayer(Layer):
-    """A layer that a method converts to latent attention with ``channels`` latent channels and the rotary ``slots``.
+    """A layer that a method converts to latent attention with ``channels`` latent channels and the
+    rotary ``slots``.
 
-    ``query_channels``: the width of the query latent, or None for no query latent. ``centered``: one of the channels is
-    constant and carries the mean; otherwise the latent is normalized as is. ``keeps_norms``: norms on queries and keys
-    are kept. ``scale`` multiplies scores, ``gain [E]`` is the weight of the norm in front of the attention. ``error``
-    as in `FoldLayer`; ``inputs [n, E]`` are the attention inputs for some tokens, empty without text.
+    ``query_channels``: the width of the query latent, or None for no query latent. ``centered``:
+    one of the channels is constant and carries the mean; otherwise the latent is normalized as is.
+    ``keeps_norms``: norms on queries and keys are kept. ``scale`` multiplies scores, ``gain [E]``
+    is the weight of the norm in front of the attention. ``error`` as in `FoldLayer`; ``inputs [n,
+    E]`` are the attention inputs for some tokens, empty without text.
     """
 
     channels: int
@@ -103,11 +113,13 @@ class LatentLayer(Layer):
 
 @dataclass(frozen=True)
 class Method:
-    """A registered method. ``card`` is the sentence about it on the model card, without the final period.
+    """A registered method. ``card`` is the sentence about it on the model card, without the final
+    period.
 
-    ``pools``: the method leaves queries and the output projection unchanged. ``seeded``: the result depends on the
-    request's seed. ``needs_linear_keys``: the method does not support norms on queries and keys after the rotary
-    embedding. ``takes_objective``: the method uses ``layer.objective``.
+    ``pools``: the method leaves queries and the output projection unchanged. ``seeded``: the result
+    depends on the request's seed. ``needs_linear_keys``: the method does not support norms on
+    queries and keys after the rotary embedding. ``takes_objective``: the method uses
+    ``layer.objective``.
     """
 
     name: str
@@ -131,7 +143,9 @@ Making = TypeVar("Making", bound="Callable[[], Objective]")
 def method(
     name: str, *, targets: tuple[str, ...], reads_text: bool, card: str, **flags: bool
 ) -> Callable[[Fitting], Fitting]:
-    """Register the decorated function as ``--method NAME`` for ``targets``; the arguments are fields of `Method`."""
+    """Register the decorated function as ``--method NAME`` for ``targets``; the arguments are
+    fields of `Method`.
+    """
 
     def register(fit: Fitting) -> Fitting:
         # One function may serve several targets.
@@ -161,7 +175,9 @@ def _discover() -> None:
 
 
 def methods_of(target: str | None = None) -> tuple[str, ...]:
-    """The names of the methods for ``target`` (None means every target), with the default method first."""
+    """The names of the methods for ``target`` (None means every target), with the default method
+    first.
+    """
     _discover()
     # A dict keeps the order of registration, and names that several targets share once.
     names = dict.fromkeys(name for to, name in _methods if target in (None, to))
@@ -180,18 +196,24 @@ def quick_method(target: str) -> str:
 
 
 def find_method(name: str, target: str) -> Method:
-    """The method ``name`` (or ``MODULE:NAME``) for ``target``. Raises InputError if ``target`` has no such method."""
+    """The method ``name`` (or ``MODULE:NAME``) for ``target``. Raises InputError if ``target`` has
+    no such method.
+    """
     rule = f"is not available with {opt('to', target)}"
     return _methods[target, _registered("method", name, partial(methods_of, target), rule)]
 
 
 def find_objective(name: str) -> "Callable[[], Objective]":
-    """The factory of the objective ``name`` (or ``MODULE:NAME``). Raises InputError for an unknown name."""
+    """The factory of the objective ``name`` (or ``MODULE:NAME``). Raises InputError for an unknown
+    name.
+    """
     return _objectives[_registered("objective", name, objectives, "is not a known objective")]
 
 
 def _registered(option: str, name: str, names: Callable[[], tuple[str, ...]], rule: str) -> str:
-    """The name of ``names`` in ``name``; the module of a ``MODULE:NAME`` registers it when it is imported."""
+    """The name of ``names`` in ``name``; the module of a ``MODULE:NAME`` registers it when it is
+    imported.
+    """
     _discover()
     module, _, plain = name.rpartition(":")
     if module:
@@ -199,7 +221,11 @@ def _registered(option: str, name: str, names: Callable[[], tuple[str, ...]], ru
             import_module(module)
         except ImportError as error:
             way_out = "install the module, or add its folder to PYTHONPATH"
-            raise option_error(option, name, f": cannot import module {module!r} ({error}); {way_out}") from error
+            raise option_error(
+                option, name, f": cannot import module {module!r} ({error}); {way_out}"
+            ) from error
     if plain not in (allowed := names()):
-        raise option_error(option, name, f"{rule}; use one of {', '.join(allowed)}{did_you_mean(plain, allowed)}")
+        raise option_error(
+            option, name, f"{rule}; use one of {', '.join(allowed)}{did_you_mean(plain, allowed)}"
+        )
     return plain

@@ -1,4 +1,6 @@
-"""Stock models from transformers: built empty on the meta device, where they use no memory, or loaded completely."""
+"""Stock models from transformers: built empty on the meta device, where they use no memory, or
+loaded completely.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -21,25 +23,35 @@ from kvfold.convert.families.wrappers import WRAPPERS
 
 _LONGEST_REASON = 200  # characters of another library's error text
 
-# transformers 5.23 ships Mistral4ForCausalLM, but AutoModelForCausalLM does not know it yet; `register` of 5.17 ignores
-# its own configs.
+# transformers 5.23 ships Mistral4ForCausalLM, but AutoModelForCausalLM does not know it yet;
+# `register` of 5.17 ignores its own configs.
 if "mistral4" in CONFIG_MAPPING and "mistral4" not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
     from transformers import Mistral4ForCausalLM
 
-    AutoModelForCausalLM._model_mapping._extra_content[CONFIG_MAPPING["mistral4"]] = Mistral4ForCausalLM
+    AutoModelForCausalLM._model_mapping._extra_content[CONFIG_MAPPING["mistral4"]] = (
+        Mistral4ForCausalLM
+    )
 
 
 def auto_class(config: dict[str, Any]) -> Any:
-    """The transformers Auto class that loads a model with this ``config``: a causal language model or its wrapper."""
+    """The transformers Auto class that loads a model with this ``config``: a causal language model
+    or its wrapper.
+    """
     register_model(str(config.get("model_type")))
-    return AutoModelForImageTextToText if config.get("model_type") in WRAPPERS else AutoModelForCausalLM
+    return (
+        AutoModelForImageTextToText
+        if config.get("model_type") in WRAPPERS
+        else AutoModelForCausalLM
+    )
 
 
-def empty_model(config: dict[str, Any], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
+def empty_model(
+    config: dict[str, Any], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Any:
     """Build the stock causal language model of ``config``, or its wrapper, on the meta device.
 
-    Only buffers that no checkpoint stores get values, on ``device``. If transformers cannot build the model, raises
-    InputError with the key of config.json that is at fault.
+    Only buffers that no checkpoint stores get values, on ``device``. If transformers cannot build
+    the model, raises InputError with the key of config.json that is at fault.
     """
     device = torch.device(device)
     try:
@@ -47,32 +59,52 @@ def empty_model(config: dict[str, Any], dtype: torch.dtype = torch.float32, devi
     except InputError:
         raise
     except Exception as error:
-        # Some errors of transformers name the key ("Validation error for field 'vocab_size'"), many only the value
-        # (KeyError 'x'). So the key is found by trial: without it, with the class's default, a model is built.
+        # Some errors of transformers name the key ("Validation error for field 'vocab_size'"), many
+        # only the value (KeyError 'x'). So the key is found by trial: without it, with the class's
+        # default, a model is built.
         key = None
         for tried in (name for name in config if name != "model_type"):
             with suppress(Exception):
-                _build({name: value for name, value in config.items() if name != tried}, dtype, device)
+                _build(
+                    {name: value for name, value in config.items() if name != tried}, dtype, device
+                )
                 key = tried
                 break
-        if key is None and isinstance(error, RuntimeError):  # of torch itself, such as no memory on a device
+        if key is None and isinstance(
+            error, RuntimeError
+        ):  # of torch itself, such as no memory on a device
             raise
         if key is None:
-            raise InputError(f"config.json: transformers cannot build this model ({reason(error)})") from error
+            raise InputError(
+                f"config.json: transformers cannot build this model ({reason(error)})"
+            ) from error
         expected = f"a value that a {config.get('model_type')} model supports"
         if "act" in key.split("_"):
-            usual = [name for name in ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2") if name in ACT2FN]
+            usual = [
+                name
+                for name in ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
+                if name in ACT2FN
+            ]
             expected = f"an activation that transformers supports, such as {', '.join(usual)}"
-        raise InputError(f"config.json: {key} must be {expected}, not {config[key]!r} ({reason(error)})") from error
+        raise InputError(
+            f"config.json: {key} must be {expected}, not {config[key]!r} ({reason(error)})"
+        ) from error
 
 
 def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
-    model_type, auto = config.get("model_type"), auto_class(config)
+    model_type = config.get("model_type")
+    auto = auto_class(config)
     if model_type not in CONFIG_MAPPING:
-        raise InputError(f"config.json: the installed transformers does not support model_type {model_type!r}")
-    hf_config = CONFIG_MAPPING[model_type].from_dict({key: value for key, value in config.items() if key != "auto_map"})
+        raise InputError(
+            f"config.json: the installed transformers does not support model_type {model_type!r}"
+        )
+    hf_config = CONFIG_MAPPING[model_type].from_dict(
+        {key: value for key, value in config.items() if key != "auto_map"}
+    )
     if getattr(hf_config, "output_router_logits", False):
-        hf_config.output_router_logits = False  # a training loss, computed from what all layers return
+        hf_config.output_router_logits = (
+            False  # a training loss, computed from what all layers return
+        )
     stock = auto._model_mapping[type(hf_config)]
     # Some classes compute their attention themselves (bloom).
     otherwise = "sdpa" if getattr(stock, "_supports_sdpa", False) else "eager"
@@ -83,14 +115,16 @@ def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
         model = auto.from_config(hf_config, dtype=dtype, attn_implementation=attention, **experts)
     # It only concerns gradients, and must lie inside a table of which few rows are loaded.
     model.get_input_embeddings().padding_idx = None
-    # Buffers that no checkpoint holds (rotary frequencies, embedding scales) get their values from _init_weights, as in
-    # loading; what that does to parameters has no effect on the meta device. accelerate.init_empty_weights makes the
-    # same values, but allocates every parameter before it drops it: an embedding table of 4 GB, or all experts of a
-    # layer, must then fit in memory.
+    # Buffers that no checkpoint holds (rotary frequencies, embedding scales) get their values from
+    # _init_weights, as in loading; what that does to parameters has no effect on the meta device.
+    # accelerate.init_empty_weights makes the same values, but allocates every parameter before it
+    # drops it: an embedding table of 4 GB, or all experts of a layer, must then fit in memory.
     stored = model.state_dict().keys()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        pending = [name for name, _ in module.named_buffers(recurse=False) if prefix + name not in stored]
+        pending = [
+            name for name, _ in module.named_buffers(recurse=False) if prefix + name not in stored
+        ]
         for name in pending:
             setattr(module, name, torch.empty_like(getattr(module, name), device=device))
         if pending:
@@ -99,17 +133,28 @@ def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
 
 
 def takes_attention(stock: Any) -> bool:
-    """True if the class ``stock`` declares that its models call the attention function that their config names."""
-    return any(getattr(kind, "_supports_attention_backend", False) for kind in getattr(stock, "__mro__", ()))
+    """True if the class ``stock`` declares that its models call the attention function that their
+    config names.
+    """
+    return any(
+        getattr(kind, "_supports_attention_backend", False)
+        for kind in getattr(stock, "__mro__", ())
+    )
 
 
 def attend_in_blocks(model: Any, device: torch.device) -> None:
     """Compute the attention of a loaded model on a CPU in blocks, if it would use torch's own."""
-    # torch has no fused kernel for values narrower than keys, as in MLA: it computes and keeps whole maps. With blocks
-    # the passes over 1 x 1024 tokens of SmolLM2-135M, MLA 128+64, and its teacher take 11.3 s instead of 16.8 s in
-    # training (bench_training.py uptrain, one thread of an AMD EPYC, 2026-11-26).
-    if device.type == "cpu" and model.config._attn_implementation == "sdpa" and takes_attention(type(model)):
-        # The model's own method refuses classes whose files do not spell the call as transformers does.
+    # torch has no fused kernel for values narrower than keys, as in MLA: it computes and keeps
+    # whole maps. With blocks the passes over 1 x 1024 tokens of SmolLM2-135M, MLA 128+64, and its
+    # teacher take 11.3 s instead of 16.8 s in training (bench_training.py uptrain, one thread of an
+    # AMD EPYC, 2026-11-26).
+    if (
+        device.type == "cpu"
+        and model.config._attn_implementation == "sdpa"
+        and takes_attention(type(model))
+    ):
+        # The model's own method refuses classes whose files do not spell the call as transformers
+        # does.
         model.config._attn_implementation = BLOCKWISE
 
 
@@ -119,7 +164,9 @@ def reason(error: Exception) -> str:
 
 @contextmanager
 def blaming(where: str) -> Iterator[None]:
-    """Turn errors in transformers' classes, which only the config can cause here, into InputErrors about ``where``."""
+    """Turn errors in transformers' classes, which only the config can cause here, into InputErrors
+    about ``where``.
+    """
     try:
         yield
     except KvfoldError:
@@ -127,14 +174,18 @@ def blaming(where: str) -> Iterator[None]:
     except Exception as error:
         if system_failure(error) or "CUDA" in str(error):  # of the memory or the device
             raise
-        raise InputError(f"{where}: transformers cannot build or run this model ({reason(error)})") from error
+        raise InputError(
+            f"{where}: transformers cannot build or run this model ({reason(error)})"
+        ) from error
 
 
 def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
     """Load the language model's config. Raises InputError if transformers cannot load it."""
     register_model(str(checkpoint.config.get("model_type")))
     with blaming(checkpoint.origin):
-        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code).get_text_config()
+        return AutoConfig.from_pretrained(
+            checkpoint.folder, trust_remote_code=trust_remote_code
+        ).get_text_config()
 
 
 def hide_bars(quiet: bool) -> None:

@@ -1,14 +1,18 @@
-"""Run a checkpoint layer by layer: any decoder that transformers supports, with one layer in memory at a time.
+"""Run a checkpoint layer by layer: any decoder that transformers supports, with one layer in memory
+at a time.
 
-The model is built from its config on the meta device, where it uses no memory, and its modules stay there. The forward
-pass of transformers, with every decoder layer replaced by a stand-in (``attention/drift/frame.py``), computes the
-embeddings, the arguments of each layer and the logits. A layer runs with tensors that are read when it is opened and
-dropped when it is closed. If ``read`` returns trainable tensors for some names, gradients reach them::
+The model is built from its config on the meta device, where it uses no memory, and its modules stay
+there. The forward pass of transformers, with every decoder layer replaced by a stand-in
+(``attention/drift/frame.py``), computes the embeddings, the arguments of each layer and the logits.
+A layer runs with tensors that are read when it is opened and dropped when it is closed. If ``read``
+returns trainable tensors for some names, gradients reach them::
 
-    loss <- LayerOutput <- functional_call(stock layer) <- parameters <- WeightMap.load <- read(name) <- float32 master
+    loss <- LayerOutput <- functional_call(stock layer) <- parameters <- WeightMap.load <-
+    read(name) <- float32 master
 
-The arrows follow the steps of loading the finished file: renaming, conversion, rounding to the stored dtype, and
-casting to the dtype of the computation. So refinement trains exactly what will be stored (``training/refine.py``).
+The arrows follow the steps of loading the finished file: renaming, conversion, rounding to the
+stored dtype, and casting to the dtype of the computation. So refinement trains exactly what will be
+stored (``training/refine.py``).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -30,11 +34,12 @@ from kvfold.convert.stream.weights import Parameters, WeightSource
 class CheckpointStream:
     """A ``LayerStream`` over a checkpoint.
 
-    ``config`` is the content of config.json, ``read(name)`` returns a stored tensor, and ``names`` are all stored
-    tensors' names. A converted model uses the same class with its own config and a ``read`` that looks among the new
-    tensors first. ``teacher`` is a stream over the same files: tensors that its open layer has in memory are shared,
-    except those in ``changed``, for which ``read`` returns other values; ``origins`` maps each name that ``read``
-    renames or combines to the stored tensors behind it. ``autocast`` is the dtype of matrix products in ``training``.
+    ``config`` is the content of config.json, ``read(name)`` returns a stored tensor, and ``names``
+    are all stored tensors' names. A converted model uses the same class with its own config and a
+    ``read`` that looks among the new tensors first. ``teacher`` is a stream over the same files:
+    tensors that its open layer has in memory are shared, except those in ``changed``, for which
+    ``read`` returns other values; ``origins`` maps each name that ``read`` renames or combines to
+    the stored tensors behind it. ``autocast`` is the dtype of matrix products in ``training``.
     Raises InputError if transformers cannot build a decoder from the config.
     """
 
@@ -50,12 +55,17 @@ class CheckpointStream:
         origins: Mapping[str, Collection[str]] | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:
-        self.device, self.dtype, self.read = torch.device(device), dtype, read
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.read = read
         self.autocast = autocast
-        self._config, self._names = config, names
+        self._config = config
+        self._names = names
         model = empty_model(config, dtype, self.device)
         shared = None if teacher is None else teacher.parameters
-        self.parameters: Parameters = Parameters(model, read, names, self.device, dtype, shared, changed, origins)
+        self.parameters: Parameters = Parameters(
+            model, read, names, self.device, dtype, shared, changed, origins
+        )
         try:
             self._frame = Frame(model)
         except ValueError as error:
@@ -63,10 +73,18 @@ class CheckpointStream:
         self.layers = len(self._frame.layers)
         embedding = model.get_input_embeddings()
         self.vocabulary, self._width = map(int, embedding.weight.shape)
-        self._embedding = next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
-        # Outside the base model is the head; inside it, but outside the decoder, are the towers of wrappers.
-        base, decoder = f"{model.base_model_prefix}.", f"{self._frame.path.rpartition('.')[0]}."
-        outside = [name for name in self.parameters.map.expected if not name.startswith(f"{self._frame.path}.")]
+        self._embedding = next(
+            f"{name}.weight" for name, module in model.named_modules() if module is embedding
+        )
+        # Outside the base model is the head; inside it, but outside the decoder, are the towers of
+        # wrappers.
+        base = f"{model.base_model_prefix}."
+        decoder = f"{self._frame.path.rpartition('.')[0]}."
+        outside = [
+            name
+            for name in self.parameters.map.expected
+            if not name.startswith(f"{self._frame.path}.")
+        ]
         outside.remove(self._embedding)
         self._around = [name for name in outside if name.startswith(decoder)]
         self._head = [name for name in outside if not name.startswith(base)]
@@ -75,7 +93,9 @@ class CheckpointStream:
         self._recorded: tuple[int, list[Arguments]] | None = None
 
     def training(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which calibration passes and training steps run; all else runs in ``dtype``."""
+        """Return a context manager in which calibration passes and training steps run; all else
+        runs in ``dtype``.
+        """
         return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
 
     @property
@@ -87,9 +107,11 @@ class CheckpointStream:
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed ``tokens [B, T]``. Returns the first layer's input ``[B, T, E]``.
 
-        Only the rows of tokens that occur are converted; the stored table stays in memory until ``release``.
+        Only the rows of tokens that occur are converted; the stored table stays in memory until
+        ``release``.
         """
-        # A table of 256,000 tokens in float32 can be larger than all layers that are open at a time.
+        # A table of 256,000 tokens in float32 can be larger than all layers that are open at a
+        # time.
         rows, local = torch.unique(tokens.to(self.device), return_inverse=True)
         table = self.parameters.rows(self._embedding, rows)
         tensors = {**self.parameters.named(self._around), self._embedding: table}
@@ -109,12 +131,20 @@ class CheckpointStream:
             if biases is None or biases.dim() != 3:
                 return recorded
             # biases of scores [H, 1, T] (bloom) do not broadcast over the batch, all else does
-            return Arguments(recorded.args, {**recorded.kwargs, "alibi": biases.repeat(len(hidden), 1, 1)})
+            return Arguments(
+                recorded.args, {**recorded.kwargs, "alibi": biases.repeat(len(hidden), 1, 1)}
+            )
 
         self.release()
         tensors = self.parameters.under(f"{self._frame.path}.{index}.")
         try:
-            yield OpenLayer(index, self._frame.layers[index], arguments, tensors, partial(blaming, "config.json"))
+            yield OpenLayer(
+                index,
+                self._frame.layers[index],
+                arguments,
+                tensors,
+                partial(blaming, "config.json"),
+            )
         finally:
             tensors.clear()
             self.release()
@@ -127,14 +157,18 @@ class CheckpointStream:
         """
         ends = self.parameters.named([*self._around, *self._head])
         with blaming("config.json"):
-            blank = torch.zeros(1, *hidden.shape[1:], dtype=self.dtype, device=self.device).expand(len(hidden), -1, -1)
+            blank = torch.zeros(1, *hidden.shape[1:], dtype=self.dtype, device=self.device).expand(
+                len(hidden), -1, -1
+            )
             return self._frame.logits(hidden, ends, inputs_embeds=blank)
 
     @torch.no_grad()
     def _enter_blank(self, tokens: int, **options: Any) -> tuple[Tensor, list[Arguments]]:
-        """Embed one unpadded sequence of ``tokens`` zeros. Returns the residual stream and the arguments of all layers.
+        """Embed one unpadded sequence of ``tokens`` zeros. Returns the residual stream and the
+        arguments of all layers.
 
-        Parameters outside the layers, such as position embeddings, are zeros too, because no argument depends on them.
+        Parameters outside the layers, such as position embeddings, are zeros too, because no
+        argument depends on them.
         """
         ends = {name: self.parameters.map.expected[name] for name in self._around}
         zeros = {
@@ -152,44 +186,64 @@ class CheckpointStream:
         return self.parameters.map.under(f"{self._frame.path}.{index}.{name}.")
 
     def reload(self, layer: OpenLayer, sources: Iterable[WeightSource]) -> None:
-        """Rebuild parameters of an open layer from what ``read`` returns now; gradients reach the tensors returned."""
+        """Rebuild parameters of an open layer from what ``read`` returns now; gradients reach the
+        tensors returned.
+        """
         assert layer.tensors is not None  # as open_layer makes it
         for source in sources:
-            for name, tensor in self.parameters.map.load(source, self.read, self.dtype, self.device).items():
+            for name, tensor in self.parameters.map.load(
+                source, self.read, self.dtype, self.device
+            ).items():
                 layer.tensors[name.removeprefix(f"{self._frame.path}.{layer.index}.")] = tensor
 
     def stored_names(self, index: int | None) -> list[str]:
-        """The names of a layer's stored tensors; an ``index`` of None means all tensors outside the layers."""
+        """The names of a layer's stored tensors; an ``index`` of None means all tensors outside the
+        layers.
+        """
         inside = f"{self._frame.path}." if index is None else f"{self._frame.path}.{index}."
         sources = self.parameters.map.sources.items()
-        selected = [source for target, source in sources if target.startswith(inside) != (index is None)]
+        selected = [
+            source for target, source in sources if target.startswith(inside) != (index is None)
+        ]
         return [name for source in selected for name in source.names]
 
     def cache_bytes_per_token(self) -> int:
-        """The bytes per token in transformers' own cache over all layers, with the model in its stored dtype.
+        """The bytes per token in transformers' own cache over all layers, with the model in its
+        stored dtype.
 
-        The stored dtype is the one in which transformers loads the model, whatever dtype this stream computes in.
+        The stored dtype is the one in which transformers loads the model, whatever dtype this
+        stream computes in.
         """
 
         def enter(tokens: int) -> tuple[Tensor, list[Arguments]]:
             hidden, arguments = self._enter_blank(tokens, use_cache=True)
-            return hidden.to("meta"), [Arguments(_to_meta(each.args), _to_meta(each.kwargs)) for each in arguments]
+            return hidden.to("meta"), [
+                Arguments(_to_meta(each.args), _to_meta(each.kwargs)) for each in arguments
+            ]
 
-        # Counted in the cache that generation makes, on the meta device, so that no rule of a class is repeated here.
+        # Counted in the cache that generation makes, on the meta device, so that no rule of a class
+        # is repeated here.
         with blaming("config.json"):
             total = cache_bytes_per_token(self._frame.layers, enter)
         name = self._config.get("dtype") or self._config.get("torch_dtype")
         stored = getattr(torch, str(name).removeprefix("torch."), self.dtype)
         return total * stored.itemsize // self.dtype.itemsize
 
-    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "CheckpointStream":
-        """A stream over the same checkpoint with another device or dtype, and without tensors shared with a teacher."""
-        device, dtype = self.device if device is None else device, self.dtype if dtype is None else dtype
+    def to(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "CheckpointStream":
+        """A stream over the same checkpoint with another device or dtype, and without tensors
+        shared with a teacher.
+        """
+        device = self.device if device is None else device
+        dtype = self.dtype if dtype is None else dtype
         return type(self)(self._config, self.read, self._names, device, dtype)
 
 
 def _to_meta(value: Any) -> Any:
-    """Copy ``value`` with all tensors, also in tuples and dicts, on the meta device; a cache object stays as it is."""
+    """Copy ``value`` with all tensors, also in tuples and dicts, on the meta device; a cache object
+    stays as it is.
+    """
     if isinstance(value, Tensor):
         return value.to("meta")
     if isinstance(value, tuple):

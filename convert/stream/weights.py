@@ -1,13 +1,16 @@
 """The parameters of a stock model, created from the tensors that a checkpoint stores.
 
-Files and modules do not always agree: Mixtral files store one tensor per expert, but the module has all experts in one.
-transformers defines the conversions as data (``conversion_mapping``); a ``WeightMap`` applies them to a few parameters
-at a time and reads only the tensors that these need, whichever shards contain them::
+Files and modules do not always agree: Mixtral files store one tensor per expert, but the module has
+all experts in one. transformers defines the conversions as data (``conversion_mapping``); a
+``WeightMap`` applies them to a few parameters at a time and reads only the tensors that these need,
+whichever shards contain them::
 
-    checkpoint's names --read--> stored tensors --converter--> parameter --dtype, device--> the module's tensor
+    checkpoint's names --read--> stored tensors --converter--> parameter --dtype, device--> the
+    module's tensor
 
-Every step is differentiable, including ``read`` if it returns tensors that require gradients. Refinement can therefore
-train the tensors of a file: gradients reach their float32 master copies by the path that loading takes, in reverse.
+Every step is differentiable, including ``read`` if it returns tensors that require gradients.
+Refinement can therefore train the tensors of a file: gradients reach their float32 master copies by
+the path that loading takes, in reverse.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -18,7 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvfold.convert.checkpoint.headers import TensorInfo
@@ -31,10 +39,12 @@ from kvfold.convert.stream.stock import auto_class, blaming, empty_model, reason
 
 @dataclass(frozen=True)
 class WeightSource:
-    """The stored tensors ``names``, in order, that form the parameter ``target`` (if a converter splits: the first).
+    """The stored tensors ``names``, in order, that form the parameter ``target`` (if a converter
+    splits: the first).
 
-    ``converter`` is None if the file contains the parameter itself; ``patterns[i]`` is its pattern for ``names[i]``.
-    Sources that form the same parameter from the same stored names are equal, even if their models differ.
+    ``converter`` is None if the file contains the parameter itself; ``patterns[i]`` is its pattern
+    for ``names[i]``. Sources that form the same parameter from the same stored names are equal,
+    even if their models differ.
     """
 
     target: str
@@ -44,7 +54,9 @@ class WeightSource:
 
 
 class WeightMap:
-    """Maps every parameter and persistent buffer of ``model`` to its source among the stored tensors ``names``."""
+    """Maps every parameter and persistent buffer of ``model`` to its source among the stored
+    tensors ``names``.
+    """
 
     def __init__(self, model: Any, names: Iterable[str]) -> None:
         self.model = model
@@ -58,17 +70,25 @@ class WeightMap:
                 first, *others = source.converter.target_patterns
                 self._covered.update(source.target.replace(first, other) for other in others)
         kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-        self._kept_in_float32 = {module for name in kept for module in getattr(model, name, None) or ()}
+        self._kept_in_float32 = {
+            module for name in kept for module in getattr(model, name, None) or ()
+        }
 
     def under(self, prefix: str) -> list[WeightSource]:
-        """The sources of all parameters whose names begin with ``prefix``. Raises InputError if a source is missing."""
+        """The sources of all parameters whose names begin with ``prefix``. Raises InputError if a
+        source is missing.
+        """
         found = self._covered | self.tied.keys()
-        if missing := [target for target in self.expected if target.startswith(prefix) and target not in found]:
+        if missing := [
+            target for target in self.expected if target.startswith(prefix) and target not in found
+        ]:
             raise self._lacks(missing)
         return [source for target, source in self.sources.items() if target.startswith(prefix)]
 
     def source_of(self, target: str) -> WeightSource:
-        """The source of a parameter, or of the one that it is tied to. Raises InputError if neither has a source."""
+        """The source of a parameter, or of the one that it is tied to. Raises InputError if neither
+        has a source.
+        """
         source = self.sources.get(target) or self.sources.get(self.tied.get(target, ""))
         if source is None:
             raise self._lacks([target])
@@ -76,12 +96,16 @@ class WeightMap:
 
     def _lacks(self, missing: list[str]) -> InputError:
         kind = type(self.model).__name__
-        return InputError(f"the checkpoint lacks tensors for {len(missing)} parameters of {kind}", missing)
+        return InputError(
+            f"the checkpoint lacks tensors for {len(missing)} parameters of {kind}", missing
+        )
 
     def load(
         self, source: WeightSource, read: Read, dtype: torch.dtype, device: torch.device | str
     ) -> dict[str, Tensor]:
-        """Load what ``source`` forms. Returns parameters by full name, with checked shapes, floats in ``dtype``."""
+        """Load what ``source`` forms. Returns parameters by full name, with checked shapes, floats
+        in ``dtype``.
+        """
         if source.converter is None:
             made: dict[str, Any] = {source.target: read(source.names[0])}
         else:
@@ -91,24 +115,30 @@ class WeightMap:
             made = converter.convert(source.target, model=self.model, config=self.model.config)
         # Each tensor is dropped as soon as it is cast: experts of one layer may be gigabytes.
         for name in list(made):
-            value, expected = made.pop(name), self.expected.get(name)
+            value = made.pop(name)
+            expected = self.expected.get(name)
             tensor = value[0] if isinstance(value, list) else value
             if expected is not None and expected.shape != tensor.shape:
                 raise InputError(
-                    f"the model's {name} has shape {list(expected.shape)} according to config.json, "
-                    f"but {list(tensor.shape)} according to the stored {', '.join(source.names[:3])}"
+                    f"the model's {name} has shape {list(expected.shape)} according to config.json,"
+                    f" but {list(tensor.shape)} according to the stored"
+                    f" {', '.join(source.names[:3])}"
                 )
             # As from_pretrained does with the modules that a class lists.
             keeps_float32 = not self._kept_in_float32.isdisjoint(name.split("."))
             loaded = torch.float32 if keeps_float32 else dtype
-            # The next layer's tensors are read while a device still computes: nothing waits for these to arrive.
-            made[name] = tensor.to(device, loaded if tensor.is_floating_point() else None, non_blocking=True)
+            # The next layer's tensors are read while a device still computes: nothing waits for
+            # these to arrive.
+            made[name] = tensor.to(
+                device, loaded if tensor.is_floating_point() else None, non_blocking=True
+            )
         return made
 
     def misfits(self, stored: Mapping[str, TensorInfo]) -> list[str]:
         """List the parameters that ``stored`` lacks or contains in another shape, one line each."""
         tensors = {
-            name: torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta") for name, info in stored.items()
+            name: torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
+            for name, info in stored.items()
         }
         problems = []
         try:
@@ -122,54 +152,73 @@ class WeightMap:
                 problems.append(error.message)
             # of a converter that joins what does not go together
             except (RuntimeError, ValueError, IndexError) as error:
-                problems.append(f"{', '.join(source.names[:3])}: cannot form {source.target}: {reason(error)}")
+                problems.append(
+                    f"{', '.join(source.names[:3])}: cannot form {source.target}: {reason(error)}"
+                )
         return problems
 
     def check_fits(self, checkpoint: Checkpoint) -> None:
         """Raise InputError with the misfits of a checkpoint's tensors, if there are any."""
         if problems := self.misfits(checkpoint.tensors):
-            raise InputError(f"{checkpoint.origin}: its tensors do not match its config.json", problems)
+            raise InputError(
+                f"{checkpoint.origin}: its tensors do not match its config.json", problems
+            )
 
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """Load a causal language model, or its wrapper, in ``dtype``. InputError if its config does not fit its tensors."""
+    """Load a causal language model, or its wrapper, in ``dtype``. InputError if its config does not
+    fit its tensors.
+    """
     # transformers leaves random numbers in the place of tensors that are missing, and only warns.
     foreign = trust_remote_code and "auto_map" in checkpoint.config
     if not foreign:
         WeightMap(empty_model(checkpoint.config), checkpoint.tensors).check_fits(checkpoint)
     classes = auto_class(checkpoint.config)
     # Below 5.23 gemma2's default, torch's fused attention, leaves out its softcap without a word.
-    attention = {"attn_implementation": "eager"} if checkpoint.config.get("attn_logit_softcapping") else {}
+    attention = (
+        {"attn_implementation": "eager"} if checkpoint.config.get("attn_logit_softcapping") else {}
+    )
     with blaming(checkpoint.origin):
-        # The files of quantized sources hold something else than the model's tensors: these are read and handed over.
+        # The files of quantized sources hold something else than the model's tensors: these are
+        # read and handed over.
         if checkpoint.made_of:
             config = CONFIG_MAPPING[checkpoint.config["model_type"]].from_dict(checkpoint.config)
             tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
             model = classes._model_mapping[type(config)]
-            loaded = model.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype, **attention)
+            loaded = model.from_pretrained(
+                None, config=config, state_dict=tensors, dtype=dtype, **attention
+            )
         else:
             options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **attention}
             loaded = classes.from_pretrained(checkpoint.folder, **options)
-        # Some values of a config, such as more experts per token than there are, show only when it runs. Under FSDP,
-        # only the first process has weights.
+        # Some values of a config, such as more experts per token than there are, show only when it
+        # runs. Under FSDP, only the first process has weights.
         if not foreign and not any(parameter.is_meta for parameter in loaded.parameters()):
             with torch.no_grad():
                 loaded(torch.zeros(1, 4, dtype=torch.long, device=loaded.device))
         return loaded
 
 
-def _sources(model: Any, expected: dict[str, Tensor], names: Iterable[str]) -> dict[str, WeightSource]:
+def _sources(
+    model: Any, expected: dict[str, Tensor], names: Iterable[str]
+) -> dict[str, WeightSource]:
     """Map each parameter to its source. Raises InputError if stored tensors contradict each other."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    by_pattern = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
+    }
     gathered: dict[str, list[tuple[str, str | None]]] = {}
-    # In natural order, as transformers sorts them: converters stack experts in the order in which they come.
+    # In natural order, as transformers sorts them: converters stack experts in the order in which
+    # they come.
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
+        target, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, expected
+        )
         if target not in expected and name in expected:
-            target, pattern = name, None
+            target = name
+            pattern = None
         if target in expected:
             gathered.setdefault(target, []).append((name, pattern))
     sources = {}
@@ -177,7 +226,9 @@ def _sources(model: Any, expected: dict[str, Tensor], names: Iterable[str]) -> d
         stored = tuple(name for name, _ in parts)
         patterns = tuple(pattern for _, pattern in parts if pattern is not None)
         if not patterns and len(stored) > 1:
-            raise InputError(f"{len(stored)} stored tensors map to one parameter, {target}: {', '.join(stored)}")
+            raise InputError(
+                f"{len(stored)} stored tensors map to one parameter, {target}: {', '.join(stored)}"
+            )
         if patterns and len(patterns) < len(stored):
             raise InputError(f"{target} is stored both whole and in parts: {', '.join(stored[:4])}")
         converter = by_pattern[patterns[0]] if patterns else None
@@ -186,11 +237,13 @@ def _sources(model: Any, expected: dict[str, Tensor], names: Iterable[str]) -> d
 
 
 class Parameters:
-    """The tensors of ``model`` (on the meta device), read from a checkpoint with ``read``, whose tensors are ``names``.
+    """The tensors of ``model`` (on the meta device), read from a checkpoint with ``read``, whose
+    tensors are ``names``.
 
-    Parameters stay loaded until ``release``. ``teacher`` has the parameters of a model over the same files: what it has
-    loaded is shared, except parameters formed from stored tensors in ``changed``, for which ``read`` returns other
-    values. ``origins`` maps each name that ``read`` combines or renames to the teacher's stored tensors behind it.
+    Parameters stay loaded until ``release``. ``teacher`` has the parameters of a model over the
+    same files: what it has loaded is shared, except parameters formed from stored tensors in
+    ``changed``, for which ``read`` returns other values. ``origins`` maps each name that ``read``
+    combines or renames to the teacher's stored tensors behind it.
     """
 
     def __init__(
@@ -205,9 +258,12 @@ class Parameters:
         origins: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self.map = WeightMap(model, names)
-        self.read, self.device, self.dtype = read, device, dtype
+        self.read = read
+        self.device = device
+        self.dtype = dtype
         self._teacher = teacher if teacher is not None and teacher.dtype == dtype else None
-        self._changed, self._origins = changed, origins or {}
+        self._changed = changed
+        self._origins = origins or {}
         self._loaded: dict[WeightSource, dict[str, Tensor]] = {}
         self._tables: dict[str, Tensor] = {}
 
@@ -219,17 +275,23 @@ class Parameters:
         return {name.removeprefix(prefix): tensor for name, tensor in loaded.items()}
 
     def named(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The parameters ``names``, by name; a tied parameter is loaded from the one that it is tied to."""
+        """The parameters ``names``, by name; a tied parameter is loaded from the one that it is
+        tied to.
+        """
         sources = {name: self.map.source_of(name) for name in names}
         return {name: self._load(source)[source.target] for name, source in sources.items()}
 
     def rows(self, name: str, rows: Tensor) -> Tensor:
-        """The given ``rows [n]`` of a table ``[V, E]``. Of the table, only the stored tensor stays in memory."""
+        """The given ``rows [n]`` of a table ``[V, E]``. Of the table, only the stored tensor stays
+        in memory.
+        """
         if name not in self._tables:
             source = self.map.source_of(name)
             if source.converter is not None:
                 parts = ", ".join(source.names[:3])
-                raise InputError(f"{name} is stored in parts ({parts}); embeddings must be stored as one tensor")
+                raise InputError(
+                    f"{name} is stored in parts ({parts}); embeddings must be stored as one tensor"
+                )
             self._tables[name] = self.read(source.names[0])
         table = self._tables[name]
         return table[rows.to(table.device)].to(self.device, self.dtype)
@@ -240,15 +302,24 @@ class Parameters:
         self._tables.clear()
 
     def _load(self, source: WeightSource) -> dict[str, Tensor]:
-        """Load the parameters of ``source``, or share the teacher's if both are formed from the same stored tensors."""
+        """Load the parameters of ``source``, or share the teacher's if both are formed from the
+        same stored tensors.
+        """
         if source in self._loaded:
             return self._loaded[source]
-        # By names, not by contents: a stored tensor that the student renames or joins is still the teacher's.
+        # By names, not by contents: a stored tensor that the student renames or joins is still the
+        # teacher's.
         made_of = {origin for name in source.names for origin in self._origins.get(name, (name,))}
-        shares = self._teacher is not None and not any(name in self._changed for name in source.names)
-        for other, loaded in self._teacher._loaded.items() if self._teacher is not None and shares else ():
+        shares = self._teacher is not None and not any(
+            name in self._changed for name in source.names
+        )
+        for other, loaded in (
+            self._teacher._loaded.items() if self._teacher is not None and shares else ()
+        ):
             same = other.target == source.target and made_of == set(other.names)
-            if same and all(tensor.shape == self.map.expected[name].shape for name, tensor in loaded.items()):
+            if same and all(
+                tensor.shape == self.map.expected[name].shape for name, tensor in loaded.items()
+            ):
                 self._loaded[source] = loaded
                 return loaded
         self._loaded[source] = self.map.load(source, self.read, self.dtype, self.device)

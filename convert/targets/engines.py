@@ -1,7 +1,8 @@
 """The engines that can serve a converted model, and its cache size in them. Does not import torch.
 
-This file contains all facts about engines. Each row of ``ENGINES``, at the end, lists the source files that were read
-and the kinds of results that were run, and names the function that judges a result. ``tests/engines`` runs the engines.
+This file contains all facts about engines. Each row of ``ENGINES``, at the end, lists the source
+files that were read and the kinds of results that were run, and names the function that judges a
+result. ``tests/engines`` runs the engines.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,13 @@ from typing import Any, Literal
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import older_rope_keys
 from kvfold.convert.families.wrappers import WRAPPERS
-from kvfold.convert.targets.mla.config import EXPERT_TYPE, KERNEL_CACHES, KERNEL_HEADS, LatentTarget, cached_divisors
+from kvfold.convert.targets.mla.config import (
+    EXPERT_TYPE,
+    KERNEL_CACHES,
+    KERNEL_HEADS,
+    LatentTarget,
+    cached_divisors,
+)
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.own_code import needs_own_code
 from kvfold.convert.targets.same_family import cache_elements
@@ -27,12 +34,13 @@ _PLUGGED = ("gpt2", "gpt_neox", "opt")  # whose folds kvfold's plug-in registers
 class Result:
     """The properties of a converted model that matter to engines.
 
-    ``kind``: ``fold`` is GQA or MQA in the source's class, ``free`` and ``engine`` are the MLA layouts, and ``own``
-    includes its modeling code. A fold has ``kv_heads`` of ``head_dim`` dims. MLA has a ``split`` (R, P), ``divisors``
-    that are cached too, and stored ``heads`` with (unrotated, rotary, value) dims. ``family`` is the ``model_type`` of
-    a fold, or of the wrapper around a latent model. ``older_rope``: engines that do not read ``rope_parameters`` still
-    use the right ``rope_theta``. ``experts``: the result is a latent model with experts (Mistral4). ``kept``: weights
-    outside the attention are FP8 or MXFP4.
+    ``kind``: ``fold`` is GQA or MQA in the source's class, ``free`` and ``engine`` are the MLA
+    layouts, and ``own`` includes its modeling code. A fold has ``kv_heads`` of ``head_dim`` dims.
+    MLA has a ``split`` (R, P), ``divisors`` that are cached too, and stored ``heads`` with
+    (unrotated, rotary, value) dims. ``family`` is the ``model_type`` of a fold, or of the wrapper
+    around a latent model. ``older_rope``: engines that do not read ``rope_parameters`` still use
+    the right ``rope_theta``. ``experts``: the result is a latent model with experts (Mistral4).
+    ``kept``: weights outside the attention are FP8 or MXFP4.
     """
 
     kind: Literal["fold", "free", "engine", "own"]
@@ -53,33 +61,44 @@ class Result:
     def elements(self, ranks: int = 1) -> int:
         """KV-cache elements per token per layer on each of ``ranks`` tensor-parallel ranks.
 
-        Key/value heads are divided among the ranks, with at least one per rank; every rank caches the whole latent.
+        Key/value heads are divided among the ranks, with at least one per rank; every rank caches
+        the whole latent.
         """
         return sum(self.split) + self.divisors or 2 * -(-self.kv_heads // ranks) * self.head_dim
 
     def per_rank(self) -> dict[str, int]:
-        """``elements`` by number of ranks, for each number in ``RANKS`` that the heads can be divided among."""
+        """``elements`` by number of ranks, for each number in ``RANKS`` that the heads can be
+        divided among.
+        """
         possible = [ranks for ranks in RANKS if self.query_heads % ranks == 0]
         # Fewer key/value heads than ranks are repeated, as long as each rank gets a whole number.
-        whole = [ranks for ranks in possible if self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0]
+        whole = [
+            ranks for ranks in possible if self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0
+        ]
         return {str(ranks): self.elements(ranks) for ranks in whole}
 
 
 def folded_result(model: Model, kv_heads: int | None = None) -> Result:
     """The result of folding ``model`` to ``kv_heads`` key/value heads; by default ``model`` itself."""
-    size, family = model.geometry, model.family.model_type
+    size = model.geometry
+    family = model.family.model_type
     present = size.kv_heads if kv_heads is None else kv_heads
     if model.family.sizes.kv_heads is None:
         return Result("own", size.layers, size.heads, present, size.head_dim, family=family)
     # A fold is written with the older keys that its source lacks.
     older = _older_rope(family, {**model.config, **older_rope_keys(model.config)})
-    return Result("fold", size.layers, size.heads, present, size.head_dim, family=family, older_rope=older)
+    return Result(
+        "fold", size.layers, size.heads, present, size.head_dim, family=family, older_rope=older
+    )
 
 
 def _older_rope(family: str, config: Mapping[str, Any]) -> bool:
     """True if engines that ignore ``rope_parameters`` still rotate as transformers does."""
     table = config.get("rope_parameters")
-    assumed = family in ("llama", "mistral", "deepseek_v3") and table == {"rope_type": "default", "rope_theta": 10000.0}
+    assumed = family in ("llama", "mistral", "deepseek_v3") and table == {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+    }
     return not table or "rope_theta" in config or assumed
 
 
@@ -101,7 +120,9 @@ def latent_result_of(model: Model, target: LatentTarget) -> Result:
 
 
 def latent_result(config: Mapping[str, Any]) -> Result:
-    """The result described by the ``config.json`` of a latent model or of a wrapper around a latent model."""
+    """The result described by the ``config.json`` of a latent model or of a wrapper around a latent
+    model.
+    """
     if (wrapper := config["model_type"]) in WRAPPERS:
         return replace(latent_result(config["text_config"]), family=wrapper)
     nope, rope, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
@@ -134,12 +155,13 @@ class Way:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine with its version, the function that judges results, and the kinds of results that were run.
+    """An engine with its version, the function that judges results, and the kinds of results that
+    were run.
 
-    ``ask`` returns the answer for a result. A run compared greedy tokens with those from transformers in float32.
-    ``ran`` lists the kinds that were run (folds only with llama, so for other families they count as not run),
-    ``ran_experts`` those run for a model with experts. ``kept`` replaces a positive answer if weights outside the
-    attention are quantized.
+    ``ask`` returns the answer for a result. A run compared greedy tokens with those from
+    transformers in float32. ``ran`` lists the kinds that were run (folds only with llama, so for
+    other families they count as not run), ``ran_experts`` those run for a model with experts.
+    ``kept`` replaces a positive answer if weights outside the attention are quantized.
     """
 
     name: str
@@ -150,7 +172,9 @@ class Engine:
     kept: Way | None = None
 
     def way(self, result: Result) -> Way:
-        """The answer for ``result``. Only transformers was tested with everything that kvfold writes."""
+        """The answer for ``result``. Only transformers was tested with everything that kvfold
+        writes.
+        """
         if self.ask is not _transformers:
             plugged = self.ask is _vllm and result.family in _PLUGGED and not any(result.split)
             if result.kind == "own" and not plugged:
@@ -165,9 +189,9 @@ class Engine:
 class Verdict:
     """An engine's answer for a result, as reported to users.
 
-    ``cache``: elements per token per layer on one device. ``how``: notes on serving the result, or the reason why the
-    engine cannot; ``instead``: options of ``kvfold convert`` for a result that it can serve. ``ran``: confirmed by a
-    run with this version.
+    ``cache``: elements per token per layer on one device. ``how``: notes on serving the result, or
+    the reason why the engine cannot; ``instead``: options of ``kvfold convert`` for a result that
+    it can serve. ``ran``: confirmed by a run with this version.
     """
 
     engine: str
@@ -181,40 +205,67 @@ class Verdict:
     def to_text(self) -> str:
         """The verdict in one line, for the summary and the model card."""
         if not self.serves:
-            return f"{self.engine}: no, {self.how}" + (f"; instead: {self.instead}" if self.instead else "")
-        notes = [*([] if self.ran else ["according to its source code, not tested"]), *([self.how] if self.how else [])]
+            return f"{self.engine}: no, {self.how}" + (
+                f"; instead: {self.instead}" if self.instead else ""
+            )
+        notes = [
+            *([] if self.ran else ["according to its source code, not tested"]),
+            *([self.how] if self.how else []),
+        ]
         return ", ".join([f"{self.engine}: yes", *notes])
 
 
 def verdicts(result: Result, alternatives: Mapping[str, Result] | None = None) -> list[Verdict]:
-    """Every engine's answer for ``result``; ``alternatives`` are other results by their options, the best first."""
+    """Every engine's answer for ``result``; ``alternatives`` are other results by their options,
+    the best first.
+    """
     made = []
     for engine in ENGINES:
-        way, runs = engine.way(result), engine.ran_experts if result.experts else engine.ran
+        way = engine.way(result)
+        runs = engine.ran_experts if result.experts else engine.ran
         # A result with a larger cache is not what was asked for.
         smaller = {
-            options: other for options, other in (alternatives or {}).items() if other.elements() <= result.elements()
+            options: other
+            for options, other in (alternatives or {}).items()
+            if other.elements() <= result.elements()
         }
         others = (options for options, other in smaller.items() if engine.way(other).serves)
         cache, instead = (result.elements(), None) if way.serves else (None, next(others, None))
-        ran = result.kind in runs and (result.kind == "own" or result.family in ("", "llama")) and not way.read
+        ran = (
+            result.kind in runs
+            and (result.kind == "own" or result.family in ("", "llama"))
+            and not way.read
+        )
         made.append(Verdict(engine.name, engine.version, way.serves, cache, way.how, instead, ran))
     return made
 
 
 def served_text(answers: Sequence[Verdict]) -> str:
-    """One line with the engines that serve a result, those that do not, and an asterisk for what was not run."""
+    """One line with the engines that serve a result, those that do not, and an asterisk for what
+    was not run.
+    """
     served = [each.engine + "*" * (not each.ran) for each in answers if each.serves]
     others = [each.engine for each in answers if not each.serves]
-    note = " (*: according to its source code, not run)" if any(name.endswith("*") for name in served) else ""
-    return f"served by {', '.join(served)}{note}" + (f"; not by {', '.join(others)}" if others else "")
+    note = (
+        " (*: according to its source code, not run)"
+        if any(name.endswith("*") for name in served)
+        else ""
+    )
+    return f"served by {', '.join(served)}{note}" + (
+        f"; not by {', '.join(others)}" if others else ""
+    )
 
 
 def alternatives(model: Model, target: LatentTarget | None = None) -> dict[str, Result]:
-    """Other results for ``model``, by their options: ``target`` in layout ``engine``, `proposals`, and MQA."""
+    """Other results for ``model``, by their options: ``target`` in layout ``engine``, `proposals`,
+    and MQA.
+    """
     same = [] if target is None else [replace(target, layout="engine")]
     possible = [each for each in same if not latent_problems(model, each, allow_growth=True)]
-    results = {latent_options(each): latent_result_of(model, each) for each in [*possible, *proposals(model)]}
+    results = {
+        latent_options(each): latent_result_of(model, each)
+        for each in [*possible, *proposals(model)]
+    }
     fold = {"--to mqa": folded_result(model, 1)} if model.geometry.kv_heads > 1 else {}
     return results | fold
 
@@ -227,32 +278,46 @@ def proposals(
     return [target for target in targets if not latent_problems(model, target)]
 
 
-def budgets(model: Model, layout: Literal["free", "engine", "kvfold"] | None = None) -> list[LatentTarget]:
-    """MLA caches of about a half, a third, a quarter and an eighth of the model's, except those of `proposals`.
+def budgets(
+    model: Model, layout: Literal["free", "engine", "kvfold"] | None = None
+) -> list[LatentTarget]:
+    """MLA caches of about a half, a third, a quarter and an eighth of the model's, except those of
+    `proposals`.
 
-    Each is a target in ``layout``, by default that of a conversion, with one of the splits that ``--budget`` chooses
-    from; those that the layout cannot express are left out.
+    Each is a target in ``layout``, by default that of a conversion, with one of the splits that
+    ``--budget`` chooses from; those that the layout cannot express are left out.
     """
     stored = layout or ("kvfold" if needs_own_code(model) else "free")
     rope = 2 if model.geometry.rotary_dims else 0
     sizes = (cache_elements(model.geometry) // part for part in _PARTS)
-    targets = [LatentTarget(size - rope, rope, layout=stored) for size in sizes if size not in KERNEL_CACHES]
+    targets = [
+        LatentTarget(size - rope, rope, layout=stored)
+        for size in sizes
+        if size not in KERNEL_CACHES
+    ]
     return [target for target in targets if not latent_problems(model, target)]
 
 
 def latent_options(target: LatentTarget) -> str:
     """The options of ``kvfold convert`` that produce ``target``."""
-    options = f"--to mla --kv-rank {target.kv_rank} --rope-dim {target.rope_dim} --layout {target.layout}"
+    options = (
+        f"--to mla --kv-rank {target.kv_rank} --rope-dim {target.rope_dim} --layout {target.layout}"
+    )
     return options if target.q_rank is None else f"{options} --q-rank {target.q_rank}"
 
 
 def _transformers(result: Result) -> Way:
     if result.kind == "own":
-        return Way(True, "with trust_remote_code=True, or without it after kvfold.attention.register_models()")
+        return Way(
+            True,
+            "with trust_remote_code=True, or without it after kvfold.attention.register_models()",
+        )
     absorb = "kvfold.attention.absorb(model) decodes over the latent cache"
     if result.experts:
         return Way(True, f"version 5.17 or later, as Mistral4ForCausalLM; {absorb}")
-    return Way(True, {"fold": "", "free": f"version 5.17 or later; {absorb}"}.get(result.kind, absorb))
+    return Way(
+        True, {"fold": "", "free": f"version 5.17 or later; {absorb}"}.get(result.kind, absorb)
+    )
 
 
 def _vllm(result: Result) -> Way:
@@ -262,18 +327,37 @@ def _vllm(result: Result) -> Way:
         return Way(True)
     sizes = f"{', '.join(map(str, KERNEL_CACHES[:-1]))} or {KERNEL_CACHES[-1]}"
     if result.elements() not in KERNEL_CACHES:
-        return Way(False, f"its MLA kernels support {sizes} cached elements, but this model has {result.elements()}")
+        return Way(
+            False,
+            f"its MLA kernels support {sizes} cached elements, but this model has"
+            f" {result.elements()}",
+        )
     if result.experts and result.kind == "free":
-        return Way(False, "it divides by the width of the shared expert, which is 0 here (SIGFPE on CPUs)")
-    # Its own classes read DeepSeek models only; others run through transformers' code, with MLA kernels.
-    backend = "through its Transformers backend, " if result.experts or result.kind == "free" else ""
-    # The kernel for CPUs takes this one cache size, with heads of any size; those for GPUs are picky about heads.
+        return Way(
+            False, "it divides by the width of the shared expert, which is 0 here (SIGFPE on CPUs)"
+        )
+    # Its own classes read DeepSeek models only; others run through transformers' code, with MLA
+    # kernels.
+    backend = (
+        "through its Transformers backend, " if result.experts or result.kind == "free" else ""
+    )
+    # The kernel for CPUs takes this one cache size, with heads of any size; those for GPUs are
+    # picky about heads.
     on_cpu = result.split == (512, 64)
     if result.heads in KERNEL_HEADS:
-        where = "on CPUs with AMX, float32 needs --attention-backend CPU_MLA" if on_cpu else "on GPUs only"
+        where = (
+            "on CPUs with AMX, float32 needs --attention-backend CPU_MLA"
+            if on_cpu
+            else "on GPUs only"
+        )
         return Way(True, f"{backend}{where}", read=not on_cpu)
-    *known, present = (f"{nope}+{rope}/{value}" for nope, rope, value in (*KERNEL_HEADS, result.heads))
-    heads = f"on GPUs its MLA prefill supports head dims {', '.join(known)}, but this model has {present}"
+    *known, present = (
+        f"{nope}+{rope}/{value}" for nope, rope, value in (*KERNEL_HEADS, result.heads)
+    )
+    heads = (
+        f"on GPUs its MLA prefill supports head dims {', '.join(known)}, but this model has"
+        f" {present}"
+    )
     if on_cpu:
         return Way(True, f"{backend}on CPUs only: {heads}")
     return Way(False, heads)
@@ -284,28 +368,53 @@ def _sglang(result: Result) -> Way:
     if result.experts or result.kind == "free":
         missing = "Mistral4" if result.experts else "Youtu"
     if missing:
-        return Way(False, f"it has no {missing} model class, and its fallback to transformers code was not tested")
+        return Way(
+            False,
+            f"it has no {missing} model class, and its fallback to transformers code was not"
+            " tested",
+        )
     if result.family in ("phi", "olmo") and result.kv_heads != result.query_heads:
-        return Way(False, f"it assumes that {result.family} models have as many key/value heads as query heads")
-    return Way(True, "" if result.kind == "fold" else "the sizes that its kernels support are not known")
+        return Way(
+            False,
+            f"it assumes that {result.family} models have as many key/value heads as query heads",
+        )
+    return Way(
+        True, "" if result.kind == "fold" else "the sizes that its kernels support are not known"
+    )
 
 
 def _llama_cpp(result: Result) -> Way:
     if result.kind == "fold" and result.family == "phi" and result.kv_heads != result.query_heads:
-        return Way(False, "its converter assumes that Phi models have as many key/value heads as query heads")
+        return Way(
+            False,
+            "its converter assumes that Phi models have as many key/value heads as query heads",
+        )
     if result.kind == "fold":
         return Way(True, "if its converter supports the tokenizer")
     if result.kind == "free":
-        converter = "its converter lacks Mistral4ForCausalLM, and ggml fails on a shared expert of width 0"
-        return Way(False, converter if result.experts else "it rejects attention biases (wrong number of tensors)")
+        converter = (
+            "its converter lacks Mistral4ForCausalLM, and ggml fails on a shared expert of width 0"
+        )
+        return Way(
+            False,
+            (
+                converter
+                if result.experts
+                else "it rejects attention biases (wrong number of tensors)"
+            ),
+        )
     # It takes models of these sizes for a DeepSeek-V2-Lite, whose queries have no latent.
     lite = result.layers in (26, 27) or (result.layers, result.vocabulary) == (48, 128256)
     if lite and result.q_rank is not None:
-        return Way(False, f"it assumes that models with {result.layers} layers have no query latent")
+        return Way(
+            False, f"it assumes that models with {result.layers} layers have no query latent"
+        )
     # Its converter looks these keys up without a default, or knows the class by another name.
     edits = [] if result.q_rank is not None or lite else ['"q_lora_rank": 0']
     edits += ['"architectures": ["Mistral3ForConditionalGeneration"]'] if result.experts else []
-    edit = f"with {' and '.join(edits)} in the config.json that its converter reads" if edits else ""
+    edit = (
+        f"with {' and '.join(edits)} in the config.json that its converter reads" if edits else ""
+    )
     return Way(True, ", ".join(filter(None, [edit, "BPE tokenizers only"])))
 
 
@@ -317,27 +426,43 @@ def _mlx_lm(result: Result) -> Way:
     if result.family == "olmo":
         return Way(False, "it supports only the older OLMo checkpoints (hf_olmo)")
     if not result.older_rope:
-        return Way(False, 'it ignores "rope_parameters", the only place of "rope_theta" in config.json')
+        return Way(
+            False, 'it ignores "rope_parameters", the only place of "rope_theta" in config.json'
+        )
     return Way(True)
 
 
 ENGINES = (
-    # models/youtu/modeling_youtu.py, models/deepseek_v3/modeling_deepseek_v3.py, models/mistral4/modeling_mistral4.py
-    Engine("transformers", "5.23.0", _transformers, ("fold", "free", "engine", "own"), ("free", "engine")),
+    # models/youtu/modeling_youtu.py, models/deepseek_v3/modeling_deepseek_v3.py,
+    # models/mistral4/modeling_mistral4.py
+    Engine(
+        "transformers",
+        "5.23.0",
+        _transformers,
+        ("fold", "free", "engine", "own"),
+        ("free", "engine"),
+    ),
     # model_executor/layers/attention/mla_attention.py (sizes of the cache),
     # v1/attention/backends/mla/prefill/flash_attn.py (sizes of heads),
     # v1/attention/backends/mla/cpu_mla.py and amx_mla.py (512+64 only),
-    # model_executor/models/transformers/base.py (layout free), moe.py and fusers/moe.py in that folder (experts),
-    # fusers/attention.py there (layout kvfold)
+    # model_executor/models/transformers/base.py (layout free), moe.py and fusers/moe.py in that
+    # folder (experts), fusers/attention.py there (layout kvfold)
     Engine("vLLM", "0.32.0", _vllm, ("fold", "free", "engine", "own"), ("free", "engine")),
     # srt/models/deepseek_v2.py (config keys), EntryClass of srt/models/*.py (classes of folds),
-    # srt/models/phi.py and olmo.py (key/value heads), srt/model_loader/utils.py (the way to transformers' code)
-    Engine("SGLang", "0.5.23", _sglang, kept=Way(False, "not tested with FP8 weights and dense attention")),
-    # conversion/deepseek.py, conversion/phi.py (key/value heads), src/models/deepseek2.cpp (query rank),
-    # src/llama-model.cpp (number of tensors), conversion/mistral3.py and src/models/mistral4.cpp (experts)
+    # srt/models/phi.py and olmo.py (key/value heads), srt/model_loader/utils.py (the way to
+    # transformers' code)
+    Engine(
+        "SGLang",
+        "0.5.23",
+        _sglang,
+        kept=Way(False, "not tested with FP8 weights and dense attention"),
+    ),
+    # conversion/deepseek.py, conversion/phi.py (key/value heads), src/models/deepseek2.cpp (query
+    # rank), src/llama-model.cpp (number of tensors), conversion/mistral3.py and
+    # src/models/mistral4.cpp (experts)
     Engine("llama.cpp", "b11739", _llama_cpp, ("fold", "free", "engine"), ("free", "engine")),
-    # utils.py (model types), models/deepseek_v3.py, models/llama.py (rope_theta), models/olmo.py (config keys),
-    # models/mistral4.py (shared experts)
+    # utils.py (model types), models/deepseek_v3.py, models/llama.py (rope_theta), models/olmo.py
+    # (config keys), models/mistral4.py (shared experts)
     Engine(
         "mlx-lm",
         "0.32.2",
@@ -345,7 +470,9 @@ ENGINES = (
         ("fold", "free", "engine"),
         ("free", "engine"),
         Way(
-            False, "it rejects FP8 scales in GQA and MQA models, and supports only FP8 blocks of 128 in DeepSeek models"
+            False,
+            "it rejects FP8 scales in GQA and MQA models, and supports only FP8 blocks of 128 in"
+            " DeepSeek models",
         ),
     ),
 )

@@ -1,10 +1,12 @@
-"""Layout ``kvfold``: the source's model with other attention modules, whose code is included in the checkpoint.
+"""Layout ``kvfold``: the source's model with other attention modules, whose code is included in the
+checkpoint.
 
-It is for models that no stock class can express. ``config.json`` is the source's, with model type ``kvfold_...`` and a
-block ``kvfold`` that describes the attention (`own_config` builds all of it); the code is
-``attention/checkpoints/modeling_kvfold.py``. Its attention has separate linear layers for queries, keys, values and
-output, even if the source fuses them, and rotates half-split heads by frequencies listed in the config. The variants
-are grouped attention and latent attention, which has norms on queries and keys if the source has them.
+It is for models that no stock class can express. ``config.json`` is the source's, with model type
+``kvfold_...`` and a block ``kvfold`` that describes the attention (`own_config` builds all of it);
+the code is ``attention/checkpoints/modeling_kvfold.py``. Its attention has separate linear layers
+for queries, keys, values and output, even if the source fuses them, and rotates half-split heads by
+frequencies listed in the config. The variants are grouped attention and latent attention, which has
+norms on queries and keys if the source has them.
 """
 
 import re
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
 CODE = "kvfold.attention.checkpoints.modeling_kvfold"
 BLOCK = "kvfold"  # the key of config.json that says what the attention is like
 _PREFIX = "kvfold_"  # of model types
-LATENT, NORMED = "latent", "normed_latent"  # variants
+# variants
+LATENT = "latent"
+NORMED = "normed_latent"
 
 
 def needs_own_code(model: Model) -> bool:
@@ -47,12 +51,16 @@ def source_type(config: Mapping[str, Any]) -> str | None:
     return kind.removeprefix(_PREFIX) if kind.startswith(_PREFIX) else None
 
 
-def own_folded_layout(source: Model, checkpoint: Checkpoint, kv_heads: int, dtype: str | None) -> TargetLayout:
-    """The layout of ``source`` with ``kv_heads`` key/value heads in kvfold's attention modules, stored as ``dtype``.
+def own_folded_layout(
+    source: Model, checkpoint: Checkpoint, kv_heads: int, dtype: str | None
+) -> TargetLayout:
+    """The layout of ``source`` with ``kv_heads`` key/value heads in kvfold's attention modules,
+    stored as ``dtype``.
 
     Raises InputError if the rotary frequencies depend on the length of the text.
     """
-    # Families of this layout rotate all their layers alike, so the first layer's frequencies describe the model.
+    # Families of this layout rotate all their layers alike, so the first layer's frequencies
+    # describe the model.
     frequencies, amplitude = source.frequencies(0)
     facts: dict[str, Any] = {
         "variant": "grouped",
@@ -85,14 +93,20 @@ def own_folded_layout(source: Model, checkpoint: Checkpoint, kv_heads: int, dtyp
 
 
 def own_latent_layout(
-    source: Model, checkpoint: Checkpoint, target: LatentTarget, theta: Sequence[Sequence[float]], dtype: str | None
+    source: Model,
+    checkpoint: Checkpoint,
+    target: LatentTarget,
+    theta: Sequence[Sequence[float]],
+    dtype: str | None,
 ) -> TargetLayout:
-    """The layout of ``source`` with latent attention in kvfold's modules; ``theta [layers][P/2]``: rotary frequencies.
+    """The layout of ``source`` with latent attention in kvfold's modules; ``theta [layers][P/2]``:
+    rotary frequencies.
 
-    The cache takes ``target.kv_rank + target.rope_dim`` elements per token per layer, plus `cached_divisors` (divisors
-    of norms) if the source normalizes queries and keys.
+    The cache takes ``target.kv_rank + target.rope_dim`` elements per token per layer, plus
+    `cached_divisors` (divisors of norms) if the source normalizes queries and keys.
     """
-    norm, divisors = source.qk_norm, cached_divisors(source, target)
+    norm = source.qk_norm
+    divisors = cached_divisors(source, target)
     facts: dict[str, Any] = {
         "variant": LATENT if norm is None else NORMED,
         "kv_rank": target.kv_rank,
@@ -103,7 +117,12 @@ def own_latent_layout(
     if norm is not None:
         # `flat` norms act on all heads at once; the gain of a norm is its weight plus `offset`.
         eps = float(evaluate(norm.eps, source.values))
-        described = {"kind": norm.kind, "flat": norm.extent == "flat", "eps": eps, "offset": norm.offset}
+        described = {
+            "kind": norm.kind,
+            "flat": norm.extent == "flat",
+            "eps": eps,
+            "offset": norm.offset,
+        }
         facts |= {"kv_heads": source.geometry.kv_heads, "norm": described}
     layers = range(source.geometry.layers)
     shapes = [latent_shapes(source, layer, target.kv_rank, target.rope_dim) for layer in layers]
@@ -131,22 +150,34 @@ def own_config(
     dtype: str | None,
     theta: Sequence[Sequence[float]] = (),
 ) -> dict[str, Any]:
-    """Build ``config.json``; ``facts`` are the entries of the block ``kvfold`` that depend on the variant.
+    """Build ``config.json``; ``facts`` are the entries of the block ``kvfold`` that depend on the
+    variant.
 
-    ``theta [layers][P/2]``: each layer's frequencies, if they may differ. Raises ValueError for an unsupported family.
+    ``theta [layers][P/2]``: each layer's frequencies, if they may differ. Raises ValueError for an
+    unsupported family.
     """
-    family, size, file = source.family, source.geometry, CODE.rpartition(".")[2]
+    family = source.family
+    size = source.geometry
+    file = CODE.rpartition(".")[2]
     if family.model_type not in SOURCES:
         raise ValueError(f"layout kvfold does not support model_type {family.model_type!r}")
     attention_class, classes = family.stock_classes
     layers: list[dict[str, Any]] = []
     for layer in source.layers:
-        layers.append({"scale": layer.scale, "sliding_window": layer.window, "softcap": layer.softcap})
+        layers.append(
+            {"scale": layer.scale, "sliding_window": layer.window, "softcap": layer.softcap}
+        )
         if theta:
             layers[-1]["frequencies"] = list(theta[layer.index])
     # Facts that all layers share stand once, so that configs of uniform models stay short.
-    shared = {name: value for name, value in layers[0].items() if all(each[name] == value for each in layers)}
-    differing = [{name: value for name, value in each.items() if name not in shared} for each in layers]
+    shared = {
+        name: value
+        for name, value in layers[0].items()
+        if all(each[name] == value for each in layers)
+    }
+    differing = [
+        {name: value for name, value in each.items() if name not in shared} for each in layers
+    ]
     block = {
         **facts,
         "replaces": attention_class,
@@ -159,7 +190,9 @@ def own_config(
         **({"layers": differing} if differing[0] else {}),
     }
     # Auto classes of the source that its config names keep their heads; most checkpoints name one.
-    stated = [name for name in checkpoint.config.get("architectures") or () if name in classes.values()]
+    stated = [
+        name for name in checkpoint.config.get("architectures") or () if name in classes.values()
+    ]
     changes = {
         "model_type": f"{_PREFIX}{family.model_type}",
         "architectures": [f"Kvfold{name}" for name in stated or [family.architecture]],
@@ -184,9 +217,14 @@ def grouped_model(source: Model, kv_heads: int) -> Model:
 
 
 def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, Shape]:
-    """The shapes of the attention tensors in ``layer`` for ``rank`` latent channels and ``rope`` dims, by name."""
-    size, module = source.geometry, source.family.attention.place(layer)
-    width, heads, dim = size.model_dim, size.heads, size.head_dim
+    """The shapes of the attention tensors in ``layer`` for ``rank`` latent channels and ``rope``
+    dims, by name.
+    """
+    size = source.geometry
+    module = source.family.attention.place(layer)
+    width = size.model_dim
+    heads = size.heads
+    dim = size.head_dim
     # Kept norms act on whole queries, so their rotary part is a map of the normalized query.
     queries = heads * dim if source.qk_norm is not None else heads * (dim + rope)
     shapes: dict[str, Shape] = {
@@ -202,7 +240,11 @@ def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, 
         shapes["q_proj.bias"] = (queries,)
     if source.qk_norm is not None:
         keys = size.kv_heads * dim
-        shapes |= {"q_norm.weight": (heads, dim), "k_proj.weight": (keys, width), "k_up_proj.bias": (heads * dim,)}
+        shapes |= {
+            "q_norm.weight": (heads, dim),
+            "k_proj.weight": (keys, width),
+            "k_up_proj.bias": (heads * dim,),
+        }
         if rope:
             shapes["q_rope_proj.weight"] = (heads * rope, dim)
         if "k" in source.biased:
@@ -215,14 +257,20 @@ def _latent_tensors(source: Model, layer: int, latent: "LatentWeights") -> dict[
     import torch
 
     down_bias = latent.down.new_zeros(latent.rank) if latent.down_bias is None else latent.down_bias
-    rope_bias = latent.down.new_zeros(latent.rope_dim) if latent.rope_key_bias is None else latent.rope_key_bias
+    rope_bias = (
+        latent.down.new_zeros(latent.rope_dim)
+        if latent.rope_key_bias is None
+        else latent.rope_key_bias
+    )
     tensors = {
         "kv_down_proj.weight": torch.cat([latent.down, latent.rope_key]),
         "kv_down_proj.bias": torch.cat([down_bias, rope_bias]),
         "k_up_proj.weight": latent.uk.flatten(0, 1),
         "v_up_proj.weight": latent.uv.flatten(0, 1),
         "o_proj.weight": latent.o.flatten(1),
-        "o_proj.bias": latent.o.new_zeros(latent.down.shape[1]) if latent.o_bias is None else latent.o_bias,
+        "o_proj.bias": (
+            latent.o.new_zeros(latent.down.shape[1]) if latent.o_bias is None else latent.o_bias
+        ),
     }
     if (norms := latent.norms) is not None:
         tensors |= {
@@ -238,7 +286,9 @@ def _latent_tensors(source: Model, layer: int, latent: "LatentWeights") -> dict[
     else:
         tensors["q_proj.weight"] = torch.cat([latent.q_nope, latent.q_rope], 1).flatten(0, 1)
         if latent.q_nope_bias is not None and latent.q_rope_bias is not None:
-            tensors["q_proj.bias"] = torch.cat([latent.q_nope_bias, latent.q_rope_bias], 1).flatten()
+            tensors["q_proj.bias"] = torch.cat(
+                [latent.q_nope_bias, latent.q_rope_bias], 1
+            ).flatten()
     module = source.family.attention.place(layer)
     return {f"{module}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
 
@@ -246,12 +296,14 @@ def _latent_tensors(source: Model, layer: int, latent: "LatentWeights") -> dict[
 def _output_tensors(
     source: Model, checkpoint: Checkpoint, shapes: Sequence[Mapping[str, Shape]], dtype: str | None
 ) -> tuple[OutputTensor, ...]:
-    """The output tensors in the source's order, with the new attention of each layer in place of the old.
+    """The output tensors in the source's order, with the new attention of each layer in place of
+    the old.
 
     Buffers of the old attention (causal masks, frequencies) are dropped.
     """
     computed = output_dtype(checkpoint.tensors[source.attention_names(0)[0]].dtype, dtype)
-    # Modules are replaced whole: what the source keeps in them besides weights has no place in the new ones.
+    # Modules are replaced whole: what the source keeps in them besides weights has no place in the
+    # new ones.
     inner = f"{source.family.attention.module}."
     pattern = re.compile(re.escape(inner).replace(r"\{layer\}", r"(\d+)"))
     tensors: list[OutputTensor] = []
@@ -259,8 +311,12 @@ def _output_tensors(
     for info in checkpoint.tensors.values():
         inside = pattern.match(info.name)
         if inside is None:
-            tensors.append(OutputTensor(info.name, output_dtype(info.dtype, dtype), info.shape, info.name))
+            tensors.append(
+                OutputTensor(info.name, output_dtype(info.dtype, dtype), info.shape, info.name)
+            )
         elif (layer := int(inside[1])) not in made:
             made.add(layer)
-            tensors += [OutputTensor(name, computed, shape, None) for name, shape in shapes[layer].items()]
+            tensors += [
+                OutputTensor(name, computed, shape, None) for name, shape in shapes[layer].items()
+            ]
     return tuple(tensors)

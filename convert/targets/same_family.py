@@ -17,18 +17,28 @@ if TYPE_CHECKING:
 
 
 def folded_layout(
-    source: Model, checkpoint: Checkpoint, kv_heads: int, *, roles: Collection[Role], dtype: str | None
+    source: Model,
+    checkpoint: Checkpoint,
+    kv_heads: int,
+    *,
+    roles: Collection[Role],
+    dtype: str | None,
 ) -> TargetLayout:
-    """The layout of ``source`` with ``kv_heads`` key/value heads; ``roles`` are the projections that change."""
+    """The layout of ``source`` with ``kv_heads`` key/value heads; ``roles`` are the projections
+    that change.
+    """
     key = source.family.sizes.kv_heads
     assert key is not None  # layout kvfold is for the families whose class does not share heads
     changes: dict[str, Any] = {source.values.stated(key)[0]: kv_heads}
     target = Model(source.family, {**source.config, **changes}, source.tower)
-    # Only the keys that change are edited: other readers need the older spellings that a round trip would drop.
+    # Only the keys that change are edited: other readers need the older spellings that a round trip
+    # would drop.
     if source.tower is None:
         # mlx-lm and others read the rotary embedding only in the spelling of before transformers 5.
         changes |= older_rope_keys(checkpoint.config)
-    elif text := checkpoint.config.get("text_config"):  # some wrappers were flat before transformers 5
+    elif text := checkpoint.config.get(
+        "text_config"
+    ):  # some wrappers were flat before transformers 5
         changes = {"text_config": {**text, **changes}}
     config = {**checkpoint.config, **changes}
     if dtype is not None:
@@ -49,11 +59,15 @@ def folded_layout(
         return write_layer(target, layer, weights, roles)
 
     kind = attention_label(target.geometry.heads, kv_heads)
-    return TargetLayout(kind, config, tuple(tensors), layers, cache_elements(target.geometry), encode)
+    return TargetLayout(
+        kind, config, tuple(tensors), layers, cache_elements(target.geometry), encode
+    )
 
 
 def cache_elements(geometry: Geometry) -> int:
-    """KV-cache elements per token per layer: the dims of one key and one value for every key/value head."""
+    """KV-cache elements per token per layer: the dims of one key and one value for every key/value
+    head.
+    """
     return 2 * geometry.kv_heads * geometry.head_dim
 
 

@@ -1,1 +1,3 @@
-"""Calibration and evaluation text: reading documents, tokenizing them and cutting them into sequences."""
+"""Calibration and evaluation text: reading documents, tokenizing them and cutting them into
+sequences.
+"""

@@ -1,9 +1,10 @@
-"""Calibration text sampled from the model itself: dialogues of a chat model, or text that follows its BOS token.
+"""Calibration text sampled from the model itself: dialogues of a chat model, or text that follows
+its BOS token.
 
-Sequences are sampled at temperature 1, so they follow the model's own distribution (arXiv 2410.09982 recovers pruned
-models with such text). After the start of its chat template a model writes the user's turn (Magpie, arXiv 2406.08464);
-the template is completed after it and after the reply. Sampling continues after an EOS token, because training text is
-packed in the same way.
+Sequences are sampled at temperature 1, so they follow the model's own distribution (arXiv
+2410.09982 recovers pruned models with such text). After the start of its chat template a model
+writes the user's turn (Magpie, arXiv 2406.08464); the template is completed after it and after the
+reply. Sampling continues after an EOS token, because training text is packed in the same way.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,14 +18,17 @@ from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.request import SELF_TOKENS
 from kvfold.convert.text.tokenizer import render
 
-_USER, _REPLY = "kvfold-user", "kvfold-reply"
+_USER = "kvfold-user"
+_REPLY = "kvfold-reply"
 
 
 @dataclass(frozen=True)
 class Turns:
-    """The tokens ``start`` of every sequence, and those that end a user's turn and begin the reply, and end the reply.
+    """The tokens ``start`` of every sequence, and those that end a user's turn and begin the reply,
+    and end the reply.
 
-    The last two are empty where turns do not end with a special token: the model then writes its template itself.
+    The last two are empty where turns do not end with a special token: the model then writes its
+    template itself.
     """
 
     start: list[int]
@@ -33,7 +37,9 @@ class Turns:
 
 
 def turns_of(tokenizer: Any, model: str) -> Turns:
-    """The turns of the tokenizer's chat template; without one, BOS alone. Raises InputError if there is no BOS."""
+    """The turns of the tokenizer's chat template; without one, BOS alone. Raises InputError if
+    there is no BOS.
+    """
     if getattr(tokenizer, "chat_template", None) is not None:
         try:
             messages: list[Mapping[str, Any]] = [
@@ -42,13 +48,22 @@ def turns_of(tokenizer: Any, model: str) -> Turns:
             ]
             start, found, rest = render(tokenizer, messages).partition(_USER)
             pieces = start, *rest.split(_REPLY)
-            tokens: list[list[int]] = [tokenizer(each, add_special_tokens=False)["input_ids"] for each in pieces]
+            tokens: list[list[int]] = [
+                tokenizer(each, add_special_tokens=False)["input_ids"] for each in pieces
+            ]
             if found and tokens[0]:
-                ends = [each[0] for each in tokens[1:3] if each and each[0] in tokenizer.all_special_ids]
-                return Turns(tokens[0], *map(tuple, tokens[1:3])) if len(ends) == 2 else Turns(tokens[0])
+                ends = [
+                    each[0] for each in tokens[1:3] if each and each[0] in tokenizer.all_special_ids
+                ]
+                return (
+                    Turns(tokens[0], *map(tuple, tokens[1:3]))
+                    if len(ends) == 2
+                    else Turns(tokens[0])
+                )
         except InputError:
             raise
-        except Exception:  # templates are code of the checkpoint's author: they refuse such a message, raise anything
+        # templates are code of the checkpoint's author: they refuse such a message, raise anything
+        except Exception:
             pass
     if tokenizer.bos_token_id is not None:
         return Turns([int(tokenizer.bos_token_id)])
@@ -58,29 +73,44 @@ def turns_of(tokenizer: Any, model: str) -> Turns:
 
 @torch.no_grad()
 def write_sequences(
-    model: Any, turns: Turns, count: int, length: int, seed: int, advance: Callable[[int], None] = lambda _: None
+    model: Any,
+    turns: Turns,
+    count: int,
+    length: int,
+    seed: int,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> Tensor:
-    """Sample ``count`` sequences of ``length`` tokens from a transformers ``model``; returns ``[count, length]``.
+    """Sample ``count`` sequences of ``length`` tokens from a transformers ``model``; returns
+    ``[count, length]``.
 
-    Every sequence begins with ``turns.start``. Equal seeds produce equal text. ``advance`` is called with the number of
-    tokens written in each step. Raises InputError if the model's predictions are not finite.
+    Every sequence begins with ``turns.start``. Equal seeds produce equal text. ``advance`` is
+    called with the number of tokens written in each step. Raises InputError if the model's
+    predictions are not finite.
     """
     # On the CPU, so that the device does not change what is drawn.
     generator = torch.Generator().manual_seed(seed)
-    written, at_once = [], max(1, SELF_TOKENS // length)
+    written = []
+    at_once = max(1, SELF_TOKENS // length)
     for first in range(0, count, at_once):
         rows = min(at_once, count - first)
         tokens = torch.tensor(turns.start, dtype=torch.int64).expand(rows, -1)
-        latest, cache, speakers = tokens, None, [_Speaker(turns) for _ in range(rows)]
+        latest = tokens
+        cache = None
+        speakers = [_Speaker(turns) for _ in range(rows)]
         while tokens.shape[1] < length:
             output = model(input_ids=latest.to(model.device), past_key_values=cache, use_cache=True)
             cache = output.past_key_values
             predicted = output.logits[:, -1].float().softmax(-1).cpu()
             if not torch.isfinite(predicted).all():
                 name = opt("calibration", "self")
-                raise InputError(f"{name}: the model predicts NaN, so its weights may be damaged; download it again")
+                raise InputError(
+                    f"{name}: the model predicts NaN, so its weights may be damaged; download it"
+                    " again"
+                )
             drawn = torch.multinomial(predicted, 1, generator=generator)[:, 0].tolist()
-            latest = torch.tensor([[speaker.token(each)] for speaker, each in zip(speakers, drawn, strict=True)])
+            latest = torch.tensor(
+                [[speaker.token(each)] for speaker, each in zip(speakers, drawn, strict=True)]
+            )
             tokens = torch.cat([tokens, latest], dim=1)
             advance(rows)
         written.append(tokens)
@@ -88,7 +118,9 @@ def write_sequences(
 
 
 class _Speaker:
-    """Completes the chat template of one sequence: where a turn ends, the tokens up to the next one are given."""
+    """Completes the chat template of one sequence: where a turn ends, the tokens up to the next one
+    are given.
+    """
 
     def __init__(self, turns: Turns) -> None:
         self._turns, self._asks, self._given = turns, True, list[int]()

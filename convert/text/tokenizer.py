@@ -1,4 +1,6 @@
-"""Loading a checkpoint's tokenizer, tokenizing documents, and checking token ids against the model's vocabulary."""
+"""Loading a checkpoint's tokenizer, tokenizing documents, and checking token ids against the
+model's vocabulary.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -12,45 +14,69 @@ from kvfold.convert.signals import limited
 from kvfold.convert.stream.stock import empty_model, load_config
 from kvfold.convert.text.corpus import Document
 
-# Chosen, not tuned: a tokenizer's records take many times the text's memory, so that batches are small.
+# Chosen, not tuned: a tokenizer's records take many times the text's memory, so that batches are
+# small.
 _BLOCK = 1 << 16  # characters
 _RENDER_SECONDS = 5.0
 _RENDERED = 1 << 26  # characters
 _BATCH_CHARS = 8 * _BLOCK
 
 
-def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str, otherwise: str = "") -> Any:
-    """Load the tokenizer. The InputError says that ``purpose`` needs it, and ``otherwise``, what to do without it."""
+def load_tokenizer(
+    checkpoint: Checkpoint, trust_remote_code: bool, purpose: str, otherwise: str = ""
+) -> Any:
+    """Load the tokenizer. The InputError says that ``purpose`` needs it, and ``otherwise``, what to
+    do without it.
+    """
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            checkpoint.folder, trust_remote_code=trust_remote_code
+        )
         prefix_tokens(tokenizer)  # values of a wrong type are noticed in use only
         return tokenizer
     # transformers raises whatever its parsers raise.
     except Exception as error:
         # It reads config.json first: a bad one is not the tokenizer's fault.
         empty_model(checkpoint.config, torch.float32)
-        reason = f"it cannot be loaded ({one_line(error)[:200]}); put the tokenizer files into the folder"
+        reason = (
+            f"it cannot be loaded ({one_line(error)[:200]}); put the tokenizer files into the"
+            " folder"
+        )
         if not trust_remote_code and "trust_remote_code" in str(error):
-            reason = f"it runs code from the checkpoint; review the code, then pass {opt('trust_remote_code', True)}"
-        raise InputError(f"{checkpoint.origin}: {purpose} needs the model's tokenizer: {reason}{otherwise}") from error
+            reason = (
+                "it runs code from the checkpoint; review the code, then pass"
+                f" {opt('trust_remote_code', True)}"
+            )
+        raise InputError(
+            f"{checkpoint.origin}: {purpose} needs the model's tokenizer: {reason}{otherwise}"
+        ) from error
 
 
 def prefix_tokens(tokenizer: Any) -> list[int]:
-    """The special tokens that the tokenizer adds before a text (BOS for Llama and Gemma, none for GPT-2)."""
-    # Tokenizers do not say what they add: it is seen around a text that is known to be one stretch of tokens.
+    """The special tokens that the tokenizer adds before a text (BOS for Llama and Gemma, none for
+    GPT-2).
+    """
+    # Tokenizers do not say what they add: it is seen around a text that is known to be one stretch
+    # of tokens.
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     special = tokenizer("a")["input_ids"]
-    starts = (start for start in range(len(special)) if special[start : start + len(plain)] == plain)
+    starts = (
+        start for start in range(len(special)) if special[start : start + len(plain)] == plain
+    )
     return list(special[: next(starts, 0)])
 
 
 def tokenize(tokenizer: Any, prefix: list[int], documents: Iterable[Document]) -> Iterator[Tensor]:
-    """Tokenize each document; yields its token ids as int64 ``[n]``, without the ``prefix`` of special tokens."""
+    """Tokenize each document; yields its token ids as int64 ``[n]``, without the ``prefix`` of
+    special tokens.
+    """
     ids: list[int] = []
     for some in _batches(documents):
-        tokenized = tokenizer([block for block, _ in some], add_special_tokens=False, verbose=False)["input_ids"]
+        tokenized = tokenizer(
+            [block for block, _ in some], add_special_tokens=False, verbose=False
+        )["input_ids"]
         for (_, finished), tokens in zip(some, tokenized, strict=True):
             ids += tokens
             if finished is not None:
@@ -61,7 +87,9 @@ def tokenize(tokenizer: Any, prefix: list[int], documents: Iterable[Document]) -
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, Document | None]]]:
-    """Batches of text blocks, one per tokenizer call; only a document's last block is paired with the document."""
+    """Batches of text blocks, one per tokenizer call; only a document's last block is paired with
+    the document.
+    """
     batch: list[tuple[str, Document | None]] = []
     size = 0
     for document in documents:
@@ -71,31 +99,41 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, Document
             size += len(block)
             if size >= _BATCH_CHARS:
                 yield batch
-                batch, size = [], 0
+                batch = []
+                size = 0
     if batch:
         yield batch
 
 
 def _blocks(text: str) -> Iterator[str]:
-    """Split ``text`` into blocks of at most ``_BLOCK`` characters, if possible before a line break or space."""
+    """Split ``text`` into blocks of at most ``_BLOCK`` characters, if possible before a line break
+    or space.
+    """
     start = 0
     while start < len(text):
         stop = start + _BLOCK
         if stop < len(text):
-            at = max(text.rfind("\n", start + _BLOCK // 2, stop), text.rfind(" ", start + _BLOCK // 2, stop))
+            at = max(
+                text.rfind("\n", start + _BLOCK // 2, stop),
+                text.rfind(" ", start + _BLOCK // 2, stop),
+            )
             stop = at if at > start else stop
         yield text[start:stop]
         start = stop
 
 
 def render(tokenizer: Any, messages: list[Mapping[str, Any]], reply: bool = False) -> str:
-    """Render ``messages`` with the tokenizer's chat template. ValueError without one, InputError if it does not end.
+    """Render ``messages`` with the tokenizer's chat template. ValueError without one, InputError if
+    it does not end.
 
-    With ``reply`` the text ends where an assistant's reply begins, after the empty thoughts of models that think.
+    With ``reply`` the text ends where an assistant's reply begins, after the empty thoughts of
+    models that think.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("it has no chat template; use rows with `text` instead")
-    from transformers.utils.chat_template_utils import _compile_jinja_template  # cached: what renders below
+    from transformers.utils.chat_template_utils import (
+        _compile_jinja_template,
+    )  # cached: what renders below
 
     ending = {"add_generation_prompt": True, "enable_thinking": False} if reply else {}
     try:
@@ -104,15 +142,17 @@ def render(tokenizer: Any, messages: list[Mapping[str, Any]], reply: bool = Fals
             text: str = tokenizer.apply_chat_template(messages, tokenize=False, **ending)
     except (TimeoutError, MemoryError):
         raise InputError(
-            f"{tokenizer.name_or_path}: the chat template (chat_template.jinja or tokenizer_config.json) needs more "
-            f"than {_RENDER_SECONDS:g} s or {_RENDERED} characters for a document; correct it, or use rows with `text`"
+            f"{tokenizer.name_or_path}: the chat template (chat_template.jinja or"
+            f" tokenizer_config.json) needs more than {_RENDER_SECONDS:g} s or {_RENDERED}"
+            " characters for a document; correct it, or use rows with `text`"
         ) from None
     return text
 
 
 def _joined(pieces: Iterable[str]) -> str:
     """Join what a template writes; TimeoutError if it is more than a chat can be."""
-    kept, size = [], 0
+    kept = []
+    size = 0
     for piece in pieces:
         kept.append(piece)
         size += len(piece)
@@ -121,26 +161,39 @@ def _joined(pieces: Iterable[str]) -> str:
     return "".join(kept)
 
 
-def check_teacher(teacher: Checkpoint, student: Checkpoint, tokenizer: Any, trust_remote_code: bool) -> None:
-    """Raise InputError unless ``teacher`` has the ``tokenizer`` of ``student``, and logits for all of its tokens."""
+def check_teacher(
+    teacher: Checkpoint, student: Checkpoint, tokenizer: Any, trust_remote_code: bool
+) -> None:
+    """Raise InputError unless ``teacher`` has the ``tokenizer`` of ``student``, and logits for all
+    of its tokens.
+    """
     use = "use a model of the same family"
     size, fewest = (load_config(each, trust_remote_code).vocab_size for each in (teacher, student))
     if size < fewest:
         fewer = f"it has logits for {size} tokens, but {student.origin} for {fewest}"
         raise option_error("teacher", teacher.origin, f": {fewer}; {use}")
-    own, other = tokenizer.get_vocab(), load_tokenizer(teacher, trust_remote_code, "a teacher").get_vocab()
+    own = tokenizer.get_vocab()
+    other = load_tokenizer(teacher, trust_remote_code, "a teacher").get_vocab()
     if own != other:
-        token = min(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+        token = min(
+            token for token in own.keys() | other.keys() if own.get(token) != other.get(token)
+        )
         there, here = (ids.get(token, "no token") for ids in (other, own))
-        differs = f"its tokenizer differs from that of {student.origin}: {short(token)} is {there} there, {here} here"
+        differs = (
+            f"its tokenizer differs from that of {student.origin}: {short(token)} is {there} there,"
+            f" {here} here"
+        )
         raise option_error("teacher", teacher.origin, f": {differs}; {use}")
 
 
 def check_vocabulary(tokens: Tensor, vocabulary: int, model: str) -> None:
-    """Raise InputError unless all ``tokens`` from the tokenizer of ``model`` are below ``vocabulary``."""
+    """Raise InputError unless all ``tokens`` from the tokenizer of ``model`` are below
+    ``vocabulary``.
+    """
     largest = int(tokens.max()) if tokens.numel() else 0
     if largest >= vocabulary:
         raise InputError(
-            f"{model}: its tokenizer produces token id {largest}, but the model's vocabulary has only {vocabulary} "
-            f"tokens (ids 0 to {vocabulary - 1}); use the tokenizer that belongs to these weights"
+            f"{model}: its tokenizer produces token id {largest}, but the model's vocabulary has"
+            f" only {vocabulary} tokens (ids 0 to {vocabulary - 1}); use the tokenizer that belongs"
+            " to these weights"
         )

@@ -1,1 +1,3 @@
-"""Training code shared by conversion and uptraining: losses, step sizes, the fit loop, refinement and polishing."""
+"""Training code shared by conversion and uptraining: losses, step sizes, the fit loop, refinement
+and polishing.
+"""

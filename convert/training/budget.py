@@ -1,4 +1,6 @@
-"""The steps of training, their sequences and logits. Does not import torch, because planning uses this module."""
+"""The steps of training, their sequences and logits. Does not import torch, because planning uses
+this module.
+"""
 
 import math
 from itertools import count, islice, takewhile
@@ -9,25 +11,29 @@ from kvfold.convert.sizes import tokens_of, tokens_text
 AUTO_POLISH_STEPS = 200
 # Steps between two evaluations on held-out sequences: chosen, not tuned.
 POLISH_ROUND = 25
-# KL of the model that ships after 61 thousand tokens, MLA 24+8 / 40+24 refined: 256 0.0768 / 0.0221, 512 0.0826 /
-# 0.0224, 1024 0.0931 / 0.0225, 2048 0.1090 / 0.0229, in 1.9, 1.3, 1 and 1 times the time (bench_polish_constants.py
-# --only BATCH_TOKENS --samples 480, 2026-11-26). Not smaller: processes share the sequences of a batch, and these are
-# 512 tokens long by default.
+# KL of the model that ships after 61 thousand tokens, MLA 24+8 / 40+24 refined: 256 0.0768 /
+# 0.0221, 512 0.0826 / 0.0224, 1024 0.0931 / 0.0225, 2048 0.1090 / 0.0229, in 1.9, 1.3, 1 and 1
+# times the time (bench_polish_constants.py --only BATCH_TOKENS --samples 480, 2026-11-26). Not
+# smaller: processes share the sequences of a batch, and these are 512 tokens long by default.
 BATCH_TOKENS = 1024
-# Sequences of a step of refinement. Excess loss of the model that ships after 40 steps on sequences of 64 tokens, MQA /
-# MLA 24+8: 2 +0.0411 / +0.0772, 8 +0.0338 / +0.0649, 32 +0.0324 / +0.0601, in 2 times the time of 8
-# (bench_refine_constants.py, 2026-11-24)
+# Sequences of a step of refinement. Excess loss of the model that ships after 40 steps on sequences
+# of 64 tokens, MQA / MLA 24+8: 2 +0.0411 / +0.0772, 8 +0.0338 / +0.0649, 32 +0.0324 / +0.0601, in 2
+# times the time of 8 (bench_refine_constants.py, 2026-11-24)
 _REFINED_SEQUENCES = 8
 # The most of its tokens. Chosen, eight sequences of 512: longer ones take no more time and memory.
 _REFINED_TOKENS = 4096
-# Steps for which the source's states are computed at once: chosen, 2 GB of bfloat16 at a width of 4096.
+# Steps for which the source's states are computed at once: chosen, 2 GB of bfloat16 at a width of
+# 4096.
 BLOCK_STEPS = 256
-# Elements at once. Derived: the allocator reuses float32 blocks below 32 MiB instead of mapping them anew.
+# Elements at once. Derived: the allocator reuses float32 blocks below 32 MiB instead of mapping
+# them anew.
 LOGITS = 6 << 20
 
 
 def steps_of(polish: int | str, length: int) -> int:
-    """The steps requested by ``polish``: a number, ``"auto"``, or tokens (``"1M"``) in sequences of ``length``."""
+    """The steps requested by ``polish``: a number, ``"auto"``, or tokens (``"1M"``) in sequences of
+    ``length``.
+    """
     if (tokens := tokens_of(polish)) is not None:
         return math.ceil(tokens / step_tokens(length))
     return AUTO_POLISH_STEPS if polish == "auto" else int(polish)
@@ -39,15 +45,23 @@ def step_tokens(length: int) -> int:
 
 
 def intervals(steps: int, length: int) -> dict[int, str]:
-    """The steps after which a run of ``steps`` is measured in full, and their names, the numbers of tokens by then.
+    """The steps after which a run of ``steps`` is measured in full, and their names, the numbers of
+    tokens by then.
 
-    They are the first and the last step, and the ends of rounds at 0.2, 0.5, 1, 2, 5, 10 ... million tokens.
+    They are the first and the last step, and the ends of rounds at 0.2, 0.5, 1, 2, 5, 10 ...
+    million tokens.
     """
     each = step_tokens(length)
     marks = (digit * 10**power for power in count(5) for digit in (1, 2, 5))
     reached = takewhile(lambda mark: mark < steps * each, islice(marks, 1, None))
-    found = {POLISH_ROUND * math.ceil(mark / each / POLISH_ROUND): tokens_text(mark) for mark in reached}
-    return {0: "0", **{step: name for step, name in found.items() if step < steps}, steps: tokens_text(steps * each)}
+    found = {
+        POLISH_ROUND * math.ceil(mark / each / POLISH_ROUND): tokens_text(mark) for mark in reached
+    }
+    return {
+        0: "0",
+        **{step: name for step, name in found.items() if step < steps},
+        steps: tokens_text(steps * each),
+    }
 
 
 def batch_size(length: int) -> int:

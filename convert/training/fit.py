@@ -1,8 +1,9 @@
 """The losses, the tensors being trained, and the training loop shared by refinement and polishing.
 
-Refinement (``refine.py``) fits one layer to the source layer's outputs; polishing (``polish.py``) fits all layers to
-the source's next-token distributions. Each defines a `Trainee`, which computes its own gradients and error, and a
-learning rate schedule for `fit`. Uptraining uses the same losses and step sizes (``steps.py``).
+Refinement (``refine.py``) fits one layer to the source layer's outputs; polishing (``polish.py``)
+fits all layers to the source's next-token distributions. Each defines a `Trainee`, which computes
+its own gradients and error, and a learning rate schedule for `fit`. Uptraining uses the same losses
+and step sizes (``steps.py``).
 """
 
 import math
@@ -21,33 +22,34 @@ from kvfold.convert import processes
 from kvfold.convert.checkpoint.files import replacing
 from kvfold.convert.training.steps import channel_scales, hold_constant, scale_steps, tensor_sizes
 
-# The model that ships. Second moment 0.95 and 0.999, refined: MQA +0.0338 and +0.0335; MLA 24+8 +0.0649 and +0.0645
-# nats per token (bench_refine_constants.py, 2026-11-24): flat. Polished: 0.95 KL 0.1045, 0.99 0.1059
-# (bench_polish_constants.py, 2026-11-23).
+# The model that ships. Second moment 0.95 and 0.999, refined: MQA +0.0338 and +0.0335; MLA 24+8
+# +0.0649 and +0.0645 nats per token (bench_refine_constants.py, 2026-11-24): flat. Polished: 0.95
+# KL 0.1045, 0.99 0.1059 (bench_polish_constants.py, 2026-11-23).
 BETAS = (0.9, 0.95)
-# Chosen, not tuned: gradients of a relative error over many tokens are small; Adam's default of 1e-8 would shorten
-# their steps.
+# Chosen, not tuned: gradients of a relative error over many tokens are small; Adam's default of
+# 1e-8 would shorten their steps.
 _EPS = 1e-12
 
-# Seconds of training for each second that writing the state took: a 7B model's is tens of GB, a round of it seconds on
-# a GPU. Chosen, not tuned.
+# Seconds of training for each second that writing the state took: a 7B model's is tens of GB, a
+# round of it seconds on a GPU. Chosen, not tuned.
 _SAVING = 20
 
-# The learning rate of a step, relative to the size of each tensor, from the number of steps done and the errors of all
-# rounds so far, the one before training included. The fit ends where it is 0.
+# The learning rate of a step, relative to the size of each tensor, from the number of steps done
+# and the errors of all rounds so far, the one before training included. The fit ends where it is 0.
 RateSchedule = Callable[[int, Sequence[float]], float]
 
 
 class Trainee:
-    """Float32 master copies of checkpoint tensors, trained by Adam with steps relative to each tensor's size.
+    """Float32 master copies of checkpoint tensors, trained by Adam with steps relative to each
+    tensor's size.
 
-    ``tensors`` are named as in the checkpoint, and ``stored`` gives the dtype in which each will be saved. Set
-    ``constant`` for tensors in layout ``free``, to preserve their constant channel. With ``by_channel``, steps are also
-    relative to the sizes of rows and columns.
+    ``tensors`` are named as in the checkpoint, and ``stored`` gives the dtype in which each will be
+    saved. Set ``constant`` for tensors in layout ``free``, to preserve their constant channel. With
+    ``by_channel``, steps are also relative to the sizes of rows and columns.
     """
 
-    # Of each kind: ``backward(training, batch)`` leaves the gradients of some of the sequences of ``training`` in the
-    # masters, ``error(held_out)`` is judged, in the unit of the fit.
+    # Of each kind: ``backward(training, batch)`` leaves the gradients of some of the sequences of
+    # ``training`` in the masters, ``error(held_out)`` is judged, in the unit of the fit.
     backward: Callable[..., None]
     error: Callable[..., float]
 
@@ -62,34 +64,45 @@ class Trainee:
     ) -> None:
         self.stored = {name: stored[name] for name in tensors}
         self.masters = {
-            name: nn.Parameter(tensor.detach().to(device, torch.float32, copy=True)) for name, tensor in tensors.items()
+            name: nn.Parameter(tensor.detach().to(device, torch.float32, copy=True))
+            for name, tensor in tensors.items()
         }
         held = hold_constant(self.masters) if constant else {}
         learning = {name: master for name, master in self.masters.items() if master.requires_grad}
         channels = channel_scales(learning, held) if by_channel else {}
         self.learning = learning
-        self.optimizer = torch.optim.Adam(list(learning.values()), lr=1.0, betas=BETAS, eps=_EPS, fused=True)
+        self.optimizer = torch.optim.Adam(
+            list(learning.values()), lr=1.0, betas=BETAS, eps=_EPS, fused=True
+        )
         scale_steps(self.optimizer, lambda: learning, tensor_sizes(learning, held), held, channels)
 
     def rounded(self) -> dict[str, Tensor]:
         """Copies of the tensors on the CPU, in the dtypes in which they will be saved."""
-        return {name: each.detach().to("cpu", self.stored[name], copy=True) for name, each in self.masters.items()}
+        return {
+            name: each.detach().to("cpu", self.stored[name], copy=True)
+            for name, each in self.masters.items()
+        }
 
     def sum_gradients(self) -> None:
-        """Replace the gradients by their sums over all processes; some may have had no sequence of the batch."""
+        """Replace the gradients by their sums over all processes; some may have had no sequence of
+        the batch.
+        """
         for master in self.learning.values():
             if master.grad is None and processes.count() > 1:
                 master.grad = torch.zeros_like(master)
-        processes.add_up(master.grad for master in self.learning.values() if master.grad is not None)
+        processes.add_up(
+            master.grad for master in self.learning.values() if master.grad is not None
+        )
 
 
 @dataclass
 class FitResult:
     """The trained tensors on the CPU, in the dtypes in which they will be saved.
 
-    ``errors`` are the errors on held-out sequences, before training and after every round. ``steps`` steps were run,
-    and ``tensors`` are the weights after step ``kept``. If training never helped, ``kept`` is 0 and ``tensors`` is
-    empty. ``curve`` has further figures of some rounds, for a ``progress`` to add to.
+    ``errors`` are the errors on held-out sequences, before training and after every round.
+    ``steps`` steps were run, and ``tensors`` are the weights after step ``kept``. If training never
+    helped, ``kept`` is 0 and ``tensors`` is empty. ``curve`` has further figures of some rounds,
+    for a ``progress`` to add to.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -113,14 +126,17 @@ def fit(
     saved: Path | None = None,
     progress: AfterRound = lambda fitted: None,
 ) -> FitResult:
-    """Train ``trainee`` on ``training`` until ``schedule`` returns 0, and return the best weights seen.
+    """Train ``trainee`` on ``training`` until ``schedule`` returns 0, and return the best weights
+    seen.
 
-    The error on ``held_out`` is measured before training, after each round of ``every`` steps and after the last step;
-    ``progress`` is then called with the result so far. The training state is written to the file ``saved`` after the
-    first and the last round, and between them as often as writing takes a small part of the time; if that file already
-    exists, training resumes from it. Every process of a run must call this.
+    The error on ``held_out`` is measured before training, after each round of ``every`` steps and
+    after the last step; ``progress`` is then called with the result so far. The training state is
+    written to the file ``saved`` after the first and the last round, and between them as often as
+    writing takes a small part of the time; if that file already exists, training resumes from it.
+    Every process of a run must call this.
     """
-    masters, optimizer = trainee.masters, trainee.optimizer
+    masters = trainee.masters
+    optimizer = trainee.optimizer
     if saved is not None and saved.is_file():
         state = torch.load(saved, weights_only=True, map_location="cpu")
         for name, tensor in state.pop("masters").items():
@@ -162,8 +178,8 @@ def fit(
 def random_batches(count: int, size: int, seed: int) -> Iterator[list[int]]:
     """Endless batches of ``size`` indices below ``count``, reshuffled at the start of every epoch.
 
-    An incomplete batch at the end of an epoch is dropped. If ``count`` is less than ``size``, batches have ``count``
-    indices.
+    An incomplete batch at the end of an epoch is dropped. If ``count`` is less than ``size``,
+    batches have ``count`` indices.
     """
     generator = torch.Generator().manual_seed(seed)
     size = min(size, count)
@@ -173,14 +189,18 @@ def random_batches(count: int, size: int, seed: int) -> Iterator[list[int]]:
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The mean next-token cross-entropy of ``tokens [B, T]`` under ``logits [B, T, V]``, in nats per token."""
+    """The mean next-token cross-entropy of ``tokens [B, T]`` under ``logits [B, T, V]``, in nats
+    per token.
+    """
     return cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def distillation_loss(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """The mean ``KL(teacher || student)`` in nats per token, for ``[B, T, V]`` logits divided by ``temperature``.
+    """The mean ``KL(teacher || student)`` in nats per token, for ``[B, T, V]`` logits divided by
+    ``temperature``.
 
-    The result is multiplied by ``temperature ** 2``, which keeps the scale of the gradients (Hinton et al., 2015).
+    The result is multiplied by ``temperature ** 2``, which keeps the scale of the gradients (Hinton
+    et al., 2015).
     """
     # The last position has no next token and does not count.
     student, target = (x[:, :-1].flatten(0, 1).float() / temperature for x in (logits, teacher))
@@ -188,7 +208,8 @@ def distillation_loss(logits: Tensor, teacher: Tensor, temperature: float) -> Te
 
 
 def divergence(logits: Tensor, teacher: Tensor) -> Tensor:
-    """The sum over rows of ``KL(softmax(teacher) || softmax(logits))`` in nats, for ``[n, V]`` logits.
+    """The sum over rows of ``KL(softmax(teacher) || softmax(logits))`` in nats, for ``[n, V]``
+    logits.
 
     Computed in float32 or wider. Gradients flow to ``logits`` but not to ``teacher``.
     """
@@ -197,12 +218,15 @@ def divergence(logits: Tensor, teacher: Tensor) -> Tensor:
 
 
 class _Divergence(torch.autograd.Function):
-    """A KL loss whose gradient, the difference between the two distributions, is computed in the forward pass."""
+    """A KL loss whose gradient, the difference between the two distributions, is computed in the
+    forward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, teacher: Tensor) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        log_q, log_p = logits.to(wide).log_softmax(-1), teacher.to(wide).log_softmax(-1)
+        log_q = logits.to(wide).log_softmax(-1)
+        log_p = teacher.to(wide).log_softmax(-1)
         p = log_p.exp()
         loss = (p * log_p.sub_(log_q)).sum()
         if ctx.needs_input_grad[0]:

@@ -1,8 +1,10 @@
-"""Polishing: training all converted attention layers jointly to match a teacher's next-token distributions.
+"""Polishing: training all converted attention layers jointly to match a teacher's next-token
+distributions.
 
-The teacher is the source, or a larger sibling. The loss is ``KL(teacher || student)`` on calibration text, without
-labels. The teacher's residual streams after its last layer are computed for many steps at once; its head yields its
-logits. The converted attention is trained; norms, or all other weights, can be too.
+The teacher is the source, or a larger sibling. The loss is ``KL(teacher || student)`` on
+calibration text, without labels. The teacher's residual streams after its last layer are computed
+for many steps at once; its head yields its logits. The converted attention is trained; norms, or
+all other weights, can be too.
 """
 
 import math
@@ -23,46 +25,60 @@ from kvfold.convert.families.layout import Read
 from kvfold.convert.stream.stock import empty_model
 from kvfold.convert.stream.weights import WeightMap, WeightSource
 from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, POLISH_ROUND, batch_size
-from kvfold.convert.training.fit import AfterRound, FitResult, Trainee, divergence, fit, random_batches
+from kvfold.convert.training.fit import (
+    AfterRound,
+    FitResult,
+    Trainee,
+    divergence,
+    fit,
+    random_batches,
+)
 
-# Steps. KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 1 0.1027 / 0.0250, 10 0.1045 / 0.0249:
-# flat (bench_polish_constants.py, 2026-11-23)
+# Steps. KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 1 0.1027 / 0.0250, 10
+# 0.1045 / 0.0249: flat (bench_polish_constants.py, 2026-11-23)
 _WARMUP = 10
-# Peak learning rate of one layer at width one and a KL of 1. SmolLM2 (30 layers), MLA 128+64, KL after 30 and 60 of 60
-# steps of 4 x 256 tokens from 0.1369: 2.4 0.1215, 0.1147, 4.8 0.1298, 0.1173; layout engine, refined, after 25 of 200
-# from 0.1286: 1.2 0.1223, 2.4 0.1281, which `slowdown` then halves.
-# Reference MHA model at an eighth of its cache, 100 steps: 0.0553 -> 3.6 0.0290, 7 0.0276 (all 2026-11-23).
+# Peak learning rate of one layer at width one and a KL of 1. SmolLM2 (30 layers), MLA 128+64, KL
+# after 30 and 60 of 60 steps of 4 x 256 tokens from 0.1369: 2.4 0.1215, 0.1147, 4.8 0.1298, 0.1173;
+# layout engine, refined, after 25 of 200 from 0.1286: 1.2 0.1223, 2.4 0.1281, which `slowdown` then
+# halves. Reference MHA model at an eighth of its cache, 100 steps: 0.0553 -> 3.6 0.0290, 7 0.0276
+# (all 2026-11-23).
 _RATE = 2.4
-# The rate of runs that train all weights, relative to those that train the attention. SmolLM2-135M, MLA 128+64 fitted
-# on prose and code, the weights of all layers for 60 steps of 4 x 256 tokens, KL on prose, code: 1 0.138, 0.123,
-# 0.5 0.134, 0.114; the attention alone 0.134, 0.115 (from 0.166, 0.128; one thread of an AMD EPYC, 2026-11-24).
+# The rate of runs that train all weights, relative to those that train the attention. SmolLM2-135M,
+# MLA 128+64 fitted on prose and code, the weights of all layers for 60 steps of 4 x 256 tokens, KL
+# on prose, code: 1 0.138, 0.123, 0.5 0.134, 0.114; the attention alone 0.134, 0.115 (from 0.166,
+# 0.128; one thread of an AMD EPYC, 2026-11-24).
 _RATE_OF_ALL = 0.5
-# Parts of a run after each of which the rate is judged, and the least relative gain of one. Model that ships, MLA
-# 24+8, 200 steps (bench_polish_constants.py --only _MIN_GAIN --steps 200 --samples 700, 2026-11-24): each gains 2 %
-# or more, so that 0 gives the same run as 0.01. The rounds of a long run gain less each: judged after every round of
-# 1000 steps, the rate was halved away (reference MHA model, MLA 40+24 refined, bench_refine.py --polish 1000,
-# 2026-11-23: 0.0145 -> 0.0124; after every eighth, 0.0104).
+# Parts of a run after each of which the rate is judged, and the least relative gain of one. Model
+# that ships, MLA 24+8, 200 steps (bench_polish_constants.py --only _MIN_GAIN --steps 200 --samples
+# 700, 2026-11-24): each gains 2 % or more, so that 0 gives the same run as 0.01. The rounds of a
+# long run gain less each: judged after every round of 1000 steps, the rate was halved away
+# (reference MHA model, MLA 40+24 refined, bench_refine.py --polish 1000, 2026-11-23: 0.0145 ->
+# 0.0124; after every eighth, 0.0104).
 _RATE_PARTS = 8
 _MIN_GAIN = 0.01
 
 
 @dataclass(frozen=True)
 class Text:
-    """The sequences ``tokens [N, T]`` and the teacher's residual streams after its last layer, ``states [N, T, E]``."""
+    """The sequences ``tokens [N, T]`` and the teacher's residual streams after its last layer,
+    ``states [N, T, E]``.
+    """
 
     tokens: Tensor
     states: Tensor
 
 
 class TrainingText:
-    """Training sequences ``tokens [N, T]``; ``run(indices)`` returns the teacher's residual streams ``[n, T, E]``.
+    """Training sequences ``tokens [N, T]``; ``run(indices)`` returns the teacher's residual streams
+    ``[n, T, E]``.
 
-    They are computed for a block of coming batches at a time, so that memory does not grow with the text. Each of
-    several processes takes its share of every batch.
+    They are computed for a block of coming batches at a time, so that memory does not grow with the
+    text. Each of several processes takes its share of every batch.
     """
 
     def __init__(self, tokens: Tensor, run: Callable[[list[int]], Tensor]) -> None:
-        self.tokens, self._run = tokens, run
+        self.tokens = tokens
+        self._run = run
         self._coming: list[int] = []
         self._places: dict[int, int] = {}
         self._states = torch.empty(0)
@@ -91,10 +107,11 @@ def polish(
     saved: Path | None = None,
     progress: AfterRound = lambda fitted: None,
 ) -> FitResult:
-    """Train ``trainee`` for ``steps`` steps; the result's errors are the held-out KL in nats per token.
+    """Train ``trainee`` for ``steps`` steps; the result's errors are the held-out KL in nats per
+    token.
 
-    The training state is written to the file ``saved`` as often as `fit` says; if that file already exists, training
-    resumes from it.
+    The training state is written to the file ``saved`` as often as `fit` says; if that file already
+    exists, training resumes from it.
     """
     count, length = training.tokens.shape
 
@@ -103,45 +120,63 @@ def polish(
         return peak * slowdown(errors, steps) * min(1.0, (done + 1) / _WARMUP) * (1 - done / steps)
 
     batches = training.announced(islice(random_batches(count, batch_size(length), seed), steps))
-    return fit(trainee, training, held_out, schedule, batches, every=POLISH_ROUND, saved=saved, progress=progress)
+    return fit(
+        trainee,
+        training,
+        held_out,
+        schedule,
+        batches,
+        every=POLISH_ROUND,
+        saved=saved,
+        progress=progress,
+    )
 
 
 def polishing_rate(error: float, width: int, layers: int) -> float:
-    """The peak learning rate, relative to each tensor's size, for ``layers`` layers with hidden size ``width``.
+    """The peak learning rate, relative to each tensor's size, for ``layers`` layers with hidden
+    size ``width``.
 
     ``error`` is the KL on held-out sequences before training.
     """
-    # Near its minimum the KL grows with the square of the distance, so the distance to the minimum is proportional to
-    # the root of the error before training. A higher rate would move a model that is close to its minimum away from it.
-    # The changes of all layers add up, and so do those of a matrix's inputs. Rounding may make the error of a lossless
-    # model negative.
+    # Near its minimum the KL grows with the square of the distance, so the distance to the minimum
+    # is proportional to the root of the error before training. A higher rate would move a model
+    # that is close to its minimum away from it. The changes of all layers add up, and so do those
+    # of a matrix's inputs. Rounding may make the error of a lossless model negative.
     return _RATE / layers * min(1.0, math.sqrt(max(error, 0.0))) / math.sqrt(width)
 
 
 def slowdown(errors: Sequence[float], steps: int) -> float:
-    """A factor on the learning rate, halved by each part of the run that does not lower the best error by at least 1 %.
+    """A factor on the learning rate, halved by each part of the run that does not lower the best
+    error by at least 1 %.
 
-    ``errors`` are the held-out errors before training and after every round so far. A run of ``steps`` steps has up to
-    eight parts, each an eighth of its rounds, rounded up.
+    ``errors`` are the held-out errors before training and after every round so far. A run of
+    ``steps`` steps has up to eight parts, each an eighth of its rounds, rounded up.
     """
-    # How far a model may be moved in a step differs between layouts and with how well it is fitted; the first parts
-    # tell.
+    # How far a model may be moved in a step differs between layouts and with how well it is fitted;
+    # the first parts tell.
     ends = errors[:: max(1, math.ceil(steps / POLISH_ROUND / _RATE_PARTS))]
     best = accumulate(ends, min)
-    return 0.5 ** sum(error > (1 - _MIN_GAIN) * least for error, least in zip(ends[1:], best, strict=False))
+    return 0.5 ** sum(
+        error > (1 - _MIN_GAIN) * least for error, least in zip(ends[1:], best, strict=False)
+    )
 
 
 def names_to_train(
     model: nn.Module, attention: Collection[str], sources: Iterable[WeightSource], what: str
 ) -> list[str]:
-    """The stored tensors that form the ``attention``, with ``what`` "norms" also all norms, with "all" all weights.
+    """The stored tensors that form the ``attention``, with ``what`` "norms" also all norms, with
+    "all" all weights.
 
     ``sources`` are those of ``model``'s parameters.
     """
     parameters = dict(model.named_parameters())
     vectors = {name for name, each in parameters.items() if each.dim() < 2}
     # Of the vectors only those of norms belong to modules of other kinds.
-    others = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))}
+    others = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Embedding))
+    }
     norms = {name for name in vectors if name.rpartition(".")[0] not in others}
     chosen = {"attention": set[str](), "norms": norms, "all": parameters.keys()}[what]
     more = (name for source in sources if source.target in chosen for name in source.names)
@@ -151,15 +186,18 @@ def names_to_train(
 class ModelTrainee(Trainee):
     """A converted model in memory, with some trainable tensors and everything else frozen.
 
-    ``config`` is the content of config.json, ``names`` are the checkpoint's tensor names, and ``read`` returns a tensor
-    by name. ``stored`` maps the tensors to the dtypes in which they will be saved; those of the ``attention`` are
-    trained, and ``train`` names what else is (`names_to_train`). ``expected`` turns the teacher's residual streams into
-    logits; by default the model's own final norm and head do, which must be the teacher's then. ``autocast`` is the
-    dtype of matrix products; None means float32 everywhere. Set ``constant`` to preserve the latents' constant channel.
+    ``config`` is the content of config.json, ``names`` are the checkpoint's tensor names, and
+    ``read`` returns a tensor by name. ``stored`` maps the tensors to the dtypes in which they will
+    be saved; those of the ``attention`` are trained, and ``train`` names what else is
+    (`names_to_train`). ``expected`` turns the teacher's residual streams into logits; by default
+    the model's own final norm and head do, which must be the teacher's then. ``autocast`` is the
+    dtype of matrix products; None means float32 everywhere. Set ``constant`` to preserve the
+    latents' constant channel.
 
-    The forward pass runs the stock modules with the master weights rounded to the dtypes in which they will be saved,
-    so training and evaluation use the weights that users will load. The decoder layers and the head are run separately,
-    so that only the logits of a few positions are in memory at a time. Held-out text is evaluated in float32.
+    The forward pass runs the stock modules with the master weights rounded to the dtypes in which
+    they will be saved, so training and evaluation use the weights that users will load. The decoder
+    layers and the head are run separately, so that only the logits of a few positions are in memory
+    at a time. Held-out text is evaluated in float32.
     """
 
     def __init__(
@@ -175,13 +213,26 @@ class ModelTrainee(Trainee):
         expected: Callable[[Tensor], Tensor] | None = None,
         constant: bool = False,
     ) -> None:
-        self.device, self._autocast, self._read, self._expected = device, autocast, read, expected
+        self.device = device
+        self._autocast = autocast
+        self._read = read
+        self._expected = expected
         self.pace = _RATE_OF_ALL if train == "all" else 1.0
         self.model = empty_model(config, torch.float32, device)
         self._map = WeightMap(self.model, stored)
         trained = names_to_train(self.model, attention, self._map.sources.values(), train)
-        self.sources = [source for source in self._map.sources.values() if not set(trained).isdisjoint(source.names)]
-        super().__init__({name: read(name) for name in trained}, stored, device, constant=constant, by_channel=True)
+        self.sources = [
+            source
+            for source in self._map.sources.values()
+            if not set(trained).isdisjoint(source.names)
+        ]
+        super().__init__(
+            {name: read(name) for name in trained},
+            stored,
+            device,
+            constant=constant,
+            by_channel=True,
+        )
         self._load_frozen()
         self._frame = Frame(self.model)
         self.layers = len(self._frame.layers)
@@ -192,66 +243,105 @@ class ModelTrainee(Trainee):
         for source in self._map.sources.values():
             if source not in self.sources:
                 made.update(self._map.load(source, self._read, torch.float32, self.device))
-        made.update({name: made[other] for name, other in self._map.tied.items() if name not in made and other in made})
+        made.update(
+            {
+                name: made[other]
+                for name, other in self._map.tied.items()
+                if name not in made and other in made
+            }
+        )
         for name, tensor in made.items():
             path, _, kind = name.rpartition(".")
             module = self.model.get_submodule(path)
             if kind not in module._parameters:
                 module._buffers[kind] = tensor
                 continue
-            # Matrices are kept in the dtype of matrix products: autocast would cast them at every step.
-            if self._autocast is not None and tensor.dim() > 1 and not isinstance(module, nn.Embedding):
+            # Matrices are kept in the dtype of matrix products: autocast would cast them at every
+            # step.
+            if (
+                self._autocast is not None
+                and tensor.dim() > 1
+                and not isinstance(module, nn.Embedding)
+            ):
                 tensor = tensor.to(self._autocast)
             module._parameters[kind] = nn.Parameter(tensor, requires_grad=False)
 
     def backward(self, training: TrainingText, batch: list[int]) -> None:
-        """Store a batch's gradients in the masters; with several processes, each computes a share of the sequences."""
+        """Store a batch's gradients in the masters; with several processes, each computes a share
+        of the sequences.
+        """
         if own := processes.own(batch):
             tokens, states = training.batch(own)
             weights = self._weights()
             hidden = self.hidden(tokens, weights)
-            # The gradients of what is behind the layers add up here, a few positions at a time, and those of the
-            # layers' outputs go through the layers once.
+            # The gradients of what is behind the layers add up here, a few positions at a time, and
+            # those of the layers' outputs go through the layers once.
             leaf = hidden.detach().requires_grad_()
-            copies = {tensor: tensor.detach().requires_grad_() for tensor in weights.around.values()}
+            copies = {
+                tensor: tensor.detach().requires_grad_() for tensor in weights.around.values()
+            }
             around = {name: copies[tensor] for name, tensor in weights.around.items()}
             for logits, expected, _ in self._predictions(leaf, states, around):
                 loss = divergence(logits.flatten(0, 1), expected.flatten(0, 1))
                 (loss / (len(batch) * tokens.shape[1])).backward()  # type: ignore[no-untyped-call]
-            ends = {hidden: leaf.grad} | {each: copy.grad for each, copy in copies.items() if copy.grad is not None}
+            ends = {hidden: leaf.grad} | {
+                each: copy.grad for each, copy in copies.items() if copy.grad is not None
+            }
             torch.autograd.backward(list(ends), list(ends.values()))
         self.sum_gradients()
 
     def error(self, held_out: Text) -> float:
-        """The mean KL from the teacher's next-token distributions on ``held_out``, in nats per token."""
+        """The mean KL from the teacher's next-token distributions on ``held_out``, in nats per
+        token.
+        """
         return processes.from_first(lambda: self.figures(held_out)["kl"])
 
     @torch.no_grad()
     def figures(self, held_out: Text) -> dict[str, float]:
-        """``kl`` from the teacher, ``loss``, ``excess`` over the teacher's loss (nats), ``top_1_agreement``; means."""
-        sums, size = torch.zeros(4, dtype=torch.float64), batch_size(held_out.tokens.shape[1])
-        autocast, self._autocast = self._autocast, None
+        """``kl`` from the teacher, ``loss``, ``excess`` over the teacher's loss (nats),
+        ``top_1_agreement``; means.
+        """
+        sums = torch.zeros(4, dtype=torch.float64)
+        size = batch_size(held_out.tokens.shape[1])
+        autocast = self._autocast
+        self._autocast = None
         try:
-            weights, own = self._weights(), _in_float32(self.model)
+            weights = self._weights()
+            own = _in_float32(self.model)
             for tokens, states in zip(
-                *(torch.split(each, size) for each in (held_out.tokens, held_out.states)), strict=True
+                *(torch.split(each, size) for each in (held_out.tokens, held_out.states)),
+                strict=True,
             ):
-                hidden, labels = self.hidden(tokens, weights)[:, :-1], tokens[:, 1:].to(self.device)
-                for logits, expected, span in self._predictions(hidden, states[:, :-1], own | weights.around):
+                hidden = self.hidden(tokens, weights)[:, :-1]
+                labels = tokens[:, 1:].to(self.device)
+                for logits, expected, span in self._predictions(
+                    hidden, states[:, :-1], own | weights.around
+                ):
                     sums += distances(expected, logits, labels[:, span]).sum(1).cpu()
         finally:
             self._autocast = autocast
         kl, agreement, expected_loss, loss = (sums / held_out.tokens[:, 1:].numel()).tolist()
-        return {"kl": kl, "excess": loss - expected_loss, "loss": loss, "top_1_agreement": agreement}
+        return {
+            "kl": kl,
+            "excess": loss - expected_loss,
+            "loss": loss,
+            "top_1_agreement": agreement,
+        }
 
     def hidden(self, tokens: Tensor, weights: "TrainedWeights | None" = None) -> Tensor:
-        """Run the decoder layers on ``tokens [B, T]`` and return the residual stream after them, ``[B, T, E]``."""
+        """Run the decoder layers on ``tokens [B, T]`` and return the residual stream after them,
+        ``[B, T, E]``.
+        """
         after: list[Tensor] = []
         trained = weights or self._weights()
 
         def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
             layer = self._frame.layers[index]
-            tensors = trained.layers[index] if self._autocast else _in_float32(layer) | trained.layers[index]
+            tensors = (
+                trained.layers[index]
+                if self._autocast
+                else _in_float32(layer) | trained.layers[index]
+            )
             output = functional_call(layer, tensors, (hidden, *arguments.args), arguments.kwargs)
             hidden = output[0] if isinstance(output, tuple) else output
             if index == len(self._frame.layers) - 1:
@@ -264,7 +354,9 @@ class ModelTrainee(Trainee):
         return after[0]
 
     def _weights(self) -> "TrainedWeights":
-        """The trained parameters as a reader of the files would make them; gradients reach the masters."""
+        """The trained parameters as a reader of the files would make them; gradients reach the
+        masters.
+        """
         rounded = {name: master.to(self.stored[name]) for name, master in self.masters.items()}
         weights = TrainedWeights([{} for _ in self._frame.layers], {})
         for source in self.sources:
@@ -272,11 +364,16 @@ class ModelTrainee(Trainee):
             # Embeddings and norms outside the layers stay wide, as the residual stream does.
             dtype = self._autocast if inside and self._autocast else torch.float32
             made = self._map.load(
-                source, lambda name: rounded[name] if name in rounded else self._read(name), dtype, self.device
+                source,
+                lambda name: rounded[name] if name in rounded else self._read(name),
+                dtype,
+                self.device,
             )
             for target, tensor in made.items():
                 index, _, name = target.removeprefix(f"{self._frame.path}.").partition(".")
-                (weights.layers[int(index)] if inside else weights.around)[name if inside else target] = tensor
+                (weights.layers[int(index)] if inside else weights.around)[
+                    name if inside else target
+                ] = tensor
         for name, other in self._map.tied.items():
             if other in weights.around:
                 weights.around[name] = weights.around[other]
@@ -286,7 +383,8 @@ class ModelTrainee(Trainee):
         return torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None)
 
     def logits(self, hidden: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Apply the final norm and head to the last layer's output ``[B, T, E]``; returns logits ``[B, T, V]``.
+        """Apply the final norm and head to the last layer's output ``[B, T, E]``; returns logits
+        ``[B, T, V]``.
 
         ``tensors`` replace parameters outside the layers by name.
         """
@@ -296,14 +394,20 @@ class ModelTrainee(Trainee):
     def _predictions(
         self, hidden: Tensor, states: Tensor, around: Mapping[str, Tensor]
     ) -> Iterator[tuple[Tensor, Tensor, slice]]:
-        """The student's and the teacher's logits for spans of positions, short enough to limit the memory for them."""
+        """The student's and the teacher's logits for spans of positions, short enough to limit the
+        memory for them.
+        """
         count, length = hidden.shape[:2]
         size = max(1, LOGITS // (count * self.model.get_output_embeddings().weight.shape[0]))
         for start in range(0, length, size):
             span = slice(start, min(start + size, length))
             with torch.no_grad(), self._precision():
                 taught = states[:, span].to(hidden.device, hidden.dtype)
-                expected = self.logits(taught, around) if self._expected is None else self._expected(taught)
+                expected = (
+                    self.logits(taught, around)
+                    if self._expected is None
+                    else self._expected(taught)
+                )
             logits = self.logits(hidden[:, span], around)
             # A larger sibling may pad its vocabulary further.
             yield logits, expected[..., : logits.shape[-1]], span
@@ -311,7 +415,9 @@ class ModelTrainee(Trainee):
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """Trained parameters: of each layer, by their names in it, and of what is ``around`` the layers."""
+    """Trained parameters: of each layer, by their names in it, and of what is ``around`` the
+    layers.
+    """
 
     layers: list[dict[str, Tensor]]
     around: dict[str, Tensor]
@@ -319,4 +425,6 @@ class TrainedWeights:
 
 def _in_float32(module: nn.Module) -> dict[str, Tensor]:
     """Copies of the module's parameters that are kept in fewer bits, by name."""
-    return {name: each.float() for name, each in module.named_parameters() if each.element_size() < 4}
+    return {
+        name: each.float() for name, each in module.named_parameters() if each.element_size() < 4
+    }

@@ -1,15 +1,18 @@
-"""Refinement: training one layer's converted attention on calibration text to match the source's, without labels.
+"""Refinement: training one layer's converted attention on calibration text to match the source's,
+without labels.
 
-A step runs the converted model's stock attention module on a batch of the student's inputs, with the layer's master
-weights rounded to the dtype in which they will be saved. The attention update ``a`` is what the layer adds to the
-residual stream: the attention output times the family's residual scale, normalized in some families (olmo2, gemma).
-With ``h`` and ``h'`` the teacher's and the student's residuals before the layer, the target of the student's update is
+A step runs the converted model's stock attention module on a batch of the student's inputs, with
+the layer's master weights rounded to the dtype in which they will be saved. The attention update
+``a`` is what the layer adds to the residual stream: the attention output times the family's
+residual scale, normalized in some families (olmo2, gemma). With ``h`` and ``h'`` the teacher's and
+the student's residuals before the layer, the target of the student's update is
 
     target = (h + a(h)) - h'
 
-so that a layer also corrects the errors of earlier layers. The loss is the squared error against the target, relative
-to the teacher's attention update, with each token weighted by the inverse of its residual's size (`token_weights`):
-otherwise the few tokens with massive activations, in the teacher or the student, would dominate.
+so that a layer also corrects the errors of earlier layers. The loss is the squared error against
+the target, relative to the teacher's attention update, with each token weighted by the inverse of
+its residual's size (`token_weights`): otherwise the few tokens with massive activations, in the
+teacher or the student, would dominate.
 
 Memory holds one layer of each model, the master weights and Adam's moments.
 """
@@ -30,38 +33,47 @@ from kvfold.convert.walk.hidden import Hidden, sequence
 from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, token_weights
 from kvfold.convert.walk.walk import Step, Student
 
-# Chosen, not tuned: the steps between two evaluations on held-out sequences, and the most that ``auto`` spends on a
-# layer, ten of these rounds.
+# Chosen, not tuned: the steps between two evaluations on held-out sequences, and the most that
+# ``auto`` spends on a layer, ten of these rounds.
 REFINE_ROUND = 50
 MOST_STEPS = 500
-# Figures: excess loss (nats per token) of the model that ships, by recipes/benchmarks/bench_refine_constants.py;
-# MQA / MLA 24+8 after 40 steps, or MQA by auto with at most 400 steps, on 64 sequences of 64 tokens. Without a
-# date: 2026-11-22.
-# auto: 50 steps +0.0314, 100 +0.0321, 200 +0.0324: flat, and a layer that gains little takes 100 steps, not 150
+# Figures: excess loss (nats per token) of the model that ships, by
+# recipes/benchmarks/bench_refine_constants.py; MQA / MLA 24+8 after 40 steps, or MQA by auto with
+# at most 400 steps, on 64 sequences of 64 tokens. Without a date: 2026-11-22. auto: 50 steps
+# +0.0314, 100 +0.0321, 200 +0.0324: flat, and a layer that gains little takes 100 steps, not 150
 _DECAY_STEPS = 50  # the last steps of ``auto``, in which the learning rate falls to zero
-# auto: 0.003 +0.0311, 0.01 +0.0321, 0.03 +0.0317: flat; larger means fewer steps (350, 338, 325). Reference MHA
-# model, MLA 40+24, most of whose error comes from earlier layers (bench_refine.py, 2026-11-23): 0.03 +0.0091, 0.01
-# +0.0085, in 1.25 times the time.
+# auto: 0.003 +0.0311, 0.01 +0.0321, 0.03 +0.0317: flat; larger means fewer steps (350, 338, 325).
+# Reference MHA model, MLA 40+24, most of whose error comes from earlier layers (bench_refine.py,
+# 2026-11-23): 0.03 +0.0091, 0.01 +0.0085, in 1.25 times the time.
 MIN_GAIN = 0.01  # relative; after a round that gains less the learning rate falls
-# 0.0125: +0.0383 / +0.0726, 0.05: +0.0338 / +0.0649 (2026-11-24); at a width of 256 _WIDTH_LR gives the same rate
+# 0.0125: +0.0383 / +0.0726, 0.05: +0.0338 / +0.0649 (2026-11-24); at a width of 256 _WIDTH_LR gives
+# the same rate
 _RELATIVE_LR = 0.05  # relative to the root mean square of the tensor
 _WIDTH_LR = 0.8  # the same times the root of the model's width: Adam's steps of all inputs add up
-# 0 against 0.5, two seeds, 2026-11-24: +0.0353 and +0.0219 / +0.0543 and +0.0361, +0.0338 and +0.0145 / +0.0649 and
-# +0.0436; reference MHA model (--model) +0.0479 and +0.0642 / +0.1159 and +0.1416, +0.0466 and +0.0675 / +0.1204 and
-# +0.1416: MLA 24+8 prefers 0, MQA mostly 0.5, and neither by more than the seeds differ
+# 0 against 0.5, two seeds, 2026-11-24: +0.0353 and +0.0219 / +0.0543 and +0.0361, +0.0338 and
+# +0.0145 / +0.0649 and +0.0436; reference MHA model (--model) +0.0479 and +0.0642 / +0.1159 and
+# +0.1416, +0.0466 and +0.0675 / +0.1204 and +0.1416: MLA 24+8 prefers 0, MQA mostly 0.5, and
+# neither by more than the seeds differ
 _ERROR_POWER = 0.5  # the same times this power of the error before training, where that is below 1
-# 1.0 alone: MQA as with all three: no layer fails at 0.05. At 0.2 all do; a quarter of it is 0.05 again
-_RETRY_LR = (1.0, 0.25, 0.0625)  # a layer that got no better is trained again with a lower learning rate
+# 1.0 alone: MQA as with all three: no layer fails at 0.05. At 0.2 all do; a quarter of it is 0.05
+# again
+_RETRY_LR = (
+    1.0,
+    0.25,
+    0.0625,
+)  # a layer that got no better is trained again with a lower learning rate
 
 TensorMap = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Refinement:
-    """The settings shared by all layers of a run. ``steps`` is the number of steps per layer, or ``"auto"``.
+    """The settings shared by all layers of a run. ``steps`` is the number of steps per layer, or
+    ``"auto"``.
 
-    ``update`` and ``student_update`` define how the teacher's and the student's layers add attention outputs to the
-    residual. Set ``constant`` for a student in layout ``free``, to preserve its constant channel.
+    ``update`` and ``student_update`` define how the teacher's and the student's layers add
+    attention outputs to the residual. Set ``constant`` for a student in layout ``free``, to
+    preserve its constant channel.
     """
 
     steps: int | str
@@ -73,12 +85,13 @@ class Refinement:
 
 @dataclass(frozen=True)
 class Refined:
-    """A layer's refined tensors and its errors on held-out sequences ``before`` and ``after`` refinement.
+    """A layer's refined tensors and its errors on held-out sequences ``before`` and ``after``
+    refinement.
 
-    The error is ``||missing||^2 / ||added||^2``: the difference between the student's and the teacher's residuals after
-    the attention, relative to the teacher's attention update, with each token weighted by the inverse of its residual
-    size. ``steps`` steps were run, and ``tensors`` are the weights after step ``kept``, where 0 means those before
-    training.
+    The error is ``||missing||^2 / ||added||^2``: the difference between the student's and the
+    teacher's residuals after the attention, relative to the teacher's attention update, with each
+    token weighted by the inverse of its residual size. ``steps`` steps were run, and ``tensors``
+    are the weights after step ``kept``, where 0 means those before training.
     """
 
     tensors: TensorMap
@@ -91,13 +104,16 @@ class Refined:
 def refine_layer(
     step: Step, tensors: TensorMap, task: Refinement, progress: AfterRound = lambda fitted: None
 ) -> Refined:
-    """Train the attention tensors among ``tensors`` for the layer of ``step``, which must have calibration sequences.
+    """Train the attention tensors among ``tensors`` for the layer of ``step``, which must have
+    calibration sequences.
 
     ``progress`` is called with the result so far before training and after every round.
     """
     step.contexts.clear()  # training changes what the heads compute
     with step.student.stream.training():
-        training = examples(task.update, step.teacher, step.calibration, step.student_calibration, shared=True)
+        training = examples(
+            task.update, step.teacher, step.calibration, step.student_calibration, shared=True
+        )
     held_out = examples(task.update, step.teacher, step.held_out, step.student_held_out)
     length, width = training.inputs[0].shape[-2:]
     step.student.put(tensors)
@@ -105,7 +121,9 @@ def refine_layer(
         for slower in _RETRY_LR:
             trainee = LayerTrainee(step.student, layer, tensors, task)
             # Each layer has its own order of the sequences.
-            batches = random_batches(training.count, refining_batch(length), task.seed * 1_000_003 + step.index)
+            batches = random_batches(
+                training.count, refining_batch(length), task.seed * 1_000_003 + step.index
+            )
             fitted = fit(
                 trainee,
                 training,
@@ -124,9 +142,11 @@ def refine_layer(
 
 
 def refining_rate(width: int, error: float) -> float:
-    """The peak learning rate for a model with hidden size ``width``, relative to each tensor's root mean square.
+    """The peak learning rate for a model with hidden size ``width``, relative to each tensor's root
+    mean square.
 
-    ``error`` is the layer's error before training: the smaller it is, the smaller the steps must be.
+    ``error`` is the layer's error before training: the smaller it is, the smaller the steps must
+    be.
     """
     return min(_RELATIVE_LR, _WIDTH_LR / math.sqrt(width)) * min(1.0, math.pow(error, _ERROR_POWER))
 
@@ -134,8 +154,9 @@ def refining_rate(width: int, error: float) -> float:
 def decay(steps: int | str, done: int, errors: Sequence[float]) -> float:
     """The learning rate after ``done`` steps, relative to the peak; 0 ends the training.
 
-    For a number of ``steps`` the rate falls linearly to zero. For ``"auto"`` it is constant until a round lowers the
-    best error by less than ``MIN_GAIN``, then falls linearly to zero, within ``MOST_STEPS`` steps in all.
+    For a number of ``steps`` the rate falls linearly to zero. For ``"auto"`` it is constant until a
+    round lowers the best error by less than ``MIN_GAIN``, then falls linearly to zero, within
+    ``MOST_STEPS`` steps in all.
     """
     if isinstance(steps, int):
         return 1 - done / steps
@@ -147,12 +168,20 @@ def decay(steps: int | str, done: int, errors: Sequence[float]) -> float:
 
 
 class LayerTrainee(Trainee):
-    """The attention of one open converted layer; loading its weights is differentiable with respect to the masters."""
+    """The attention of one open converted layer; loading its weights is differentiable with respect
+    to the masters.
+    """
 
-    def __init__(self, student: Student, layer: OpenLayer, tensors: TensorMap, task: Refinement) -> None:
-        self._stream, self._layer, self._update = student.stream, layer, task.student_update
+    def __init__(
+        self, student: Student, layer: OpenLayer, tensors: TensorMap, task: Refinement
+    ) -> None:
+        self._stream = student.stream
+        self._layer = layer
+        self._update = task.student_update
         sources = student.stream.attention_sources(layer.index)
-        self._trained = [source for source in sources if not tensors.keys().isdisjoint(source.names)]
+        self._trained = [
+            source for source in sources if not tensors.keys().isdisjoint(source.names)
+        ]
         names = {name for source in self._trained for name in source.names}
         chosen = {name: tensor for name, tensor in tensors.items() if name in names}
         stored = {name: student.dtypes[name] for name in chosen}
@@ -160,15 +189,18 @@ class LayerTrainee(Trainee):
         student.put({**tensors, **self.masters})
 
     def backward(self, training: "Examples", batch: list[int]) -> None:
-        """Store a batch's gradients in the masters; with several processes, each computes a share of the sequences."""
+        """Store a batch's gradients in the masters; with several processes, each computes a share
+        of the sequences.
+        """
         own = [index - training.own.start for index in batch if index in training.own]
         if own:
             parts = training.inputs, training.targets, training.weights
             drawn = (torch.stack([sequence(states, place) for place in own]) for states in parts)
             with self._stream.training():
                 missing = self._missing(*drawn)
-            # Divided by the root of the count, not by the count: float16 gradients neither vanish nor overflow, and
-            # Adam does not see the difference. The count is that of all sequences of the batch.
+            # Divided by the root of the count, not by the count: float16 gradients neither vanish
+            # nor overflow, and Adam does not see the difference. The count is that of all sequences
+            # of the batch.
             count = math.sqrt(missing.numel())
             scale = count * (training.energy * math.sqrt(len(batch) / len(own)) or 1.0)
             (missing.square().sum() / scale).backward()  # type: ignore[no-untyped-call]
@@ -178,11 +210,15 @@ class LayerTrainee(Trainee):
     def error(self, held_out: "Examples") -> float:
         """The error on held-out sequences, computed by the first process and sent to the others."""
         batches = zip(held_out.inputs, held_out.targets, held_out.weights, strict=True)
-        missing = processes.from_first(lambda: float(sum(squares(self._missing(*batch)) for batch in batches)))
+        missing = processes.from_first(
+            lambda: float(sum(squares(self._missing(*batch)) for batch in batches))
+        )
         return missing / held_out.numbers / held_out.energy if held_out.energy else missing
 
     def _missing(self, hidden: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-        """The student's attention update for ``hidden`` minus ``target``, times ``weight``, in float32 or wider."""
+        """The student's attention update for ``hidden`` minus ``target``, times ``weight``, in
+        float32 or wider.
+        """
         self._stream.reload(self._layer, self._trained)
         added = self._update.of(self._layer, self._layer.attend(hidden))
         wide = torch.promote_types(added.dtype, torch.float32)
@@ -191,11 +227,13 @@ class LayerTrainee(Trainee):
 
 @dataclass(frozen=True)
 class Examples:
-    """The student's residuals before a layer (``inputs``) and the updates that its attention should add (``targets``).
+    """The student's residuals before a layer (``inputs``) and the updates that its attention should
+    add (``targets``).
 
-    Both are in the walk's chunks, as are ``weights [b, T, 1]``, the factors on the tokens' errors. ``energy`` is the
-    weighted mean square of the teacher's attention update, and ``numbers`` the number of target elements. The chunks
-    contain the sequences ``own`` of the ``count`` sequences shared by all processes.
+    Both are in the walk's chunks, as are ``weights [b, T, 1]``, the factors on the tokens' errors.
+    ``energy`` is the weighted mean square of the teacher's attention update, and ``numbers`` the
+    number of target elements. The chunks contain the sequences ``own`` of the ``count`` sequences
+    shared by all processes.
     """
 
     inputs: Hidden
@@ -216,13 +254,18 @@ def examples(
     *,
     shared: bool = False,
 ) -> Examples:
-    """Compute a layer's training examples from ``teacher``'s inputs ``hidden`` and the student's ``student_hidden``.
+    """Compute a layer's training examples from ``teacher``'s inputs ``hidden`` and the student's
+    ``student_hidden``.
 
-    Both are residuals of the same tokens; ``update`` is the teacher's. If ``shared`` is True, ``hidden`` is
-    this process's share of the sequences, and sums and counts cover all processes.
+    Both are residuals of the same tokens; ``update`` is the teacher's. If ``shared`` is True,
+    ``hidden`` is this process's share of the sequences, and sums and counts cover all processes.
     """
-    targets, weights = student_hidden[:0], student_hidden[:0]  # in a file where these are in one
-    energy, numbers, count = torch.zeros((), dtype=torch.float64), 0, 0
+    # in a file where these are in one
+    targets = student_hidden[:0]
+    weights = student_hidden[:0]
+    energy = torch.zeros((), dtype=torch.float64)
+    numbers = 0
+    count = 0
     for inputs, student_inputs in zip(hidden, student_hidden, strict=True):
         added = update.of(teacher, teacher.attend(inputs))
         wide = torch.promote_types(added.dtype, torch.float32)
@@ -234,7 +277,8 @@ def examples(
         energy = energy.to(added.device) + squares(added * weight)
         numbers += added.numel()
         count += len(added)
-    own, size = range(count), float(energy)
+    own = range(count)
+    size = float(energy)
     if shared:
         sums = torch.tensor([size, numbers, count], dtype=torch.float64)
         processes.add_up([sums])

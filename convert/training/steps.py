@@ -1,16 +1,19 @@
-"""Training step sizes in proportion to tensors, rows and columns, with smaller steps for the constant channel.
+"""Training step sizes in proportion to tensors, rows and columns, with smaller steps for the
+constant channel.
 
-Each step of Adam changes every element, large or small, by about the learning rate. The tensors of a converted
-attention differ in size far more than those of a trained model: a latent channel may be small in the tensor that writes
-it and large in the tensor that reads it. A single rate would leave some tensors unchanged and destroy others, so steps
-are scaled for
+Each step of Adam changes every element, large or small, by about the learning rate. The tensors of
+a converted attention differ in size far more than those of a trained model: a latent channel may be
+small in the tensor that writes it and large in the tensor that reads it. A single rate would leave
+some tensors unchanged and destroy others, so steps are scaled for
 
-    tensors             the learning rate is multiplied by the root mean square of the tensor's elements
-    rows and columns    in polishing, an element's step is multiplied by the relative sizes of its row and its column
-    constant channel    in layout ``free``, its slices are frozen, or their steps are multiplied by 1 / CONSTANT
+    tensors             the learning rate is multiplied by the root mean square of the tensor's
+    elements rows and columns    in polishing, an element's step is multiplied by the relative sizes
+    of its row and its column constant channel    in layout ``free``, its slices are frozen, or
+    their steps are multiplied by 1 / CONSTANT
 
-The first is a learning rate per tensor. Adam's steps do not depend on the scale of the gradient, so the other two
-shorten the steps themselves (`scale_steps`), whether the optimizer is run by `fit` or by ``transformers.Trainer``.
+The first is a learning rate per tensor. Adam's steps do not depend on the scale of the gradient, so
+the other two shorten the steps themselves (`scale_steps`), whether the optimizer is run by `fit` or
+by ``transformers.Trainer``.
 """
 
 import math
@@ -40,22 +43,28 @@ def scale_steps(
     held: Held,
     channels: Channels | None = None,
 ) -> None:
-    """Make the steps of a new ``optimizer`` relative to its tensors, whose ``sizes`` multiply the learning rates.
+    """Make the steps of a new ``optimizer`` relative to its tensors, whose ``sizes`` multiply the
+    learning rates.
 
-    Each tensor gets its own parameter group, which records its ``size``; weight decay still uses the learning rate
-    before scaling. Steps of ``held`` slices are multiplied by their pace; steps of tensors in ``channels``, by the
-    relative sizes of their rows and columns, which keeps a copy of each such tensor during a step. ``parameters()``
-    returns the trained tensors by name.
+    Each tensor gets its own parameter group, which records its ``size``; weight decay still uses
+    the learning rate before scaling. Steps of ``held`` slices are multiplied by their pace; steps
+    of tensors in ``channels``, by the relative sizes of their rows and columns, which keeps a copy
+    of each such tensor during a step. ``parameters()`` returns the trained tensors by name.
     """
     names = {id(tensor): name for name, tensor in parameters().items()}
     groups = []
     for group in optimizer.param_groups:
         for tensor in group["params"]:
             size = sizes[names[id(tensor)]]
-            changed = {"lr": group["lr"] * size, "weight_decay": group["weight_decay"] / size, "size": size}
+            changed = {
+                "lr": group["lr"] * size,
+                "weight_decay": group["weight_decay"] / size,
+                "size": size,
+            }
             groups.append({**group, "params": [tensor], **changed})
     optimizer.param_groups = groups
-    # Views of all elements that do not take the whole step, with the factors of theirs, and copies from before it.
+    # Views of all elements that do not take the whole step, with the factors of theirs, and copies
+    # from before it.
     parts: list[tuple[Tensor, tuple[Tensor | float, ...]]] = []
     before: list[Tensor] = []
 
@@ -63,15 +72,17 @@ def scale_steps(
     def remember(*_: Any) -> None:
         # Looked up at every step, because sharding replaces them.
         named = parameters()
-        parts[:] = [(_local_slice(named[name].data, part), (part.pace,)) for name, part in held.items()]
+        parts[:] = [
+            (_local_slice(named[name].data, part), (part.pace,)) for name, part in held.items()
+        ]
         parts.extend((named[name].data, factors) for name, factors in (channels or {}).items())
         before[:] = [part.clone() for part, _ in parts]
 
     @torch.no_grad()
     def shorten(*_: Any) -> None:
         for (part, factors), old in zip(parts, before, strict=True):
-            # At most the step of a tensor with equally large elements: larger steps of the few largest channels, which
-            # every token reads, would disturb the outputs for all tokens.
+            # At most the step of a tensor with equally large elements: larger steps of the few
+            # largest channels, which every token reads, would disturb the outputs for all tokens.
             scale: Any = math.prod(factors, start=part.new_ones(()))
             part.copy_(old.lerp(part, scale.clamp_max(1)))
         before.clear()
@@ -81,12 +92,15 @@ def scale_steps(
 
 
 def _local_slice(tensor: Any, held: HeldSlice) -> Tensor:
-    """A view of the ``held`` slice in this process's shard of ``tensor``; empty if another process has the slice."""
+    """A view of the ``held`` slice in this process's shard of ``tensor``; empty if another process
+    has the slice.
+    """
     if not hasattr(tensor, "to_local"):
         whole: Tensor = tensor.narrow(held.axis, held.index, 1)
         return whole
     local: Tensor = tensor.to_local()
-    # Tensors are sharded along their first axis: every process has a part of a slice along another one.
+    # Tensors are sharded along their first axis: every process has a part of a slice along another
+    # one.
     if held.axis != 0:
         return local.narrow(held.axis, held.index, 1)
     from torch.distributed.tensor import distribute_tensor
@@ -98,9 +112,11 @@ def _local_slice(tensor: Any, held: HeldSlice) -> Tensor:
 
 
 def tensor_sizes(named: Named, held: Held) -> dict[str, float]:
-    """The root mean square of every tensor, ignoring its ``held`` slice and zeros; a bias gets that of its weight.
+    """The root mean square of every tensor, ignoring its ``held`` slice and zeros; a bias gets that
+    of its weight.
 
-    They are ignored because the constant channel is large but hardly moves, and the zeros of padded heads never move.
+    They are ignored because the constant channel is large but hardly moves, and the zeros of padded
+    heads never move.
     """
     squares: list[Tensor] = []
     for name, tensor in named.items():
@@ -109,27 +125,37 @@ def tensor_sizes(named: Named, held: Held) -> dict[str, float]:
             free = free.clone()
             free.select(held[name].axis, held[name].index).zero_()
         squares.append(free.square().sum() / (free != 0).sum().clamp_min(1))
-    sizes: dict[str, float] = dict(zip(named, torch.stack(squares).sqrt().tolist(), strict=True)) if squares else {}
-    weights = {name: name.removesuffix(".bias") + ".weight" if name.endswith(".bias") else name for name in sizes}
+    sizes: dict[str, float] = (
+        dict(zip(named, torch.stack(squares).sqrt().tolist(), strict=True)) if squares else {}
+    )
+    weights = {
+        name: name.removesuffix(".bias") + ".weight" if name.endswith(".bias") else name
+        for name in sizes
+    }
     return {name: max(_LEAST_SIZE, sizes.get(weights[name], size)) for name, size in sizes.items()}
 
 
 def channel_scales(named: Named, held: Held) -> dict[str, tuple[Tensor, Tensor]]:
-    """Relative row sizes ``[m, 1]`` and column sizes ``[n]`` of each matrix; its bias gets the row sizes ``[m]``.
+    """Relative row sizes ``[m, 1]`` and column sizes ``[n]`` of each matrix; its bias gets the row
+    sizes ``[m]``.
 
-    A relative size is the row's or column's root mean square divided by the matrix's, ignoring the zeros of padded
-    heads.
+    A relative size is the row's or column's root mean square divided by the matrix's, ignoring the
+    zeros of padded heads.
     """
-    # A converted attention is a product of factors, and how the size of a channel is shared between them is arbitrary.
-    # Within one tensor rows or columns differ by a factor of a hundred (SmolLM2-135M, MLA 128+64): a step that is right
-    # for the large ones throws the small ones away.
+    # A converted attention is a product of factors, and how the size of a channel is shared between
+    # them is arbitrary. Within one tensor rows or columns differ by a factor of a hundred
+    # (SmolLM2-135M, MLA 128+64): a step that is right for the large ones throws the small ones
+    # away.
     scales: dict[str, tuple[Tensor, Tensor]] = {}
     for name, weight in named.items():
         if weight.dim() != 2:
             continue
-        energy, filled = weight.detach().float().square(), weight.detach() != 0
+        energy = weight.detach().float().square()
+        filled = weight.detach() != 0
         mean = (energy.sum() / filled.sum().clamp_min(1)).clamp_min(torch.finfo(energy.dtype).tiny)
-        rows, columns = ((energy.sum(axis) / filled.sum(axis).clamp_min(1) / mean).sqrt() for axis in (1, 0))
+        rows, columns = (
+            (energy.sum(axis) / filled.sum(axis).clamp_min(1) / mean).sqrt() for axis in (1, 0)
+        )
         # A column that reads the constant channel is a bias divided by the constant, often zero.
         if name in held and held[name].axis == 1:
             columns[held[name].index] = 1
@@ -141,14 +167,18 @@ def channel_scales(named: Named, held: Held) -> dict[str, tuple[Tensor, Tensor]]
 
 
 def hold_constant(named: Named) -> dict[str, HeldSlice]:
-    """Freeze the latents' norms among the parameters ``named``; returns the constant channel's slices by name."""
+    """Freeze the latents' norms among the parameters ``named``; returns the constant channel's
+    slices by name.
+    """
     for name in latent_norms(named):
         named[name].requires_grad_(False)
     return held_slices(named)
 
 
 def scale_gradients(named: Named, held: Held) -> None:
-    """Multiply the gradients of ``held`` slices by their paces, so that gradient clipping counts them as they move."""
+    """Multiply the gradients of ``held`` slices by their paces, so that gradient clipping counts
+    them as they move.
+    """
     with torch.no_grad():
         for name, part in held.items():
             if named[name].grad is not None:
@@ -159,18 +189,30 @@ def has_constant(checkpoint: Checkpoint) -> bool:
     """True if every latent in the checkpoint has the constant channel (``targets/mla/tensors.py``)."""
     if not is_latent(checkpoint.config) or not checkpoint.config.get("attention_bias"):
         return False
-    shapes = {name: torch.empty(info.shape, device="meta") for name, info in checkpoint.tensors.items()}
+    shapes = {
+        name: torch.empty(info.shape, device="meta") for name, info in checkpoint.tensors.items()
+    }
     held = {name: part for name, part in held_slices(shapes).items() if name.endswith(".bias")}
     # Other latent models with biases have the tensors too, but no such value in them.
-    return bool(held) and all(checkpoint.read(name)[part.index] == CONSTANT for name, part in held.items())
+    return bool(held) and all(
+        checkpoint.read(name)[part.index] == CONSTANT for name, part in held.items()
+    )
 
 
 def check_constant(state: Named, checkpoint: Checkpoint) -> None:
-    """Raise KvfoldError unless the constant channel has the same values in ``state`` as in ``checkpoint``."""
+    """Raise KvfoldError unless the constant channel has the same values in ``state`` as in
+    ``checkpoint``.
+    """
     frozen = {name: held for name, held in held_slices(state).items() if held.pace == 0}
     for name in [*latent_norms(state), *frozen]:
-        after, before = state[name], checkpoint.read(name).to(state[name].dtype)
+        after = state[name]
+        before = checkpoint.read(name).to(state[name].dtype)
         if name in frozen:
-            after, before = (tensor.select(frozen[name].axis, frozen[name].index) for tensor in (after, before))
+            after, before = (
+                tensor.select(frozen[name].axis, frozen[name].index) for tensor in (after, before)
+            )
         if not torch.equal(after, before):
-            raise KvfoldError(f"{name}: training changed the constant channel, which must stay fixed; please report it")
+            raise KvfoldError(
+                f"{name}: training changed the constant channel, which must stay fixed; please"
+                " report it"
+            )

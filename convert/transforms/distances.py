@@ -1,18 +1,20 @@
 """The weight of each distance ``delta`` between a query and a key, shared by all transforms.
 
-Calibration sequences of a few hundred tokens show the distances at which a head attends. They do not show that keys
-farther away must keep their low scores, nor what happens beyond the sequence length: a fit to the measured profile
-alone fails at twice that length. So every fit averages over a mixture of distances up to the full context,
+Calibration sequences of a few hundred tokens show the distances at which a head attends. They do
+not show that keys farther away must keep their low scores, nor what happens beyond the sequence
+length: a fit to the measured profile alone fails at twice that length. So every fit averages over a
+mixture of distances up to the full context,
 
-    p_h(delta) = (1 - uniform) ((1 - TAIL) profile_h(delta) + TAIL tail(delta)) + uniform flat(delta)
+    p_h(delta) = (1 - uniform) ((1 - TAIL) profile_h(delta) + TAIL tail(delta)) + uniform
+    flat(delta)
 
     profile_h(delta)                    the head's mean attention weight, as measured
     tail(delta) ~ 1 / (1 + delta)       the same weight for every octave of distances
     flat(delta) ~ reach - delta         the distances of two tokens drawn from the context
 
-Transforms use the mixture through averages of rotations (`rotary_moments`), computed as exact sums. The tail and the
-flat part are the same for all heads and layers, so the long sum over the context is computed once per model; only the
-short profiles are summed for each head.
+Transforms use the mixture through averages of rotations (`rotary_moments`), computed as exact sums.
+The tail and the flat part are the same for all heads and layers, so the long sum over the context
+is computed once per model; only the short profiles are summed for each head.
 """
 
 from dataclasses import dataclass
@@ -21,26 +23,30 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# Share of the tail. Excess loss of the reference MHA model in nats per token (recipes/benchmarks/bench_constants.py
-# --samples 64, 2026-11-22):
-#     share                                                    0      0.25   0.5    0.75   1
-#     8 -> 2 heads, text as long as the calibration            0.191  0.035  0.041  0.047  0.053
-#     8 -> 2 heads, four times as long                         0.788         0.039
-#     MLA 48 + 16, text as long as the calibration             0.086  0.076  0.076  0.085  0.102
-# 8 -> 2 heads, 0.25 against 0.5, 32 samples, 2026-11-24: shipped model 0.026, 0.028; four times as long (--seq-len 128
-# --text, two seeds) 0.017 and 0.018, 0.019 and 0.019, but the MHA model 0.055 and 0.034, 0.037 and 0.033: 0.5 is safe.
+# Share of the tail. Excess loss of the reference MHA model in nats per token
+# (recipes/benchmarks/bench_constants.py --samples 64, 2026-11-22): share
+# 0      0.25   0.5    0.75   1 8 -> 2 heads, text as long as the calibration            0.191
+# 0.035  0.041  0.047  0.053 8 -> 2 heads, four times as long                         0.788
+# 0.039 MLA 48 + 16, text as long as the calibration             0.086  0.076  0.076  0.085  0.102 8
+# -> 2 heads, 0.25 against 0.5, 32 samples, 2026-11-24: shipped model 0.026, 0.028; four times as
+# long (--seq-len 128 --text, two seeds) 0.017 and 0.018, 0.019 and 0.019, but the MHA model 0.055
+# and 0.034, 0.037 and 0.033: 0.5 is safe.
 TAIL = 0.5
 
-# The longest distance included, to limit time. The sum takes 1 CPU second once per model for heads with 128 dims,
-# 0.2 for 8192 (recipes/benchmarks/bench_constants.py --distances).
+# The longest distance included, to limit time. The sum takes 1 CPU second once per model for heads
+# with 128 dims, 0.2 for 8192 (recipes/benchmarks/bench_constants.py --distances).
 FARTHEST = 131072
 
-CHUNK = 4096  # distances summed at once: a limit on memory, 8 MB of complex waves for 128 frequencies
+CHUNK = (
+    4096  # distances summed at once: a limit on memory, 8 MB of complex waves for 128 frequencies
+)
 
 
 @dataclass(frozen=True)
 class Distances:
-    """``p_h(delta)`` for ``delta < reach``: shares ``tail`` and ``flat``; the rest is ``profile [H, S]``. Float64."""
+    """``p_h(delta)`` for ``delta < reach``: shares ``tail`` and ``flat``; the rest is ``profile [H,
+    S]``. Float64.
+    """
 
     profile: Tensor
     reach: int
@@ -48,11 +54,14 @@ class Distances:
     flat: float = 0.0
 
 
-def mixed_distances(profile: Tensor, context: int, uniform: float = 0.0, tail: float | None = None) -> Distances:
+def mixed_distances(
+    profile: Tensor, context: int, uniform: float = 0.0, tail: float | None = None
+) -> Distances:
     """The mixture above for ``profile [H, S]`` and a model that must support ``context`` positions.
 
-    It covers the ``S`` distances of the profile or the context (at most `FARTHEST`), whichever is longer. ``uniform``
-    is the share of the flat part; ``tail`` (default `TAIL`) is the tail's share of the rest.
+    It covers the ``S`` distances of the profile or the context (at most `FARTHEST`), whichever is
+    longer. ``uniform`` is the share of the flat part; ``tail`` (default `TAIL`) is the tail's share
+    of the rest.
     """
     reach = max(profile.shape[1], min(context, FARTHEST))
     share = TAIL if tail is None else tail
@@ -60,20 +69,26 @@ def mixed_distances(profile: Tensor, context: int, uniform: float = 0.0, tail: f
 
 
 def rotary_moments(distances: Distances, speed: Tensor) -> Tensor:
-    """``E e^{-i (speed_a - speed_b) delta}`` over the distances of every head: complex128 ``[H, n, n]``.
+    """``E e^{-i (speed_a - speed_b) delta}`` over the distances of every head: complex128 ``[H, n,
+    n]``.
 
-    This is the second moment of the waves ``e^{-i speed delta}`` for ``speed [n]`` in radians per position. A speed of
-    0 yields their means, a pair of speeds ``w, -w`` the averages over sums of angles.
+    This is the second moment of the waves ``e^{-i speed delta}`` for ``speed [n]`` in radians per
+    position. A speed of 0 yields their means, a pair of speeds ``w, -w`` the averages over sums of
+    angles.
     """
     # Pass speeds to the cached function as a tuple: tensors hash by identity.
-    common = _common_moment(distances.reach, distances.tail, distances.flat, tuple(speed.double().tolist()))
+    common = _common_moment(
+        distances.reach, distances.tail, distances.flat, tuple(speed.double().tolist())
+    )
     speed, common = (each.to(distances.profile.device) for each in (speed.double(), common))
     share = 1 - distances.tail - distances.flat
     return torch.stack([share * _wave_moment(row, speed) + common for row in distances.profile])
 
 
 def rotation_gains(distances: Distances, theta: Tensor) -> Tensor:
-    """``m_{h,l} = E e^{-i theta_l delta}``, complex ``[H, L]``: each head's mean rotation for each of ``theta [L]``."""
+    """``m_{h,l} = E e^{-i theta_l delta}``, complex ``[H, L]``: each head's mean rotation for each
+    of ``theta [L]``.
+    """
     speed = theta.double()
     return rotary_moments(distances, torch.cat([speed, speed.new_zeros(1)]))[:, :-1, -1]
 
@@ -88,7 +103,9 @@ def _common_moment(reach: int, tail: float, flat: float, speed: tuple[float, ...
 
 
 def _wave_moment(weights: Tensor, speed: Tensor) -> Tensor:
-    """``sum_delta weights[delta] e^{-i (speed_a - speed_b) delta}``, ``[n, n]``, summed in chunks of distances."""
+    """``sum_delta weights[delta] e^{-i (speed_a - speed_b) delta}``, ``[n, n]``, summed in chunks
+    of distances.
+    """
     result = torch.zeros(len(speed), len(speed), dtype=torch.complex128, device=speed.device)
     # A single product would need memory for one wave per frequency and distance.
     for start in range(0, len(weights), CHUNK):

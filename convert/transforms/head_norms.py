@@ -1,13 +1,16 @@
-"""Linear maps that replace norms on queries and keys, for attention layouts that do not support such norms.
+"""Linear maps that replace norms on queries and keys, for attention layouts that do not support
+such norms.
 
-A norm divides by a number that depends on the token and the head, ``norm(W x) = gain * W x / d(x) + bias``. If the
-result must be a linear function of the input, the closest one over the calibration text is the least-squares solution
+A norm divides by a number that depends on the token and the head, ``norm(W x) = gain * W x / d(x) +
+bias``. If the result must be a linear function of the input, the closest one over the calibration
+text is the least-squares solution
 
     L = argmin E|norm(W x) - L x|^2 + ridge |L - L_0|^2,       L_0 = gain * W * E[d] / E[d^2]
 
-The ridge pulls ``L`` toward ``L_0``, the projection divided by one number per head, more strongly for shorter text.
-Both are exact if ``d`` does not vary. If it varies, most of the variation follows the input: the share of the energy of
-``norm(W x)`` that ``L`` misses (`norms_note`) is far below the square of the divisors' coefficient of variation.
+The ridge pulls ``L`` toward ``L_0``, the projection divided by one number per head, more strongly
+for shorter text. Both are exact if ``d`` does not vary. If it varies, most of the variation follows
+the input: the share of the energy of ``norm(W x)`` that ``L`` misses (`norms_note`) is far below
+the square of the divisors' coefficient of variation.
 """
 
 from dataclasses import replace
@@ -19,10 +22,10 @@ from torch import Tensor
 from kvfold.convert.transforms.linalg import input_moment, solve, split_bias, with_bias
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics
 
-# ``ridge``, in units of ``E|x|^2 / tokens``.
-# Squared error of the keys on held-out text after 128, 512, 2048 and 8192 tokens, layer 1 of the shipped model with
-# norms put in (the projection over one number: 0.112): 1e-9: 0.100, 0.042, 0.019, 0.016; 0.03: 0.053, 0.026, 0.019,
-# 0.016; 0.3: 0.044, 0.030, 0.023, 0.019 (recipes/benchmarks/bench_head_norms.py, 2026-11-23).
+# ``ridge``, in units of ``E|x|^2 / tokens``. Squared error of the keys on held-out text after 128,
+# 512, 2048 and 8192 tokens, layer 1 of the shipped model with norms put in (the projection over one
+# number: 0.112): 1e-9: 0.100, 0.042, 0.019, 0.016; 0.03: 0.053, 0.026, 0.019, 0.016; 0.3: 0.044,
+# 0.030, 0.023, 0.019 (recipes/benchmarks/bench_head_norms.py, 2026-11-23).
 SHRINK = 0.03
 
 
@@ -32,12 +35,18 @@ def has_norms(weights: AttentionWeights) -> bool:
 
 
 def project(weights: AttentionWeights, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries, then keys, for ``inputs [N, E]`` with norms applied ``[N, H + G, D]``, and the divisors ``[N, H + G]``.
+    """Queries, then keys, for ``inputs [N, E]`` with norms applied ``[N, H + G, D]``, and the
+    divisors ``[N, H + G]``.
 
-    They are not rotated and have the dtype of ``inputs``. Divisors are 1 for queries or keys without a norm.
+    They are not rotated and have the dtype of ``inputs``. Divisors are 1 for queries or keys
+    without a norm.
     """
-    results, divisors = [], []
-    sides = ((weights.q, weights.q_bias, weights.q_norm), (weights.k, weights.k_bias, weights.k_norm))
+    results = []
+    divisors = []
+    sides = (
+        (weights.q, weights.q_bias, weights.q_norm),
+        (weights.k, weights.k_bias, weights.k_norm),
+    )
     for weight, bias, norm in sides:
         rows = torch.unflatten(inputs @ weight.to(inputs).flatten(0, 1).mT, 1, weight.shape[:2])
         rows = rows if bias is None else rows + bias.to(rows)
@@ -57,17 +66,20 @@ def project(weights: AttentionWeights, inputs: Tensor) -> tuple[Tensor, Tensor]:
 def linear_heads(
     weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False
 ) -> AttentionWeights:
-    """Return the layer without norms: queries and keys become the linear maps closest to the normalized ones.
+    """Return the layer without norms: queries and keys become the linear maps closest to the
+    normalized ones.
 
-    With statistics that contain no text (`blank_statistics`) this is the projection divided by one number per head. A
-    map includes a constant if the source has a bias. ``key_constant`` adds a constant to keys in any case: a constant
-    key shifts all scores of a query by the same amount, so it costs nothing if the layout supports one. Layers without
-    norms are returned unchanged.
+    With statistics that contain no text (`blank_statistics`) this is the projection divided by one
+    number per head. A map includes a constant if the source has a bias. ``key_constant`` adds a
+    constant to keys in any case: a constant key shifts all scores of a query by the same amount, so
+    it costs nothing if the layout supports one. Layers without norms are returned unchanged.
     """
     if not has_norms(weights):
         return weights
-    statistics, heads = statistics.to(weights.q.device), weights.heads
-    q_constant, k_constant = weights.q_bias is not None, key_constant or weights.k_bias is not None
+    statistics = statistics.to(weights.q.device)
+    heads = weights.heads
+    q_constant = weights.q_bias is not None
+    k_constant = key_constant or weights.k_bias is not None
     rows = with_bias(weights.q, weights.q_bias), with_bias(weights.k, weights.k_bias)
     q = _linear(rows[0], weights.q_norm, statistics, slice(heads), q_constant)
     k = _linear(rows[1], weights.k_norm, statistics, slice(heads, None), k_constant)
@@ -78,7 +90,8 @@ def linear_heads(
 def divided_heads(
     weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False
 ) -> tuple[AttentionWeights, Tensor]:
-    """Like `linear_heads`, but divide keys by one number per head; return the layer and these numbers ``[G]``.
+    """Like `linear_heads`, but divide keys by one number per head; return the layer and these
+    numbers ``[G]``.
 
     The keys, which must have a norm, are exact up to one factor per token and head.
     """
@@ -91,10 +104,14 @@ def divided_heads(
     return replace(linear, k=k, k_bias=k_bias), 1 / factor
 
 
-def _linear(rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, heads: slice, constant: bool) -> Tensor:
-    """``L [n, D, E+1]`` for the projection ``rows [n, D, E+1]`` followed by ``norm``, or ``rows`` if it is None.
+def _linear(
+    rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, heads: slice, constant: bool
+) -> Tensor:
+    """``L [n, D, E+1]`` for the projection ``rows [n, D, E+1]`` followed by ``norm``, or ``rows``
+    if it is None.
 
-    ``heads`` selects these heads in the statistics. Without ``constant`` the last column of ``L`` is zero.
+    ``heads`` selects these heads in the statistics. Without ``constant`` the last column of ``L``
+    is zero.
     """
     if norm is None:
         return rows
@@ -113,8 +130,12 @@ def _linear(rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, he
     return start + torch.nn.functional.pad(change, (0, len(moment) - size)).reshape(rows.shape)
 
 
-def _over_one_number(rows: Tensor, norm: HeadNorm, statistics: LayerStatistics, heads: slice) -> tuple[Tensor, Tensor]:
-    """``L_0``: ``rows [n, D, E+1]`` times a factor per head and the norm's gain, plus its bias; and factors ``[n]``."""
+def _over_one_number(
+    rows: Tensor, norm: HeadNorm, statistics: LayerStatistics, heads: slice
+) -> tuple[Tensor, Tensor]:
+    """``L_0``: ``rows [n, D, E+1]`` times a factor per head and the norm's gain, plus its bias; and
+    factors ``[n]``.
+    """
     rows = centered(rows, norm)
     # Without text, use the root mean square for uncorrelated inputs as the divisor.
     if statistics.divisors is None:
@@ -129,25 +150,33 @@ def _over_one_number(rows: Tensor, norm: HeadNorm, statistics: LayerStatistics, 
 
 
 def centered(rows: Tensor, norm: HeadNorm) -> Tensor:
-    """Subtract from ``rows [n, D, F]`` the mean that a layer norm removes, which is linear; RMS norms remove none."""
+    """Subtract from ``rows [n, D, F]`` the mean that a layer norm removes, which is linear; RMS
+    norms remove none.
+    """
     if norm.kind == "rms":
         return rows
     return rows - rows.mean((0, 1) if norm.extent == "flat" else (1,), keepdim=True)
 
 
 def root_mean_square(rows: Tensor, norm: HeadNorm, moment: Tensor) -> Tensor:
-    """The divisors ``[n]`` for `centered` rows, from the second moment ``[F, F]`` of the inputs ``[x; 1]``."""
+    """The divisors ``[n]`` for `centered` rows, from the second moment ``[F, F]`` of the inputs
+    ``[x; 1]``.
+    """
     square = ((rows @ moment) * rows).sum(-1).mean(-1)
     square = square.mean().expand_as(square) if norm.extent == "flat" else square
     return (square + norm.eps).sqrt()
 
 
-def norms_note(weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False) -> dict[str, Any]:
-    """An entry for ``kvfold.json``: the distance of norms on queries and keys from linear maps, on calibration text.
+def norms_note(
+    weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False
+) -> dict[str, Any]:
+    """An entry for ``kvfold.json``: the distance of norms on queries and keys from linear maps, on
+    calibration text.
 
-    ``head_norms`` contains for queries and for keys, over all heads, ``spread``: the coefficient of variation of the
-    divisors, and ``missed``: the share of the energy of normalized queries or keys that `linear_heads` does not
-    reproduce. Empty for a layer without such norms, and for statistics that do not include them.
+    ``head_norms`` contains for queries and for keys, over all heads, ``spread``: the coefficient of
+    variation of the divisors, and ``missed``: the share of the energy of normalized queries or keys
+    that `linear_heads` does not reproduce. Empty for a layer without such norms, and for statistics
+    that do not include them.
     """
     if statistics.normed is None or statistics.divisors is None:
         return {}
@@ -155,9 +184,15 @@ def norms_note(weights: AttentionWeights, statistics: LayerStatistics, *, key_co
     moment = input_moment(statistics, ridge=0.0)
     mean, square, energy = statistics.divisors.unbind(-1)
     spread = (square / mean.square() - 1).clamp_min(0).sqrt()
-    rows = torch.cat([with_bias(linear.q, linear.q_bias), with_bias(linear.k, linear.k_bias)]).to(moment.device)
+    rows = torch.cat([with_bias(linear.q, linear.q_bias), with_bias(linear.k, linear.k_bias)]).to(
+        moment.device
+    )
     left = energy + ((rows @ moment - 2 * statistics.normed) * rows).sum((1, 2))
     sides = {"query": slice(weights.heads), "key": slice(weights.heads, None)}
     spreads = {f"{name}_spread": float(spread[side].mean()) for name, side in sides.items()}
-    shares = {name: left[side].sum().clamp_min(0) / energy[side].sum() for name, side in sides.items()}
-    return {"head_norms": spreads | {f"{name}_missed": float(share) for name, share in shares.items()}}
+    shares = {
+        name: left[side].sum().clamp_min(0) / energy[side].sum() for name, side in sides.items()
+    }
+    return {
+        "head_norms": spreads | {f"{name}_missed": float(share) for name, share in shares.items()}
+    }

@@ -1,7 +1,9 @@
-"""Linear algebra shared by the calibrated transforms: second moments, damped least squares, roots, complex pairs.
+"""Linear algebra shared by the calibrated transforms: second moments, damped least squares, roots,
+complex pairs.
 
-Everything here is float64. Covariances of queries, keys and values are never computed from stored activations: with
-``x~ = [x; 1]`` and a projection's bias as its last column, ``E[(W x~)(W x~)^T] = W E[x~ x~^T] W^T``.
+Everything here is float64. Covariances of queries, keys and values are never computed from stored
+activations: with ``x~ = [x; 1]`` and a projection's bias as its last column, ``E[(W x~)(W x~)^T] =
+W E[x~ x~^T] W^T``.
 """
 
 from collections.abc import Iterator
@@ -12,23 +14,29 @@ from torch import Tensor
 
 from kvfold.convert.transforms.weights import LayerStatistics
 
-# Share of isotropic variance added to the Gram matrix, so that a fold that can be exact is exact even on inputs that
-# do not occur in the calibration text. From 1e-12 to 1e-4 the errors of a layer of the shipped model change by less
-# than 5e-5 of their value (tests/convert/transforms/test_constants.py).
+# Share of isotropic variance added to the Gram matrix, so that a fold that can be exact is exact
+# even on inputs that do not occur in the calibration text. From 1e-12 to 1e-4 the errors of a layer
+# of the shipped model change by less than 5e-5 of their value
+# (tests/convert/transforms/test_constants.py).
 RIDGE = 1e-9
 
-# Pull of `fit_output` toward the present projection, relative to the mean energy of the heads' dims: it preserves
-# directions that are rare in the text. Chosen, not tuned: held-out sequences decide whether a projection is used.
+# Pull of `fit_output` toward the present projection, relative to the mean energy of the heads'
+# dims: it preserves directions that are rare in the text. Chosen, not tuned: held-out sequences
+# decide whether a projection is used.
 OUTPUT_RIDGE = 0.1
 
-# Elements of a batch of complex matrices that one thread multiplies as fast as two, or faster: on an AMD EPYC 8 of 32 x
-# 32 in 0.34 and 0.43 ms, 16 of 64 x 64 in 3.2 and 3.4, 32 in 6.7 and 3.7 (sleeping threads, 2026-11-25).
+# Elements of a batch of complex matrices that one thread multiplies as fast as two, or faster: on
+# an AMD EPYC 8 of 32 x 32 in 0.34 and 0.43 ms, 16 of 64 x 64 in 3.2 and 3.4, 32 in 6.7 and 3.7
+# (sleeping threads, 2026-11-25).
 _FEW = 65536
 
 
 def input_moment(statistics: LayerStatistics, ridge: float | None = None) -> Tensor:
-    """``E[x~ x~^T] [E+1, E+1]`` of the inputs with a constant 1 appended, regularized by ``ridge`` (else `RIDGE`)."""
-    gram, mean = statistics.gram.double(), statistics.mean.double()[:, None]
+    """``E[x~ x~^T] [E+1, E+1]`` of the inputs with a constant 1 appended, regularized by ``ridge``
+    (else `RIDGE`).
+    """
+    gram = statistics.gram.double()
+    mean = statistics.mean.double()[:, None]
     moment = torch.cat([torch.cat([gram, mean], 1), torch.cat([mean.mT, mean.new_ones(1, 1)], 1)])
     isotropic = gram.trace() / len(gram)
     # All-zero inputs have no scale, so use 1.
@@ -38,37 +46,48 @@ def input_moment(statistics: LayerStatistics, ridge: float | None = None) -> Ten
 
 
 def covariance(moment: Tensor) -> Tensor:
-    """The covariance ``[E, E]`` of the inputs, from ``moment [E+1, E+1]`` as returned by `input_moment`."""
+    """The covariance ``[E, E]`` of the inputs, from ``moment [E+1, E+1]`` as returned by
+    `input_moment`.
+    """
     mean = moment[-1, :-1]
     return moment[:-1, :-1] - torch.outer(mean, mean)
 
 
 def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Append ``bias [n, D]`` (or zeros) to ``weight [n, D, E]`` as the weight of a constant input: float64."""
+    """Append ``bias [n, D]`` (or zeros) to ``weight [n, D, E]`` as the weight of a constant input:
+    float64.
+    """
     column = weight.new_zeros(weight.shape[:-1]) if bias is None else bias
     return torch.cat((weight.double(), column.double()[..., None].to(weight.device)), -1)
 
 
 def split_bias(rows: Tensor, present: bool) -> tuple[Tensor, Tensor | None]:
-    """Split ``rows [n, D, E+1]`` from `with_bias` into weight and bias; None unless the bias is ``present``."""
+    """Split ``rows [n, D, E+1]`` from `with_bias` into weight and bias; None unless the bias is
+    ``present``.
+    """
     return rows[..., :-1], rows[..., -1] if present else None
 
 
 def joint_moment(rows: Tensor, moment: Tensor) -> Tensor:
-    """Second moments ``[n, D, n, D]`` between all dims of all heads, from ``rows [n, D, F]`` and ``moment [F, F]``."""
+    """Second moments ``[n, D, n, D]`` between all dims of all heads, from ``rows [n, D, F]`` and
+    ``moment [F, F]``.
+    """
     flat = rows.flatten(0, 1)
     return (flat @ moment @ flat.T).reshape(*rows.shape[:2], *rows.shape[:2])
 
 
 def head_moments(rows: Tensor, moment: Tensor) -> Tensor:
-    """The second moment ``[n, D, D]`` of each head separately, from ``rows [n, D, F]`` and ``moment [F, F]``."""
+    """The second moment ``[n, D, D]`` of each head separately, from ``rows [n, D, F]`` and ``moment
+    [F, F]``.
+    """
     return (rows @ moment) @ rows.mT
 
 
 def output_metric(output: Tensor, kv_heads: int) -> Tensor:
     """``M [G, D, D]`` from ``W_o [E, H, D]``: the squared length of the output per value.
 
-    ``d^T M_g d`` is the squared output change if KV head ``g``'s values change by ``d``, summed over its query heads.
+    ``d^T M_g d`` is the squared output change if KV head ``g``'s values change by ``d``, summed
+    over its query heads.
     """
     columns = torch.unflatten(output.double(), 1, (kv_heads, -1))  # [E, G, H/G, D]
     return torch.einsum("egrc,egrd->gcd", columns, columns)
@@ -76,7 +95,9 @@ def output_metric(output: Tensor, kv_heads: int) -> Tensor:
 
 @contextmanager
 def threads_for(matrices: Tensor) -> Iterator[None]:
-    """Compute in the block with one thread if ``matrices [..., n, n]``, its largest operand, has few elements."""
+    """Compute in the block with one thread if ``matrices [..., n, n]``, its largest operand, has
+    few elements.
+    """
     threads = torch.get_num_threads()
     # Sleeping threads take longer to wake than such a product takes.
     torch.set_num_threads(1 if matrices.numel() <= _FEW else threads)
@@ -87,13 +108,16 @@ def threads_for(matrices: Tensor) -> Iterator[None]:
 
 
 def symmetric_eig(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (descending, clamped at 0) and eigenvectors (columns) of Hermitian matrices ``[..., n, n]``."""
+    """Eigenvalues (descending, clamped at 0) and eigenvectors (columns) of Hermitian matrices
+    ``[..., n, n]``.
+    """
     values, vectors = torch.linalg.eigh((matrix + matrix.mH) / 2)
     return values.flip(-1).clamp(min=0), vectors.flip(-1)
 
 
 def metric_root(metric: Tensor) -> tuple[Tensor, Tensor]:
-    """Square root and (pseudo-)inverse square root of positive semi-definite matrices ``[..., n, n]``.
+    """Square root and (pseudo-)inverse square root of positive semi-definite matrices ``[..., n,
+    n]``.
 
     Directions whose eigenvalue is below 1e-10 times the largest are treated as absent in both.
     """
@@ -102,18 +126,23 @@ def metric_root(metric: Tensor) -> tuple[Tensor, Tensor]:
     # Absent directions are zero in the inverse too: 1 / sqrt would blow up their rounding noise.
     root = torch.where(present, values, 0).sqrt()
     inverse = torch.where(present, values, 1).rsqrt() * present
-    return (vectors * root[..., None, :]) @ vectors.mT, (vectors * inverse[..., None, :]) @ vectors.mT
+    return (vectors * root[..., None, :]) @ vectors.mT, (
+        vectors * inverse[..., None, :]
+    ) @ vectors.mT
 
 
 def damped_solve(gram: Tensor, residual: Tensor, damping: float) -> Tensor:
-    """``X [..., n, m]`` with ``(gram + damping e I) X = residual``; ``e`` is the mean diagonal element of ``gram``.
+    """``X [..., n, m]`` with ``(gram + damping e I) X = residual``; ``e`` is the mean diagonal
+    element of ``gram``.
 
-    One least-squares step from a present solution, ``residual = cross - gram @ present``: damping keeps the present
-    solution in directions in which ``gram [..., n, n]`` has no energy.
+    One least-squares step from a present solution, ``residual = cross - gram @ present``: damping
+    keeps the present solution in directions in which ``gram [..., n, n]`` has no energy.
     """
     level = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
     level = torch.where(level > 0, level, 1.0)[..., None, None]
-    damped = gram + damping * level * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    damped = gram + damping * level * torch.eye(
+        gram.shape[-1], dtype=gram.dtype, device=gram.device
+    )
     return solve(damped, residual)
 
 
@@ -122,15 +151,17 @@ def solve(matrix: Tensor, right: Tensor) -> Tensor:
 
     On a CPU that is an error. On a GPU, which a check would wait for, ``X`` is then not finite.
     """
-    result: Tensor = torch.linalg.solve_ex(matrix, right, check_errors=matrix.device.type == "cpu").result
+    result: Tensor = torch.linalg.solve_ex(
+        matrix, right, check_errors=matrix.device.type == "cpu"
+    ).result
     return result
 
 
 def fit_output(present: Tensor, gram: Tensor, missing: Tensor) -> Tensor:
     """``W [E, n]`` that minimizes ``E|target - W z|^2 + OUTPUT_RIDGE e |W - present|^2``.
 
-    ``gram [n, n] = E[z z^T]`` and ``missing [E, n] = E[(target - present z) z^T]``, float64; ``e`` is the mean energy
-    of the dims of ``z``. The solution is
+    ``gram [n, n] = E[z z^T]`` and ``missing [E, n] = E[(target - present z) z^T]``, float64; ``e``
+    is the mean energy of the dims of ``z``. The solution is
 
         W = present + missing (gram + OUTPUT_RIDGE e I)^-1
     """
@@ -138,14 +169,18 @@ def fit_output(present: Tensor, gram: Tensor, missing: Tensor) -> Tensor:
 
 
 def pair_moment(joint: Tensor, pairs: int) -> Tensor:
-    """``[n, D, n, D]`` -> ``[pairs, n, n]``: ``E[z_a conj(z_b)]`` of the complex ``z = x[l] + i x[l + pairs]``."""
-    heads, rotated = len(joint), joint[:, : 2 * pairs, :, : 2 * pairs]
+    """``[n, D, n, D]`` -> ``[pairs, n, n]``: ``E[z_a conj(z_b)]`` of the complex ``z = x[l] + i x[l
+    + pairs]``.
+    """
+    heads = len(joint)
+    rotated = joint[:, : 2 * pairs, :, : 2 * pairs]
     part = torch.einsum("aipbjp->ijpab", rotated.reshape(heads, 2, pairs, heads, 2, pairs))
     return torch.complex(part[0, 0] + part[1, 1], part[1, 0] - part[0, 1])
 
 
 def pair_matrices(factors: Tensor, dims: int) -> Tensor:
-    """Real maps ``[..., dims, dims]`` that multiply half-split pairs by the complex factors ``[..., pairs]``.
+    """Real maps ``[..., dims, dims]`` that multiply half-split pairs by the complex factors ``[...,
+    pairs]``.
 
     Rows and columns beyond ``2 * pairs`` are zero.
     """

@@ -1,14 +1,16 @@
-"""Attention sinks: tokens that together receive half of every row of attention, and fits that allow for them.
+"""Attention sinks: tokens that together receive half of every row of attention, and fits that allow
+for them.
 
-Real decoders park attention on a few tokens, above all the first one, whose inputs are unlike any others. A sink is one
-key among hundreds, so least squares over tokens barely account for it, yet an error in its key changes every row.
-Weighting tokens by received attention fixes this, but costs accuracy without a sink. So each layer is fitted both ways,
-and its error on held-out sequences decides (`judged`).
+Real decoders park attention on a few tokens, above all the first one, whose inputs are unlike any
+others. A sink is one key among hundreds, so least squares over tokens barely account for it, yet an
+error in its key changes every row. Weighting tokens by received attention fixes this, but costs
+accuracy without a sink. So each layer is fitted both ways, and its error on held-out sequences
+decides (`judged`).
 
-In layout ``engine`` the latent is always normalized (a live norm). A sink's latent is short, because its value is
-almost zero, and the norm would make it as long as all others. `with_damper` adds a latent channel that nothing reads
-and that is large only for sinks: the row ``w`` with the largest ``E[r (w x)^2] / E[(w x)^2]``, where ``r`` is the
-attention a token receives.
+In layout ``engine`` the latent is always normalized (a live norm). A sink's latent is short,
+because its value is almost zero, and the norm would make it as long as all others. `with_damper`
+adds a latent channel that nothing reads and that is large only for sinks: the row ``w`` with the
+largest ``E[r (w x)^2] / E[(w x)^2]``, where ``r`` is the attention a token receives.
 """
 
 from collections.abc import Callable
@@ -20,21 +22,25 @@ import torch
 from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.weights import LayerStatistics
 
-# Candidates for the share of received attention in a token's weight (`LayerStatistics.counting_received`).
-# 0 is plain least squares over tokens. 0.5 is not tuned: it gives a sink about the same weight as all other tokens.
+# Candidates for the share of received attention in a token's weight
+# (`LayerStatistics.counting_received`). 0 is plain least squares over tokens. 0.5 is not tuned: it
+# gives a sink about the same weight as all other tokens.
 SHARES = (0.0, 0.5)
 
-# Isotropic share of the inputs' energy in the denominator of `with_damper`: rare directions in the text are not
-# sinks. Chosen, not tuned: held-out sequences decide whether a layer gets the channel.
+# Isotropic share of the inputs' energy in the denominator of `with_damper`: rare directions in the
+# text are not sinks. Chosen, not tuned: held-out sequences decide whether a layer gets the channel.
 DAMPER_RIDGE = 1e-4
 
 Trial = TypeVar("Trial")
 
 
 def judged(
-    statistics: LayerStatistics, fit: Callable[[LayerStatistics], Trial], judge: Callable[[Trial], float]
+    statistics: LayerStatistics,
+    fit: Callable[[LayerStatistics], Trial],
+    judge: Callable[[Trial], float],
 ) -> tuple[Trial, float]:
-    """Call ``fit`` for each share in `SHARES`; return the result with the smallest error by ``judge``, and its share.
+    """Call ``fit`` for each share in `SHARES`; return the result with the smallest error by
+    ``judge``, and its share.
 
     The first of equals wins. Without averages by received attention, ``judge`` is not called.
     """
@@ -62,4 +68,9 @@ def with_damper(latent: LatentWeights, statistics: LayerStatistics) -> LatentWei
     _, vectors = torch.linalg.eigh(torch.linalg.solve_triangular(root, half.mT, upper=False))
     row = torch.linalg.solve_triangular(root.mT, vectors[:, -1:], upper=True).mT.to(latent.down)
     pad = torch.nn.functional.pad
-    return replace(latent, down=torch.cat([latent.down, row]), uk=pad(latent.uk, (0, 1)), uv=pad(latent.uv, (0, 1)))
+    return replace(
+        latent,
+        down=torch.cat([latent.down, row]),
+        uk=pad(latent.uk, (0, 1)),
+        uv=pad(latent.uv, (0, 1)),
+    )

@@ -1,8 +1,10 @@
-"""Data types for one attention layer, its rotary embedding and its calibration statistics, shared by all transforms.
+"""Data types for one attention layer, its rotary embedding and its calibration statistics, shared
+by all transforms.
 
-Notation (attention/README.md): ``H`` query heads, ``G`` key/value heads, ``D`` head dim, ``E`` model dim, ``D_rot``
-rotary dims. Query head ``h`` reads key/value head ``h // (H // G)``. Storage is half-split: the first ``D_rot`` dims of
-a head rotate, and dim ``l`` pairs with dim ``l + D_rot/2``; the remaining dims do not rotate.
+Notation (attention/README.md): ``H`` query heads, ``G`` key/value heads, ``D`` head dim, ``E``
+model dim, ``D_rot`` rotary dims. Query head ``h`` reads key/value head ``h // (H // G)``. Storage
+is half-split: the first ``D_rot`` dims of a head rotate, and dim ``l`` pairs with dim ``l +
+D_rot/2``; the remaining dims do not rotate.
 """
 
 from collections.abc import Callable
@@ -14,12 +16,16 @@ from torch import Tensor
 
 
 class Tensors:
-    """Base class of dataclasses with tensors, numbers and nested `Tensors`. `map` skips the fields in ``unmapped``."""
+    """Base class of dataclasses with tensors, numbers and nested `Tensors`. `map` skips the fields
+    in ``unmapped``.
+    """
 
     unmapped: ClassVar[tuple[str, ...]] = ()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return a copy with ``change`` (a cast, a move, a choice of heads) applied to all tensors, even nested."""
+        """Return a copy with ``change`` (a cast, a move, a choice of heads) applied to all tensors,
+        even nested.
+        """
         changed: dict[str, Any] = {}
         for field in fields(self):  # type: ignore[arg-type]  # a dataclass, in every subclass
             value = getattr(self, field.name)
@@ -34,10 +40,11 @@ class Tensors:
 class HeadNorm(Tensors):
     """A norm on queries or keys, between projection and rotary embedding unless ``after_rotary``.
 
-    ``weight`` and ``bias`` are ``[heads, D]``; ``shared``: the file stores one row ``[D]`` for all heads. ``extent``:
-    the vector that is normalized, either each head separately or the flat ``heads * D`` vector of all heads. The gain
-    applied is ``weight + offset`` (gemma stores the gain minus one). No linear map in front of the rotary embedding can
-    replace the gain of a norm behind it, because that gain belongs to rotated dims.
+    ``weight`` and ``bias`` are ``[heads, D]``; ``shared``: the file stores one row ``[D]`` for all
+    heads. ``extent``: the vector that is normalized, either each head separately or the flat
+    ``heads * D`` vector of all heads. The gain applied is ``weight + offset`` (gemma stores the
+    gain minus one). No linear map in front of the rotary embedding can replace the gain of a norm
+    behind it, because that gain belongs to rotated dims.
     """
 
     kind: Literal["rms", "layer"]
@@ -54,8 +61,8 @@ class HeadNorm(Tensors):
 class AttentionWeights(Tensors):
     """The weights of an attention layer: ``q [H, D, E]``, ``k, v [G, D, E]``, ``o [E, H, D]``.
 
-    Their biases are ``[H, D]``, ``[G, D]``, ``[G, D]`` and ``[E]``. ``sinks [H]``: each head's score for one more key,
-    whose value is zero (gpt-oss).
+    Their biases are ``[H, D]``, ``[G, D]``, ``[G, D]`` and ``[E]``. ``sinks [H]``: each head's
+    score for one more key, whose value is zero (gpt-oss).
     """
 
     q: Tensor
@@ -89,9 +96,11 @@ class AttentionWeights(Tensors):
 
 @dataclass(frozen=True)
 class Rotary:
-    """``theta [D_rot/2]``: each pair's angle per position in radians, float64. Empty if nothing rotates.
+    """``theta [D_rot/2]``: each pair's angle per position in radians, float64. Empty if nothing
+    rotates.
 
-    ``amplitude`` multiplies both rotated queries and rotated keys (YaRN's attention factor): scores have its square.
+    ``amplitude`` multiplies both rotated queries and rotated keys (YaRN's attention factor): scores
+    have its square.
     """
 
     theta: Tensor
@@ -110,14 +119,15 @@ class Rotary:
 class LayerStatistics(Tensors):
     """Calibration statistics of one layer, float64.
 
-    ``gram [E, E] = E[x x^T]`` and ``mean [E] = E[x]`` over ``tokens`` attention inputs ``x`` (after the layer's norm);
-    ``profile [H, S]``: the mean attention weight of head ``h`` at distance ``delta`` (rows sum to 1).
-    ``received_gram``, ``received_mean``: the same averages with every token weighted by the attention that it receives;
-    None if this was not measured.
+    ``gram [E, E] = E[x x^T]`` and ``mean [E] = E[x]`` over ``tokens`` attention inputs ``x`` (after
+    the layer's norm); ``profile [H, S]``: the mean attention weight of head ``h`` at distance
+    ``delta`` (rows sum to 1). ``received_gram``, ``received_mean``: the same averages with every
+    token weighted by the attention that it receives; None if this was not measured.
 
-    If queries and keys are normalized: ``normed [H + G, D, E+1] = E[n x~^T]``, where ``n`` are the queries, then the
-    keys, after their norms and before rotation (``received_normed`` likewise), and ``divisors [H + G, 3]``: the mean
-    and the mean square of the norms' divisors, and the mean of ``|n|^2``.
+    If queries and keys are normalized: ``normed [H + G, D, E+1] = E[n x~^T]``, where ``n`` are the
+    queries, then the keys, after their norms and before rotation (``received_normed`` likewise),
+    and ``divisors [H + G, 3]``: the mean and the mean square of the norms' divisors, and the mean
+    of ``|n|^2``.
     """
 
     gram: Tensor
@@ -134,19 +144,25 @@ class LayerStatistics(Tensors):
         return self.map(lambda tensor: tensor.to(device))
 
     def counting_received(self, share: float) -> "LayerStatistics":
-        """Return statistics with tokens weighted by ``1 - share + share * received``; received attention averages 1."""
+        """Return statistics with tokens weighted by ``1 - share + share * received``; received
+        attention averages 1.
+        """
         if share == 0:
             return self
         assert self.received_gram is not None
         assert self.received_mean is not None
-        gram, mean = torch.lerp(self.gram, self.received_gram, share), torch.lerp(self.mean, self.received_mean, share)
+        gram = torch.lerp(self.gram, self.received_gram, share)
+        mean = torch.lerp(self.mean, self.received_mean, share)
         if self.normed is None or self.received_normed is None:
             return replace(self, gram=gram, mean=mean)
-        return replace(self, gram=gram, mean=mean, normed=torch.lerp(self.normed, self.received_normed, share))
+        return replace(
+            self, gram=gram, mean=mean, normed=torch.lerp(self.normed, self.received_normed, share)
+        )
 
 
 def blank_statistics(weights: AttentionWeights, scales: Tensor | None = None) -> LayerStatistics:
-    """Statistics without text: every token attends only to itself, and inputs are uncorrelated with mean 0.
+    """Statistics without text: every token attends only to itself, and inputs are uncorrelated with
+    mean 0.
 
     The standard deviations of the input channels are ``scales [E]``, 1 by default.
     """

@@ -1,12 +1,14 @@
 """The command ``kvfold uptrain``, which trains a converted checkpoint a little further.
 
-To use several processes, run ``torchrun --nproc-per-node 8 -m kvfold.convert.uptrain ...`` or ``accelerate launch
---config_file recipes/fsdp.yaml recipes/uptrain.py ...``. A global batch always has ``--batch-tokens`` tokens, and the
-order of the text depends only on ``--seed``, so the losses do not depend on the number of processes.
+To use several processes, run ``torchrun --nproc-per-node 8 -m kvfold.convert.uptrain ...`` or
+``accelerate launch --config_file convert/data/fsdp.yaml recipes/uptrain.py ...``. A global batch
+always has ``--batch-tokens`` tokens, and the order of the text depends only on ``--seed``, so the
+losses do not depend on the number of processes.
 
-With ``--teacher``, the checkpoint that MODEL was converted from, the loss is the KL from the teacher's next-token
-distributions. They contain more information than the labels, so reducing the drift takes far fewer tokens. The constant
-channel in layout ``free`` is frozen; the norms in layout ``engine`` are trained.
+With ``--teacher``, the checkpoint that MODEL was converted from, the loss is the KL from the
+teacher's next-token distributions. They contain more information than the labels, so reducing the
+drift takes far fewer tokens. The constant channel in layout ``free`` is frozen; the norms in layout
+``engine`` are trained.
 """
 
 import sys
@@ -16,12 +18,21 @@ import click
 
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import check_opens
-from kvfold.convert.console import PanelCommand, check_files, json_option, request_options, run_command, tell
+from kvfold.convert.console import (
+    PanelCommand,
+    check_files,
+    json_option,
+    request_options,
+    run_command,
+    tell,
+)
 from kvfold.convert.processes import leave_processes, started_first
 from kvfold.convert.text.corpus import check_sources
 from kvfold.convert.uptrain.request import UptrainRequest
 
-_json = json_option("Also write the record and the log to FILE; with -, write only these, to stdout.")
+_json = json_option(
+    "Also write the record and the log to FILE; with -, write only these, to stdout."
+)
 
 
 @click.command(
@@ -33,9 +44,9 @@ _json = json_option("Also write the record and the log to FILE; with -, write on
 def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     """Train MODEL further into OUT, at learning rates relative to the size of each tensor.
 
-    MODEL is a checkpoint written by `kvfold convert`. Each step of Adam changes every element, large or small, by
-    about the learning rate, so --relative-lr is multiplied by the root mean square of each tensor; suitable values are
-    larger than for absolute learning rates.
+    MODEL is a checkpoint written by `kvfold convert`. Each step of Adam changes every element,
+    large or small, by about the learning rate, so --relative-lr is multiplied by the root mean
+    square of each tensor; suitable values are larger than for absolute learning rates.
     """
     check_files(json_file)
     check_output(request.out, overwrite=request.overwrite, model=request.model)
@@ -53,7 +64,9 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
 
 
 def main() -> NoReturn:
-    """Run the command for ``torchrun`` and ``accelerate launch``; exits with the same status as ``kvfold``."""
+    """Run the command for ``torchrun`` and ``accelerate launch``; exits with the same status as
+    ``kvfold``.
+    """
     run_command(uptrain, "python -m kvfold.convert.uptrain", sys.argv[1:])
 
 

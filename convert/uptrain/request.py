@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvfold.convert.errors import opt
-from kvfold.convert.options import Request, device_option, option, run_only, seed_option, seq_len_option, trust_option
+from kvfold.convert.options import (
+    Request,
+    device_option,
+    option,
+    run_only,
+    seed_option,
+    seq_len_option,
+    trust_option,
+)
 from kvfold.convert.request import Device
 from kvfold.convert.sizes import size_expected
 from kvfold.convert.training.budget import BATCH_TOKENS
@@ -14,16 +22,19 @@ from kvfold.convert.training.budget import BATCH_TOKENS
 Trained = Literal["all", "attention"]
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
-# Adam's first steps are of full size whatever the gradient is. Without warmup 3 steps of 16,384 tokens took
-# SmolLM2-135M, MLA 128+64 as fitted, from KL 0.158 to 0.175 (recipes/real_models.py, 2026-11-26).
+# Adam's first steps are of full size whatever the gradient is. Without warmup 3 steps of 16,384
+# tokens took SmolLM2-135M, MLA 128+64 as fitted, from KL 0.158 to 0.175 (recipes/real_models.py,
+# 2026-11-26).
 WARMUP_STEPS = 10
 
 
 @dataclass(frozen=True, repr=False)
 class UptrainRequest(Request):
-    """The options of ``kvfold uptrain``, whose ``--help`` describes them; field names have underscores.
+    """The options of ``kvfold uptrain``, whose ``--help`` describes them; field names have
+    underscores.
 
-    Raises InputError, listing all problems, if values are invalid. Path objects are accepted and converted to strings.
+    Raises InputError, listing all problems, if values are invalid. Path objects are accepted and
+    converted to strings.
 
     >>> UptrainRequest(model="OUT", out="TRAINED", text="some.txt", teacher="MODEL").sequences
     64
@@ -31,13 +42,22 @@ class UptrainRequest(Request):
 
     model: str = option(argument=True)
     out: str = option(argument=True, runs=True)
-    text: str = option(help="Training text: .txt, .jsonl or a dataset name.", panel="Text", metavar="FILE|DATASET")
-    eval_text: str | None = option(None, "Held-out text; default: part of --text.", metavar="FILE|DATASET")
+    text: str = option(
+        help="Training text: .txt, .jsonl or a dataset name.", panel="Text", metavar="FILE|DATASET"
+    )
+    eval_text: str | None = option(
+        None, "Held-out text; default: part of --text.", metavar="FILE|DATASET"
+    )
     seq_len: int = seq_len_option(default=1024, help="Tokens per packed sequence.")
     # The seeds of numpy's generator, which transformers seeds, are below 2**32.
-    seed: int = seed_option(help="Random seed for the order of the text and the held-out part.", below=2**32)
+    seed: int = seed_option(
+        help="Random seed for the order of the text and the held-out part.", below=2**32
+    )
     teacher: str | None = option(
-        None, "Checkpoint to distill from: the source of MODEL's conversion.", panel="Distillation", metavar="MODEL"
+        None,
+        "Checkpoint to distill from: the source of MODEL's conversion.",
+        panel="Distillation",
+        metavar="MODEL",
     )
     distill_weight: float | None = option(
         None,
@@ -50,12 +70,17 @@ class UptrainRequest(Request):
         "Temperature of both distributions in the distillation loss.",
         check=lambda value: None if value > 0 else "above 0",
     )
-    train: Trained = option("all", "Train all weights, or only those of the attention.", panel="Training")
+    train: Trained = option(
+        "all", "Train all weights, or only those of the attention.", panel="Training"
+    )
     steps: int = option(1000, "Number of optimizer steps.", least=1)
-    batch_tokens: int = option(65536, "Tokens per step, summed over all processes; a multiple of --seq-len.")
+    batch_tokens: int = option(
+        65536, "Tokens per step, summed over all processes; a multiple of --seq-len."
+    )
     relative_lr: float | None = option(
         None,
-        "Peak learning rate (AdamW) relative to the size of each tensor; default: follows the width and the batch.",
+        "Peak learning rate (AdamW) relative to the size of each tensor; default: follows the width"
+        " and the batch.",
         metavar="RATE",
         spellings=("--lr",),
         check=lambda value: None if 0 < value < 1 else "a number between 0 and 1",
@@ -63,7 +88,8 @@ class UptrainRequest(Request):
     schedule: Schedule = option("cosine", "Learning-rate schedule.")
     warmup: float | None = option(
         None,
-        f"Warmup, as a fraction of the steps; default: 0.05, at least {WARMUP_STEPS} steps, even of a shorter run.",
+        f"Warmup, as a fraction of the steps; default: 0.05, at least {WARMUP_STEPS} steps, even of"
+        " a shorter run.",
         metavar="FRACTION",
         check=lambda value: None if 0 <= value < 1 else "at least 0 and below 1",
     )
@@ -72,27 +98,39 @@ class UptrainRequest(Request):
     )
     clip: float = option(1.0, "Maximum gradient norm; 0 disables clipping.", least=0)
     eval_every: int = option(
-        100, "Steps between drift measurements; 0 disables them.", panel="Measurement", metavar="N", least=0
+        100,
+        "Steps between drift measurements; 0 disables them.",
+        panel="Measurement",
+        metavar="N",
+        least=0,
     )
     eval_sequences: int = option(64, "Number of held-out sequences.", least=1)
     log_every: int = option(10, "Steps between log rows.", metavar="N", least=1, runs=True)
     device: Device = device_option(panel="Running")
     precision: Precision = option(
         "auto",
-        "Compute dtype; master weights stay float32. auto: bfloat16 on a GPU, and on a CPU that multiplies it faster.",
+        "Compute dtype; master weights stay float32. auto: bfloat16 on a GPU, and on a CPU that"
+        " multiplies it faster.",
     )
     micro_batch: int | None = option(
         None,
-        f"Maximum sequences per device at a time; default: 4, on a CPU as many as hold {BATCH_TOKENS} tokens.",
+        "Maximum sequences per device at a time; default: 4, on a CPU as many as hold"
+        f" {BATCH_TOKENS} tokens.",
         metavar="N",
         least=1,
         runs=True,
     )
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
-    save_every: int = option(200, "Steps between checkpoints; 0 disables them.", metavar="N", least=0, runs=True)
-    max_shard_size: int | str = option("5GB", "Maximum size per shard.", metavar="SIZE", check=size_expected, runs=True)
+    save_every: int = option(
+        200, "Steps between checkpoints; 0 disables them.", metavar="N", least=0, runs=True
+    )
+    max_shard_size: int | str = option(
+        "5GB", "Maximum size per shard.", metavar="SIZE", check=size_expected, runs=True
+    )
     resume: bool = option(
-        False, "Has no effect: an interrupted run always resumes from its last checkpoint.", runs=True
+        False,
+        "Has no effect: an interrupted run always resumes from its last checkpoint.",
+        runs=True,
     )
     fresh: bool = option(False, "Discard an interrupted run and start over.", runs=True)
     overwrite: bool = option(False, "Replace OUT.", runs=True)
@@ -101,15 +139,31 @@ class UptrainRequest(Request):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.resume and self.fresh:
-            yield "fresh", f"{opt('fresh', True)} discards what {opt('resume', True)} continues; omit one of the two"
+            yield (
+                "fresh",
+                (
+                    f"{opt('fresh', True)} discards what {opt('resume', True)} continues; omit one"
+                    " of the two"
+                ),
+            )
         if self.distill_weight is not None and self.teacher is None:
             weight = opt("distill_weight")
-            missing = f"{weight} needs {opt('teacher')}, the checkpoint to distill from; add it, or omit {weight}"
+            missing = (
+                f"{weight} needs {opt('teacher')}, the checkpoint to distill from; add it, or omit"
+                f" {weight}"
+            )
             yield "distill_weight", missing
-        whole = isinstance(self.batch_tokens, int) and isinstance(self.seq_len, int) and self.seq_len > 1
+        whole = (
+            isinstance(self.batch_tokens, int)
+            and isinstance(self.seq_len, int)
+            and self.seq_len > 1
+        )
         if whole and (self.batch_tokens < 1 or self.batch_tokens % self.seq_len):
             multiple = f"a multiple of {opt('seq_len', self.seq_len)}"
-            yield "batch_tokens", f"{opt('batch_tokens')} must be {multiple}, not {self.batch_tokens}"
+            yield (
+                "batch_tokens",
+                f"{opt('batch_tokens')} must be {multiple}, not {self.batch_tokens}",
+            )
 
     @property
     def sequences(self) -> int:
@@ -118,7 +172,9 @@ class UptrainRequest(Request):
 
     @property
     def distilled(self) -> float:
-        """The weight of the distillation loss; the next-token loss has the remaining weight, up to 1."""
+        """The weight of the distillation loss; the next-token loss has the remaining weight, up to
+        1.
+        """
         if self.teacher is None:
             return 0.0
         return 1.0 if self.distill_weight is None else self.distill_weight
@@ -130,6 +186,12 @@ class UptrainRequest(Request):
         return out.with_name(out.name + ".training")
 
     def result_options(self) -> dict[str, Any]:
-        """The options that affect the result, without unset ones and those that only affect how the run proceeds."""
+        """The options that affect the result, without unset ones and those that only affect how the
+        run proceeds.
+        """
         left_out = run_only(UptrainRequest)
-        return {name: value for name, value in vars(self).items() if name not in left_out and value is not None}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in left_out and value is not None
+        }

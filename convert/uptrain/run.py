@@ -1,8 +1,10 @@
-"""A run of uptraining: opening the checkpoint, text and teacher, training, and writing the result with its record.
+"""A run of uptraining: opening the checkpoint, text and teacher, training, and writing the result
+with its record.
 
-Weights are written in the layout of the source checkpoint. Its side files are read before the first step and written
-after the last: a file that is unreadable or links out of the checkpoint must fail the run before training, and changes
-during training must not affect files that were already checked.
+Weights are written in the layout of the source checkpoint. Its side files are read before the first
+step and written after the last: a file that is unreadable or links out of the checkpoint must fail
+the run before training, and changes during training must not affect files that were already
+checked.
 """
 
 import os
@@ -21,7 +23,13 @@ from torch import Tensor
 
 from kvfold.attention.drift.report import dtype_name
 from kvfold.convert.checkpoint.atomic import check_output, output_folder, output_lock
-from kvfold.convert.checkpoint.files import dump, parse_json, portable_name, recorded_name, write_file
+from kvfold.convert.checkpoint.files import (
+    dump,
+    parse_json,
+    portable_name,
+    recorded_name,
+    write_file,
+)
 from kvfold.convert.checkpoint.folder import CARD, RECORD, raise_problems, read_member
 from kvfold.convert.checkpoint.hashing import file_hashes
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
@@ -42,7 +50,15 @@ from kvfold.convert.text.corpus import check_seq_len, open_corpus
 from kvfold.convert.text.tokenizer import load_tokenizer, render
 from kvfold.convert.training.steps import check_constant
 from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.work import BEST, COMPLETE, LogRow, TokenPlan, TrainingOrder, last_checkpoint, prepare
+from kvfold.convert.uptrain.work import (
+    BEST,
+    COMPLETE,
+    LogRow,
+    TokenPlan,
+    TrainingOrder,
+    last_checkpoint,
+    prepare,
+)
 
 _SECTION = """
 A converted checkpoint, trained further by kvfold: {what} trained for {steps} steps of {tokens} tokens{text}{teacher}.
@@ -60,7 +76,9 @@ _CARD_ROWS = {
 
 @dataclass(frozen=True)
 class Uptrained:
-    """The record of a run in ``kvfold.json`` and the rows of its log; both are empty except on the first process."""
+    """The record of a run in ``kvfold.json`` and the rows of its log; both are empty except on the
+    first process.
+    """
 
     record: Mapping[str, Any]
     rows: list[LogRow]
@@ -71,10 +89,16 @@ class Uptrained:
 
     @property
     def held_out(self) -> Change[LogRow] | None:
-        """The rows with figures on held-out text before training and of the state written; None if not measured."""
+        """The rows with figures on held-out text before training and of the state written; None if
+        not measured.
+        """
         measured = [row for row in self.rows if row.error is not None]
         # As in `Uptrainer`, the first of equals is the best.
-        return Change(measured[0], min(measured, key=lambda row: row.error or 0.0)) if measured else None
+        return (
+            Change(measured[0], min(measured, key=lambda row: row.error or 0.0))
+            if measured
+            else None
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The record and the rows of the log as plain JSON values."""
@@ -83,9 +107,11 @@ class Uptrained:
 
 @takes(UptrainRequest)
 def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
-    """Train ``request.model`` further and write it to ``request.out``; in distributed runs, call it in every process.
+    """Train ``request.model`` further and write it to ``request.out``; in distributed runs, call it
+    in every process.
 
-    Raises InputError if the request, a checkpoint or a text is invalid; OUT is not written in this case.
+    Raises InputError if the request, a checkpoint or a text is invalid; OUT is not written in this
+    case.
 
     >>> (folder / "words.txt").write_text("The list of all items is sorted in place. " * 40)
     1680
@@ -95,16 +121,23 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
     Uptrained(1 steps, 1 rows of the log)
     """
     if find_spec("accelerate") is None:
-        raise InputError("uptraining needs accelerate, which is not installed: pip install 'kvfold[train]'")
+        raise InputError(
+            "uptraining needs accelerate, which is not installed: pip install 'kvfold[train]'"
+        )
     with closing(open_checkpoint(request.model)) as source, ExitStack() as locks:
         if source.made_of:
             raise InputError(
-                f"{source.origin}: {source.made_of[0]} cannot be trained; convert the model without "
-                f"{opt('keep_quantized', True)} first, which dequantizes it"
+                f"{source.origin}: {source.made_of[0]} cannot be trained; convert the model without"
+                f" {opt('keep_quantized', True)} first, which dequantizes it"
             )
         if (inner := text_type(source.config)) is not None:
-            wraps = f"model type {source.config['model_type']} is multimodal (a wrapper around {inner})"
-            raise InputError(f"{source.origin}: {wraps}, but uptraining supports text models only; use another trainer")
+            wraps = (
+                f"model type {source.config['model_type']} is multimodal (a wrapper around {inner})"
+            )
+            raise InputError(
+                f"{source.origin}: {wraps}, but uptraining supports text models only; use another"
+                " trainer"
+            )
         check_output(request.out, overwrite=request.overwrite, model=source.folder)
         request.work.parent.mkdir(parents=True, exist_ok=True)
         # No second run may write to the same folder meanwhile.
@@ -114,7 +147,9 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
             return _train(request, source, read_side_files(source))
         except BaseException as error:
             if checkpoints := [*request.work.glob(f"checkpoint-*/{COMPLETE}")]:
-                error.add_note(f"checkpoints kept for the same request in {request.work}: {len(checkpoints)}")
+                error.add_note(
+                    f"checkpoints kept for the same request in {request.work}: {len(checkpoints)}"
+                )
             elif request.work.exists():
                 error.add_note(f"{request.work} is kept for the same request")
             raise
@@ -144,17 +179,25 @@ def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles")
         if checkpoint is not None:
             after = f"{checkpoint.name.removeprefix('checkpoint-')} of {request.steps}"
             print(
-                f"resuming after step {after} of the interrupted run ({opt('fresh', True)} starts over)",
+                f"resuming after step {after} of the interrupted run ({opt('fresh', True)} starts"
+                " over)",
                 file=sys.stderr,
             )
-        chosen = "" if request.relative_lr else f", chosen for {request.batch_tokens} tokens per step"
-        warmup = f" after {arguments.warmup_steps} steps of warmup" if arguments.warmup_steps else ""
+        chosen = (
+            "" if request.relative_lr else f", chosen for {request.batch_tokens} tokens per step"
+        )
+        warmup = (
+            f" after {arguments.warmup_steps} steps of warmup" if arguments.warmup_steps else ""
+        )
         computed = f"forward and backward passes in {dtype_name(precision)}"
         print(
-            f"learning rate: {arguments.learning_rate:.2g} of each tensor's size{warmup}{chosen}; {computed}",
+            f"learning rate: {arguments.learning_rate:.2g} of each tensor's size{warmup}{chosen};"
+            f" {computed}",
             file=sys.stderr,
         )
-    distilled = request.teacher and load_teacher(request.teacher, request, source, precision, arguments.device)
+    distilled = request.teacher and load_teacher(
+        request.teacher, request, source, precision, arguments.device
+    )
     model = load_model(source, torch.float32, request.trust_remote_code)
     held = prepare_model(model, source, request)
     tokens = prepare(request, files, checkpoint, plan, arguments)
@@ -166,7 +209,9 @@ def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles")
         if held:
             check_constant(state, source)
         rows = trainer.run_log.rows(trainer.state.log_history)
-        record = _record(request, plan, Uptrained({}, rows).held_out) | {"precision": dtype_name(precision)}
+        record = _record(request, plan, Uptrained({}, rows).held_out) | {
+            "precision": dtype_name(precision)
+        }
         model = trainer.accelerator.unwrap_model(trainer.model)
         write_trained(request, source, side_files, model, state, record)
         # Only a resumed run needs these.
@@ -182,7 +227,8 @@ def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles")
 def _token_plan(request: UptrainRequest, source: Checkpoint, vocabulary: int) -> TokenPlan:
     tokenizer = load_tokenizer(source, request.trust_remote_code, "uptraining")
     corpus = partial(open_corpus, render=partial(render, tokenizer), seed=request.seed)
-    text, eval_text = corpus(request.text, option="text"), None
+    text = corpus(request.text, option="text")
+    eval_text = None
     if request.eval_text is not None and request.eval_every:
         eval_text = corpus(request.eval_text, option="eval_text")
         paths = [Path(request.text), Path(request.eval_text)]
@@ -191,7 +237,8 @@ def _token_plan(request: UptrainRequest, source: Checkpoint, vocabulary: int) ->
             raise option_error(
                 "eval_text",
                 request.eval_text,
-                f"must differ from {opt('text')}; omit {opt('eval_text')} to hold out part of {opt('text')}",
+                f"must differ from {opt('text')}; omit {opt('eval_text')} to hold out part of"
+                f" {opt('text')}",
             )
     return TokenPlan(
         text,
@@ -206,16 +253,26 @@ def _token_plan(request: UptrainRequest, source: Checkpoint, vocabulary: int) ->
     )
 
 
-def _record(request: UptrainRequest, plan: TokenPlan, held_out: Change[LogRow] | None) -> dict[str, Any]:
-    """The record of a run for ``kvfold.json``; local files and folders are recorded by name, without their paths."""
+def _record(
+    request: UptrainRequest, plan: TokenPlan, held_out: Change[LogRow] | None
+) -> dict[str, Any]:
+    """The record of a run for ``kvfold.json``; local files and folders are recorded by name,
+    without their paths.
+    """
     options = request.result_options()
     for name in options.keys() & {"model", "text", "eval_text", "teacher"}:
         options[name] = recorded_name(options[name])
-    record: dict[str, Any] = {"request": options, "text": plan.text.name, "teacher": options.get("teacher")}
+    record: dict[str, Any] = {
+        "request": options,
+        "text": plan.text.name,
+        "teacher": options.get("teacher"),
+    }
     if held_out is not None:
         record["held_out"] = {"sequences": plan.held_out, "length": plan.length}
         for end, row in vars(held_out).items():
-            figures = {name: value for name, value in row.to_dict().items() if name.startswith("eval_")}
+            figures = {
+                name: value for name, value in row.to_dict().items() if name.startswith("eval_")
+            }
             record["held_out"][end] = figures
     return record
 
@@ -235,7 +292,9 @@ def summary(request: UptrainRequest, done: Uptrained) -> str:
 
 
 class SideFiles(NamedTuple):
-    """The ``copied`` files by name, the ``record`` of the conversion, and the model card's text, possibly empty."""
+    """The ``copied`` files by name, the ``record`` of the conversion, and the model card's text,
+    possibly empty.
+    """
 
     copied: dict[str, bytes]
     record: dict[str, Any]
@@ -243,11 +302,16 @@ class SideFiles(NamedTuple):
 
 
 def read_side_files(source: Checkpoint) -> SideFiles:
-    """Read the config, tokenizer, license and Python files, ``kvfold.json`` and the model card of ``source``.
+    """Read the config, tokenizer, license and Python files, ``kvfold.json`` and the model card of
+    ``source``.
 
-    Raises InputError if a file links out of the folder, is not a regular file or has an invalid format.
+    Raises InputError if a file links out of the folder, is not a regular file or has an invalid
+    format.
     """
-    names = ["config.json", *(str(path.relative_to(source.folder)) for path in source.extra_files())]
+    names = [
+        "config.json",
+        *(str(path.relative_to(source.folder)) for path in source.extra_files()),
+    ]
     names += sorted(path.name for path in source.folder.glob("*.py"))
     own = [name for name in (RECORD, CARD) if os.path.lexists(source.folder / name)]
     contents: dict[str, bytes] = {}
@@ -258,7 +322,11 @@ def read_side_files(source: Checkpoint) -> SideFiles:
         except InputError as error:
             problems.append(error.message)
     raise_problems(problems)
-    record = parse_json(source.folder / RECORD, contents[RECORD]) if RECORD in contents else {"format": 2}
+    record = (
+        parse_json(source.folder / RECORD, contents[RECORD])
+        if RECORD in contents
+        else {"format": 2}
+    )
     try:
         card = contents.get(CARD, b"").decode("utf-8")
     except UnicodeDecodeError as error:
@@ -275,17 +343,29 @@ def write_trained(
     state: Mapping[str, Tensor],
     training: Mapping[str, Any],
 ) -> None:
-    """Write the trained checkpoint to OUT atomically. ``training`` is the record of the run for ``kvfold.json``.
+    """Write the trained checkpoint to OUT atomically. ``training`` is the record of the run for
+    ``kvfold.json``.
 
-    Raises KvfoldError if the written tensors differ from the source's in name, dtype or shape, InputError if they are
-    not finite.
+    Raises KvfoldError if the written tensors differ from the source's in name, dtype or shape,
+    InputError if they are not finite.
     """
     with output_folder(request.out, overwrite=request.overwrite, model=source.folder) as folder:
-        dtypes, main = {name: torch_dtype(info.dtype) for name, info in source.tensors.items()}, stored_dtype(source)
+        dtypes = {name: torch_dtype(info.dtype) for name, info in source.tensors.items()}
+        main = stored_dtype(source)
         # A cast copies a tied head, and save_pretrained no longer sees that it is one.
-        tied = {"lm_head.weight"} - dtypes.keys() if model.config.get_text_config().tie_word_embeddings else set()
-        stored = {name: value.to(dtypes.get(name, main)) for name, value in state.items() if name not in tied}
-        model.save_pretrained(folder, state_dict=stored, max_shard_size=parse_size(request.max_shard_size))
+        tied = (
+            {"lm_head.weight"} - dtypes.keys()
+            if model.config.get_text_config().tie_word_embeddings
+            else set()
+        )
+        stored = {
+            name: value.to(dtypes.get(name, main))
+            for name, value in state.items()
+            if name not in tied
+        }
+        model.save_pretrained(
+            folder, state_dict=stored, max_shard_size=parse_size(request.max_shard_size)
+        )
         for name, data in side_files.copied.items():
             (folder / name).parent.mkdir(exist_ok=True)
             write_file(folder / name, data)
@@ -293,8 +373,12 @@ def write_trained(
         if "drift" in record:
             record["drift_before_uptraining"] = record.pop("drift")
         record["uptraining"] = {**training, "versions": versions()}
-        name, only = portable_name(Path(request.out)), request.train == "attention"
-        write_file(folder / CARD, trained_card(side_files.card, name, _section(request, training), attention_only=only))
+        name = portable_name(Path(request.out))
+        only = request.train == "attention"
+        write_file(
+            folder / CARD,
+            trained_card(side_files.card, name, _section(request, training), attention_only=only),
+        )
         record["files"] = file_hashes(folder)
         write_file(folder / RECORD, dump(jsonable(record)))
         _check(source, folder, stored)
@@ -302,7 +386,9 @@ def write_trained(
 
 
 def _section(request: UptrainRequest, training: Mapping[str, Any]) -> str:
-    """The section of the model card about the training, with the drift on held-out text if it was measured."""
+    """The section of the model card about the training, with the drift on held-out text if it was
+    measured.
+    """
     section = _SECTION.format(
         what="its attention was" if request.train == "attention" else "all weights were",
         steps=request.steps,
@@ -314,7 +400,8 @@ def _section(request: UptrainRequest, training: Mapping[str, Any]) -> str:
     if not drift:
         return section
     rows = [
-        f"| {title} | {form.format(drift['before'][name])} | {form.format(drift['after'][name])} |\n"
+        f"| {title} | {form.format(drift['before'][name])} |"
+        f" {form.format(drift['after'][name])} |\n"
         for name, (title, form) in _CARD_ROWS.items()
         if name in drift["before"]
     ]
@@ -322,20 +409,27 @@ def _section(request: UptrainRequest, training: Mapping[str, Any]) -> str:
 
 
 def _check(source: Checkpoint, folder: Path, trained: Mapping[str, Tensor]) -> None:
-    """Raise KvfoldError unless the tensors in ``folder`` are finite and match ``source`` in name, dtype and shape."""
+    """Raise KvfoldError unless the tensors in ``folder`` are finite and match ``source`` in name,
+    dtype and shape.
+    """
     with closing(open_checkpoint(folder)) as written:
         before, after = (
-            {name: (info.dtype, info.shape) for name, info in opened.tensors.items()} for opened in (source, written)
+            {name: (info.dtype, info.shape) for name, info in opened.tensors.items()}
+            for opened in (source, written)
         )
         damaged = list(non_finite(written, written.tensors))
     if damaged:
-        what = f"training produced NaN or infinity in {len(damaged)} tensor{'s' * (len(damaged) != 1)}"
-        raise InputError(f"{source.origin}: {what}, so OUT was not written; lower {opt('relative_lr')}", damaged)
+        what = (
+            f"training produced NaN or infinity in {len(damaged)} tensor{'s' * (len(damaged) != 1)}"
+        )
+        raise InputError(
+            f"{source.origin}: {what}, so OUT was not written; lower {opt('relative_lr')}", damaged
+        )
     for name in sorted(before.keys() | after.keys()):
         # Tensors that transformers does not load, such as inv_freq of old models, may be missing.
         dropped = name not in after and (name == "lm_head.weight" or name not in trained)
         if before.get(name) != after.get(name) and not dropped:
             raise KvfoldError(
-                f"{name}: written as {after.get(name)}, but {source.origin} has {before.get(name)}; OUT was not "
-                "written, please report this"
+                f"{name}: written as {after.get(name)}, but {source.origin} has {before.get(name)};"
+                " OUT was not written, please report this"
             )

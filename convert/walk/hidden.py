@@ -1,12 +1,13 @@
-"""Hidden states: the residual streams of all sequences, in chunks, stored in memory or in a file on disk.
+"""Hidden states: the residual streams of all sequences, in chunks, stored in memory or in a file on
+disk.
 
-A chunk is ``[b, T, E]``, the sequences of one layer call; all chunks but the last have the same ``b``. In memory, the
-chunks are a list. A ``Spill`` stores them in a file: indexing reads a chunk, and assignment writes the new one::
+A chunk is ``[b, T, E]``, the sequences of one layer call; all chunks but the last have the same
+``b``. In memory, the chunks are a list. A ``Spill`` stores them in a file: indexing reads a chunk,
+and assignment writes the new one::
 
-    with Spill("/scratch") as keep:                      # in memory: keep = list
-        states = keep(map(stream.embed, chunks))
-        states[0] = layer(states[0])
-        before = states[:]                               # shares chunks until either list replaces them
+    with Spill("/scratch") as keep:                      # in memory: keep = list states =
+    keep(map(stream.embed, chunks)) states[0] = layer(states[0]) before = states[:]
+    # shares chunks until either list replaces them
 
 The file has no name, so the system removes it when the process ends, even after a crash.
 """
@@ -35,7 +36,9 @@ Keep = Callable[[Iterable[Tensor]], Hidden]
 
 
 class Spill(ExitStack):
-    """A nameless file in ``folder`` that exists until the block ends. Raises InputError if it cannot be created."""
+    """A nameless file in ``folder`` that exists until the block ends. Raises InputError if it
+    cannot be created.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__()
@@ -44,10 +47,12 @@ class Spill(ExitStack):
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         self._end = 0
         try:
-            self._file = self.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115
+            self._file = self.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))
         except OSError as error:
             raise option_error(
-                "spill", folder, f"must be a writable folder ({error.strerror}); choose another folder"
+                "spill",
+                folder,
+                f"must be a writable folder ({error.strerror}); choose another folder",
             ) from None
 
     def __call__(self, states: Iterable[Tensor] = ()) -> "Spilled":
@@ -59,7 +64,8 @@ class Spill(ExitStack):
 
         Raises KvfoldError if the chunk cannot be written.
         """
-        # A model's chunks have at most two sizes, so a free place exactly fits the next chunk of its size.
+        # A model's chunks have at most two sizes, so a free place exactly fits the next chunk of
+        # its size.
         free = self._free[chunk.nbytes]
         start = free.pop() if free else self._end
         self._end = max(self._end, start + chunk.nbytes)
@@ -67,8 +73,8 @@ class Spill(ExitStack):
             write_all(self._file.fileno(), tensor_memory(chunk.cpu()), start)
         except OSError as error:
             raise KvfoldError(
-                f"{opt('spill', self._folder)}: hidden states could not be written ({error.strerror}); free some disk "
-                "space, or choose a folder on another disk"
+                f"{opt('spill', self._folder)}: hidden states could not be written"
+                f" ({error.strerror}); free some disk space, or choose a folder on another disk"
             ) from None
         stored = _Stored(start, chunk.nbytes, chunk.shape, chunk.dtype, chunk.device)
         weakref.finalize(stored, free.append, start)
@@ -76,7 +82,9 @@ class Spill(ExitStack):
 
     def load(self, stored: "_Stored", row: int | None = None) -> Tensor:
         """Read a stored chunk, or only its sequence ``row``."""
-        shape, start, count = stored.shape, stored.start, stored.nbytes
+        shape = stored.shape
+        start = stored.start
+        count = stored.nbytes
         if row is not None:
             shape, count = shape[1:], count // shape[0]
             start += row * count
@@ -121,7 +129,9 @@ class Spilled(MutableSequence[Tensor]):
 
 
 def sequence(states: Hidden, index: int) -> Tensor:
-    """Return sequence ``index`` of all sequences, ``[T, E]``; only this sequence is read if they are in a file."""
+    """Return sequence ``index`` of all sequences, ``[T, E]``; only this sequence is read if they
+    are in a file.
+    """
     if isinstance(states, Spilled):
         chunk, row = divmod(index, states.stored[0].shape[0])
         return states.spill.load(states.stored[chunk], row)

@@ -1,10 +1,11 @@
 """Refits the output projection of a converted layer to the student's own inputs.
 
-The heads' results ``z`` are computed from the student's inputs. With the residual ``h`` before the layer in the teacher
-and ``h'`` in the student, the target of the projection is ``(h + a(h)) - h'``, as in refinement
-(``training/refine.py``): a layer thus also corrects the errors of earlier layers, as far as a linear map of its heads
-can. As in refinement, the squared error of every token is relative to its residual: the norms that follow see relative
-errors, and otherwise the few tokens with massive activations, in the teacher or the student, would dominate.
+The heads' results ``z`` are computed from the student's inputs. With the residual ``h`` before the
+layer in the teacher and ``h'`` in the student, the target of the projection is ``(h + a(h)) - h'``,
+as in refinement (``training/refine.py``): a layer thus also corrects the errors of earlier layers,
+as far as a linear map of its heads can. As in refinement, the squared error of every token is
+relative to its residual: the norms that follow see relative errors, and otherwise the few tokens
+with massive activations, in the teacher or the student, would dominate.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,8 +25,9 @@ from kvfold.convert.transforms.weights import AttentionWeights
 from kvfold.convert.walk.hidden import Hidden
 from kvfold.convert.walk.walk import Step
 
-# The maximum share of the attention output's energy that the heads may leave unexplained. One rounding to bfloat16 is
-# off by up to 2^-9, 4e-6 of the energy, and there are a few; an output that is no such linear map is off by far more.
+# The maximum share of the attention output's energy that the heads may leave unexplained. One
+# rounding to bfloat16 is off by up to 2^-9, 4e-6 of the energy, and there are a few; an output that
+# is no such linear map is off by far more.
 _UNEXPLAINED = 1e-3
 
 Weights = TypeVar("Weights", AttentionWeights, LatentWeights)
@@ -35,8 +37,8 @@ Weights = TypeVar("Weights", AttentionWeights, LatentWeights)
 class AttentionUpdate:
     """The update that a layer's attention adds to the residual: ``scale * norm(output)``.
 
-    ``norm`` is the name of a module in the layer, or None if the output is added without a norm. In parallel blocks the
-    update is only the attention's part of the sum that the layer adds.
+    ``norm`` is the name of a module in the layer, or None if the output is added without a norm. In
+    parallel blocks the update is only the attention's part of the sum that the layer adds.
     """
 
     scale: float = 1.0
@@ -44,7 +46,11 @@ class AttentionUpdate:
 
     def of(self, layer: OpenLayer, output: LayerOutput) -> Tensor:
         """The attention update ``[B, T, E]`` that ``layer`` computes from ``output``."""
-        attention = output.attention if self.norm is None else layer.run_submodule(self.norm, output.attention)
+        attention = (
+            output.attention
+            if self.norm is None
+            else layer.run_submodule(self.norm, output.attention)
+        )
         return attention * self.scale
 
 
@@ -52,14 +58,18 @@ UNCHANGED = AttentionUpdate()
 
 
 def token_weights(*residuals: Tensor) -> Tensor:
-    """One over the RMS of each token's residual ``[..., E]``, as ``[..., 1]``; the largest RMS if there are several."""
-    square = torch.stack([residual.square().mean(-1, keepdim=True) for residual in residuals]).amax(0)
+    """One over the RMS of each token's residual ``[..., E]``, as ``[..., 1]``; the largest RMS if
+    there are several.
+    """
+    square = torch.stack([residual.square().mean(-1, keepdim=True) for residual in residuals]).amax(
+        0
+    )
     # The smallest float32 even for float64: with the smallest float64, sums would overflow.
     return square.clamp_min(torch.finfo(torch.float32).tiny).rsqrt()
 
 
-# One row per token, in float32 or wider: the heads' results ``[N, n]``, the target of their projection ``[N, E]``, and
-# weights ``[N]``.
+# One row per token, in float32 or wider: the heads' results ``[N, n]``, the target of their
+# projection ``[N, E]``, and weights ``[N]``.
 _Regression = tuple[Tensor, Tensor, Tensor]
 
 
@@ -70,13 +80,15 @@ def refit_output(
     encode: Callable[[Weights], Mapping[str, Tensor]],
     update: AttentionUpdate,
 ) -> tuple[Weights, tuple[float, float] | None]:
-    """Return ``weights`` with the output projection (and bias, if any) that best fits the student's residual stream.
+    """Return ``weights`` with the output projection (and bias, if any) that best fits the student's
+    residual stream.
 
-    Also return the error of the residual after the attention on held-out sequences, before and after; each token's
-    squared error is relative to its residual. The projection is unchanged, and both errors equal, if the fit was no
-    better. They are None if the layer does not expose its heads' results or the model family normalizes the attention
-    output. The heads' results on the calibration sequences stay in ``step.contexts``, for the layer's pass over them,
-    if hidden states are in memory.
+    Also return the error of the residual after the attention on held-out sequences, before and
+    after; each token's squared error is relative to its residual. The projection is unchanged, and
+    both errors equal, if the fit was no better. They are None if the layer does not expose its
+    heads' results or the model family normalizes the attention output. The heads' results on the
+    calibration sequences stay in ``step.contexts``, for the layer's pass over them, if hidden
+    states are in memory.
     """
     if update.norm is not None:
         return weights, None
@@ -91,14 +103,20 @@ def refit_output(
         # Of the candidate only the output projection will change, and not what its heads compute.
         step.contexts.clear()
         in_memory = isinstance(step.student_calibration, list)
-        contexts = step.contexts if in_memory and step.index + 1 < step.student.stream.layers else None
+        contexts = (
+            step.contexts if in_memory and step.index + 1 < step.student.stream.layers else None
+        )
         held_out = _regressions(*common, step.held_out, step.student_held_out)
         first = next(held_out, None)
         if first is None:
             return weights, None
         with step.student.stream.training():
-            gram, missing = _sums(present, _regressions(*common, step.calibration, step.student_calibration, contexts))
-        fitted, before, after = processes.from_first(partial(_fit, present, gram, missing, chain([first], held_out)))
+            gram, missing = _sums(
+                present, _regressions(*common, step.calibration, step.student_calibration, contexts)
+            )
+        fitted, before, after = processes.from_first(
+            partial(_fit, present, gram, missing, chain([first], held_out))
+        )
     if not after < before:
         return weights, (before, before)
     size = weights.o[0].numel()
@@ -117,7 +135,8 @@ def _regressions(
     student: Hidden,
     contexts: list[Tensor] | None = None,
 ) -> Iterator[_Regression]:
-    """Yield each chunk's regression; nothing if the output is not a linear map of the recorded heads' results.
+    """Yield each chunk's regression; nothing if the output is not a linear map of the recorded
+    heads' results.
 
     The heads' results are added to ``contexts``, if it is given.
     """
@@ -133,26 +152,32 @@ def _regressions(
             heads = torch.cat([heads, torch.ones_like(heads[..., :1])], -1)
         if not checked:
             # A property of the layer, independent of its inputs: checking one chunk is enough.
-            explained, energy = heads.double() @ present.mT, output.attention.double().square().sum()
+            explained = heads.double() @ present.mT
+            energy = output.attention.double().square().sum()
             checked = explained.shape == output.attention.shape
             if not checked or (explained - output.attention).square().sum() > _UNEXPLAINED * energy:
                 return
         if contexts is not None:
             contexts.append(output.context)
         added = update.of(step.teacher, step.teacher.attend(inputs))
-        after, before = (inputs + added).to(wide), student_inputs.to(wide)
+        after = (inputs + added).to(wide)
+        before = student_inputs.to(wide)
         weight = token_weights(after, before).square()
         target = (after - before) / update.scale
         yield heads.flatten(0, 1), target.flatten(0, 1), weight.flatten()
 
 
 def _sums(present: Tensor, parts: Iterator[_Regression]) -> tuple[Tensor, Tensor]:
-    """The weighted means of ``z z^T`` and ``(target - present z) z^T`` over the sequences of all processes."""
+    """The weighted means of ``z z^T`` and ``(target - present z) z^T`` over the sequences of all
+    processes.
+    """
     count = len(present[0])
-    gram, cross, total = present.new_zeros(count, count), torch.zeros_like(present), present.new_zeros(())
+    gram = present.new_zeros(count, count)
+    cross = torch.zeros_like(present)
+    total = present.new_zeros(())
     for heads, target, weight in parts:
-        # Products of a chunk in the tokens' dtype: `OUTPUT_RIDGE` is far above what float32 rounds. Weights may come
-        # near the end of its range.
+        # Products of a chunk in the tokens' dtype: `OUTPUT_RIDGE` is far above what float32 rounds.
+        # Weights may come near the end of its range.
         largest = weight.max().clamp_min(torch.finfo(weight.dtype).tiny)
         scaled = heads * (weight / largest)[:, None]
         with torch.autocast(heads.device.type, enabled=False):
@@ -167,9 +192,12 @@ def _sums(present: Tensor, parts: Iterator[_Regression]) -> tuple[Tensor, Tensor
 def _fit(
     present: Tensor, gram: Tensor, missing: Tensor, held_out: Iterable[_Regression]
 ) -> tuple[Tensor, float, float]:
-    """Return the fitted projection and the weighted mean squared errors of ``present`` and of the fitted projection."""
+    """Return the fitted projection and the weighted mean squared errors of ``present`` and of the
+    fitted projection.
+    """
     fitted = fit_output(present, gram, missing)
-    errors, numbers = present.new_zeros(2), 0
+    errors = present.new_zeros(2)
+    numbers = 0
     # One chunk is in memory at a time.
     for heads, target, weight in (tuple(each.double() for each in part) for part in held_out):
         for place, tried in enumerate((present, fitted)):

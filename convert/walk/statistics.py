@@ -1,7 +1,9 @@
-"""Calibration statistics of a layer: Gram matrices and means of its attention inputs, and its heads' profiles.
+"""Calibration statistics of a layer: Gram matrices and means of its attention inputs, and its
+heads' profiles.
 
-Some stock classes (bloom, falcon, gptj, mpt) do not call transformers' attention functions, so their queries and keys
-cannot be recorded; `with_heads` computes them from the attention inputs and the layer's weights.
+Some stock classes (bloom, falcon, gptj, mpt) do not call transformers' attention functions, so
+their queries and keys cannot be recorded; `with_heads` computes them from the attention inputs and
+the layer's weights.
 """
 
 from collections.abc import Callable
@@ -19,15 +21,18 @@ from kvfold.convert import processes
 from kvfold.convert.transforms.head_norms import has_norms, project
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
-# With B blocks per side, (B + 1) / 2B of the multiplications remain: 5/8 for B = 4, 9/16 for B = 8. Chosen.
+# With B blocks per side, (B + 1) / 2B of the multiplications remain: 5/8 for B = 4, 9/16 for B = 8.
+# Chosen.
 _GRAM_BLOCKS = 4
 
 
 class StatisticsAccumulator:
-    """Accumulates sums over the tokens of a layer in float64, in which products of float32 numbers are exact.
+    """Accumulates sums over the tokens of a layer in float64, in which products of float32 numbers
+    are exact.
 
-    With ``profile=False`` the attention is not measured: the result has an empty distance profile, ``[0, 0]``, and no
-    averages by received attention. Pass the layer's ``weights`` for statistics of normalized queries and keys.
+    With ``profile=False`` the attention is not measured: the result has an empty distance profile,
+    ``[0, 0]``, and no averages by received attention. Pass the layer's ``weights`` for statistics
+    of normalized queries and keys.
     """
 
     def __init__(self, profile: bool = True, weights: AttentionWeights | None = None) -> None:
@@ -39,7 +44,8 @@ class StatisticsAccumulator:
     def add(self, output: LayerOutput) -> None:
         """Add a batch of sequences; the sequences of all batches must have the same length."""
         inputs = output.attention_input.flatten(0, -2).double()
-        width, normed = inputs.shape[1], None
+        width = inputs.shape[1]
+        normed = None
         if self._weights is not None:
             normed, divisors = project(self._weights, inputs)
             parts = torch.stack([divisors, divisors.square(), normed.square().sum(-1)], -1).sum(0)
@@ -47,8 +53,15 @@ class StatisticsAccumulator:
         weights = {"": inputs.new_ones(len(inputs))}
         if self._with_profile:
             if output.query is None or output.key is None:
-                raise ValueError("output: a distance profile needs the layer's queries and keys; use with_heads")
-            rules = ScoreOptions(window=output.window, causal=output.causal, softcap=output.softcap, sinks=output.sinks)
+                raise ValueError(
+                    "output: a distance profile needs the layer's queries and keys; use with_heads"
+                )
+            rules = ScoreOptions(
+                window=output.window,
+                causal=output.causal,
+                softcap=output.softcap,
+                sinks=output.sinks,
+            )
             profile, received = attention_sums(output.query, output.key, output.scale, **rules)
             sequences = len(output.query)
             self._sum("profile", received, *profile.shape).add_(profile * sequences)
@@ -58,9 +71,12 @@ class StatisticsAccumulator:
         for name, weight in weights.items():
             self._sum(f"{name}weight", inputs).add_(weight.sum())
             self._sum(f"{name}mean", inputs, width).add_(weight @ inputs)
-            gram, scaled = self._sum(f"{name}gram", inputs, width, width), inputs * weight.sqrt()[:, None]
+            gram = self._sum(f"{name}gram", inputs, width, width)
+            scaled = inputs * weight.sqrt()[:, None]
             # Only blocks on and above the diagonal: the matrix is symmetric.
-            for start, stop in pairwise(round(width * block / _GRAM_BLOCKS) for block in range(_GRAM_BLOCKS + 1)):
+            for start, stop in pairwise(
+                round(width * block / _GRAM_BLOCKS) for block in range(_GRAM_BLOCKS + 1)
+            ):
                 gram[start:stop, start:].addmm_(scaled[:, start:stop].T, scaled[:, start:])
             if normed is not None:
                 cross = self._sum(f"{name}normed", inputs, *normed.shape[1:], width + 1)
@@ -74,12 +90,15 @@ class StatisticsAccumulator:
         return self._sums[name]
 
     def result(self) -> LayerStatistics:
-        """Return the averages over the batches of all processes. Raises ValueError if no batch was added."""
+        """Return the averages over the batches of all processes. Raises ValueError if no batch was
+        added.
+        """
         if not self._sums:
             raise ValueError("statistics: no batch was added; call add at least once before result")
         processes.add_up(self._sums.values())
         sums = self._sums
-        # Divide by the sum of weights: attention rows sum to 1 only in float32, and no covariance may be negative.
+        # Divide by the sum of weights: attention rows sum to 1 only in float32, and no covariance
+        # may be negative.
         averages = {
             f"{name}{part}": sums[f"{name}{part}"] / sums[f"{name}weight"]
             for name in ("", "received_")
@@ -92,13 +111,19 @@ class StatisticsAccumulator:
                 averages[name] = upper + upper.triu(1).T
         if "divisors" in sums:
             averages["divisors"] = sums["divisors"] / sums["weight"]
-        profile = sums["profile"] / sums["sequences"] if "profile" in sums else sums["mean"].new_zeros(0, 0)
+        profile = (
+            sums["profile"] / sums["sequences"]
+            if "profile" in sums
+            else sums["mean"].new_zeros(0, 0)
+        )
         return LayerStatistics(tokens=int(sums["weight"]), profile=profile, **averages)
 
 
 @dataclass(frozen=True)
 class SourceHeads:
-    """Attention weights of one source layer, read from its files; ``scale`` multiplies q . k, ``clip`` bounds both."""
+    """Attention weights of one source layer, read from its files; ``scale`` multiplies q . k,
+    ``clip`` bounds both.
+    """
 
     weights: AttentionWeights
     rotary: Rotary
@@ -110,16 +135,21 @@ ReadHeads = Callable[[int], SourceHeads]
 
 
 def with_heads(output: LayerOutput, heads: SourceHeads, arguments: Arguments) -> LayerOutput:
-    """Return ``output`` with queries and keys computed from ``heads`` if it has none; ``arguments`` are the layer's.
+    """Return ``output`` with queries and keys computed from ``heads`` if it has none; ``arguments``
+    are the layer's.
 
-    ALiBi becomes one extra dim of queries and keys: up to a constant per query, head ``h`` adds the bias ``slope_h j``
-    for position ``j``.
+    ALiBi becomes one extra dim of queries and keys: up to a constant per query, head ``h`` adds the
+    bias ``slope_h j`` for position ``j``.
     """
     if output.query is not None:
         return output
-    weights, rotary, inputs = heads.weights, heads.rotary, output.attention_input
+    weights = heads.weights
+    rotary = heads.rotary
+    inputs = output.attention_input
     places = torch.arange(inputs.shape[1])
-    cos, sin = (rotary.amplitude * table.to(inputs.device) for table in rotary_tables(places, rotary.theta))
+    cos, sin = (
+        rotary.amplitude * table.to(inputs.device) for table in rotary_tables(places, rotary.theta)
+    )
     sides = []
     for weight, bias in ((weights.q, weights.q_bias), (weights.k, weights.k_bias)):
         rows = torch.einsum("bte,hde->bhtd", inputs, weight.to(inputs))
@@ -131,10 +161,15 @@ def with_heads(output: LayerOutput, heads: SourceHeads, arguments: Arguments) ->
     if biases is not None:
         wide = torch.promote_types(query.dtype, torch.float32)
         rows = biases.reshape(-1, biases.shape[-1])[: weights.heads].to(wide)
-        # A head's biases increase by its slope with each position; in 16 bits only the whole range tells by how much.
+        # A head's biases increase by its slope with each position; in 16 bits only the whole range
+        # tells by how much.
         slope = (rows[:, -1] - rows[:, 0]) / max(1, rows.shape[1] - 1)
-        # Falcon's biases [B, H, 1, S] are scaled with the scores, the others' are added to the scaled scores.
-        per_score = (slope if biases.dim() == 4 else slope / heads.scale)[:, None, None].expand(*query.shape[:3], 1)
+        # Falcon's biases [B, H, 1, S] are scaled with the scores, the others' are added to the
+        # scaled scores.
+        per_score = (slope if biases.dim() == 4 else slope / heads.scale)[:, None, None].expand(
+            *query.shape[:3], 1
+        )
         steps = places.to(query.device, wide)[:, None].expand(*key.shape[:3], 1)
-        query, key = torch.cat([query.to(wide), per_score], -1), torch.cat([key.to(wide), steps], -1)
+        query = torch.cat([query.to(wide), per_score], -1)
+        key = torch.cat([key.to(wide), steps], -1)
     return replace(output, query=query, key=key, scale=heads.scale)

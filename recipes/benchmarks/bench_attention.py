@@ -1,12 +1,14 @@
-"""The speed of attention on this machine, against the naive formula and against the machine's roofline.
+"""The speed of attention on this machine, against the naive formula and against the machine's
+roofline.
 
     python recipes/benchmarks/bench_attention.py --json recipes/results/attention_cpu.json
 
-Three tables: prefill against the naive formula (float32, causal); one decoding step at 8k context for MHA, GQA-8, MQA
-and MLA 512 + 64 (as ``latent_attention`` computes it, and by ``latent_decode`` over the same cache), with the bytes it
-must read and the operations it must do next to the time; and the peak memory of one call by length. With ``--budgets``
-instead: the times of blocked attention and of ``latent_decode`` by the number of scores held at once. Rounds go through
-all candidates in turn, so that a busy moment meets all of them; the fastest counts.
+Three tables: prefill against the naive formula (float32, causal); one decoding step at 8k context
+for MHA, GQA-8, MQA and MLA 512 + 64 (as ``latent_attention`` computes it, and by ``latent_decode``
+over the same cache), with the bytes it must read and the operations it must do next to the time;
+and the peak memory of one call by length. With ``--budgets`` instead: the times of blocked
+attention and of ``latent_decode`` by the number of scores held at once. Rounds go through all
+candidates in turn, so that a busy moment meets all of them; the fastest counts.
 """
 
 import argparse
@@ -28,8 +30,14 @@ from kvfold.attention import blocked, cache_bytes, grouped_attention, latent_att
 from kvfold.attention.latent import absorb_query, expand_value, latent_decode
 from kvfold.convert.measure.machine import peak_memory
 
-BATCH, HEADS, DIM, CONTEXT = 8, 32, 128, 8192
-RANK, ROPE, NOPE, VALUE = 512, 64, 128, 128
+BATCH = 8
+HEADS = 32
+DIM = 128
+CONTEXT = 8192
+RANK = 512
+ROPE = 64
+NOPE = 128
+VALUE = 128
 Name = TypeVar("Name")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,8 +62,13 @@ def naive_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def fastest(calls: dict[Name, Callable[[], Any]], threads: int, rounds: int) -> dict[Name, float]:
-    """Seconds of each call's fastest run, the calls taking turns; short calls run several times a turn."""
-    timers = {name: Timer("call()", globals={"call": call}, num_threads=threads) for name, call in calls.items()}
+    """Seconds of each call's fastest run, the calls taking turns; short calls run several times a
+    turn.
+    """
+    timers = {
+        name: Timer("call()", globals={"call": call}, num_threads=threads)
+        for name, call in calls.items()
+    }
     first = {name: timer.timeit(1).mean for name, timer in timers.items()}
     repeats = {name: 1 + min(9, int(0.2 / seconds)) for name, seconds in first.items()}
     times: dict[Name, list[float]] = {name: [] for name in timers}
@@ -70,7 +83,9 @@ def random(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def prefill(length: int, threads: int, rounds: int, device: str) -> dict[str, Any]:
-    query, key, value = (random(1, HEADS, length, DIM, dtype=torch.float32, device=device) for _ in range(3))
+    query, key, value = (
+        random(1, HEADS, length, DIM, dtype=torch.float32, device=device) for _ in range(3)
+    )
     calls = {
         "naive": lambda: naive_attention(query, key, value),
         "kvfold": lambda: grouped_attention(query, key, value),
@@ -82,17 +97,26 @@ def prefill(length: int, threads: int, rounds: int, device: str) -> dict[str, An
 
 def grouped_step(name: str, kv_heads: int, dtype: torch.dtype, device: str) -> Step:
     query = random(BATCH, HEADS, 1, DIM, dtype=dtype, device=device)
-    key, value = (random(BATCH, kv_heads, CONTEXT, DIM, dtype=dtype, device=device) for _ in range(2))
+    key, value = (
+        random(BATCH, kv_heads, CONTEXT, DIM, dtype=dtype, device=device) for _ in range(2)
+    )
     read = cache_bytes("gqa", 1, CONTEXT, dtype, batch=BATCH, kv_heads=kv_heads, head_dim=DIM)
-    return Step(name, read, 4 * BATCH * HEADS * CONTEXT * DIM, lambda: grouped_attention(query, key, value))
+    return Step(
+        name, read, 4 * BATCH * HEADS * CONTEXT * DIM, lambda: grouped_attention(query, key, value)
+    )
 
 
 def latent_step(form: str, dtype: torch.dtype, device: str) -> Step:
-    """MLA 512 + 64: ``form`` is explicit, absorbed (as ``latent_attention`` computes it) or latent_decode."""
+    """MLA 512 + 64: ``form`` is explicit, absorbed (as ``latent_attention`` computes it) or
+    latent_decode.
+    """
     nope = random(BATCH, HEADS, 1, NOPE, dtype=dtype, device=device)
     rope = random(BATCH, HEADS, 1, ROPE, dtype=dtype, device=device)
     latent = random(BATCH, CONTEXT, RANK + ROPE, dtype=dtype, device=device)
-    up_key, up_value = (random(HEADS, width, RANK, dtype=dtype, device=device) / RANK**0.5 for width in (NOPE, VALUE))
+    up_key, up_value = (
+        random(HEADS, width, RANK, dtype=dtype, device=device) / RANK**0.5
+        for width in (NOPE, VALUE)
+    )
     read = cache_bytes("mla", 1, CONTEXT, dtype, batch=BATCH, kv_rank=RANK, rope_dim=ROPE)
     read += up_key.nbytes + up_value.nbytes
     slots = BATCH * HEADS * CONTEXT
@@ -106,14 +130,20 @@ def latent_step(form: str, dtype: torch.dtype, device: str) -> Step:
 
     def by_decode() -> Tensor:
         query = absorb_query(nope, up_key)
-        z = latent_decode(query, rope, latent[..., :RANK], latent[..., RANK:], (NOPE + ROPE) ** -0.5)
+        z = latent_decode(
+            query, rope, latent[..., :RANK], latent[..., RANK:], (NOPE + ROPE) ** -0.5
+        )
         return expand_value(z, up_value)
 
-    return Step(f"MLA 512+64 {form}", read, operations, by_decode if form == "latent_decode" else attend)
+    return Step(
+        f"MLA 512+64 {form}", read, operations, by_decode if form == "latent_decode" else attend
+    )
 
 
 def roofline(dtype: torch.dtype, threads: int, device: str) -> dict[str, float]:
-    """The roofline of the machine: bytes/s of a plain read (a sum), operations/s of a large matrix product."""
+    """The roofline of the machine: bytes/s of a plain read (a sum), operations/s of a large matrix
+    product.
+    """
     memory = torch.ones(2**28, dtype=torch.float32, device=device)
     matrix = random(2048, 2048, dtype=dtype, device=device)
     seconds = fastest({"read": memory.sum, "multiply": lambda: matrix @ matrix}, threads, 6)
@@ -121,7 +151,9 @@ def roofline(dtype: torch.dtype, threads: int, device: str) -> dict[str, float]:
 
 
 def decode(threads: int, rounds: int, device: str, explicit: bool) -> list[dict[str, Any]]:
-    """One step of every variant and dtype, all taking turns; explicit MLA, which takes seconds, alone."""
+    """One step of every variant and dtype, all taking turns; explicit MLA, which takes seconds,
+    alone.
+    """
     names = ("float32", "bfloat16")
     roofs = {name: roofline(DTYPES[name], threads, device) for name in names}
     steps = {(step.name, name): step for name in names for step in variants(DTYPES[name], device)}
@@ -137,11 +169,15 @@ def decode(threads: int, rounds: int, device: str, explicit: bool) -> list[dict[
 
 
 def variants(dtype: torch.dtype, device: str) -> list[Step]:
-    grouped = [grouped_step(*each, dtype, device) for each in (("MHA", HEADS), ("GQA-8", 8), ("MQA", 1))]
+    grouped = [
+        grouped_step(*each, dtype, device) for each in (("MHA", HEADS), ("GQA-8", 8), ("MQA", 1))
+    ]
     return [*grouped, *(latent_step(form, dtype, device) for form in ("absorbed", "latent_decode"))]
 
 
-def decode_row(step: Step, dtype: str, time: float, mha: float, roof: dict[str, float]) -> dict[str, Any]:
+def decode_row(
+    step: Step, dtype: str, time: float, mha: float, roof: dict[str, float]
+) -> dict[str, Any]:
     """A variant's time, its ratio to MHA, and how near it comes to the roofline."""
     floor = {"read": step.read / roof["read"], "multiply": step.operations / roof["multiply"]}
     return {
@@ -160,8 +196,12 @@ def decode_row(step: Step, dtype: str, time: float, mha: float, roof: dict[str, 
 
 @torch.no_grad()
 def budgets(threads: int, rounds: int, device: str) -> list[dict[str, Any]]:
-    """Milliseconds by the scores held at once: a windowed prefill and a decoding step in blocks, ``latent_decode``."""
-    query, key, value = (random(1, 8, 4096, 64, dtype=torch.float32, device=device) for _ in range(3))
+    """Milliseconds by the scores held at once: a windowed prefill and a decoding step in blocks,
+    ``latent_decode``.
+    """
+    query, key, value = (
+        random(1, 8, 4096, 64, dtype=torch.float32, device=device) for _ in range(3)
+    )
     calls = {
         "window 1024": lambda: grouped_attention(query, key, value, window=1024),
         "GQA-8 bfloat16 step": grouped_step("", 8, torch.bfloat16, device).call,
@@ -178,7 +218,10 @@ def budgets(threads: int, rounds: int, device: str) -> list[dict[str, Any]]:
 
     keys = [(name, size) for name in calls for size in sizes]
     seconds = fastest({key: within(key[1], calls[key[0]]) for key in keys}, threads, rounds)
-    return [{"scores": size, **{name: round(1e3 * seconds[name, size], 1) for name in calls}} for size in sizes]
+    return [
+        {"scores": size, **{name: round(1e3 * seconds[name, size], 1) for name in calls}}
+        for size in sizes
+    ]
 
 
 PEAK_CASES: dict[str, dict[str, Any]] = {
@@ -197,7 +240,9 @@ def peak_of(case: str, length: int) -> int:
     dtype, half, backward = (options.pop(name, None) for name in ("dtype", "half", "backward"))
     if "starts" in options:
         options["starts"] = torch.tensor([options["starts"]])
-    query, key, value = (torch.randn(1, 4, length, 64, dtype=dtype or torch.float32) for _ in range(3))
+    query, key, value = (
+        torch.randn(1, 4, length, 64, dtype=dtype or torch.float32) for _ in range(3)
+    )
     query = query[:, :, length // 2 :] if half else query
     grouped_attention(
         query[..., :64, :], key[..., :64, :], value[..., :64, :], window=8
@@ -225,10 +270,15 @@ def ratios(report: dict[str, Any]) -> dict[str, tuple[float, float]]:
     """The promises on a CPU: name -> (measured, at least)."""
     steps = {(row["variant"], row["dtype"]): row for row in report["decode"]}
     measured = {
-        f"prefill T={row['T']} against naive": (row["ratio"], 2.0) for row in report["prefill"] if row["T"] >= 2048
+        f"prefill T={row['T']} against naive": (row["ratio"], 2.0)
+        for row in report["prefill"]
+        if row["T"] >= 2048
     }
     for variant, least in (("GQA-8", 2.5), ("MQA", 6.0), ("MLA 512+64 absorbed", 1.7)):
-        measured[f"{variant} against MHA, float32"] = (steps[variant, "float32"]["faster_than_mha"], least)
+        measured[f"{variant} against MHA, float32"] = (
+            steps[variant, "float32"]["faster_than_mha"],
+            least,
+        )
     explicit = steps.get(("MLA 512+64 explicit", "float32"))
     if explicit:
         ratio = explicit["ms"] / steps["MLA 512+64 absorbed", "float32"]["ms"]
@@ -244,7 +294,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [[str(row.get(name, "")) for name in head] for row in rows]
     widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
     return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in [head, *lines]
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in [head, *lines]
     )
 
 
@@ -254,11 +305,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
-        "--skip-explicit", action="store_true", help="leave out explicit MLA, which takes seconds a step"
+        "--skip-explicit",
+        action="store_true",
+        help="leave out explicit MLA, which takes seconds a step",
     )
-    parser.add_argument("--budgets", action="store_true", help="only the times by the number of scores held at once")
+    parser.add_argument(
+        "--budgets", action="store_true", help="only the times by the number of scores held at once"
+    )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true", help="exit with 1 when a ratio is below what is promised")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 when a ratio is below what is promised"
+    )
     parser.add_argument("--peak", nargs=2, metavar=("CASE", "T"), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.peak:
@@ -273,7 +330,9 @@ def main() -> None:
     report["prefill"] = [prefill(length, *common) for length in (512, 2048)]
     report["decode"] = decode(*common, not chosen.skip_explicit)
     report["peak_memory"] = peaks([4096, 8192, 16384]) if chosen.device == "cpu" else []
-    report["ratios"] = {name: {"measured": got, "at_least": least} for name, (got, least) in ratios(report).items()}
+    report["ratios"] = {
+        name: {"measured": got, "at_least": least} for name, (got, least) in ratios(report).items()
+    }
     for name in ("prefill", "decode", "peak_memory"):
         print(f"\n{name}\n{table(report[name])}" if report[name] else "")
     print("\nratios")

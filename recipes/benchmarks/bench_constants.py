@@ -1,15 +1,18 @@
-"""The loss of a converted model as each tuned constant of the transforms moves: where their comments get their figures.
+"""The loss of a converted model as each tuned constant of the transforms moves: where their
+comments get their figures.
 
-    python recipes/benchmarks/bench_constants.py MODEL [--calibration FILE] [--only als] [--json FILE]
-    python recipes/benchmarks/bench_constants.py MODEL --channel
-    python recipes/benchmarks/bench_constants.py --distances
+    python recipes/benchmarks/bench_constants.py MODEL [--calibration FILE] [--only als] [--json
+    FILE] python recipes/benchmarks/bench_constants.py MODEL --channel python
+    recipes/benchmarks/bench_constants.py --distances
 
-converts MODEL with every constant at a few values, the one in the code among them, and prints the excess loss (nats per
-token) on sequences of the calibration file that were held out from the fit. The conversions run in this process, with
-the constant replaced in its module; nothing is refined. The targets are meant for a model that caches 512 elements per
-token per layer; `--target` takes another for all constants. `--text` measures the loss elsewhere, for example on
-windows longer than the calibration's sequences. `--channel` converts MODEL to an MLA that can be exact, with other
-values of the constant channel, and prints how far the logits are off; `--distances` times the sum over distances.
+converts MODEL with every constant at a few values, the one in the code among them, and prints the
+excess loss (nats per token) on sequences of the calibration file that were held out from the fit.
+The conversions run in this process, with the constant replaced in its module; nothing is refined.
+The targets are meant for a model that caches 512 elements per token per layer; `--target` takes
+another for all constants. `--text` measures the loss elsewhere, for example on windows longer than
+the calibration's sequences. `--channel` converts MODEL to an MLA that can be exact, with other
+values of the constant channel, and prints how far the logits are off; `--distances` times the sum
+over distances.
 """
 
 import argparse
@@ -57,7 +60,10 @@ def excess(args: argparse.Namespace, target: str) -> float:
         request = ConvertRequest(
             model=str(args.model),
             out=str(out),
-            calibration=[*filter(None, [args.calibration]), "self:0"],  # constants were measured on prose
+            calibration=[
+                *filter(None, [args.calibration]),
+                "self:0",
+            ],  # constants were measured on prose
             samples=args.samples,
             seq_len=args.seq_len,
             seed=args.seed,
@@ -77,7 +83,9 @@ def perplexity(args: argparse.Namespace, folder: Path) -> float:
     from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    return checkpoint_perplexity(folder, token_windows(tokenizer, args.text.read_text("utf-8"), 24, args.text_len))
+    return checkpoint_perplexity(
+        folder, token_windows(tokenizer, args.text.read_text("utf-8"), 24, args.text_len)
+    )
 
 
 def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -85,7 +93,8 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
     known = {(row["constant"], row["value"], row["target"]) for row in done}
     for name, constant, values, usual_target in CONSTANTS:
         target = args.target or usual_target
-        module, label = import_module(TRANSFORMS + name), f"{name}.{constant}"
+        module = import_module(TRANSFORMS + name)
+        label = f"{name}.{constant}"
         usual = getattr(module, constant)
         for value in values:
             if args.only not in label or (label, value, target) in known:
@@ -95,11 +104,19 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
                 measured = excess(args, target)
             finally:
                 setattr(module, constant, usual)
-            yield {"constant": label, "target": target, "value": value, "usual": value == usual, "excess": measured}
+            yield {
+                "constant": label,
+                "target": target,
+                "value": value,
+                "usual": value == usual,
+                "excess": measured,
+            }
 
 
 def compare_channels(model: Path) -> None:
-    """Largest and root mean square difference of the logits, by the value of the latents' constant channel."""
+    """Largest and root mean square difference of the logits, by the value of the latents' constant
+    channel.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -107,18 +124,32 @@ def compare_channels(model: Path) -> None:
 
     def logits(folder: Path) -> torch.Tensor:
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        tokens = torch.randint(3, loaded.config.vocab_size, (4, 128), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(
+            3, loaded.config.vocab_size, (4, 128), generator=torch.Generator().manual_seed(0)
+        )
         with torch.no_grad():
             found: torch.Tensor = loaded(tokens).logits
         return found
 
-    rank, original = json.loads((model / "config.json").read_text())["hidden_size"], logits(model)
-    exact: dict[str, Any] = {"to": "mla", "kv_rank": rank, "rope_dim": rank, "method": "svd", "allow_growth": True}
+    rank = json.loads((model / "config.json").read_text())["hidden_size"]
+    original = logits(model)
+    exact: dict[str, Any] = {
+        "to": "mla",
+        "kv_rank": rank,
+        "rope_dim": rank,
+        "method": "svd",
+        "allow_growth": True,
+    }
     for tensors.CONSTANT in (64.0, 256.0, 1024.0, 4096.0, 65536.0):
         with tempfile.TemporaryDirectory() as place:
-            convert_checkpoint(ConvertRequest(model=str(model), out=f"{place}/out", quiet=True, **exact))
+            convert_checkpoint(
+                ConvertRequest(model=str(model), out=f"{place}/out", quiet=True, **exact)
+            )
             off = logits(Path(place) / "out") - original
-        print(f"constant {tensors.CONSTANT:7g}: {off.abs().max():.1e} at most, {off.square().mean().sqrt():.1e} rms")
+        print(
+            f"constant {tensors.CONSTANT:7g}: {off.abs().max():.1e} at most,"
+            f" {off.square().mean().sqrt():.1e} rms"
+        )
 
 
 def time_distances() -> None:
@@ -132,31 +163,60 @@ def time_distances() -> None:
     theta = 5e5 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128)
     profile = torch.full((32, 512), 1 / 512, dtype=torch.float64)
     for farthest in (512, 8192, 131072):
-        before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-        distances.rotary_moments(distances.mixed_distances(profile, farthest), torch.cat([theta, -theta]))
-        seconds, after = time.process_time() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        print(f"distances up to {farthest:6}: {seconds:.2f} CPU s, {(after - before) / 1024:.0f} MB more")
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        started = time.process_time()
+        distances.rotary_moments(
+            distances.mixed_distances(profile, farthest), torch.cat([theta, -theta])
+        )
+        seconds = time.process_time() - started
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(
+            f"distances up to {farthest:6}: {seconds:.2f} CPU s, {(after - before) / 1024:.0f} MB"
+            " more"
+        )
 
 
 def show(row: dict[str, Any]) -> None:
     mark = "*" if row["usual"] else " "
-    print(f"{row['constant']:26} {row['target']:17} {row['value']:9g}{mark} {row['excess']:+.4f}", flush=True)
+    print(
+        f"{row['constant']:26} {row['target']:17} {row['value']:9g}{mark} {row['excess']:+.4f}",
+        flush=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--calibration", help="default: the text that ships with kvfold")
-    parser.add_argument("--channel", action="store_true", help="compare values of the constant channel")
-    parser.add_argument("--distances", action="store_true", help="time the sum over distances; needs no model")
+    parser.add_argument(
+        "--channel", action="store_true", help="compare values of the constant channel"
+    )
+    parser.add_argument(
+        "--distances", action="store_true", help="time the sum over distances; needs no model"
+    )
     parser.add_argument("--only", default="", help="constants whose name holds this")
-    parser.add_argument("--target", choices=TARGETS, help="convert to this one, whatever the constant's own")
-    parser.add_argument("--samples", type=int, default=32, help="calibration sequences; at least 8 more are held out")
+    parser.add_argument(
+        "--target", choices=TARGETS, help="convert to this one, whatever the constant's own"
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=32,
+        help="calibration sequences; at least 8 more are held out",
+    )
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0, help="for drawing sequences")
-    parser.add_argument("--text", type=Path, help="measure the loss on windows of this file instead")
-    parser.add_argument("--text-len", type=int, default=512, help="their length: beyond that of the calibration")
-    parser.add_argument("--work", type=Path, help="folder for converted checkpoints; default: the system's")
+    parser.add_argument(
+        "--text", type=Path, help="measure the loss on windows of this file instead"
+    )
+    parser.add_argument(
+        "--text-len", type=int, default=512, help="their length: beyond that of the calibration"
+    )
+    parser.add_argument(
+        "--work", type=Path, help="folder for converted checkpoints; default: the system's"
+    )
     parser.add_argument("--json", type=Path, help="results file; continued where it exists")
     args = parser.parse_args()
     if args.distances:
@@ -167,7 +227,12 @@ def main() -> None:
     if args.channel:
         compare_channels(args.model)
         return
-    header = {"model": args.model.name, "samples": args.samples, "length": args.seq_len, "seed": args.seed}
+    header = {
+        "model": args.model.name,
+        "samples": args.samples,
+        "length": args.seq_len,
+        "seed": args.seed,
+    }
     if args.text is not None:
         header |= {"text_length": args.text_len}
     continue_rows(args.json, header, lambda done: rows(args, done), show)

@@ -1,17 +1,21 @@
-"""Seconds and memory of a weights-only conversion next to `cp -r` and `import torch`: Llama-2-7B's shapes, random.
+"""Seconds and memory of a weights-only conversion next to `cp -r` and `import torch`: Llama-2-7B's
+shapes, random.
 
-    python recipes/benchmarks/bench_convert.py --work /scratch --json recipes/results/convert_llama2_7b.json
-    python recipes/benchmarks/bench_convert.py --work /scratch --layers 8          # a quarter of it, for a trial
-    python recipes/benchmarks/bench_convert.py --work /scratch --pairs 1 --processes 1 2
-    python recipes/benchmarks/bench_convert.py --width 2048 --inner 5632 --layers 18 --warm    # 2.1 GB from memory
+    python recipes/benchmarks/bench_convert.py --work /scratch --json
+    recipes/results/convert_llama2_7b.json python recipes/benchmarks/bench_convert.py --work
+    /scratch --layers 8          # a quarter of it, for a trial python
+    recipes/benchmarks/bench_convert.py --work /scratch --pairs 1 --processes 1 2 python
+    recipes/benchmarks/bench_convert.py --width 2048 --inner 5632 --layers 18 --warm    # 2.1 GB
+    from memory
 
-Makes a bfloat16 checkpoint in several shards (13.5 GB with 32 layers) in a new folder below --work, converts it from
-MHA to GQA-8 by each number of --processes (several by torchrun, gloo), copies it with `cp -r --reflink=never`, imports
-torch in a process of its own, in turn, each followed by `sync`. Before each the page cache is dropped where that is
-permitted, or with --warm the source is read into it. The first round is discarded. `beyond_torch` is the ratio to `cp`
-of the seconds that a conversion takes longer than `import torch`. Every OUT is hashed; needs twice the checkpoint's
-size on that disk; removes everything it made. On a machine with other work only the CPU seconds count, which are also
-given by what takes them: each part is made once more alone.
+Makes a bfloat16 checkpoint in several shards (13.5 GB with 32 layers) in a new folder below --work,
+converts it from MHA to GQA-8 by each number of --processes (several by torchrun, gloo), copies it
+with `cp -r --reflink=never`, imports torch in a process of its own, in turn, each followed by
+`sync`. Before each the page cache is dropped where that is permitted, or with --warm the source is
+read into it. The first round is discarded. `beyond_torch` is the ratio to `cp` of the seconds that
+a conversion takes longer than `import torch`. Every OUT is hashed; needs twice the checkpoint's
+size on that disk; removes everything it made. On a machine with other work only the CPU seconds
+count, which are also given by what takes them: each part is made once more alone.
 """
 
 import argparse
@@ -36,7 +40,8 @@ from measured import conditions
 from kvfold.convert.checkpoint.files import copy_range
 from kvfold.convert.checkpoint.hashing import file_hashes
 
-HEADS, VOCABULARY = 32, 32000
+HEADS = 32
+VOCABULARY = 32000
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -65,8 +70,15 @@ def shapes(width: int, inner: int, layers: int) -> Shapes:
     block |= {"mlp.gate_proj.weight": (inner, width), "mlp.up_proj.weight": (inner, width)}
     block |= {"mlp.down_proj.weight": (width, inner)}
     block |= {"input_layernorm.weight": (width,), "post_attention_layernorm.weight": (width,)}
-    every = {f"model.layers.{layer}.{name}": shape for layer in range(layers) for name, shape in block.items()}
-    every |= {"model.embed_tokens.weight": (VOCABULARY, width), "lm_head.weight": (VOCABULARY, width)}
+    every = {
+        f"model.layers.{layer}.{name}": shape
+        for layer in range(layers)
+        for name, shape in block.items()
+    }
+    every |= {
+        "model.embed_tokens.weight": (VOCABULARY, width),
+        "lm_head.weight": (VOCABULARY, width),
+    }
     every |= {"model.norm.weight": (width,)}
     return dict(sorted(every.items()))
 
@@ -87,7 +99,9 @@ def split(tensors: Shapes, limit: int) -> Iterator[Shapes]:
 
 
 def make_checkpoint(folder: Path, width: int, inner: int, layers: int, shard_bytes: int) -> int:
-    """Write the checkpoint; returns its size. Values: normal, deviation 0.02, drawn once and shifted per tensor."""
+    """Write the checkpoint; returns its size. Values: normal, deviation 0.02, drawn once and
+    shifted per tensor.
+    """
     folder.mkdir()
     sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps({**CONFIG, **sizes}, indent=2))
@@ -100,7 +114,10 @@ def make_checkpoint(folder: Path, width: int, inner: int, layers: int, shard_byt
         file = f"model-{index:05}-of-{len(shards):05}.safetensors"
         weight_map |= dict.fromkeys(shard, file)
         write_shard(folder / file, shard, noise)
-    index = {"metadata": {"total_size": sum(map(nbytes, tensors.values()))}, "weight_map": weight_map}
+    index = {
+        "metadata": {"total_size": sum(map(nbytes, tensors.values()))},
+        "weight_map": weight_map,
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     return sum(path.stat().st_size for path in folder.iterdir())
 
@@ -117,11 +134,13 @@ def write_shard(path: Path, shard: Shapes, noise: memoryview) -> None:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for index, shape in enumerate(shard.values()):
-            left, start = nbytes(shape), 2 * 997 * index
+            left = nbytes(shape)
+            start = 2 * 997 * index
             while left:
                 part = noise[start : start + left]
                 file.write(part)
-                left, start = left - len(part), 0
+                left = left - len(part)
+                start = 0
 
 
 def check_room(folder: Path, size: int) -> None:
@@ -131,7 +150,9 @@ def check_room(folder: Path, size: int) -> None:
 
 
 def prepare(source: Path, warm: bool) -> bool:
-    """Write out what is pending, then drop the page cache, or if ``warm`` read ``source``; False if it cannot drop."""
+    """Write out what is pending, then drop the page cache, or if ``warm`` read ``source``; False if
+    it cannot drop.
+    """
     subprocess.run(["sync"], check=True)
     if warm:
         file_hashes(source)
@@ -144,29 +165,40 @@ def prepare(source: Path, warm: bool) -> bool:
 
 
 def timed(command: list[str], launched: bool = False) -> dict[str, Any]:
-    """Seconds until the command and a `sync` after it are done, CPU seconds, and the peaks of its memory in bytes.
+    """Seconds until the command and a `sync` after it are done, CPU seconds, and the peaks of its
+    memory in bytes.
 
     ``launched``: the command starts others, and the memory is that of each of them.
     """
-    start, used = time.perf_counter(), children_cpu()
+    start = time.perf_counter()
+    used = children_cpu()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     peaks: dict[int, dict[str, int]] = {}
     while process.poll() is None:
         for number in started_by(process.pid) if launched else [process.pid]:
             seen = peaks.setdefault(number, {})
-            seen.update({name: max(value, seen.get(name, 0)) for name, value in memory_of(number).items()})
+            seen.update(
+                {name: max(value, seen.get(name, 0)) for name, value in memory_of(number).items()}
+            )
         time.sleep(POLL)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}: exit status {process.returncode}")
     cpu = children_cpu() - used
     subprocess.run(["sync"], check=True)
-    return {"seconds": time.perf_counter() - start, "cpu_seconds": cpu, "peaks": list(peaks.values())}
+    return {
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": cpu,
+        "peaks": list(peaks.values()),
+    }
 
 
 def started_by(process: int) -> list[int]:
     """The processes that a process has started."""
     try:
-        return [int(number) for number in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+        return [
+            int(number)
+            for number in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+        ]
     except OSError:  # it has just ended
         return []
 
@@ -199,7 +231,10 @@ def copying_cpu(source: Path, work: Path) -> float:
     """CPU seconds of copying all weights as a conversion does."""
     began = time.process_time()
     for path in source.glob("*.safetensors"):
-        with path.open("rb", buffering=0) as file, (work / "copied").open("wb", buffering=0) as target:
+        with (
+            path.open("rb", buffering=0) as file,
+            (work / "copied").open("wb", buffering=0) as target,
+        ):
             copy_range(file, 0, path.stat().st_size, target.fileno(), 0, lambda start, end: None)
     used = time.process_time() - began
     (work / "copied").unlink()
@@ -219,13 +254,22 @@ def measure(
     rows = []
     size = sum(path.stat().st_size for path in source.iterdir())
     for pair in range(pairs):
-        row: dict[str, Any] = {"caches_dropped": prepare(source, warm), "load_average": os.getloadavg()[0]}
+        row: dict[str, Any] = {
+            "caches_dropped": prepare(source, warm),
+            "load_average": os.getloadavg()[0],
+        }
         check_room(work, size)
         row["cp"] = timed(["cp", "-r", "--reflink=never", str(source), str(work / "copy")])
         shutil.rmtree(work / "copy")
         row["torch"] = timed([sys.executable, "-c", "import torch"])
-        parts = {"importing torch": row["torch"]["cpu_seconds"], "copying": copying_cpu(source, work)}
-        print(f"round {pair}: cp {row['cp']['seconds']:.2f} s, torch {row['torch']['seconds']:.2f} s", flush=True)
+        parts = {
+            "importing torch": row["torch"]["cpu_seconds"],
+            "copying": copying_cpu(source, work),
+        }
+        print(
+            f"round {pair}: cp {row['cp']['seconds']:.2f} s, torch {row['torch']['seconds']:.2f} s",
+            flush=True,
+        )
         for count in counts:
             prepare(source, warm)
             check_room(work, size)
@@ -266,7 +310,9 @@ def of_count(rows: list[dict[str, Any]], count: str) -> dict[str, Any]:
     }
 
 
-def summary(rows: list[dict[str, Any]], counts: list[int], width: int, size: int, text: str) -> dict[str, Any]:
+def summary(
+    rows: list[dict[str, Any]], counts: list[int], width: int, size: int, text: str
+) -> dict[str, Any]:
     """The figures without the first round, and the machine they hold for."""
     counted = rows[1:] or rows
     made = {str(count): of_count(counted, str(count)) for count in counts}
@@ -278,39 +324,63 @@ def summary(rows: list[dict[str, Any]], counts: list[int], width: int, size: int
         "torch_seconds": statistics.median(row["torch"]["seconds"] for row in counted),
         "cp_cpu_seconds": statistics.median(row["cp"]["cpu_seconds"] for row in counted),
         "cpu_parts": {
-            part: statistics.median(row["cpu_parts"][part] for row in counted) for part in counted[0]["cpu_parts"]
+            part: statistics.median(row["cpu_parts"][part] for row in counted)
+            for part in counted[0]["cpu_parts"]
         },
         "processes": made,
-        "equal_hashes": len({digest for figures in made.values() for digest in figures["sha256"]}) == 1,
+        "equal_hashes": (
+            len({digest for figures in made.values() for digest in figures["sha256"]}) == 1
+        ),
         "allowed_bytes": 10**9 + 4 * nbytes((4 * width, width)),  # and of four attention layers
         "caches_dropped": all(row["caches_dropped"] for row in rows),
         **conditions(),
-        "cp": subprocess.run(["cp", "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0],
+        "cp": (
+            subprocess.run(
+                ["cp", "--version"], capture_output=True, text=True, check=True
+            ).stdout.splitlines()[0]
+        ),
         "rounds": rows,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--work", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk to measure"
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="a folder on the disk to measure",
     )
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--inner", type=int, default=11008, help="width of the MLP")
-    parser.add_argument("--warm", action="store_true", help="read the source before each, instead of dropping caches")
-    parser.add_argument("--pairs", type=int, default=6, help="rounds; of several the first is discarded")
-    parser.add_argument("--processes", type=int, nargs="+", default=[1], help="numbers of processes that convert")
+    parser.add_argument(
+        "--warm",
+        action="store_true",
+        help="read the source before each, instead of dropping caches",
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=6, help="rounds; of several the first is discarded"
+    )
+    parser.add_argument(
+        "--processes", type=int, nargs="+", default=[1], help="numbers of processes that convert"
+    )
     parser.add_argument("--shard-size", type=float, default=5.0, help="GB per shard of the source")
     parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--options", default="--to gqa --kv-heads 8 --method mean", help="of kvfold convert")
+    parser.add_argument(
+        "--options", default="--to gqa --kv-heads 8 --method mean", help="of kvfold convert"
+    )
     arguments = parser.parse_args()
     options = [*arguments.options.split(), "--quiet"]
     work = Path(tempfile.mkdtemp(prefix="kvfold-bench-", dir=arguments.work))
     try:
         shape = arguments.width, arguments.inner, arguments.layers
         size = make_checkpoint(work / "source", *shape, int(arguments.shard_size * 1e9))
-        rows = measure(work / "source", work, arguments.pairs, arguments.processes, options, arguments.warm)
+        rows = measure(
+            work / "source", work, arguments.pairs, arguments.processes, options, arguments.warm
+        )
     finally:
         shutil.rmtree(work)
     what = "Llama, width {}, MLP {}, {} layers, bfloat16: ".format(*shape) + " ".join(options)

@@ -1,11 +1,13 @@
-"""A whole decoding step of Llama-2-7B's shape: MHA in stock transformers against GQA-8 and MLA, stock and absorbed.
+"""A whole decoding step of Llama-2-7B's shape: MHA in stock transformers against GQA-8 and MLA,
+stock and absorbed.
 
     python recipes/benchmarks/bench_decode.py --json recipes/results/decode_cpu.json --check
 
-Two layers, float32, batch 16, 8k context: about 17 GB of memory. For every kind the time of a step, of its attention
-alone (no weights, no growing cache) and the roofline: what it must read at the bandwidth measured here, and what it
-must compute at the rate of matrix products measured here. With ``--cache static`` the cache is preallocated; the
-default is the one that ``generate`` uses, which is copied at every step.
+Two layers, float32, batch 16, 8k context: about 17 GB of memory. For every kind the time of a step,
+of its attention alone (no weights, no growing cache) and the roofline: what it must read at the
+bandwidth measured here, and what it must compute at the rate of matrix products measured here. With
+``--cache static`` the cache is preallocated; the default is the one that ``generate`` uses, which
+is copied at every step.
 """
 
 import argparse
@@ -43,16 +45,25 @@ def machine_rates(device: torch.device) -> dict[str, float]:
 def attention_alone(subject: Subject, context: int, batch: int, device: torch.device) -> float:
     """Seconds of one layer's attention over a random cache, as the model's module calls it."""
     config = subject.config
-    heads, random = config["num_attention_heads"], lambda *shape: torch.randn(shape, device=device)
+    heads = config["num_attention_heads"]
+    random = lambda *shape: torch.randn(shape, device=device)
     if config["model_type"] == "llama":
-        dim, groups = config["head_dim"], config["num_key_value_heads"]
-        query, key, value = random(batch, heads, 1, dim), *(random(batch, groups, context, dim) for _ in range(2))
+        dim = config["head_dim"]
+        groups = config["num_key_value_heads"]
+        query, key, value = (
+            random(batch, heads, 1, dim),
+            *(random(batch, groups, context, dim) for _ in range(2)),
+        )
         attend = torch.nn.functional.scaled_dot_product_attention
         return seconds(lambda: attend(query, key, value, enable_gqa=groups != heads), device)
-    rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    nope, dim = config["qk_nope_head_dim"], config["v_head_dim"]
-    query, turned = random(batch, heads, 1, nope), random(batch, heads, 1, rope)
-    latent, key = random(batch, context, rank), random(batch, context, rope)
+    rank = config["kv_lora_rank"]
+    rope = config["qk_rope_head_dim"]
+    nope = config["qk_nope_head_dim"]
+    dim = config["v_head_dim"]
+    query = random(batch, heads, 1, nope)
+    turned = random(batch, heads, 1, rope)
+    latent = random(batch, context, rank)
+    key = random(batch, context, rope)
     up = random(heads, nope + dim, rank) * rank**-0.5
     if subject.form == "absorbed":
 
@@ -71,8 +82,12 @@ def attention_alone(subject: Subject, context: int, batch: int, device: torch.de
     return min(repeat(Clock(device), stock_step, 1.0, warm=1, fewest=1))
 
 
-def add_roofline(row: dict[str, Any], subject: Subject, rates: dict[str, float], layers: int, alone: float) -> None:
-    """Beside each figure: the time that reading and that computing takes at least, for the step and its attention."""
+def add_roofline(
+    row: dict[str, Any], subject: Subject, rates: dict[str, float], layers: int, alone: float
+) -> None:
+    """Beside each figure: the time that reading and that computing takes at least, for the step and
+    its attention.
+    """
     only = step_costs(subject, (0, 0), 4, row["context"], row["batch"])
     row["attention_alone_ms"] = 1e3 * alone * layers
     for name, read, operations in (
@@ -84,7 +99,10 @@ def add_roofline(row: dict[str, Any], subject: Subject, rates: dict[str, float],
 
 
 def roofline_table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'':24}{'step':>9}{'read':>9}{'compute':>9}{'attention alone':>18}{'read':>9}{'compute':>9}   (ms)"]
+    lines = [
+        f"{'':24}{'step':>9}{'read':>9}{'compute':>9}{'attention alone':>18}{'read':>9}{'compute':>9}"
+        "   (ms)"
+    ]
     for row in rows:
         step = "".join(f"{row[key]:9.0f}" for key in ("step_ms", "step_read_ms", "step_compute_ms"))
         inner = "".join(f"{row[key]:9.0f}" for key in ("attention_read_ms", "attention_compute_ms"))
@@ -99,7 +117,11 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
         if r["cache_bytes"] != r["cache_bytes_formula"]
     ]
     fast = [row for row in rows if row["model"].startswith("GQA") or row["form"] == "absorbed"]
-    slow = [f"{row['model']}: {row['ratio']:.2f} x, expected {AT_LEAST}" for row in fast if row["ratio"] < AT_LEAST]
+    slow = [
+        f"{row['model']}: {row['ratio']:.2f} x, expected {AT_LEAST}"
+        for row in fast
+        if row["ratio"] < AT_LEAST
+    ]
     return wrong + slow
 
 
@@ -113,7 +135,11 @@ def main() -> None:
     parser.add_argument("--cache", choices=["dynamic", "static"], default="dynamic")
     parser.add_argument("--prefill-tokens", type=int, default=1024)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true", help="exit with 1 when a ratio or a cache is not as promised")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="exit with 1 when a ratio or a cache is not as promised",
+    )
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     device = torch.device("cpu")
@@ -130,7 +156,10 @@ def main() -> None:
         alone = attention_alone(subject, chosen.context, chosen.batch, device)
         add_roofline(row, subject, rates, chosen.layers, alone)
     print(done.table(), "\n\n", roofline_table(report["rows"]), sep="")
-    print(f"\nread {rates['read_bytes_per_s'] / 1e9:.1f} GB/s, matrices {rates['operations_per_s'] / 1e9:.0f} GFLOP/s")
+    print(
+        f"\nread {rates['read_bytes_per_s'] / 1e9:.1f} GB/s, matrices"
+        f" {rates['operations_per_s'] / 1e9:.0f} GFLOP/s"
+    )
     if chosen.json:
         chosen.json.parent.mkdir(parents=True, exist_ok=True)
         chosen.json.write_text(json.dumps(report, indent=2) + "\n")

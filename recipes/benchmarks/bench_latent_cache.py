@@ -3,11 +3,12 @@
     kvfold convert MODEL OUT --to mla --kv-rank 48 --rope-dim 16 --samples 32 --seq-len 256
     python recipes/benchmarks/bench_latent_cache.py OUT [OUT ..] [--text FILE] [--json FILE]
 
-rounds what the cache of an engine would hold of every token's latent (the output of `kv_a_layernorm`) as FP8 (e4m3) or
-as whole numbers, and prints the excess loss over the same checkpoint with its latents as they are and, in brackets, the
-KL between the two, nats per token on 48 windows of 256 tokens: as stored, and with the channels mixed as
-`--rotate-latent` mixes them. `FP8` has a scale of 1 and saturates, the default of engines; the others have one scale
-per token. Rotary keys are left alone: the option does not touch them.
+rounds what the cache of an engine would hold of every token's latent (the output of
+`kv_a_layernorm`) as FP8 (e4m3) or as whole numbers, and prints the excess loss over the same
+checkpoint with its latents as they are and, in brackets, the KL between the two, nats per token on
+48 windows of 256 tokens: as stored, and with the channels mixed as `--rotate-latent` mixes them.
+`FP8` has a scale of 1 and saturates, the default of engines; the others have one scale per token.
+Rotary keys are left alone: the option does not touch them.
 """
 
 import argparse
@@ -26,7 +27,9 @@ from kvfold.convert.data import read_text
 from kvfold.convert.measure.losses import token_windows
 from kvfold.convert.transforms.latent.variants import hartley
 
-WINDOWS, LENGTH, BATCH = 48, 256, 8
+WINDOWS = 48
+LENGTH = 256
+BATCH = 8
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 
@@ -67,7 +70,8 @@ CACHES: dict[str, Callable[[Tensor], Tensor]] = {
 def mix_channels(model: nn.Module) -> None:
     """What `--rotate-latent` does to a layer, done to a loaded model of either layout."""
     for layer in model.model.layers:
-        attention, down = layer.self_attn, layer.self_attn.kv_a_proj_with_mqa
+        attention = layer.self_attn
+        down = layer.self_attn.kv_a_proj_with_mqa
         channels = attention.kv_lora_rank - (down.bias is not None)
         mix = hartley(channels)
         for rows in (down.weight, down.bias):
@@ -80,13 +84,18 @@ def mix_channels(model: nn.Module) -> None:
 
 @torch.no_grad()
 def drift(model: nn.Module, windows: Tensor) -> dict[str, tuple[float, float]]:
-    """For each cache the excess loss and the KL to the predictions over exact latents, nats per token."""
+    """For each cache the excess loss and the KL to the predictions over exact latents, nats per
+    token.
+    """
     latents = [layer.self_attn.kv_a_layernorm for layer in model.model.layers]
     sums = dict.fromkeys(CACHES, torch.zeros(2, dtype=torch.float64, device=windows.device))
     for batch in windows.split(BATCH):
         exact = predictions(model, batch)
         for name, rounded in CACHES.items():
-            hooks = [module.register_forward_hook(lambda *args, cast=rounded: cast(args[2])) for module in latents]
+            hooks = [
+                module.register_forward_hook(lambda *args, cast=rounded: cast(args[2]))
+                for module in latents
+            ]
             found = predictions(model, batch)
             for hook in hooks:
                 hook.remove()
@@ -107,11 +116,16 @@ def differences(exact: Tensor, found: Tensor, batch: Tensor) -> Tensor:
 def measured(model: nn.Module, windows: Tensor, folder: Path, channels: str) -> dict[str, Any]:
     """A row of the file: excess loss and KL of every cache, nats per token."""
     tokens = windows[:, 1:].numel()
-    caches = {name: {"excess": a / tokens, "kl": b / tokens} for name, (a, b) in drift(model, windows).items()}
+    caches = {
+        name: {"excess": a / tokens, "kl": b / tokens}
+        for name, (a, b) in drift(model, windows).items()
+    }
     return {"model": folder.name, "channels": channels, "caches": caches}
 
 
-def rows(folders: Sequence[Path], text: str, count: int, done: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def rows(
+    folders: Sequence[Path], text: str, count: int, done: Sequence[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
     """The rows of the models that are not among ``done``."""
     for folder in folders:
         if any(row["model"] == folder.name and row["channels"] == "mixed" for row in done):
@@ -125,16 +139,22 @@ def rows(folders: Sequence[Path], text: str, count: int, done: Sequence[dict[str
 
 
 def show(row: dict[str, Any]) -> None:
-    cells = (f"{name} {each['excess']:+.4f} ({each['kl']:.4f})" for name, each in row["caches"].items())
+    cells = (
+        f"{name} {each['excess']:+.4f} ({each['kl']:.4f})" for name, each in row["caches"].items()
+    )
     print(f"{row['model']:16} {row['channels']:10} {'  '.join(cells)}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+", type=Path, metavar="OUT")
     parser.add_argument("--text", type=Path, help="by default the held-out text that ships")
     parser.add_argument("--windows", type=int, default=WINDOWS)
-    parser.add_argument("--json", type=Path, help="keep the rows in this file, and measure what it lacks")
+    parser.add_argument(
+        "--json", type=Path, help="keep the rows in this file, and measure what it lacks"
+    )
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     print(conditions())

@@ -1,10 +1,13 @@
-"""What a conversion costs models with norms on queries and keys, beside twins without, on all held-out text that ships.
+"""What a conversion costs models with norms on queries and keys, beside twins without, on all
+held-out text that ships.
 
-    python recipes/benchmarks/bench_norm_twins.py PLAIN NORMED ... --work FOLDER --json recipes/results/norm_twins.json
+    python recipes/benchmarks/bench_norm_twins.py PLAIN NORMED ... --work FOLDER --json
+    recipes/results/norm_twins.json
 
-converts every model to MLA 64+64 with ``--refine 100`` on 64 x 256 tokens, or takes what FOLDER has of an earlier run.
-Excess is the mean over 256-token windows of the loss of the result minus the loss of its source, nats per token, with
-its standard error; KL likewise. ``train_demo.py`` makes the models (recipes/README.md has the commands).
+converts every model to MLA 64+64 with ``--refine 100`` on 64 x 256 tokens, or takes what FOLDER has
+of an earlier run. Excess is the mean over 256-token windows of the loss of the result minus the
+loss of its source, nats per token, with its standard error; KL likewise. ``train_demo.py`` makes
+the models (recipes/README.md has the commands).
 """
 
 import argparse
@@ -22,14 +25,24 @@ from torch import Tensor
 from kvfold.convert.data import read_text
 
 OPTIONS = "--to mla --kv-rank 64 --rope-dim 64 --samples 64 --seq-len 256 --refine 100"
-LENGTH, BATCH = 256, 4
+LENGTH = 256
+BATCH = 4
 
 
 def converted(model: Path, work: Path) -> Path:
     """The folder in ``work`` with what `kvfold convert` made of ``model``."""
     out = work / f"{model.parent.name}-r100"
     if not (out / "kvfold.json").exists():
-        command = [sys.executable, "-m", "kvfold.convert", "convert", str(model), str(out), *OPTIONS.split(), "--quiet"]
+        command = [
+            sys.executable,
+            "-m",
+            "kvfold.convert",
+            "convert",
+            str(model),
+            str(out),
+            *OPTIONS.split(),
+            "--quiet",
+        ]
         subprocess.run(command, check=True)
     return out
 
@@ -47,7 +60,10 @@ def differences(model: Path, out: Path, tokens: Tensor) -> Tensor:
     """Loss of ``out`` minus that of ``model``, and the KL from it, in every window: ``[N, 2]``."""
     from transformers import AutoModelForCausalLM
 
-    teacher, student = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32).eval() for each in (model, out))
+    teacher, student = (
+        AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32).eval()
+        for each in (model, out)
+    )
     rows = []
     for some in tokens.split(BATCH):
         p, q = (each(some).logits[:, :-1].log_softmax(-1) for each in (teacher, student))
@@ -65,12 +81,19 @@ def row(model: Path, work: Path) -> dict[str, Any]:
 
 
 def show(row: dict[str, Any]) -> None:
-    figures = (f"{name} {row[name]:+.4f} +- {row[f'{name}_error']:.4f}" for name in ("excess", "kl"))
-    print(f"{row['model']:12} {', '.join(figures)}, standard errors over {row['windows']} windows", flush=True)
+    figures = (
+        f"{name} {row[name]:+.4f} +- {row[f'{name}_error']:.4f}" for name in ("excess", "kl")
+    )
+    print(
+        f"{row['model']:12} {', '.join(figures)}, standard errors over {row['windows']} windows",
+        flush=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+", type=Path, metavar="DIR/demo")
     parser.add_argument("--work", type=Path, required=True, help="folder for the conversions")
     parser.add_argument("--json", type=Path, help="results file; continued where it exists")
@@ -78,7 +101,9 @@ def main() -> None:
 
     def rows(done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         known = {each["model"] for each in done}
-        yield from (row(model, args.work) for model in args.models if model.parent.name not in known)
+        yield from (
+            row(model, args.work) for model in args.models if model.parent.name not in known
+        )
 
     continue_rows(args.json, {"options": OPTIONS, "length": LENGTH}, rows, show)
 

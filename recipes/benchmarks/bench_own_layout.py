@@ -1,11 +1,13 @@
 """Excess loss of a model in layout ``kvfold``: every target by weights alone and calibrated.
 
-    python recipes/demo/train_demo.py --output DIR --texts shipped --gpt-neox --steps 600 --warmup 50
-    python recipes/benchmarks/bench_own_layout.py DIR/demo --json recipes/results/gpt_neox.json --trained "..."
+    python recipes/demo/train_demo.py --output DIR --texts shipped --gpt-neox --steps 600 --warmup
+    50 python recipes/benchmarks/bench_own_layout.py DIR/demo --json recipes/results/gpt_neox.json
+    --trained "..."
 
-Perplexity on windows of 256 tokens of the held-out text that ships; excess is ln(perplexity / perplexity of MODEL),
-nats per token. Nothing is refined. Rows that the JSON file holds already are not run again. The targets are meant for a
-model with 512 KV-cache elements per token per layer, of whose heads 8 dims rotate; ``MLA full`` holds everything.
+Perplexity on windows of 256 tokens of the held-out text that ships; excess is ln(perplexity /
+perplexity of MODEL), nats per token. Nothing is refined. Rows that the JSON file holds already are
+not run again. The targets are meant for a model with 512 KV-cache elements per token per layer, of
+whose heads 8 dims rotate; ``MLA full`` holds everything.
 """
 
 import argparse
@@ -35,8 +37,14 @@ TARGETS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The rows that ``done`` lacks; the first row is the model itself."""
-    windows = token_windows(AutoTokenizer.from_pretrained(args.model), read_text("held_out"), args.windows, LENGTH)
-    first = done[0] if done else {"target": "original", "perplexity": checkpoint_perplexity(args.model, windows)}
+    windows = token_windows(
+        AutoTokenizer.from_pretrained(args.model), read_text("held_out"), args.windows, LENGTH
+    )
+    first = (
+        done[0]
+        if done
+        else {"target": "original", "perplexity": checkpoint_perplexity(args.model, windows)}
+    )
     if not done:
         yield first
     known = {(row["target"], row.get("method")) for row in done}
@@ -47,13 +55,23 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
                     out = converted(args, method, options, Path(place) / "out")
                     measured = checkpoint_perplexity(out, windows)
                 excess = math.log(measured / first["perplexity"])
-                yield {"target": target, "method": method, "perplexity": measured, "excess": excess, **conditions()}
+                yield {
+                    "target": target,
+                    "method": method,
+                    "perplexity": measured,
+                    "excess": excess,
+                    **conditions(),
+                }
 
 
 def converted(args: argparse.Namespace, method: str, options: dict[str, Any], out: Path) -> Path:
     """The folder of MODEL converted by ``method``."""
-    text = {"samples": args.samples, "seq_len": LENGTH, "refine": 0} if method == "principal" else {}
-    convert_checkpoint(ConvertRequest(str(args.model), str(out), method=method, quiet=True, **options, **text))
+    text = (
+        {"samples": args.samples, "seq_len": LENGTH, "refine": 0} if method == "principal" else {}
+    )
+    convert_checkpoint(
+        ConvertRequest(str(args.model), str(out), method=method, quiet=True, **options, **text)
+    )
     return out
 
 
@@ -63,7 +81,9 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--samples", type=int, default=32, help="calibration sequences")
     parser.add_argument("--windows", type=int, default=48, help="windows of held-out text")
@@ -72,7 +92,11 @@ def main() -> None:
     args = parser.parse_args()
     register_models()
     sizes = {"samples": args.samples, "length": LENGTH, "windows": args.windows}
-    header = {"model": args.model.name, **({"trained": args.trained} if args.trained else {}), **sizes}
+    header = {
+        "model": args.model.name,
+        **({"trained": args.trained} if args.trained else {}),
+        **sizes,
+    }
     continue_rows(args.json, header, lambda done: rows(args, done), show)
 
 

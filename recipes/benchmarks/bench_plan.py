@@ -2,8 +2,8 @@
 
     python recipes/benchmarks/bench_plan.py --json plan.json
 
-A plan names every output tensor with its dtype, shape, source and shard; it is all that `--dry-run` does, and a
-`--budget` makes one per split. Each figure is the smallest of --repeats.
+A plan names every output tensor with its dtype, shape, source and shard; it is all that `--dry-run`
+does, and a `--budget` makes one per split. Each figure is the smallest of --repeats.
 """
 
 import argparse
@@ -49,11 +49,14 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 def checkpoint(layers: int) -> Checkpoint:
     """A checkpoint of which there are headers only."""
-    config, position = {**CONFIG, "num_hidden_layers": layers}, 0
+    config = {**CONFIG, "num_hidden_layers": layers}
+    position = 0
     infos: dict[str, TensorInfo] = {}
     for tensor in model_of(config).tensors.values():
         end = position + 2 * math.prod(tensor.shape)
-        infos[tensor.name] = TensorInfo(tensor.name, "BF16", tensor.shape, "model.safetensors", position, end)
+        infos[tensor.name] = TensorInfo(
+            tensor.name, "BF16", tensor.shape, "model.safetensors", position, end
+        )
         position = end
     return Checkpoint(Path(), config, infos, "hollow", {}, None, {})  # type: ignore[arg-type]
 
@@ -65,15 +68,20 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def bench(layers: int, repeats: int) -> dict[str, float]:
-    source, seconds = checkpoint(layers), {}
+    source = checkpoint(layers)
+    seconds = {}
     for name, options in REQUESTS.items():
         request = ConvertRequest(model="hollow", out="out", **options)
-        seconds[name] = min(cpu_seconds(lambda request=request: make_plan(request, source)) for _ in range(repeats))
+        seconds[name] = min(
+            cpu_seconds(lambda request=request: make_plan(request, source)) for _ in range(repeats)
+        )
     return seconds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, nargs="+", default=[10, 20, 40, 80, 126])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -86,7 +94,9 @@ def main() -> None:
     if arguments.json:
         from measured import conditions  # torch, which planning does without
 
-        arguments.json.write_text(json.dumps({"config": CONFIG, "seconds": rows, **conditions()}, indent=2) + "\n")
+        arguments.json.write_text(
+            json.dumps({"config": CONFIG, "seconds": rows, **conditions()}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""The KL of a polished model as each tuned constant of polishing moves: where their comments get their figures.
+"""The KL of a polished model as each tuned constant of polishing moves: where their comments get
+their figures.
 
-    python recipes/benchmarks/bench_polish_constants.py [--only BETAS] [--steps 60]
-    python recipes/benchmarks/bench_polish_constants.py --model SMOLLM2 --calibration FILE --only _RATE --steps 100
+    python recipes/benchmarks/bench_polish_constants.py [--only BETAS] [--steps 60] python
+    recipes/benchmarks/bench_polish_constants.py --model SMOLLM2 --calibration FILE --only _RATE
+    --steps 100
 
-converts the model that ships (unrefined to MLA 24+8; refined to MLA 40+24, which is close to it already), or MODEL to
-MLA 128+64, then trains all attention of each together with every constant at a few values, the one in the code among
-them. Batches of other sizes get as many tokens, in more or fewer steps. It prints the KL from the source (nats per
-token) on held-out sequences before, after every 25 steps and after the last, and CPU seconds of one core.
+converts the model that ships (unrefined to MLA 24+8; refined to MLA 40+24, which is close to it
+already), or MODEL to MLA 128+64, then trains all attention of each together with every constant at
+a few values, the one in the code among them. Batches of other sizes get as many tokens, in more or
+fewer steps. It prints the KL from the source (nats per token) on held-out sequences before, after
+every 25 steps and after the last, and CPU seconds of one core.
 """
 
 import argparse
@@ -52,8 +55,11 @@ def prepared(
 ) -> tuple[Callable[[], polish.ModelTrainee], polish.TrainingText, polish.Text]:
     """A maker of a converted model to polish, and ``text``'s calibration and held-out sequences."""
     texts = [*filter(None, [calibration]), "self:0"]  # constants were measured on prose
-    convert_checkpoint(ConvertRequest(model=str(model), out=str(place), calibration=texts, quiet=True, **options))
-    source, written = open_checkpoint(model), open_checkpoint(place)
+    convert_checkpoint(
+        ConvertRequest(model=str(model), out=str(place), calibration=texts, quiet=True, **options)
+    )
+    source = open_checkpoint(model)
+    written = open_checkpoint(place)
     stream = CheckpointStream(source.config, source.read, list(source.tensors))
     tokens = load_calibration(calibration, load_tokenizer(source, False, "calibration"), **text)
     device = torch.device("cpu")
@@ -63,37 +69,58 @@ def prepared(
 
     def make() -> polish.ModelTrainee:
         constant = has_constant(written)
-        return polish.ModelTrainee(written.config, written.read, stored, attention, device, autocast, constant=constant)
+        return polish.ModelTrainee(
+            written.config, written.read, stored, attention, device, autocast, constant=constant
+        )
 
-    training, held_out = (taught_text(stream, part, autocast) for part in (tokens.calibration, tokens.held_out))
-    return make, polish.TrainingText(training.tokens, lambda indices: training.states[indices]), held_out
+    training, held_out = (
+        taught_text(stream, part, autocast) for part in (tokens.calibration, tokens.held_out)
+    )
+    return (
+        make,
+        polish.TrainingText(training.tokens, lambda indices: training.states[indices]),
+        held_out,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", default="", help="constants whose name contains this")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--samples", type=int, help="sequences to train on; default: 96 of 128 tokens")
+    parser.add_argument(
+        "--samples", type=int, help="sequences to train on; default: 96 of 128 tokens"
+    )
     parser.add_argument("--model", type=Path, help="default: the model that ships")
     parser.add_argument("--calibration", help="text for --model")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    model, text = arguments.model or demo_folder(), dict(LARGER_TEXT if arguments.model else TEXT)
+    model = arguments.model or demo_folder()
+    text = dict(LARGER_TEXT if arguments.model else TEXT)
     if arguments.samples is not None:
         text["samples"] = arguments.samples
     for run, options in (LARGER_RUNS if arguments.model else RUNS).items():
         with tempfile.TemporaryDirectory() as place:
-            make, training, held_out = prepared(model, arguments.calibration, text, options, Path(place) / "out")
+            make, training, held_out = prepared(
+                model, arguments.calibration, text, options, Path(place) / "out"
+            )
             for module, name, values in (row for row in CONSTANTS if arguments.only in row[1]):
                 usual = getattr(module, name)
                 for value in values:
                     setattr(module, name, value)
-                    steps = arguments.steps * usual // value if name == "BATCH_TOKENS" else arguments.steps
+                    steps = (
+                        arguments.steps * usual // value
+                        if name == "BATCH_TOKENS"
+                        else arguments.steps
+                    )
                     started = time.process_time()
                     found = polish.polish(make(), training, held_out, steps).errors
-                    mark, seconds = "*" if value == usual else " ", time.process_time() - started
+                    mark = "*" if value == usual else " "
+                    seconds = time.process_time() - started
                     course = " -> ".join(f"{kl:.4f}" for kl in found)
-                    print(f"{run:20} {name:15} {value!s:>12}{mark} KL {course}  {seconds:.0f} s", flush=True)
+                    print(
+                        f"{run:20} {name:15} {value!s:>12}{mark} KL {course}  {seconds:.0f} s",
+                        flush=True,
+                    )
                 setattr(module, name, usual)
 
 

@@ -1,12 +1,14 @@
-"""The excess loss of every target before refinement, after a number of steps, after `auto`, and after polishing.
+"""The excess loss of every target before refinement, after a number of steps, after `auto`, and
+after polishing.
 
-    python recipes/benchmarks/bench_refine.py MODEL --calibration FILE --text FILE --json recipes/results/refine.json
+    python recipes/benchmarks/bench_refine.py MODEL --calibration FILE --text FILE --json
+    recipes/results/refine.json
 
-runs `kvfold convert MODEL .. --to .. --refine ..` for every target, loads each result with stock transformers and
-measures its perplexity on 48 windows of 256 tokens of FILE, and of the held-out text that ships with kvfold: another
-domain. Excess is ln(perplexity / perplexity of MODEL), nats per token. Rows that the JSON file holds already are not
-run again: a table can be made in several sittings. The targets are meant for a model with 512 KV-cache elements
-per token per layer.
+runs `kvfold convert MODEL .. --to .. --refine ..` for every target, loads each result with stock
+transformers and measures its perplexity on 48 windows of 256 tokens of FILE, and of the held-out
+text that ships with kvfold: another domain. Excess is ln(perplexity / perplexity of MODEL), nats
+per token. Rows that the JSON file holds already are not run again: a table can be made in several
+sittings. The targets are meant for a model with 512 KV-cache elements per token per layer.
 """
 
 import argparse
@@ -37,7 +39,8 @@ TARGETS = {
     "MLA 16+16": "--to mla --kv-rank 16 --rope-dim 16",
     "MLA 24+8": "--to mla --kv-rank 24 --rope-dim 8",
 }
-WINDOWS, LENGTH = 48, 256
+WINDOWS = 48
+LENGTH = 256
 
 
 def perplexities(model: Path, folder: Path, text: Path | None) -> dict[str, float]:
@@ -66,12 +69,22 @@ def converted(model: Path, options: list[str], place: Path) -> tuple[Path, float
     return out, time.perf_counter() - started
 
 
-def row(args: argparse.Namespace, target: str, refine: str, polish: str, base: dict[str, float]) -> dict[str, Any]:
+def row(
+    args: argparse.Namespace, target: str, refine: str, polish: str, base: dict[str, float]
+) -> dict[str, Any]:
     """One row of the table; ``base`` holds the perplexities of the model itself."""
     calibration = [] if args.calibration is None else ["--calibration", str(args.calibration)]
     shape = ["--samples", str(args.samples), "--seq-len", str(LENGTH), "--seed", str(args.seed)]
     with tempfile.TemporaryDirectory(dir=args.work) as place:
-        options = [*TARGETS[target].split(), *calibration, *shape, "--refine", refine, "--polish", polish]
+        options = [
+            *TARGETS[target].split(),
+            *calibration,
+            *shape,
+            "--refine",
+            refine,
+            "--polish",
+            polish,
+        ]
         out, seconds = converted(args.model, options, Path(place))
         measured = perplexities(args.model, out, args.text)
         record = json.loads((out / "kvfold.json").read_text())
@@ -91,7 +104,11 @@ def row(args: argparse.Namespace, target: str, refine: str, polish: str, base: d
 def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The rows that ``done`` lacks; the first row is the model itself."""
     known = {(row["target"], row.get("refine"), row.get("polish", "0")) for row in done}
-    first = done[0] if done else {"target": "original", "perplexity": perplexities(args.model, args.model, args.text)}
+    first = (
+        done[0]
+        if done
+        else {"target": "original", "perplexity": perplexities(args.model, args.model, args.text)}
+    )
     if not done:
         yield first
     targets = args.targets.split(",") if args.targets else list(TARGETS)
@@ -108,7 +125,9 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--calibration", type=Path, help="default: the text that ships with kvfold")
     parser.add_argument("--text", type=Path, help="held-out text of the calibration's domain")
@@ -117,11 +136,18 @@ def main() -> None:
     parser.add_argument("--polish", default="0", help="0, a number of steps, or auto")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work", type=Path, help="folder for converted checkpoints; default: the system's")
+    parser.add_argument(
+        "--work", type=Path, help="folder for converted checkpoints; default: the system's"
+    )
     parser.add_argument("--json", type=Path, help="results file; continued where it exists")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    header = {"model": args.model.name, "samples": args.samples, "length": LENGTH, "windows": WINDOWS}
+    header = {
+        "model": args.model.name,
+        "samples": args.samples,
+        "length": LENGTH,
+        "windows": WINDOWS,
+    }
     continue_rows(args.json, header, lambda done: rows(args, done), show)
 
 

@@ -1,12 +1,13 @@
-"""How often a conversion waits for its device: synchronizations per layer, by the line of code that causes them.
+"""How often a conversion waits for its device: synchronizations per layer, by the line of code that
+causes them.
 
     python recipes/benchmarks/bench_syncs.py [MODEL] [--device cuda] [--steps 10]
 
-On CUDA torch itself reports them (`torch.cuda.set_sync_debug_mode`). On a CPU, where nothing waits, every call counts
-that would wait if its tensor were on a card: reading a number (`item`, `float`, `bool`, `tolist`), a copy to the CPU,
-`nonzero` and boolean indices, and decompositions, which check their result. That is an upper bound, because tensors
-that are on the CPU in any case count too; what is always there, fits (`transforms`) and files (`checkpoint`), is
-counted apart.
+On CUDA torch itself reports them (`torch.cuda.set_sync_debug_mode`). On a CPU, where nothing waits,
+every call counts that would wait if its tensor were on a card: reading a number (`item`, `float`,
+`bool`, `tolist`), a copy to the CPU, `nonzero` and boolean indices, and decompositions, which check
+their result. That is an upper bound, because tensors that are on the CPU in any case count too;
+what is always there, fits (`transforms`) and files (`checkpoint`), is counted apart.
 """
 
 import argparse
@@ -29,11 +30,27 @@ import kvfold.convert
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
 
-FOLDERS = [str(Path(str(package.__file__)).parent) for package in (kvfold.attention, kvfold.convert)]
+FOLDERS = [
+    str(Path(str(package.__file__)).parent) for package in (kvfold.attention, kvfold.convert)
+]
 APART = {"fits": "convert/transforms/", "files": "convert/checkpoint/"}
-READS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.cpu}
+READS = {
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.__bool__,
+    Tensor.__float__,
+    Tensor.__int__,
+    Tensor.__index__,
+    Tensor.cpu,
+}
 READS |= {Tensor.nonzero, torch.nonzero, torch.bincount, Tensor.numpy, Tensor.masked_select}
-SOLVERS = {torch.linalg.eigh, torch.linalg.eigvalsh, torch.linalg.solve, torch.linalg.svd, torch.linalg.cholesky}
+SOLVERS = {
+    torch.linalg.eigh,
+    torch.linalg.eigvalsh,
+    torch.linalg.solve,
+    torch.linalg.svd,
+    torch.linalg.cholesky,
+}
 SOLVERS |= {torch.linalg.inv, torch.linalg.qr, torch.linalg.lstsq}
 # "file:line what": how often
 Places = Counter[str]
@@ -46,7 +63,9 @@ class _Reads(TorchFunctionMode):
         super().__init__()
         self._places = places
 
-    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         masks = function is Tensor.__getitem__ and any(
             isinstance(each, Tensor) and each.dtype == torch.bool
             for each in (args[1] if isinstance(args[1], tuple) else (args[1],))
@@ -90,27 +109,44 @@ def counted(device: torch.device) -> Iterator[Places]:
 
 
 def per_layer(places: Places, layers: int) -> dict[str, float]:
-    """Per layer: ``all`` that may wait for the device, those of each part that never does, and the most frequent."""
+    """Per layer: ``all`` that may wait for the device, those of each part that never does, and the
+    most frequent.
+    """
     parts = {
-        name: Counter({at: n for at, n in places.items() if at.startswith(where)}) for name, where in APART.items()
+        name: Counter({at: n for at, n in places.items() if at.startswith(where)})
+        for name, where in APART.items()
     }
     others = places - sum(parts.values(), Counter())
     counts = (
-        {"all": others.total()} | {name: part.total() for name, part in parts.items()} | dict(others.most_common(12))
+        {"all": others.total()}
+        | {name: part.total() for name, part in parts.items()}
+        | dict(others.most_common(12))
     )
     return {name: round(count / layers, 1) for name, count in counts.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", type=Path, default=demo_folder(), help="default: the model that ships")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model", nargs="?", type=Path, default=demo_folder(), help="default: the model that ships"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=0, help="of refining each layer, and of polishing")
-    parser.add_argument("--layers", type=int, default=4, help="of the model, by which counts are divided")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="of refining each layer, and of polishing"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=4, help="of the model, by which counts are divided"
+    )
     chosen = parser.parse_args()
-    for options in ({"to": "mla", "kv_rank": 24, "rope_dim": 8}, {"to": "gqa", "kv_heads": 2}, {"to": "mqa"}):
+    for options in (
+        {"to": "mla", "kv_rank": 24, "rope_dim": 8},
+        {"to": "gqa", "kv_heads": 2},
+        {"to": "mqa"},
+    ):
         with tempfile.TemporaryDirectory() as work, counted(torch.device(chosen.device)) as places:
             request = ConvertRequest(
                 model=str(chosen.model), out=f"{work}/out", samples=chosen.samples, seq_len=chosen.seq_len, quiet=True,

@@ -1,11 +1,13 @@
-"""CPU time and duration of `kvfold sweep` and `kvfold convert` by their threads, on shared machines.
+"""CPU time and duration of `kvfold sweep` and `kvfold convert` by their threads, on shared
+machines.
 
     python recipes/benchmarks/bench_threads.py --json recipes/results/threads.json
 
-runs both on the model that ships: as the machine is, beside two processes that always compute, and under a quota of one
-core (a cgroup, where it can be created; otherwise on one processor). Each runs with one thread, with kvfold's default
-(as many threads as usable cores, which sleep while they wait) and with OpenMP's (which spin first). The CPU time of the
-default is to stay below 1.5 times that of one thread.
+runs both on the model that ships: as the machine is, beside two processes that always compute, and
+under a quota of one core (a cgroup, where it can be created; otherwise on one processor). Each runs
+with one thread, with kvfold's default (as many threads as usable cores, which sleep while they
+wait) and with OpenMP's (which spin first). The CPU time of the default is to stay below 1.5 times
+that of one thread.
 """
 
 import argparse
@@ -61,7 +63,10 @@ def quota() -> Iterator[tuple[list[str], str]]:
         yield ["taskset", "-c", "0"], "on one processor (taskset)"
         return
     try:
-        yield ["sh", "-c", f'echo $$ > {_GROUP}/cgroup.procs; exec "$@"', "sh"], "under a quota of one core (cgroup)"
+        yield (
+            ["sh", "-c", f'echo $$ > {_GROUP}/cgroup.procs; exec "$@"', "sh"],
+            "under a quota of one core (cgroup)",
+        )
     finally:
         _GROUP.rmdir()
 
@@ -69,7 +74,8 @@ def quota() -> Iterator[tuple[list[str], str]]:
 def measured(words: list[str], extra: dict[str, str]) -> Row:
     """Duration and CPU time of a command, its import of torch included."""
     kept = {name: value for name, value in os.environ.items() if name not in _OURS}
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.monotonic()
     subprocess.run(words, env={**kept, **extra}, check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -83,24 +89,41 @@ def rows(done: list[Row], folder: str) -> Iterator[Row]:
             for command, words in COMMANDS.items():
                 for threads, extra in THREADS.items():
                     # What spins takes minutes beside others: one row shows it.
-                    spins = threads == "spinning" and (condition is not nothing or command == "convert")
+                    spins = threads == "spinning" and (
+                        condition is not nothing or command == "convert"
+                    )
                     if spins or (name, command, threads) in seen:
                         continue
                     places = {"DEMO": str(demo_folder()), "OUT": f"{folder}/out"}
                     whole = [places.get(word, word) for word in words]
                     load = round(os.getloadavg()[0], 1)
-                    found = measured([*around, sys.executable, "-m", "kvfold.convert", *whole], extra)
-                    row = {"condition": name, "command": command, "threads": threads, "load_before": load, **found}
+                    found = measured(
+                        [*around, sys.executable, "-m", "kvfold.convert", *whole], extra
+                    )
+                    row = {
+                        "condition": name,
+                        "command": command,
+                        "threads": threads,
+                        "load_before": load,
+                        **found,
+                    }
                     yield row | {"date": conditions()["date"]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         header = {**conditions(), "commands": COMMANDS, "environment": THREADS}
-        continue_rows(args.json, header, lambda done: rows(done, folder), lambda row: print(*row.values(), flush=True))
+        continue_rows(
+            args.json,
+            header,
+            lambda done: rows(done, folder),
+            lambda row: print(*row.values(), flush=True),
+        )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
-"""The cost of a calibrated conversion: against one plain forward pass, and in memory for a 70B model's shapes.
+"""The cost of a calibrated conversion: against one plain forward pass, and in memory for a 70B
+model's shapes.
 
-    python recipes/benchmarks/bench_walk.py convert --work /scratch --json recipes/results/walk_1b.json
-    python recipes/benchmarks/bench_walk.py refine --model MODEL --json recipes/results/refine_cost.json
-    python recipes/benchmarks/bench_walk.py walk --layers 2 --json recipes/results/walk_70b.json
+    python recipes/benchmarks/bench_walk.py convert --work /scratch --json
+    recipes/results/walk_1b.json python recipes/benchmarks/bench_walk.py refine --model MODEL --json
+    recipes/results/refine_cost.json python recipes/benchmarks/bench_walk.py walk --layers 2 --json
+    recipes/results/walk_70b.json
 
-`convert` makes a random bfloat16 Llama of 1B shape (16 layers, E 2048, 32 heads; 2.5 GB with 128256 tokens) and, in
-their own processes, runs one stock forward pass over 32 x 512 tokens in float32 (loading not counted) and
-`kvfold convert --method principal` with that many calibration tokens (everything counted: start, reading, the held-out
-sequences, drift, writing). `refine` converts MODEL with and without `--refine STEPS`, and divides the difference by the
-time of stock forward passes over as many tokens as the steps took. `walk` takes a few layers of Llama-3-70B's shapes
-through the walk, folding 8 key/value heads to 4; its weights are made when they are read, so that nothing is on disk.
+`convert` makes a random bfloat16 Llama of 1B shape (16 layers, E 2048, 32 heads; 2.5 GB with 128256
+tokens) and, in their own processes, runs one stock forward pass over 32 x 512 tokens in float32
+(loading not counted) and `kvfold convert --method principal` with that many calibration tokens
+(everything counted: start, reading, the held-out sequences, drift, writing). `refine` converts
+MODEL with and without `--refine STEPS`, and divides the difference by the time of stock forward
+passes over as many tokens as the steps took. `walk` takes a few layers of Llama-3-70B's shapes
+through the walk, folding 8 key/value heads to 4; its weights are made when they are read, so that
+nothing is on disk.
 """
 
 import argparse
@@ -29,7 +33,12 @@ from measured import conditions
 from torch import Tensor
 
 ONE = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "head_dim": 64}
-SEVENTY = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "head_dim": 128}
+SEVENTY = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "head_dim": 128,
+}
 COMMON = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -47,7 +56,9 @@ NOISE = 1 << 24
 REFINE_BATCH = 8  # sequences in a step of refinement
 
 
-def config_of(shape: dict[str, Any], layers: int, kv_heads: int, vocabulary: int, tied: bool) -> dict[str, Any]:
+def config_of(
+    shape: dict[str, Any], layers: int, kv_heads: int, vocabulary: int, tied: bool
+) -> dict[str, Any]:
     sizes = {"num_hidden_layers": layers, "num_key_value_heads": kv_heads, "vocab_size": vocabulary}
     return {**COMMON, **shape, **sizes, "tie_word_embeddings": tied}
 
@@ -59,11 +70,15 @@ def weights(config: dict[str, Any]) -> "Weights":
 
 
 class Weights:
-    """Random bfloat16 tensors with deviation 0.02, made again whenever one is read: stretches of one drawn vector."""
+    """Random bfloat16 tensors with deviation 0.02, made again whenever one is read: stretches of
+    one drawn vector.
+    """
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
-        self._noise = (torch.randn(NOISE, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+        self._noise = (
+            torch.randn(NOISE, generator=torch.Generator().manual_seed(0)) * 0.02
+        ).bfloat16()
 
     def read(self, name: str) -> Tensor:
         shape = self.shapes[name]
@@ -85,7 +100,9 @@ def make_checkpoint(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     source = weights(config)
     save_file(
-        {name: source.read(name) for name in source.shapes}, folder / "model.safetensors", metadata={"format": "pt"}
+        {name: source.read(name) for name in source.shapes},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
     )
     byte_tokenizer().save_pretrained(folder)
 
@@ -98,24 +115,34 @@ def byte_tokenizer() -> Any:
     vocabulary = {"<s>": 0, "</s>": 1} | {char: index for index, char in enumerate(alphabet, 2)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
 def forward(folder: Path, samples: int, length: int) -> dict[str, float]:
-    """Wall and processor seconds of one stock forward pass over the calibration tokens, after a first small one."""
+    """Wall and processor seconds of one stock forward pass over the calibration tokens, after a
+    first small one.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from kvfold.convert.text.windows import load_calibration
 
-    tokens = load_calibration(None, AutoTokenizer.from_pretrained(folder), samples, length).calibration
+    tokens = load_calibration(
+        None, AutoTokenizer.from_pretrained(folder), samples, length
+    ).calibration
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         model(tokens[:1, :32], use_cache=False)
-        started, worked = time.perf_counter(), time.process_time()
+        started = time.perf_counter()
+        worked = time.process_time()
         for batch in torch.split(tokens, BATCH):
             model(batch, use_cache=False)
-        return {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - worked}
+        return {
+            "seconds": time.perf_counter() - started,
+            "cpu_seconds": time.process_time() - worked,
+        }
 
 
 def timed(command: list[str]) -> dict[str, Any]:
@@ -137,16 +164,35 @@ def timed(command: list[str]) -> dict[str, Any]:
 
 def bench_convert(arguments: argparse.Namespace) -> dict[str, Any]:
     config = config_of(ONE, arguments.layers or 16, arguments.kv_heads, arguments.vocabulary, True)
-    samples, length = str(arguments.samples), str(arguments.seq_len)
+    samples = str(arguments.samples)
+    length = str(arguments.seq_len)
     work = Path(tempfile.mkdtemp(prefix="kvfold-bench-", dir=arguments.work))
     rows = []
     try:
         make_checkpoint(work / "source", config)
         for _ in range(arguments.rounds):
-            plain = timed([sys.executable, __file__, "forward", str(work / "source"), samples, length])
-            options = ["--to", "gqa", "--kv-heads", str(arguments.to), "--samples", samples, "--seq-len", length]
+            plain = timed(
+                [sys.executable, __file__, "forward", str(work / "source"), samples, length]
+            )
+            options = [
+                "--to",
+                "gqa",
+                "--kv-heads",
+                str(arguments.to),
+                "--samples",
+                samples,
+                "--seq-len",
+                length,
+            ]
             options += [*arguments.options.split(), "--quiet"]
-            command = [sys.executable, "-m", "kvfold.convert", "convert", str(work / "source"), str(work / "out")]
+            command = [
+                sys.executable,
+                "-m",
+                "kvfold.convert",
+                "convert",
+                str(work / "source"),
+                str(work / "out"),
+            ]
             converted = timed([*command, *options])
             shutil.rmtree(work / "out")
             passed = json.loads(plain.pop("printed"))
@@ -162,13 +208,20 @@ def bench_convert(arguments: argparse.Namespace) -> dict[str, Any]:
             print(json.dumps(rows[-1]), file=sys.stderr)
     finally:
         shutil.rmtree(work)
-    what = f"{arguments.kv_heads} -> {arguments.to} key/value heads, {samples} x {length} tokens {arguments.options}"
+    what = (
+        f"{arguments.kv_heads} -> {arguments.to} key/value heads, {samples} x {length} tokens"
+        f" {arguments.options}"
+    )
     return {"what": what.strip(), "config": config, "allowed_ratio": 3.0, "rounds": rows}
 
 
 def bench_refine(arguments: argparse.Namespace) -> dict[str, Any]:
-    """``ratio``: what 100 steps in every layer cost, in forward passes of the model over the tokens that they take."""
-    samples, length, steps = arguments.samples, arguments.seq_len, arguments.steps
+    """``ratio``: what 100 steps in every layer cost, in forward passes of the model over the tokens
+    that they take.
+    """
+    samples = arguments.samples
+    length = arguments.seq_len
+    steps = arguments.steps
     options = arguments.options or "--to mqa"
     shape = ["--samples", str(samples), "--seq-len", str(length), "--quiet", *options.split()]
     with tempfile.TemporaryDirectory(prefix="kvfold-bench-", dir=arguments.work) as work:
@@ -201,14 +254,17 @@ def bench_walk(arguments: argparse.Namespace) -> dict[str, Any]:
     from kvfold.convert.walk.walk import Student, Teacher, Walk
 
     config = config_of(SEVENTY, arguments.layers or 2, 8, arguments.vocabulary, False)
-    model, source = model_of(config), weights(config)
+    model = model_of(config)
+    source = weights(config)
     target = Model(model.family, config | {"num_key_value_heads": 4})
     planned = [
         OutputTensor(name, "BF16", tensor.shape, None if "self_attn" in name else name)
         for name, tensor in target.tensors.items()
     ]
     tokens = torch.randint(
-        0, arguments.vocabulary, (arguments.samples + held_out_count(arguments.samples), arguments.seq_len)
+        0,
+        arguments.vocabulary,
+        (arguments.samples + held_out_count(arguments.samples), arguments.seq_len),
     )
     started = time.perf_counter()
     stream = CheckpointStream(config, source.read, source.shapes)
@@ -224,7 +280,10 @@ def bench_walk(arguments: argparse.Namespace) -> dict[str, Any]:
         marks.append(time.perf_counter())
     walk.measurement()
     return {
-        "what": f"70B shapes, {len(marks) - 1} layers, {arguments.samples} x {arguments.seq_len} tokens, 8 -> 4 heads",
+        "what": (
+            f"70B shapes, {len(marks) - 1} layers, {arguments.samples} x {arguments.seq_len}"
+            " tokens, 8 -> 4 heads"
+        ),
         "config": config,
         "seconds": time.perf_counter() - started,
         "seconds_per_layer": [after - before for before, after in pairwise(marks)],
@@ -237,12 +296,23 @@ def main() -> None:
     if sys.argv[1:2] == ["forward"]:
         print(json.dumps(forward(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["convert", "refine", "walk"])
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()), help="a folder with 8 GB free")
+    parser.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir()), help="a folder with 8 GB free"
+    )
     parser.add_argument("--layers", type=int, help="16 for convert, 2 for walk")
-    parser.add_argument("--kv-heads", type=int, default=32, help="of the 1B model: 32 is MHA, 8 is as in Llama-3.2-1B")
-    parser.add_argument("--to", type=int, default=4, help="key/value heads after the conversion of the 1B model")
+    parser.add_argument(
+        "--kv-heads",
+        type=int,
+        default=32,
+        help="of the 1B model: 32 is MHA, 8 is as in Llama-3.2-1B",
+    )
+    parser.add_argument(
+        "--to", type=int, default=4, help="key/value heads after the conversion of the 1B model"
+    )
     parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=512)
@@ -252,7 +322,9 @@ def main() -> None:
     parser.add_argument("--options", default="", help="further options of kvfold convert")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
-    result = {"convert": bench_convert, "refine": bench_refine, "walk": bench_walk}[arguments.what](arguments)
+    result = {"convert": bench_convert, "refine": bench_refine, "walk": bench_walk}[arguments.what](
+        arguments
+    )
     text = json.dumps({**result, **conditions()}, indent=2) + "\n"
     if arguments.json:
         arguments.json.write_text(text)

@@ -1,11 +1,14 @@
-"""Saving against drift: the model that ships, converted to many sizes, refined and not, as figures and as a picture.
+"""Saving against drift: the model that ships, converted to many sizes, refined and not, as figures
+and as a picture.
 
-    python recipes/benchmarks/curve.py --json recipes/results/curve.json --plot recipes/results/curve.png
-    python recipes/benchmarks/curve.py --from recipes/results/curve.json --plot curve.svg  # draw it again
+    python recipes/benchmarks/curve.py --json recipes/results/curve.json --plot
+    recipes/results/curve.png python recipes/benchmarks/curve.py --from recipes/results/curve.json
+    --plot curve.svg  # draw it again
 
-Every conversion is written, loaded by stock transformers in float32 and measured as `kvfold demo` does: 32 windows of
-256 held-out tokens. Calibration: 128 x 256 tokens of the text that ships. Excess loss is ln(perplexity / perplexity of
-the original), nats per token. One thread; about ten minutes on an idle machine.
+Every conversion is written, loaded by stock transformers in float32 and measured as `kvfold demo`
+does: 32 windows of 256 held-out tokens. Calibration: 128 x 256 tokens of the text that ships.
+Excess loss is ln(perplexity / perplexity of the original), nats per token. One thread; about ten
+minutes on an idle machine.
 """
 
 import argparse
@@ -25,15 +28,26 @@ from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoin
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
 
-WINDOWS, LENGTH, STEPS = 32, 256, 150
+WINDOWS = 32
+LENGTH = 256
+STEPS = 150
 LINEAR = 1e-3  # nats: smaller losses are drawn on a linear scale
 TEXT = {"samples": 128, "seq_len": 256}
-FOLDS: tuple[dict[str, Any], ...] = ({"to": "gqa", "kv_heads": 4}, {"to": "gqa", "kv_heads": 2}, {"to": "mqa"})
+FOLDS: tuple[dict[str, Any], ...] = (
+    {"to": "gqa", "kv_heads": 4},
+    {"to": "gqa", "kv_heads": 2},
+    {"to": "mqa"},
+)
 LATENTS: tuple[dict[str, Any], ...] = tuple(
     {"to": "mla", "kv_rank": rank, "rope_dim": rope} for rank, rope in ((48, 80), (32, 32), (24, 8))
 )
-ENGINES: tuple[dict[str, Any], ...] = ({"to": "mla", "kv_rank": 32, "rope_dim": 32, "layout": "engine"},)
-METHODS: tuple[dict[str, Any], ...] = ({"method": "principal"}, {"method": "principal", "refine": STEPS})
+ENGINES: tuple[dict[str, Any], ...] = (
+    {"to": "mla", "kv_rank": 32, "rope_dim": 32, "layout": "engine"},
+)
+METHODS: tuple[dict[str, Any], ...] = (
+    {"method": "principal"},
+    {"method": "principal", "refine": STEPS},
+)
 STYLES = {  # color and marker of a kind of attention; dashes tell how it was made
     "GQA, MQA": ("#5E81AC", "o"),
     "MLA": ("#BF616A", "s"),
@@ -57,7 +71,9 @@ def measure() -> Iterator[dict[str, Any]]:
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     model = demo_folder()
-    tokens = token_windows(AutoTokenizer.from_pretrained(model), read_text("held_out"), WINDOWS, LENGTH)
+    tokens = token_windows(
+        AutoTokenizer.from_pretrained(model), read_text("held_out"), WINDOWS, LENGTH
+    )
     before = checkpoint_perplexity(model, tokens)
     present = inspect_checkpoint(str(model)).cache.numbers_per_token_and_layer
     yield {"series": "original", "target": "MHA", "numbers": present, "perplexity": before}
@@ -68,15 +84,26 @@ def measure() -> Iterator[dict[str, Any]]:
             layout = convert_checkpoint(request).plan.layout
             after = checkpoint_perplexity(out, tokens)
             row = {"series": series, "method": method, "target": layout.kind, "options": options}
-            row |= {"numbers": layout.cache_elements, "perplexity": after, "excess": math.log(after / before)}
-            print(f"{series}, {row['target']}, {method}: {row['numbers']} elements, {row['excess']:+.4f}", flush=True)
+            row |= {
+                "numbers": layout.cache_elements,
+                "perplexity": after,
+                "excess": math.log(after / before),
+            }
+            print(
+                f"{series}, {row['target']}, {method}: {row['numbers']} elements,"
+                f" {row['excess']:+.4f}",
+                flush=True,
+            )
             yield row
 
 
 def report(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The rows, and the machine and versions they hold for."""
     return {
-        "what": f"the model that ships with kvfold; excess loss in nats on {WINDOWS} x {LENGTH} held-out tokens",
+        "what": (
+            f"the model that ships with kvfold; excess loss in nats on {WINDOWS} x {LENGTH}"
+            " held-out tokens"
+        ),
         **conditions(),
         "rows": list(rows),
     }
@@ -84,23 +111,37 @@ def report(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: one line per target, its excess before and after refinement."""
-    first, found = rows[0], {}
+    first = rows[0]
+    found = {}
     for row in rows[1:]:
         found.setdefault((row["series"], row["numbers"]), {})[row["method"]] = row
-    lines = ["| target | cache elements | saving | mean | principal | refined |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| target | cache elements | saving | mean | principal | refined |",
+        "|---|---|---|---|---|---|",
+    ]
     for (series, numbers), methods in found.items():
         some = methods.values()
         kinds = dict.fromkeys(row["target"] for row in some)
         cells = [f"{methods[name]['excess']:+.4f}" if name in methods else "" for name in DASHES]
         label = ", then ".join(kinds) + (", layout engine" if series.endswith("engine") else "")
-        lines.append(f"| {label} | {numbers} | {100 * (1 - numbers / first['numbers']):.1f} % | {' | '.join(cells)} |")
+        lines.append(
+            f"| {label} | {numbers} | {100 * (1 - numbers / first['numbers']):.1f} % |"
+            f" {' | '.join(cells)} |"
+        )
     return "\n".join(lines)
 
 
 def mark_break(axes: Any) -> None:
-    """Show where the logarithmic axis becomes linear: a shaded band, and two strokes through the axis at its ends."""
+    """Show where the logarithmic axis becomes linear: a shaded band, and two strokes through the
+    axis at its ends.
+    """
     axes.axhspan(-LINEAR, LINEAR, color="#ECEFF4", zorder=0)
-    place = {"transform": axes.get_yaxis_transform(), "clip_on": False, "color": "#2E3440", "lw": 1.2}
+    place = {
+        "transform": axes.get_yaxis_transform(),
+        "clip_on": False,
+        "color": "#2E3440",
+        "lw": 1.2,
+    }
     for edge in (-LINEAR, LINEAR):
         for shift in (-0.06, 0.06):
             at = edge * (1 + shift)
@@ -118,22 +159,32 @@ def mark_break(axes: Any) -> None:
 
 
 def draw(report_data: dict[str, Any], path: Path) -> None:
-    """Excess loss against cache elements, both on logarithmic axes (linear below a thousandth of a nat)."""
+    """Excess loss against cache elements, both on logarithmic axes (linear below a thousandth of a
+    nat).
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    first, rows = report_data["rows"][0], report_data["rows"][1:]
+    first = report_data["rows"][0]
+    rows = report_data["rows"][1:]
     for series, (color, marker) in STYLES.items():
         for method, dashes in DASHES.items():
             points = sorted(
-                (row["numbers"], row["excess"]) for row in rows if (row["series"], row["method"]) == (series, method)
+                (row["numbers"], row["excess"])
+                for row in rows
+                if (row["series"], row["method"]) == (series, method)
             )
             if points:
                 face = color if method.startswith("refined") else "white"
-                style = {"color": color, "marker": marker, "linestyle": dashes, "markerfacecolor": face}
+                style = {
+                    "color": color,
+                    "marker": marker,
+                    "linestyle": dashes,
+                    "markerfacecolor": face,
+                }
                 axes.plot(*zip(*points, strict=True), label=f"{series}: {method}", **style)
     axes.set_xscale("log", base=2)
     axes.set_yscale("symlog", linthresh=LINEAR)
@@ -143,23 +194,35 @@ def draw(report_data: dict[str, Any], path: Path) -> None:
     ticks = sorted({row["numbers"] for row in rows}, reverse=True)
     axes.set_xticks(ticks, [f"{n}\n{100 * (1 - n / first['numbers']):.4g} %" for n in ticks])
     axes.invert_xaxis()
-    axes.set_xlabel(f"KV-cache elements per token per layer (the original: {first['numbers']}), and the saving")
+    axes.set_xlabel(
+        f"KV-cache elements per token per layer (the original: {first['numbers']}), and the saving"
+    )
     axes.set_ylabel("excess loss on held-out text, nats per token")
     mark_break(axes)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    machine, versions = report_data["machine"], report_data["versions"]
-    note = f"the model that ships; {machine['processor']}, {report_data['date']}, torch {versions['torch']}"
+    machine = report_data["machine"]
+    versions = report_data["versions"]
+    note = (
+        f"the model that ships; {machine['processor']}, {report_data['date']}, torch"
+        f" {versions['torch']}"
+    )
     axes.set_title(note, loc="left", fontsize=7, color="#777777")
     figure.savefig(path, dpi=140)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="measured", type=Path, help="figures of an earlier run instead of a new one")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--from", dest="measured", type=Path, help="figures of an earlier run instead of a new one"
+    )
     parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--plot", type=Path, help="where to write the picture (.png, .svg); needs matplotlib")
+    parser.add_argument(
+        "--plot", type=Path, help="where to write the picture (.png, .svg); needs matplotlib"
+    )
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for row in () if arguments.measured else measure():

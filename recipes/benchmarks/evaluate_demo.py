@@ -17,13 +17,19 @@ from kvfold.convert.measure.eval import eval_checkpoints
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="where to write the figures")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvfold-bench-") as work:
         out = Path(work) / "mqa"
-        convert_checkpoint(ConvertRequest(demo_folder(), out, "mqa", refine=20, samples=8, seq_len=128, quiet=True))
-        found = eval_checkpoints(str(demo_folder()), str(out), samples=16, lengths=(256, 512), quiet=True)
+        convert_checkpoint(
+            ConvertRequest(demo_folder(), out, "mqa", refine=20, samples=8, seq_len=128, quiet=True)
+        )
+        found = eval_checkpoints(
+            str(demo_folder()), str(out), samples=16, lengths=(256, 512), quiet=True
+        )
     found = replace(found, model="demo", out="mqa")  # no paths of this machine
     print(found.table())
     if given.json:

@@ -1,4 +1,6 @@
-"""What the measuring scripts share: the date and the machine, and JSON files of rows that several runs complete."""
+"""What the measuring scripts share: the date and the machine, and JSON files of rows that several
+runs complete.
+"""
 
 import datetime
 import json
@@ -39,9 +41,20 @@ def conditions(device: torch.device = _CPU) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of this repository, "+" behind it where files differ from it; "unknown" for a copy without history."""
+    """The commit of this repository, "+" behind it where files differ from it; "unknown" for a copy
+    without history.
+    """
     return (
-        output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*") or "unknown"
+        output(
+            "git",
+            "-C",
+            str(Path(__file__).parent),
+            "describe",
+            "--always",
+            "--dirty=+",
+            "--exclude=*",
+        )
+        or "unknown"
     )
 
 
@@ -53,12 +66,16 @@ def output(*command: str) -> str:
 
 
 def continue_rows(
-    path: Path | None, header: Row, rows: Callable[[list[Row]], Iterator[Row]], show: Callable[[Row], None]
+    path: Path | None,
+    header: Row,
+    rows: Callable[[list[Row]], Iterator[Row]],
+    show: Callable[[Row], None],
 ) -> None:
-    """Measure the rows that are missing from the JSON file ``path``, and rewrite the file after each.
+    """Measure the rows that are missing from the JSON file ``path``, and rewrite the file after
+    each.
 
-    ``rows(done)`` yields the rows that are not in ``done``; ``show`` prints a row. The file contains ``header`` and
-    all ``rows``; without a ``path``, rows are only printed.
+    ``rows(done)`` yields the rows that are not in ``done``; ``show`` prints a row. The file
+    contains ``header`` and all ``rows``; without a ``path``, rows are only printed.
     """
     done = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
     for row in done:

@@ -10,7 +10,13 @@ from typing import Any
 
 from kvfold.convert import Conversion, ConvertRequest, convert_checkpoint, drift_checkpoints
 from kvfold.convert.data import demo_folder
-from kvfold.convert.measure.figures import Chart, by_place, gain_by_layer, latent_spectrum, rotary_charts
+from kvfold.convert.measure.figures import (
+    Chart,
+    by_place,
+    gain_by_layer,
+    latent_spectrum,
+    rotary_charts,
+)
 
 TEXT: dict[str, Any] = {"samples": 16, "seq_len": 256}  # of calibration
 DRIFT: dict[str, Any] = {"samples": 4, "seq_len": 256}
@@ -24,13 +30,17 @@ TARGETS: dict[str, dict[str, Any]] = {
 def converted(work: Path) -> dict[str, Conversion]:
     """The conversions; their outputs are in ``work``."""
     return {
-        name: convert_checkpoint(ConvertRequest(model=demo_folder(), out=work / name, quiet=True, **options))
+        name: convert_checkpoint(
+            ConvertRequest(model=demo_folder(), out=work / name, quiet=True, **options)
+        )
         for name, options in TARGETS.items()
     }
 
 
 def head_figure(work: Path) -> Chart:
-    """Error of each layer's attention on the source's inputs: heads shared by their mean and by `principal`."""
+    """Error of each layer's attention on the source's inputs: heads shared by their mean and by
+    `principal`.
+    """
     lines = {}
     for name in ("mean", "principal"):
         layers = drift_checkpoints(demo_folder(), work / name, **DRIFT).measured.layers
@@ -39,13 +49,16 @@ def head_figure(work: Path) -> Chart:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="where the figures go")
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvfold-figures-") as work:
         done = converted(Path(work))
-        worth, spectrum = done["latent"].rotary_worth, done["latent"].latent_spectrum
+        worth = done["latent"].rotary_worth
+        spectrum = done["latent"].latent_spectrum
         assert worth is not None  # the conversion read text
         assert spectrum is not None
         figures = {

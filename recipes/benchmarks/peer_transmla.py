@@ -1,13 +1,15 @@
-"""What TransMLA's own code loses on a model, before any training, by the protocol of recipes/real_models.py.
+"""What TransMLA's own code loses on a model, before any training, by the protocol of
+recipes/real_models.py.
 
-    git clone https://github.com/fxmeng/TransMLA
-    python -m venv peer && peer/bin/pip install torch transformers==4.52.4 datasets
-    peer/bin/python recipes/benchmarks/peer_transmla.py TransMLA/transmla MODEL --calibration FILE --text FILE \
+    git clone https://github.com/fxmeng/TransMLA python -m venv peer && peer/bin/pip install torch
+    transformers==4.52.4 datasets peer/bin/python recipes/benchmarks/peer_transmla.py
+    TransMLA/transmla MODEL --calibration FILE --text FILE \
         --kv-rank 128 --rope-dim 64 --json recipes/results/transmla.json
 
-Its converter runs as it is, on 64 x 256 tokens of FILE in place of a downloaded dataset, for every value of its setting
-`freqfold` that it accepts, or those named: the best by the held-out text is reported, in its favor. The file is written
-after every one, and goes on where it has rows of the same model and sizes. Needs no kvfold.
+Its converter runs as it is, on 64 x 256 tokens of FILE in place of a downloaded dataset, for every
+value of its setting `freqfold` that it accepts, or those named: the best by the held-out text is
+reported, in its favor. The file is written after every one, and goes on where it has rows of the
+same model and sizes. Needs no kvfold.
 """
 
 import argparse
@@ -24,7 +26,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-WINDOWS, LENGTH, SAMPLES, BATCH = 24, 256, 64, 4
+WINDOWS = 24
+LENGTH = 256
+SAMPLES = 64
+BATCH = 4
 CODE = Path(__file__).resolve().parents[2] / "convert" / "data" / "held_out.txt.xz"
 
 
@@ -46,7 +51,8 @@ def compare(model: Any, result: Any, tokens: Tensor) -> dict[str, float]:
     """Excess loss and KL of ``result`` against ``model``, nats per token, and top-1 agreement."""
     excess = kl = agree = 0.0
     for rows in tokens.split(BATCH):
-        expected, found = log_probs(model, rows), log_probs(result, rows)
+        expected = log_probs(model, rows)
+        found = log_probs(result, rows)
         excess += float((expected - found).gather(1, rows[:, 1:].flatten()[:, None]).sum())
         kl += float(torch.nn.functional.kl_div(found, expected, reduction="sum", log_target=True))
         agree += float((expected.argmax(-1) == found.argmax(-1)).sum())
@@ -54,7 +60,9 @@ def compare(model: Any, result: Any, tokens: Tensor) -> dict[str, float]:
     return {"excess": excess / count, "kl": kl / count, "top_1_agreement": agree / count}
 
 
-def converted(model: Any, loader: list[dict[str, Tensor]], freqfold: int, args: argparse.Namespace) -> Any:
+def converted(
+    model: Any, loader: list[dict[str, Tensor]], freqfold: int, args: argparse.Namespace
+) -> Any:
     """``model`` after TransMLA's two steps; the model itself is not changed."""
     from lora_qkv import low_rank_qkv
     from partial_rope import partial_rope
@@ -75,7 +83,11 @@ def told(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]
     """The content of the results file."""
     best = min(rows, key=lambda row: float(row["text"]["excess"]))
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    conditions = {"date": date, "machine": platform.processor() or platform.machine(), "torch": torch.__version__}
+    conditions = {
+        "date": date,
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+    }
     return {**sizes_of(args), "best": best, "rows": rows, **conditions}
 
 
@@ -90,7 +102,9 @@ def earlier(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("transmla", type=Path, help="the folder `transmla` of a clone")
     parser.add_argument("model", type=Path)
     parser.add_argument("--calibration", type=Path, required=True)
@@ -101,18 +115,34 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     sys.path.insert(0, str(args.transmla / "transmla"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(args.model / "tokenizer.json"))  # also newer files
-    model = AutoModelForCausalLM.from_pretrained(args.model, torch_dtype=torch.float32, attn_implementation="sdpa")
-    texts = {"text": args.text.read_text(encoding="utf-8"), "code": lzma.decompress(CODE.read_bytes()).decode()}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(args.model / "tokenizer.json")
+    )  # also newer files
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, torch_dtype=torch.float32, attn_implementation="sdpa"
+    )
+    texts = {
+        "text": args.text.read_text(encoding="utf-8"),
+        "code": lzma.decompress(CODE.read_bytes()).decode(),
+    }
     tokens = {name: windows(tokenizer, text, WINDOWS) for name, text in texts.items()}
     calibration = windows(tokenizer, args.calibration.read_text(encoding="utf-8"), SAMPLES)
-    loader = [{"input_ids": rows, "attention_mask": torch.ones_like(rows)} for rows in calibration.split(8)]
-    fewest, most = model.config.head_dim // args.rope_dim, model.config.head_dim // 2
+    loader = [
+        {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
+        for rows in calibration.split(8)
+    ]
+    fewest = model.config.head_dim // args.rope_dim
+    most = model.config.head_dim // 2
     rows = earlier(args)
     wanted = args.freqfold or [1 << power for power in range(16) if fewest <= 1 << power <= most]
     for freqfold in sorted({*wanted} - {row["freqfold"] for row in rows}):
         result = converted(model, loader, freqfold, args)
-        rows.append({"freqfold": freqfold, **{name: compare(model, result, each) for name, each in tokens.items()}})
+        rows.append(
+            {
+                "freqfold": freqfold,
+                **{name: compare(model, result, each) for name, each in tokens.items()},
+            }
+        )
         print(rows[-1], flush=True)
         if args.json is not None:
             args.json.write_text(json.dumps(told(rows, args), indent=1) + "\n", encoding="utf-8")

@@ -2,9 +2,10 @@
 
     python recipes/benchmarks/tiny_experts.py FOLDER
 
-Makes FOLDER/mixtral, qwen3_moe, olmoe and qwen2_moe (random weights, 3 layers, 4 experts, the tokenizer of the model
-that ships), and beside each its MLA results as NAME-SPLIT-LAYOUT. Random weights say nothing of quality: the rows are
-about whether an engine reads the class, its router and its experts as transformers does.
+Makes FOLDER/mixtral, qwen3_moe, olmoe and qwen2_moe (random weights, 3 layers, 4 experts, the
+tokenizer of the model that ships), and beside each its MLA results as NAME-SPLIT-LAYOUT. Random
+weights say nothing of quality: the rows are about whether an engine reads the class, its router and
+its experts as transformers does.
 """
 
 import shutil
@@ -38,7 +39,9 @@ SPLITS = ((48, 16), (512, 64))
 def make(name: str, folder: Path) -> None:
     """A random model of family ``name`` with the tokenizer of the model that ships."""
     torch.manual_seed(17)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SIZES | SOURCES[name]), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(name, **SIZES | SOURCES[name]), dtype=torch.float32
+    )
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if "norm" in path or path.endswith("bias"):
@@ -59,7 +62,9 @@ def main(place: Path) -> None:
                 sizes: dict[str, Any] = {"kv_rank": rank, "rope_dim": rope, "layout": layout}
                 text = {"samples": 4, "seq_len": 64} if layout == "engine" else {"method": "svd"}
                 request = {"allow_growth": True, "overwrite": True, "quiet": True} | sizes | text
-                convert_checkpoint(ConvertRequest(model=str(place / name), out=str(out), to="mla", **request))
+                convert_checkpoint(
+                    ConvertRequest(model=str(place / name), out=str(out), to="mla", **request)
+                )
 
 
 if __name__ == "__main__":

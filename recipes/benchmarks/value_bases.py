@@ -1,18 +1,20 @@
-"""Which second moment a low-rank basis of the values should be fitted to, by position in long sequences.
+"""Which second moment a low-rank basis of the values should be fitted to, by position in long
+sequences.
 
-    python recipes/benchmarks/value_bases.py MODEL --text FILE --layers 3,9 --json recipes/results/value_bases.json
+    python recipes/benchmarks/value_bases.py MODEL --text FILE --layers 3,9 --json
+    recipes/results/value_bases.json
 
-MODEL is a llama. In each layer all value heads get one basis of RANK channels, the principal components of the values
-in units of the layer's output, over
+MODEL is a llama. In each layer all value heads get one basis of RANK channels, the principal
+components of the values in units of the layer's output, over
 
-    tokens     the attention inputs of all tokens
-    received   the mean of that and of the inputs weighted by the attention that they receive, as kvfold may choose
-    averages   the inputs averaged as each head attends to them
-    both       the last two, each with the energy of the values at one
+    tokens     the attention inputs of all tokens received   the mean of that and of the inputs
+    weighted by the attention that they receive, as kvfold may choose averages   the inputs averaged
+    as each head attends to them both       the last two, each with the energy of the values at one
 
-from 3 x 2048 tokens of FILE; the errors are those of the attention output on 2 x 2048 tokens of its end, with the
-source's attention, in thousandths of the residual's mean square. `--noise SHARE` adds a row: the excess loss of MODEL
-with noise of this share of the residual's mean square, independent at every token, in the output of each attention.
+from 3 x 2048 tokens of FILE; the errors are those of the attention output on 2 x 2048 tokens of its
+end, with the source's attention, in thousandths of the residual's mean square. `--noise SHARE` adds
+a row: the excess loss of MODEL with noise of this share of the residual's mean square, independent
+at every token, in the output of each attention.
 """
 
 import argparse
@@ -30,11 +32,15 @@ from kvfold.attention.drift.compare import stretch_bounds
 from kvfold.convert.measure.losses import token_losses, token_windows
 from kvfold.convert.transforms.linalg import metric_root
 
-TRAIN, TEST, LENGTH = 3, 2, 2048
+TRAIN = 3
+TEST = 2
+LENGTH = 2048
 
 
 class Attended:
-    """A layer's attention inputs ``x [T, E]`` of one sequence, its weights ``[H, T, T]`` and its output ``[T, E]``."""
+    """A layer's attention inputs ``x [T, E]`` of one sequence, its weights ``[H, T, T]`` and its
+    output ``[T, E]``.
+    """
 
     def __init__(self, model: Any, layer: Any, hidden: Tensor) -> None:
         self.x = layer.input_layernorm(hidden[None])
@@ -46,7 +52,9 @@ class Attended:
 
 
 def covariances(parts: list[Attended], values: Tensor) -> dict[str, Tensor]:
-    """``[E, E]`` each, over the sequences ``parts``; ``values [n, E]`` are rows in units of the output."""
+    """``[E, E]`` each, over the sequences ``parts``; ``values [n, E]`` are rows in units of the
+    output.
+    """
 
     def moments(rows: Tensor, weights: Tensor) -> Tensor:
         rows = torch.nn.functional.pad(rows, (0, 1), value=1.0)  # the last row is the mean
@@ -71,7 +79,8 @@ def covariances(parts: list[Attended], values: Tensor) -> dict[str, Tensor]:
 def rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    text, size = args.text.read_text(encoding="utf-8"), 60_000 * TRAIN
+    text = args.text.read_text(encoding="utf-8")
+    size = 60_000 * TRAIN
     tokens = torch.cat(
         [
             token_windows(tokenizer, part, count, LENGTH)
@@ -85,14 +94,20 @@ def rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
     hidden = model.model.embed_tokens(tokens)
     for index, layer in enumerate(model.model.layers[: max(wanted, default=-1) + 1]):
         if index in wanted:
-            yield {"layer": index, "rank": args.rank, "errors": errors(model, layer, hidden, args.rank), **conditions()}
+            yield {
+                "layer": index,
+                "rank": args.rank,
+                "errors": errors(model, layer, hidden, args.rank),
+                **conditions(),
+            }
         turn = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
         hidden = torch.cat([layer(part, position_embeddings=turn) for part in hidden.split(1)])
 
 
 def noisy(model: Any, tokens: Tensor, share: float) -> list[float]:
     """The excess loss by stretch of positions with noise in the attention outputs."""
-    before, inputs = token_losses(model, tokens), dict[str, Tensor]()
+    before = token_losses(model, tokens)
+    inputs = dict[str, Tensor]()
 
     def keep(module: Any, given: tuple[Tensor, ...]) -> None:
         inputs["hidden"] = given[0]
@@ -111,15 +126,23 @@ def noisy(model: Any, tokens: Tensor, share: float) -> list[float]:
 
 
 def errors(model: Any, layer: Any, hidden: Tensor, rank: int) -> dict[str, list[float]]:
-    """The relative squared error of the attention output by stretch of positions, for each covariance."""
-    attention, width = layer.self_attn, hidden.shape[-1]
+    """The relative squared error of the attention output by stretch of positions, for each
+    covariance.
+    """
+    attention = layer.self_attn
+    width = hidden.shape[-1]
     value = attention.v_proj.weight.double().unflatten(0, (-1, attention.head_dim))  # [G, D, E]
-    output = attention.o_proj.weight.double().unflatten(1, (-1, attention.head_dim)).transpose(0, 1)  # [H, E, D]
+    output = (
+        attention.o_proj.weight.double().unflatten(1, (-1, attention.head_dim)).transpose(0, 1)
+    )  # [H, E, D]
     size = len(output) // len(value)
     metric = torch.unflatten(output.mT @ output, 0, (-1, size)).sum(1)
     stacked = (metric_root(metric)[0] @ value).flatten(0, 1)
-    lost, found = {}, dict[str, list[Tensor]]()
-    for name, cov in covariances([Attended(model, layer, each) for each in hidden[:TRAIN]], stacked).items():
+    lost = {}
+    found = dict[str, list[Tensor]]()
+    for name, cov in covariances(
+        [Attended(model, layer, each) for each in hidden[:TRAIN]], stacked
+    ).items():
         root = torch.linalg.cholesky(cov + 1e-6 * cov.diagonal().mean() * torch.eye(width))
         top = torch.linalg.svd(stacked @ root, full_matrices=False)[2][:rank]
         left = torch.eye(width).double() - root @ top.mT @ top @ torch.linalg.inv(root)
@@ -130,7 +153,9 @@ def errors(model: Any, layer: Any, hidden: Tensor, rank: int) -> dict[str, list[
         residual = (each + part.output).square().mean(-1)
         for name, maps in lost.items():
             # A constant error would move into the output bias.
-            error = sum(weights @ part.x @ one.mT for weights, one in zip(part.weights, maps, strict=True))
+            error = sum(
+                weights @ part.x @ one.mT for weights, one in zip(part.weights, maps, strict=True)
+            )
             error = error - error.mean(0)
             found.setdefault(name, []).append(error.square().mean(-1) / residual)
     bounds = stretch_bounds(LENGTH)
@@ -142,15 +167,25 @@ def errors(model: Any, layer: Any, hidden: Tensor, rank: int) -> dict[str, list[
 
 def show(row: Row) -> None:
     if "noise" in row:
-        print(f"noise of {row['noise']}", " ".join(f"{excess:+7.4f}" for excess in row["excess"]), flush=True)
+        print(
+            f"noise of {row['noise']}",
+            " ".join(f"{excess:+7.4f}" for excess in row["excess"]),
+            flush=True,
+        )
         return
     for name, each in row["errors"].items():
-        print(f"layer {row['layer']:2} {name:9}", " ".join(f"{error:7.3f}" for error in each), flush=True)
+        print(
+            f"layer {row['layer']:2} {name:9}",
+            " ".join(f"{error:7.3f}" for error in each),
+            flush=True,
+        )
 
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--layers", default="3,9,15,21")
@@ -159,7 +194,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="results file; continued where it exists")
     args = parser.parse_args()
     continue_rows(
-        args.json, {"model": args.model.name, "train": TRAIN, "test": TEST}, lambda done: rows(args, done), show
+        args.json,
+        {"model": args.model.name, "train": TRAIN, "test": TEST},
+        lambda done: rows(args, done),
+        show,
     )
 
 

@@ -1,10 +1,12 @@
 """The texts of the demo model: what every Python installation says about itself, cleaned and split.
 
-Sources, all in the running interpreter's standard library: the pages of ``pydoc_data.topics``, the docstrings and block
-comments of its Python modules, and the docstrings of its extension modules. A document is one page or one module. Whole
-documents go to one of three splits, and a paragraph that was said before is dropped wherever it comes again.
+Sources, all in the running interpreter's standard library: the pages of ``pydoc_data.topics``, the
+docstrings and block comments of its Python modules, and the docstrings of its extension modules. A
+document is one page or one module. Whole documents go to one of three splits, and a paragraph that
+was said before is dropped wherever it comes again.
 
-The result depends on the Python version, which is why kvfold ships the texts rather than making them again.
+The result depends on the Python version, which is why kvfold ships the texts rather than making
+them again.
 """
 
 import ast
@@ -35,7 +37,9 @@ SKIPPED_FOLDERS = {
     "pydoc_data",
     "idle_test",
 }
-SKIPPED_MODULES = re.compile(r"_sysconfigdata|__phello__|_test|_xx|xx|_ctypes_test|this$|antigravity$|_sqlite3$")
+SKIPPED_MODULES = re.compile(
+    r"_sysconfigdata|__phello__|_test|_xx|xx|_ctypes_test|this$|antigravity$|_sqlite3$"
+)
 # Modules with other terms than Python's are left out, so that one license covers the texts.
 OWN_TERMS = re.compile(
     r"permission\s+(is\s+(hereby\s+)?granted|to\s+use,)|redistribution\s+and\s+use|software\s+is\s+provided"
@@ -43,13 +47,20 @@ OWN_TERMS = re.compile(
     re.IGNORECASE,
 )
 RESERVED = re.compile(r"all\s+rights\s+reserved", re.IGNORECASE)
-GIVEN_TO_PYTHON = re.compile(r"licensed\s+to\s+(the\s+)?psf|python\s+software\s+foundation", re.IGNORECASE)
-LEGAL = re.compile(r"copyright|licen[cs]ed?\b|all rights reserved|\(c\)|contributor agreement|@\w+\.\w+", re.IGNORECASE)
+GIVEN_TO_PYTHON = re.compile(
+    r"licensed\s+to\s+(the\s+)?psf|python\s+software\s+foundation", re.IGNORECASE
+)
+LEGAL = re.compile(
+    r"copyright|licen[cs]ed?\b|all rights reserved|\(c\)|contributor agreement|@\w+\.\w+",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A piece of a document: a heading (the signature that a docstring belongs to; may be empty) and its paragraphs."""
+    """A piece of a document: a heading (the signature that a docstring belongs to; may be empty)
+    and its paragraphs.
+    """
 
     heading: str
     paragraphs: tuple[str, ...]
@@ -69,7 +80,9 @@ class Document:
 
 def build_texts() -> dict[str, list[str]]:
     """Every split's documents, in a fixed order."""
-    documents = sorted([*topic_documents(), *module_documents(), *extension_documents()], key=lambda d: d.name)
+    documents = sorted(
+        [*topic_documents(), *module_documents(), *extension_documents()], key=lambda d: d.name
+    )
     split = {name: [d for d in documents if split_of(d.name) == name] for name in SPLITS}
     seen_shingles: set[int] = set()
     seen_short: set[tuple[str, ...]] = set()
@@ -77,14 +90,17 @@ def build_texts() -> dict[str, list[str]]:
     for name in SPLITS:
         remaining = [deduplicate(document, seen_shingles, seen_short) for document in split[name]]
         seen_short |= {words(p) for d in remaining for e in d.entries for p in e.paragraphs}
-        # Neighbors in the alphabet are neighbors in subject; shuffled, any stretch of a split is a sample of it.
+        # Neighbors in the alphabet are neighbors in subject; shuffled, any stretch of a split is a
+        # sample of it.
         remaining.sort(key=lambda d: digest("order " + d.name))
         result[name] = [text for d in remaining if len(text := d.text()) >= 200]
     return result
 
 
 def split_of(name: str) -> str:
-    """Six documents in a hundred are held out, ten are for calibration: by a hash, so that no order or seed matters."""
+    """Six documents in a hundred are held out, ten are for calibration: by a hash, so that no order
+    or seed matters.
+    """
     place = digest(name) % 100
     return "held_out" if place < 6 else "calibration" if place < 16 else "train"
 
@@ -94,7 +110,9 @@ def digest(text: str) -> int:
 
 
 def deduplicate(document: Document, seen: set[int], seen_short: set[tuple[str, ...]]) -> Document:
-    """The document without paragraphs that were said before; adds what it says to ``seen``, never to ``seen_short``."""
+    """The document without paragraphs that were said before; adds what it says to ``seen``, never
+    to ``seen_short``.
+    """
     entries = []
     for entry in document.entries:
         remaining = []
@@ -119,12 +137,19 @@ def hash_words(said: tuple[str, ...]) -> int:
 
 
 def entry(heading: str, text: object) -> Entry | None:
-    """Cleaned paragraphs below a heading, without legal notes, addresses and rules; None where nothing is left."""
+    """Cleaned paragraphs below a heading, without legal notes, addresses and rules; None where
+    nothing is left.
+    """
     if not isinstance(text, str):
         return None
     text = inspect.cleandoc(text.replace("\f", "\n").replace("\x00", "")).strip()
-    pieces = (re.sub(r"[ \t]+$", "", piece, flags=re.MULTILINE).strip("\n") for piece in re.split(r"\n\s*\n", text))
-    paragraphs = tuple(p for p in pieces if len(re.findall(r"[A-Za-z]", p)) >= 3 and not LEGAL.search(p))
+    pieces = (
+        re.sub(r"[ \t]+$", "", piece, flags=re.MULTILINE).strip("\n")
+        for piece in re.split(r"\n\s*\n", text)
+    )
+    paragraphs = tuple(
+        p for p in pieces if len(re.findall(r"[A-Za-z]", p)) >= 3 and not LEGAL.search(p)
+    )
     return Entry(heading, paragraphs) if paragraphs else None
 
 
@@ -138,7 +163,9 @@ def topic_documents() -> Iterator[Document]:
 
 
 def module_documents() -> Iterator[Document]:
-    """The docstrings and comments of the Python modules of the standard library, one document for each module."""
+    """The docstrings and comments of the Python modules of the standard library, one document for
+    each module.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
@@ -157,7 +184,9 @@ def module_documents() -> Iterator[Document]:
 
 
 def has_own_terms(text: str) -> bool:
-    return bool(OWN_TERMS.search(text) or (RESERVED.search(text) and not GIVEN_TO_PYTHON.search(text)))
+    return bool(
+        OWN_TERMS.search(text) or (RESERVED.search(text) and not GIVEN_TO_PYTHON.search(text))
+    )
 
 
 def docstrings(module: str, tree: ast.Module) -> Iterator[tuple[int, str, str]]:
@@ -168,7 +197,9 @@ def docstrings(module: str, tree: ast.Module) -> Iterator[tuple[int, str, str]]:
     def walk(node: ast.AST, prefix: str) -> Iterator[tuple[int, str, str]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef):
-                heading = f"class {prefix}{child.name}({', '.join(map(ast.unparse, child.bases))})".replace("()", "")
+                heading = f"class {prefix}{child.name}({', '.join(map(ast.unparse, child.bases))})".replace(
+                    "()", ""
+                )
             elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 heading = f"{prefix}{child.name}({ast.unparse(child.args)})"
             else:
@@ -192,7 +223,8 @@ def comments(source: str) -> Iterator[tuple[int, str, str]]:
         if line != last + 1 and block:
             yield first, "", "\n".join(block)
         if line != last + 1:
-            block, first = [], line
+            block = []
+            first = line
         last = line
         block.append("" if re.fullmatch(r"#!.*|#[\W_]*", token.string) else token.string)
     if block:
@@ -203,7 +235,10 @@ def extension_documents() -> Iterator[Document]:
     """The docstrings of the modules written in C, one document for each module."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
     folder = Path(sysconfig.get_path("stdlib")) / "lib-dynload"
-    names = {*sys.builtin_module_names, *(p.name.removesuffix(suffix) for p in folder.glob(f"*{suffix}"))}
+    names = {
+        *sys.builtin_module_names,
+        *(p.name.removesuffix(suffix) for p in folder.glob(f"*{suffix}")),
+    }
     for name in sorted(names):
         if SKIPPED_MODULES.match(name):
             continue

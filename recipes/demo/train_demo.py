@@ -1,16 +1,20 @@
-"""Make the model and the texts that kvfold ships: ``python recipes/demo/train_demo.py --output DIR``.
+"""Make the model and the texts that kvfold ships: ``python recipes/demo/train_demo.py --output
+DIR``.
 
-Three stages: texts (see ``demo_texts.py``), a byte-level BPE tokenizer, and a small ``LlamaForCausalLM`` with plain
-multi-head attention. ``--texts shipped`` starts from the texts inside kvfold instead of those of the running Python.
-Runs that differ in nothing but ``--output`` write equal bytes, unless ``--minutes`` cuts the schedule short. It did
-for the shipped model: ``--steps`` as the ``steps_done`` of its ``training.json`` make one like it, not the same.
-``--texts-only`` stops after the first stage. ``--qk-norm`` trains a ``Qwen3ForCausalLM`` instead, the same but for its
-norms on queries and keys, and ``--gpt-neox`` a ``GPTNeoXForCausalLM``: partial rotary embedding, parallel residual,
-LayerNorm, biases. ``--peak-rate`` sets the learning rate. ``--start MODEL`` goes on from the weights of a model
-of these sizes; norms that it lacks start with gains that keep the mean lengths of its queries and keys.
+Three stages: texts (see ``demo_texts.py``), a byte-level BPE tokenizer, and a small
+``LlamaForCausalLM`` with plain multi-head attention. ``--texts shipped`` starts from the texts
+inside kvfold instead of those of the running Python. Runs that differ in nothing but ``--output``
+write equal bytes, unless ``--minutes`` cuts the schedule short. It did for the shipped model:
+``--steps`` as the ``steps_done`` of its ``training.json`` make one like it, not the same.
+``--texts-only`` stops after the first stage. ``--qk-norm`` trains a ``Qwen3ForCausalLM`` instead,
+the same but for its norms on queries and keys, and ``--gpt-neox`` a ``GPTNeoXForCausalLM``: partial
+rotary embedding, parallel residual, LayerNorm, biases. ``--peak-rate`` sets the learning rate.
+``--start MODEL`` goes on from the weights of a model of these sizes; norms that it lacks start with
+gains that keep the mean lengths of its queries and keys.
 
-DIR then holds ``{train,calibration,held_out}.txt.xz`` and ``demo/``, a complete checkpoint with ``training.json``: how
-it was trained and what it reaches on the held-out text. About 40 minutes on one core that multiplies in bfloat16.
+DIR then holds ``{train,calibration,held_out}.txt.xz`` and ``demo/``, a complete checkpoint with
+``training.json``: how it was trained and what it reaches on the held-out text. About 40 minutes on
+one core that multiplies in bfloat16.
 """
 
 import argparse
@@ -44,7 +48,9 @@ from transformers import (
 
 from kvfold.convert.data import SEPARATOR, demo_folder, read_documents
 
-BOS, EOS, PAD = "<s>", "</s>", "<pad>"
+BOS = "<s>"
+EOS = "</s>"
+PAD = "<pad>"
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,9 @@ def main() -> None:
     torch.manual_seed(recipe.seed)
     model = AutoModelForCausalLM.from_config(model_config(recipe))
     if options.start is not None:
-        take_weights(model, options.start, windows(tokens["train"], recipe.sequence)[: recipe.batch])
+        take_weights(
+            model, options.start, windows(tokens["train"], recipe.sequence)[: recipe.batch]
+        )
     done = train(model, tokens, recipe, options.minutes, demo)
     save(model, demo)
     report = {
@@ -115,20 +123,33 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Make the texts, the tokenizer and the model of kvfold demo.")
+    parser = argparse.ArgumentParser(
+        description="Make the texts, the tokenizer and the model of kvfold demo."
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     parser.add_argument(
-        "--texts", choices=["running", "shipped"], default="running", help="of this Python, or kvfold's own"
+        "--texts",
+        choices=["running", "shipped"],
+        default="running",
+        help="of this Python, or kvfold's own",
     )
     parser.add_argument("--texts-only", action="store_true", help="stop after the texts")
     parser.add_argument("--steps", type=int, default=Recipe.steps)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="end the schedule earlier, by the clock")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="end the schedule earlier, by the clock"
+    )
     parser.add_argument("--seed", type=int, default=Recipe.seed)
-    parser.add_argument("--peak-rate", type=float, default=Recipe.peak_rate, help="highest learning rate")
-    parser.add_argument("--warmup", type=int, default=Recipe.warmup, help="steps until the highest learning rate")
+    parser.add_argument(
+        "--peak-rate", type=float, default=Recipe.peak_rate, help="highest learning rate"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=Recipe.warmup, help="steps until the highest learning rate"
+    )
     parser.add_argument("--start", type=Path, help="a checkpoint of these sizes to go on from")
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--qk-norm", action="store_true", help="normalize queries and keys, as Qwen3 does")
+    kind.add_argument(
+        "--qk-norm", action="store_true", help="normalize queries and keys, as Qwen3 does"
+    )
     kind.add_argument("--gpt-neox", action="store_true", help="a GPT-NeoX in place of a Llama")
     return parser.parse_args()
 
@@ -147,7 +168,10 @@ def write_texts(texts: dict[str, list[str]], output: Path) -> None:
         packed = lzma.compress(SEPARATOR.join(documents).encode(), preset=9 | lzma.PRESET_EXTREME)
         (output / f"{split}.txt.xz").write_bytes(packed)
         characters = sum(map(len, documents))
-        print(f"{split}: {len(documents)} documents, {characters:,} characters, {len(packed):,} bytes packed")
+        print(
+            f"{split}: {len(documents)} documents, {characters:,} characters, {len(packed):,} bytes"
+            " packed"
+        )
 
 
 def train_tokenizer(documents: list[str], recipe: Recipe) -> PreTrainedTokenizerFast:
@@ -194,8 +218,12 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
         "eos_token_id": 1,
         "pad_token_id": 2,
     }
-    if recipe.gpt_neox:  # two matrices of half as many inner dims again hold what three gated ones do
-        return GPTNeoXConfig(**shared, intermediate_size=recipe.intermediate * 3 // 2, rotary_pct=0.25)
+    if (
+        recipe.gpt_neox
+    ):  # two matrices of half as many inner dims again hold what three gated ones do
+        return GPTNeoXConfig(
+            **shared, intermediate_size=recipe.intermediate * 3 // 2, rotary_pct=0.25
+        )
     kind = Qwen3Config if recipe.qk_norm else LlamaConfig
     return kind(
         **shared,
@@ -210,15 +238,20 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
 def take_weights(model: PreTrainedModel, start: Path, batch: Tensor) -> None:
     """Load ``model`` with the checkpoint ``start``.
 
-    Its norms on queries and keys, where ``start`` has none, get the rms over ``batch`` of what they divide as gains.
+    Its norms on queries and keys, where ``start`` has none, get the rms over ``batch`` of what they
+    divide as gains.
     """
     source = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     missing = set(model.load_state_dict(source.state_dict(), strict=False).missing_keys)
-    for layer, (given, made) in enumerate(zip(source.model.layers, model.model.layers, strict=True)):
+    for layer, (given, made) in enumerate(
+        zip(source.model.layers, model.model.layers, strict=True)
+    ):
         for side in ("q", "k"):
             if f"model.layers.{layer}.self_attn.{side}_norm.weight" in missing:
                 gain = getattr(made.self_attn, f"{side}_norm").weight
-                getattr(given.self_attn, f"{side}_proj").register_forward_hook(partial(note_rms, gain))
+                getattr(given.self_attn, f"{side}_proj").register_forward_hook(
+                    partial(note_rms, gain)
+                )
     source(batch)
 
 
@@ -226,11 +259,17 @@ def note_rms(gain: Tensor, module: torch.nn.Module, args: tuple[Tensor, ...], ro
     gain.fill_(rows.square().mean().sqrt())
 
 
-def train(model: PreTrainedModel, tokens: dict[str, Tensor], recipe: Recipe, minutes: float, demo: Path) -> int:
-    """Train in place; returns the number of steps taken. Every 400 steps a checkpoint replaces the one in ``demo``."""
+def train(
+    model: PreTrainedModel, tokens: dict[str, Tensor], recipe: Recipe, minutes: float, demo: Path
+) -> int:
+    """Train in place; returns the number of steps taken. Every 400 steps a checkpoint replaces the
+    one in ``demo``.
+    """
     optimizer = make_optimizer(model, recipe)
     batches = batch_stream(tokens["train"], recipe)
-    start, running, step = time.monotonic(), 0.0, 0
+    start = time.monotonic()
+    running = 0.0
+    step = 0
     while (progress := max(step / recipe.steps, (time.monotonic() - start) / 60 / minutes)) < 1:
         for group in optimizer.param_groups:
             group["lr"] = rate(step, progress, recipe)
@@ -242,12 +281,17 @@ def train(model: PreTrainedModel, tokens: dict[str, Tensor], recipe: Recipe, min
         step += 1
         running += loss.item()
         if step % 100 == 0:
-            print(f"step {step} {time.monotonic() - start:.0f} s, loss {running / 100:.3f}", flush=True)
+            print(
+                f"step {step} {time.monotonic() - start:.0f} s, loss {running / 100:.3f}",
+                flush=True,
+            )
             running = 0.0
         if step % 400 == 0:
             # Judged on calibration text, so that the held-out text decides nothing.
             print(
-                f"  calibration {window_losses(model, tokens['calibration'], recipe.sequence).mean():.4f}", flush=True
+                "  calibration"
+                f" {window_losses(model, tokens['calibration'], recipe.sequence).mean():.4f}",
+                flush=True,
             )
             save(model, demo)
     return step
@@ -256,18 +300,27 @@ def train(model: PreTrainedModel, tokens: dict[str, Tensor], recipe: Recipe, min
 def make_optimizer(model: PreTrainedModel, recipe: Recipe) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.ndim > 1]
     norms = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": norms, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": recipe.weight_decay},
+        {"params": norms, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=recipe.peak_rate, betas=(recipe.beta1, recipe.beta2))
 
 
 def rate(step: int, progress: float, recipe: Recipe) -> float:
-    """Linear warm-up, then a cosine from the peak to the final rate over what is left of the budget."""
+    """Linear warm-up, then a cosine from the peak to the final rate over what is left of the
+    budget.
+    """
     cosine = (1 + math.cos(math.pi * min(progress, 1.0))) / 2
-    return min(1.0, (step + 1) / recipe.warmup) * (recipe.final_rate + (recipe.peak_rate - recipe.final_rate) * cosine)
+    return min(1.0, (step + 1) / recipe.warmup) * (
+        recipe.final_rate + (recipe.peak_rate - recipe.final_rate) * cosine
+    )
 
 
 def batch_stream(stream: Tensor, recipe: Recipe) -> Iterator[Tensor]:
-    """Endless batches ``[batch, sequence]``: every pass cuts the text at other places and shuffles the windows."""
+    """Endless batches ``[batch, sequence]``: every pass cuts the text at other places and shuffles
+    the windows.
+    """
     generator = torch.Generator().manual_seed(recipe.seed)
     while True:
         offset = int(torch.randint(recipe.sequence, (1,), generator=generator))
@@ -307,7 +360,9 @@ def save(model: PreTrainedModel, demo: Path) -> None:
 @torch.no_grad()
 def window_losses(model: PreTrainedModel, stream: Tensor, sequence: int) -> Tensor:
     """Mean loss of every window, in nats per token; the first token of a window is not predicted."""
-    return torch.stack([next_token_loss(model, batch) for batch in windows(stream, sequence).split(1)])
+    return torch.stack(
+        [next_token_loss(model, batch) for batch in windows(stream, sequence).split(1)]
+    )
 
 
 def unigram_entropy(stream: Tensor) -> float:
@@ -317,7 +372,9 @@ def unigram_entropy(stream: Tensor) -> float:
 
 
 def measure(demo: Path, tokens: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
-    """The loss of the checkpoint as written (bfloat16 weights, float32 arithmetic) on text it was not trained on."""
+    """The loss of the checkpoint as written (bfloat16 weights, float32 arithmetic) on text it was
+    not trained on.
+    """
     model = AutoModelForCausalLM.from_pretrained(demo, dtype=torch.float32)
     held_out = tokens["held_out"]
     losses = {n: float(window_losses(model, held_out, n).mean()) for n in (256, recipe.sequence)}

@@ -25,7 +25,9 @@ OPTIONAL = ("triton", "accelerate", "flash-mla", "flashinfer-python")
 
 @dataclass(frozen=True)
 class Check:
-    """A run: the device, whether it is a rehearsal (tiny sizes), the checkpoint to convert, and a folder for files."""
+    """A run: the device, whether it is a rehearsal (tiny sizes), the checkpoint to convert, and a
+    folder for files.
+    """
 
     device: torch.device
     rehearse: bool
@@ -48,7 +50,11 @@ class Check:
     @property
     def splits(self) -> tuple[tuple[int, int], ...]:
         """The sizes of MLA that are measured; smaller ones for the demo's model."""
-        return ((24, 8),) if self.rehearse or self.model == demo_folder() else ((128, 64), (64, 64), (48, 48))
+        return (
+            ((24, 8),)
+            if self.rehearse or self.model == demo_folder()
+            else ((128, 64), (64, 64), (48, 48))
+        )
 
     @property
     def split(self) -> dict[str, Any]:
@@ -57,14 +63,18 @@ class Check:
         return {"to": "mla", "kv_rank": rank, "rope_dim": rope}
 
     def convert(self, out: str, progress: Any = None, **options: Any) -> Conversion:
-        """Convert the model to the folder ``out`` in ``work``; ``options`` replace those of ``sample``."""
+        """Convert the model to the folder ``out`` in ``work``; ``options`` replace those of
+        ``sample``.
+        """
         place = {"model": str(self.model), "out": str(self.work / out), "device": self.device.type}
         request = ConvertRequest(**{**place, **self.sample, **options}, overwrite=True, quiet=True)
         return convert_checkpoint(request, progress)
 
 
 def card(device: torch.device, named: str | None) -> dict[str, Any]:
-    """The date, machine, card, driver and versions, what is missing, and the commit, or what is ``named`` instead."""
+    """The date, machine, card, driver and versions, what is missing, and the commit, or what is
+    ``named`` instead.
+    """
     found = conditions(device)
     for name in OPTIONAL:
         with suppress(metadata.PackageNotFoundError):
@@ -74,14 +84,22 @@ def card(device: torch.device, named: str | None) -> dict[str, Any]:
     found["commit"] = named or commit()
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
-        found["card"] = {"name": about.name, "memory_bytes": about.total_memory, "units": about.multi_processor_count}
-        found["card"]["driver"] = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        found["card"] = {
+            "name": about.name,
+            "memory_bytes": about.total_memory,
+            "units": about.multi_processor_count,
+        }
+        found["card"]["driver"] = output(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+        )
         found["versions"]["cuda"] = torch.version.cuda
     return found
 
 
 def attempt(about: Row, measure: Callable[[], Row]) -> Row:
-    """``about`` with what ``measure`` returns, or with its traceback: a size that fails must not cost the others."""
+    """``about`` with what ``measure`` returns, or with its traceback: a size that fails must not
+    cost the others.
+    """
     try:
         return {**about, **measure()}
     except Exception:
@@ -99,10 +117,13 @@ def seconds(call: Callable[[], Any], device: torch.device, limit: float = 0.1) -
 
 
 def graph_seconds(call: Callable[[], Any], device: torch.device, limit: float = 0.1) -> float:
-    """Median seconds of ``call`` replayed from a CUDA graph, without the time to launch it; on a CPU as `seconds`."""
+    """Median seconds of ``call`` replayed from a CUDA graph, without the time to launch it; on a
+    CPU as `seconds`.
+    """
     if device.type != "cuda":
         return seconds(call, device, 0)
-    stream, calls = torch.cuda.Stream(), 5
+    stream = torch.cuda.Stream()
+    calls = 5
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()  # compiles and allocates, which a capture must not
@@ -116,21 +137,30 @@ def graph_seconds(call: Callable[[], Any], device: torch.device, limit: float = 
 
 @cache
 def rates(device: torch.device, small: bool) -> tuple[float, float]:
-    """Measured bytes per second of a copy (read and written), and operations per second of a bfloat16 product."""
+    """Measured bytes per second of a copy (read and written), and operations per second of a
+    bfloat16 product.
+    """
     source = torch.empty(1 << (20 if small else 31), dtype=torch.uint8, device=device)
-    target, side = torch.empty_like(source), 64 if small else 8192
+    target = torch.empty_like(source)
+    side = 64 if small else 8192
     left, right = torch.randn(2, side, side, device=device).bfloat16()
     copied = seconds(lambda: target.copy_(source), device, 0.5)
     return 2 * source.nbytes / copied, 2 * side**3 / seconds(lambda: left @ right, device, 0.5)
 
 
 @contextmanager
-def timed(places: Mapping[tuple[Any, str], str], device: torch.device) -> Iterator[dict[str, float]]:
-    """Add up the seconds of functions, by the names of their parts; those of timed functions that they call excepted.
+def timed(
+    places: Mapping[tuple[Any, str], str], device: torch.device
+) -> Iterator[dict[str, float]]:
+    """Add up the seconds of functions, by the names of their parts; those of timed functions that
+    they call excepted.
 
-    ``places`` maps an owner and the names of its functions, separated by spaces, to a part; all else is ``rest``.
+    ``places`` maps an owner and the names of its functions, separated by spaces, to a part; all
+    else is ``rest``.
     """
-    found, opened, since = dict[str, float](), ["rest"], 0.0
+    found = dict[str, float]()
+    opened = ["rest"]
+    since = 0.0
 
     def turn() -> None:
         nonlocal since
@@ -154,7 +184,9 @@ def timed(places: Mapping[tuple[Any, str], str], device: torch.device) -> Iterat
 
         return call
 
-    each = [(owner, name, part) for (owner, names), part in places.items() for name in names.split()]
+    each = [
+        (owner, name, part) for (owner, names), part in places.items() for name in names.split()
+    ]
     before = [getattr(owner, name) for owner, name, _ in each]
     for (owner, name, part), function in zip(each, before, strict=True):
         setattr(owner, name, timing(part, function))

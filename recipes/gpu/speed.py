@@ -24,8 +24,11 @@ from kvfold.convert.measure.bench import Subject, step_costs, subjects
 from kvfold.convert.measure.bench_worker import count_parameters, filled_cache, make_model
 from kvfold.convert.request import BenchRequest
 
-# Aims: the share of the copy bandwidth from these sizes on; FlashMLA reads 576 channels at 3000 of 3350 GB/s.
-COPY_SHARE, FROM_CONTEXT, FROM_BATCH = 0.85, 8192, 16
+# Aims: the share of the copy bandwidth from these sizes on; FlashMLA reads 576 channels at 3000 of
+# 3350 GB/s.
+COPY_SHARE = 0.85
+FROM_CONTEXT = 8192
+FROM_BATCH = 16
 NOPE = VALUE = 128  # of the expanded heads
 SCALE = 0.05  # of scores that are not judged
 PAGE = 64  # slots of a page in the caches of FlashMLA and FlashInfer
@@ -33,25 +36,36 @@ JUDGED = 1 << 16  # tokens of cache, up to which results are compared with those
 
 
 def kernel(check: Check) -> Iterator[Row]:
-    """Latent decoding by split, heads, context and batch, in 16 bits: bytes of cache per second, and other kernels."""
+    """Latent decoding by split, heads, context and batch, in 16 bits: bytes of cache per second,
+    and other kernels.
+    """
     yield {"copy_gb_per_s": rates(check.device, check.rehearse)[0] / 1e9}
-    splits, heads = ((512, 64), (256, 64), (128, 64)), (32, 128, 16, 64)
-    contexts, batches = (8192, 32768, 2048, 65536), (16, 64, 4, 1)
+    splits = ((512, 64), (256, 64), (128, 64))
+    heads = (32, 128, 16, 64)
+    contexts = (8192, 32768, 2048, 65536)
+    batches = (16, 64, 4, 1)
     if check.rehearse:
-        splits, heads, contexts, batches = ((32, 16), (16, 16)), (4,), (64,), (1, 2)
+        splits = ((32, 16), (16, 16))
+        heads = (4,)
+        contexts = (64,)
+        batches = (1, 2)
     for split, count, context, batch in product(splits, heads, contexts, batches):
         row = {"split": "{}+{}".format(*split), "heads": count, "context": context, "batch": batch}
         measure = partial(_kernel, check, batch, count, context, *split, others=split == splits[0])
         yield attempt(row, measure) if check.left > 5 else {**row, "skipped": "no time is left"}
 
 
-def _kernel(check: Check, batch: int, heads: int, context: int, rank: int, rope: int, others: bool) -> Row:
+def _kernel(
+    check: Check, batch: int, heads: int, context: int, rank: int, rope: int, others: bool
+) -> Row:
     # Triton's interpreter cuts bits off where a card rounds to bfloat16.
     dtype = torch.float16 if check.rehearse else torch.bfloat16
     inputs = _latents(batch, heads, context, rank, rope, dtype, check.device)
-    scale, read = (NOPE + rope) ** -0.5, sum(each.nbytes for each in inputs[2:])
+    scale = (NOPE + rope) ** -0.5
+    read = sum(each.nbytes for each in inputs[2:])
     call = partial(decode_latent, *inputs, scale)
-    spent, launched = graph_seconds(call, check.device), seconds(call, check.device)
+    spent = graph_seconds(call, check.device)
+    launched = seconds(call, check.device)
     row: Row = {"us": 1e6 * spent, "launched_us": 1e6 * launched, "gb_per_s": read / spent / 1e9}
     row["of_copy"] = read / spent / rates(check.device, check.rehearse)[0]
     if context >= FROM_CONTEXT and batch >= FROM_BATCH:
@@ -68,27 +82,56 @@ def _formula(query: Tensor, rope: Tensor, latent: Tensor, key: Tensor, scale: fl
 
 
 def _latents(
-    batch: int, heads: int, context: int, rank: int, rope: int, dtype: torch.dtype, device: torch.device
+    batch: int,
+    heads: int,
+    context: int,
+    rank: int,
+    rope: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[Tensor]:
-    """Queries, rotary queries, latents and rotary keys, the last two from one cache as engines keep it."""
+    """Queries, rotary queries, latents and rotary keys, the last two from one cache as engines keep
+    it.
+    """
     random = partial(torch.randn, device=device, dtype=dtype)
     stored = random(batch, context, rank + rope)
-    return [random(batch, heads, 1, rank), random(batch, heads, 1, rope), stored[..., :rank], stored[..., rank:]]
+    return [
+        random(batch, heads, 1, rank),
+        random(batch, heads, 1, rope),
+        stored[..., :rank],
+        stored[..., rank:],
+    ]
 
 
 def tiles(check: Check) -> Iterator[Row]:
-    """Latent decoding at 512+64 with other tiles than the kernel chooses, by heads: bytes of cache per second."""
-    batch, context, split, heads = (1, 64, (32, 16), (4,)) if check.rehearse else (32, 8192, (512, 64), (32, 64, 16))
+    """Latent decoding at 512+64 with other tiles than the kernel chooses, by heads: bytes of cache
+    per second.
+    """
+    batch, context, split, heads = (
+        (1, 64, (32, 16), (4,)) if check.rehearse else (32, 8192, (512, 64), (32, 64, 16))
+    )
     others = [Tile(*each) for each in product((16, 32, 64), (32, 64, 128), (4, 8), (2, 3))]
     for count in heads:
         inputs = _latents(
-            batch, count, context, *split, torch.float16 if check.rehearse else torch.bfloat16, check.device
+            batch,
+            count,
+            context,
+            *split,
+            torch.float16 if check.rehearse else torch.bfloat16,
+            check.device,
         )
         expected = decode_latent(*inputs, SCALE)
         for tile in (None, *others[: 1 if check.rehearse else None]):
-            about = {"heads": count, "context": context, "batch": batch, "tile": tile and tile._asdict()}
+            about = {
+                "heads": count,
+                "context": context,
+                "batch": batch,
+                "tile": tile and tile._asdict(),
+            }
             yield (
-                {**about, **_tile(check, inputs, tile, expected)} if check.left > 5 else {**about, "skipped": "no time"}
+                {**about, **_tile(check, inputs, tile, expected)}
+                if check.left > 5
+                else {**about, "skipped": "no time"}
             )
 
 
@@ -96,30 +139,47 @@ def _tile(check: Check, inputs: list[Tensor], tile: Tile | None, expected: Tenso
     call = partial(decode_latent, *inputs, SCALE, tile=tile)
     try:
         torch.testing.assert_close(call(), expected, atol=0.01, rtol=0.01)
-    except Exception as error:  # more shared memory or registers than the card has: that is its result
+    except (
+        Exception
+    ) as error:  # more shared memory or registers than the card has: that is its result
         return {
             "refused": f"{type(error).__name__}: {str(error)[:300]}",
             "right": not isinstance(error, AssertionError),
         }
-    return {"gb_per_s": sum(each.nbytes for each in inputs[2:]) / graph_seconds(call, check.device) / 1e9}
+    return {
+        "gb_per_s": (
+            sum(each.nbytes for each in inputs[2:]) / graph_seconds(call, check.device) / 1e9
+        )
+    }
 
 
 def _others(inputs: list[Tensor], device: torch.device) -> Iterator[tuple[str, Any]]:
-    """Times of torch's attention over expanded keys and values where they fit, and of the packages that are there."""
+    """Times of torch's attention over expanded keys and values where they fit, and of the packages
+    that are there.
+    """
     query, rope, latent = inputs[:3]
-    batch, heads, context = len(query), query.shape[1], latent.shape[1]
+    batch = len(query)
+    heads = query.shape[1]
+    context = latent.shape[1]
     free = free_memory(device)
     if free is None or 2 * batch * heads * context * (NOPE + VALUE + rope.shape[-1]) < free // 3:
         random = partial(torch.randn, device=device, dtype=query.dtype)
         keys = random(batch, heads, context, NOPE + rope.shape[-1])
-        call = partial(scaled_dot_product_attention, keys[:, :, -1:], keys, random(batch, heads, context, VALUE))
+        call = partial(
+            scaled_dot_product_attention,
+            keys[:, :, -1:],
+            keys,
+            random(batch, heads, context, VALUE),
+        )
         yield "sdpa_expanded_us", 1e6 * graph_seconds(call, device)
     for name, make in (("flash_mla", _flash_mla), ("flashinfer", _flashinfer)):
         try:
             yield f"{name}_us", 1e6 * seconds(make(*inputs), device)
         except ImportError:
             continue
-        except Exception as error:  # another release, or a shape that it does not take: that is its result
+        except (
+            Exception
+        ) as error:  # another release, or a shape that it does not take: that is its result
             yield f"{name}_refused", f"{type(error).__name__}: {str(error)[:300]}"
 
 
@@ -130,22 +190,34 @@ def _flash_mla(query: Tensor, rope: Tensor, latent: Tensor, key: Tensor) -> Call
     plan, splits = get_mla_metadata(lengths, query.shape[1], 1)
     stored = torch.cat([latent, key], -1).view(pages, PAGE, 1, -1)
     whole = torch.cat([query, rope], -1).transpose(1, 2).contiguous()
-    width, scale = latent.shape[-1], (NOPE + rope.shape[-1]) ** -0.5
-    return lambda: flash_mla_with_kvcache(whole, stored, table, lengths, width, plan, splits, scale, False)
+    width = latent.shape[-1]
+    scale = (NOPE + rope.shape[-1]) ** -0.5
+    return lambda: flash_mla_with_kvcache(
+        whole, stored, table, lengths, width, plan, splits, scale, False
+    )
 
 
 def _flashinfer(query: Tensor, rope: Tensor, latent: Tensor, key: Tensor) -> Callable[[], Any]:
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
     pages, lengths, table = _pages(latent)
-    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(1 << 27, dtype=torch.int8, device=query.device), backend="auto")
+    wrapper = BatchMLAPagedAttentionWrapper(
+        torch.empty(1 << 27, dtype=torch.int8, device=query.device), backend="auto"
+    )
     of_query = torch.arange(len(query) + 1, dtype=torch.int32, device=query.device)
-    heads, (width, turned), scale = query.shape[1], (latent.shape[-1], rope.shape[-1]), (NOPE + rope.shape[-1]) ** -0.5
+    heads, (width, turned), scale = (
+        query.shape[1],
+        (latent.shape[-1], rope.shape[-1]),
+        (NOPE + rope.shape[-1]) ** -0.5,
+    )
     wrapper.plan(
         of_query, of_query * table.shape[1], table.flatten(), lengths, heads, width, turned, PAGE, False, scale,
         query.dtype, latent.dtype,
     )  # fmt: skip
-    stored = latent.reshape(pages, PAGE, width).contiguous(), key.reshape(pages, PAGE, turned).contiguous()
+    stored = (
+        latent.reshape(pages, PAGE, width).contiguous(),
+        key.reshape(pages, PAGE, turned).contiguous(),
+    )
     return lambda: wrapper.run(query[:, :, 0], rope[:, :, 0], *stored)
 
 
@@ -158,9 +230,13 @@ def _pages(latent: Tensor) -> tuple[int, Tensor, Tensor]:
 
 
 def decode(check: Check) -> Iterator[Row]:
-    """Whole decoding steps of MHA, GQA-8 and MLA, stock and absorbed, at known shapes; the cache that fits."""
+    """Whole decoding steps of MHA, GQA-8 and MLA, stock and absorbed, at known shapes; the cache
+    that fits.
+    """
     shapes = ("tiny",) if check.rehearse else ("llama-2-7b", "llama-3-8b")
-    contexts, batches, limit = ((64,), (1, 2), 0.01) if check.rehearse else ((2048, 8192, 32768), (1, 16, 64), 0.4)
+    contexts, batches, limit = (
+        ((64,), (1, 2), 0.01) if check.rehearse else ((2048, 8192, 32768), (1, 16, 64), 0.4)
+    )
     asked = [
         BenchRequest(
             shape=shape, layers=2, contexts=contexts, batches=batches, device=check.device.type, prefill_tokens=0,
@@ -176,7 +252,10 @@ def decode(check: Check) -> Iterator[Row]:
     for each in asked:
         yield from _graphs(each, check)
     if check.rehearse or check.left < took:
-        yield {"cache": "dynamic", "skipped": f"{check.left:.0f} s are left, static caches took {took:.0f} s"}
+        yield {
+            "cache": "dynamic",
+            "skipped": f"{check.left:.0f} s are left, static caches took {took:.0f} s",
+        }
         return
     for each in asked:
         yield from _steps(replace(each, cache="dynamic"))
@@ -189,14 +268,25 @@ def _steps(asked: BenchRequest) -> Iterator[Row]:
 
 
 def _graphs(asked: BenchRequest, check: Check) -> Iterator[Row]:
-    """A step of each kind replayed from a CUDA graph over a static cache, where stock transformers can be captured."""
+    """A step of each kind replayed from a CUDA graph over a static cache, where stock transformers
+    can be captured.
+    """
     about = {"shape": asked.shape, "layers": asked.layers, "cache": "static, CUDA graph"}
     about |= {"context": asked.contexts[-2:][0], "batch": asked.batches[-2:][0]}
-    # A capture that fails leaves torch's allocator and generator in the middle of it: the next needs a new process.
+    # A capture that fails leaves torch's allocator and generator in the middle of it: the next
+    # needs a new process.
     workers = partial(ProcessPoolExecutor, 1, get_context("spawn"))
     pool = workers()
     for subject in subjects(asked):
-        work = partial(pool.submit, _graph, subject, str(asked.dtype), about["context"], about["batch"], check.device)
+        work = partial(
+            pool.submit,
+            _graph,
+            subject,
+            str(asked.dtype),
+            about["context"],
+            about["batch"],
+            check.device,
+        )
         row = attempt({**about, "model": subject.label}, lambda work=work: work().result())
         yield row
         if "step_ms" not in row:
@@ -207,29 +297,39 @@ def _graphs(asked: BenchRequest, check: Check) -> Iterator[Row]:
 
 @torch.no_grad()
 def _graph(subject: Subject, dtype: str, context: int, batch: int, device: torch.device) -> Row:
-    model = make_model(subject, AutoConfig.for_model(**subject.config), getattr(torch, dtype), device)
+    model = make_model(
+        subject, AutoConfig.for_model(**subject.config), getattr(torch, dtype), device
+    )
     stored = filled_cache(model, "static", context, batch)
     token = torch.zeros(batch, 1, dtype=torch.long, device=device)
 
     def step() -> None:
-        # The cache counts its tokens on the device: replays, without this, would soon write beyond its end.
+        # The cache counts its tokens on the device: replays, without this, would soon write beyond
+        # its end.
         for layer in stored.layers:
             layer.cumulative_length.fill_(context)
         model(token, past_key_values=stored, use_cache=True)
 
     try:
         spent = graph_seconds(step, device, 0.4)
-    except Exception as error:  # stock code that waits for the device cannot be captured: that is the result
+    except (
+        Exception
+    ) as error:  # stock code that waits for the device cannot be captured: that is the result
         return {"not_captured": f"{type(error).__name__}: {str(error)[:300]}"}
     return {"step_ms": 1e3 * spent, "decode_tokens_per_s": batch / spent}
 
 
 def _capacity(asked: BenchRequest, check: Check) -> Iterator[Row]:
-    """The most tokens of cache beside all layers' weights, by the same formula that keeps runs within memory."""
-    free, size = free_memory(check.device), getattr(torch, str(asked.dtype)).itemsize
+    """The most tokens of cache beside all layers' weights, by the same formula that keeps runs
+    within memory.
+    """
+    free = free_memory(check.device)
+    size = getattr(torch, str(asked.dtype)).itemsize
     for subject in subjects(replace(asked, layers=None)):
         weights = count_parameters(AutoConfig.for_model(**subject.config))
-        none, some = (step_costs(subject, weights, size, tokens, 1).memory for tokens in (0, 1 << 20))
+        none, some = (
+            step_costs(subject, weights, size, tokens, 1).memory for tokens in (0, 1 << 20)
+        )
         tokens = None if free is None else max(0, int((free - none) / (some - none) * (1 << 20)))
         depth = subject.config["num_hidden_layers"]
         yield {"shape": asked.shape, "layers": depth, "model": subject.label, "fits_tokens": tokens}

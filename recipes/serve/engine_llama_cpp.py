@@ -1,10 +1,12 @@
-"""llama.cpp behind ``serve_check.py`` (see ``worker.py``): the C library, called through llama-cpp-py-sync.
+"""llama.cpp behind ``serve_check.py`` (see ``worker.py``): the C library, called through
+llama-cpp-py-sync.
 
-``options["sources"]`` is a folder of llama.cpp's sources: its ``convert_hf_to_gguf.py`` writes the GGUF file, float32.
-A DeepSeek model without a latent for its queries is converted from a copy whose config says ``"q_lora_rank": 0``, a key
-that llama.cpp demands, and a Mistral4 under the name of its wrapper, the only one that the converter knows. Attention
-is computed without flash attention, whose rounding on a CPU moves logits by some hundredths;
-``options["flash_attention"]`` true leaves the choice to llama.cpp. The size of the cache is the one that it logs.
+``options["sources"]`` is a folder of llama.cpp's sources: its ``convert_hf_to_gguf.py`` writes the
+GGUF file, float32. A DeepSeek model without a latent for its queries is converted from a copy whose
+config says ``"q_lora_rank": 0``, a key that llama.cpp demands, and a Mistral4 under the name of its
+wrapper, the only one that the converter knows. Attention is computed without flash attention, whose
+rounding on a CPU moves logits by some hundredths; ``options["flash_attention"]`` true leaves the
+choice to llama.cpp. The size of the cache is the one that it logs.
 """
 
 import json
@@ -39,8 +41,9 @@ def copy_for_gguf(model: Path, place: Path) -> Path:
 
 
 def convert(model: Path, gguf: Path, sources: Path) -> None:
-    """Runs the converter. It may not know the tokenizer: then it notes GPT-2's splitting of text, which is of no
-    matter here, where a model is asked with token ids."""
+    """Runs the converter. It may not know the tokenizer: then it notes GPT-2's splitting of text,
+    which is of no matter here, where a model is asked with token ids.
+    """
     sys.path.insert(0, str(sources))
     from conversion.base import TextModel  # llama.cpp's
 
@@ -69,9 +72,13 @@ class Engine:
         self._heard = self.ffi.callback("ggml_log_callback", self._hear)
         self.lib.llama_log_set(self._heard, self.ffi.NULL)
         self.lib.llama_backend_init()
-        self.model = self.lib.llama_model_load_from_file(str(gguf).encode(), self.lib.llama_model_default_params())
+        self.model = self.lib.llama_model_load_from_file(
+            str(gguf).encode(), self.lib.llama_model_default_params()
+        )
         if self.model == self.ffi.NULL:
-            raise RuntimeError(next((line for line in self.logs if "error" in line), "not loaded").strip())
+            raise RuntimeError(
+                next((line for line in self.logs if "error" in line), "not loaded").strip()
+            )
         self.words = self.lib.llama_vocab_n_tokens(self.lib.llama_model_get_vocab(self.model))
 
     def _hear(self, level: int, text: Any, data: Any) -> None:
@@ -79,18 +86,25 @@ class Engine:
 
     def context(self, sequences: int, length: int) -> Any:
         options = self.lib.llama_context_default_params()
-        options.n_seq_max, options.n_ctx = sequences, sequences * (-(-length // 256) * 256)
+        options.n_seq_max = sequences
+        options.n_ctx = sequences * (-(-length // 256) * 256)
         options.n_batch = options.n_ubatch = BATCH
         options.type_k = options.type_v = FLOAT32
         if not self.flash_attention:
             options.flash_attn_type = 0  # LLAMA_FLASH_ATTN_TYPE_DISABLED
-        options.n_threads = options.n_threads_batch = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
+        options.n_threads = options.n_threads_batch = int(
+            os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)
+        )
         return self.lib.llama_init_from_model(self.model, options)
 
     def feed(self, context: Any, rows: list[list[int]], start: int) -> list[int]:
-        """The best next token of every sequence after its ``rows``, which begin at position ``start``."""
+        """The best next token of every sequence after its ``rows``, which begin at position
+        ``start``.
+        """
         placed = [
-            (ids[at], start + at, row, at == len(ids) - 1) for row, ids in enumerate(rows) for at in range(len(ids))
+            (ids[at], start + at, row, at == len(ids) - 1)
+            for row, ids in enumerate(rows)
+            for at in range(len(ids))
         ]
         best: list[int] = []
         for begin in range(0, len(placed), BATCH):

@@ -18,7 +18,8 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
     model.set_dtype(getattr(mx, request["dtype"]))
 
     def decode(prompts: list[list[int]], new_tokens: int, caches: list[Any]) -> list[list[int]]:
-        ids, columns = mx.array(prompts), []
+        ids = mx.array(prompts)
+        columns = []
         for _ in range(new_tokens):
             ids = mx.argmax(model(ids, cache=caches)[:, -1], axis=-1)[:, None]
             columns.append(ids[:, 0].tolist())
@@ -26,7 +27,9 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
 
     caches = make_prompt_cache(model)
     decode(request["prompts"][:1], 1, caches)
-    shapes = [(cache.keys.shape, cache.values.shape) for cache in caches]  # (sequences, heads, positions, size)
+    shapes = [
+        (cache.keys.shape, cache.values.shape) for cache in caches
+    ]  # (sequences, heads, positions, size)
     return {
         "tokens": [
             row
@@ -34,10 +37,15 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
             for row in decode(prompts, request["new_tokens"], make_prompt_cache(model))
         ],
         "cache": sum(part[1] * part[3] for layer in shapes for part in layer) / len(shapes),
-        "reported": f"arrays (sequences, heads, positions, size) of a layer: {shapes[0][0]} and {shapes[0][1]}",
+        "reported": (
+            f"arrays (sequences, heads, positions, size) of a layer: {shapes[0][0]} and"
+            f" {shapes[0][1]}"
+        ),
         "runs": type(model).__module__,
         "versions": versions("mlx", "mlx-lm"),
-        "speed": measure(request["speed"], lambda prompts, new: decode(prompts, new, make_prompt_cache(model))),
+        "speed": measure(
+            request["speed"], lambda prompts, new: decode(prompts, new, make_prompt_cache(model))
+        ),
     }
 
 

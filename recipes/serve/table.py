@@ -1,4 +1,6 @@
-"""The rows of ``serve_check.py`` as a table: ``python recipes/serve/table.py recipes/results/engines.json``."""
+"""The rows of ``serve_check.py`` as a table: ``python recipes/serve/table.py
+recipes/results/engines.json``.
+"""
 
 import json
 import sys
@@ -28,11 +30,16 @@ def engine_of(row: dict[str, Any]) -> str:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| engine | checkpoint | greedy tokens against transformers, cache elements per token per layer |",
+        (
+            "| engine | checkpoint | greedy tokens against transformers, cache elements per token"
+            " per layer |"
+        ),
         "|---|---|---|",
     ]
     ordered = sorted(rows, key=lambda row: (engine_of(row), -row["cache_promised"], name_of(row)))
-    return "\n".join([*lines, *(f"| {engine_of(row)} | {name_of(row)} | {cell(row)} |" for row in ordered)])
+    return "\n".join(
+        [*lines, *(f"| {engine_of(row)} | {name_of(row)} | {cell(row)} |" for row in ordered)]
+    )
 
 
 if __name__ == "__main__":

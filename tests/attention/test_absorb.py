@@ -1,4 +1,6 @@
-"""``absorb``: the same outputs as stock transformers, over the same latent cache, in every way models are used."""
+"""``absorb``: the same outputs as stock transformers, over the same latent cache, in every way
+models are used.
+"""
 
 import copy
 import pickle
@@ -51,18 +53,40 @@ YARN = {
 GROWING = {**YARN, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5}
 VARIANTS = {
     "v3": (DeepseekV3ForCausalLM, DeepseekV3Config, {"q_lora_rank": None}),
-    "v3-query-latent": (DeepseekV3ForCausalLM, DeepseekV3Config, {"q_lora_rank": 20, "attention_bias": True}),
-    "v3-half": (DeepseekV3ForCausalLM, DeepseekV3Config, {"q_lora_rank": None, "rope_interleave": False}),
-    "v3-yarn": (DeepseekV3ForCausalLM, DeepseekV3Config, {"q_lora_rank": 20, "rope_parameters": YARN}),
+    "v3-query-latent": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {"q_lora_rank": 20, "attention_bias": True},
+    ),
+    "v3-half": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {"q_lora_rank": None, "rope_interleave": False},
+    ),
+    "v3-yarn": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {"q_lora_rank": 20, "rope_parameters": YARN},
+    ),
     "youtu": (YoutuForCausalLM, YoutuConfig, {"q_lora_rank": 20, "attention_bias": True}),
-    "mistral4": (Mistral4ForCausalLM, Mistral4Config, {"q_lora_rank": 20, "rope_parameters": GROWING}),
+    "mistral4": (
+        Mistral4ForCausalLM,
+        Mistral4Config,
+        {"q_lora_rank": 20, "rope_parameters": GROWING},
+    ),
     "v2": (DeepseekV2ForCausalLM, DeepseekV2Config, {"q_lora_rank": None, "attention_bias": True}),
-    "v2-query-latent-yarn": (DeepseekV2ForCausalLM, DeepseekV2Config, {"q_lora_rank": 20, "rope_parameters": YARN}),
+    "v2-query-latent-yarn": (
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config,
+        {"q_lora_rank": 20, "rope_parameters": YARN},
+    ),
 }
 
 
 def tiny(variant="v3", dtype=torch.float32, **changes):
-    """A random model whose attention matters: weights of unit scale, norms and biases away from where they start."""
+    """A random model whose attention matters: weights of unit scale, norms and biases away from
+    where they start.
+    """
     kind, config, particular = VARIANTS[variant]
     torch.manual_seed(5)
     model = kind(config(**{**SIZES, **particular, **changes}))
@@ -89,7 +113,8 @@ def decode(model, tokens, splits, cache=None, **options):
     cache = cache if cache is not None else DynamicCache(config=model.config)
     with torch.no_grad():
         pieces = [
-            model(piece, past_key_values=cache, use_cache=True, **options).logits for piece in tokens.split(splits, 1)
+            model(piece, past_key_values=cache, use_cache=True, **options).logits
+            for piece in tokens.split(splits, 1)
         ]
     return torch.cat(pieces, 1), cache
 
@@ -97,9 +122,12 @@ def decode(model, tokens, splits, cache=None, **options):
 @pytest.fixture
 def calls(monkeypatch):
     """The queries of each call of the absorbed path."""
-    seen, plain = [], am._absorbed
+    seen = []
+    plain = am._absorbed
     monkeypatch.setattr(
-        am, "_absorbed", lambda this, nope, *rest: seen.append(nope.shape[2]) or plain(this, nope, *rest)
+        am,
+        "_absorbed",
+        lambda this, nope, *rest: seen.append(nope.shape[2]) or plain(this, nope, *rest),
     )
     return seen
 
@@ -111,7 +139,8 @@ def test_decoding_equals_stock(variant, attention, calls):
     stock, absorbed = pair(variant)
     for model in (stock, absorbed):
         model.set_attn_implementation(attention)
-    tokens, splits = prompt(length=14), [8, 1, 1, 3, 1]
+    tokens = prompt(length=14)
+    splits = [8, 1, 1, 3, 1]
     expected, before = decode(stock, tokens, splits)
     found, after = decode(absorbed, tokens, splits)
     torch.testing.assert_close(found, expected, **precision.LOGITS)
@@ -146,7 +175,11 @@ def test_generate_gives_the_same_tokens(options, padded, calls):
     texts = []
     for model in pair("v3-query-latent"):
         torch.manual_seed(11)
-        texts.append(model.generate(tokens, attention_mask=mask, max_new_tokens=12, disable_compile=True, **options))
+        texts.append(
+            model.generate(
+                tokens, attention_mask=mask, max_new_tokens=12, disable_compile=True, **options
+            )
+        )
     assert texts[0].shape[1] == tokens.shape[1] + 12
     assert texts[0].tolist() == texts[1].tolist()
     assert len(calls) >= 8
@@ -170,8 +203,12 @@ def test_a_cache_begun_by_one_form_is_continued_by_the_other(kind):
 def assert_decodes_alike(stock, absorbed, splits, static=False):
     """Logits of stock and absorbed form, fed in pieces."""
     tokens = prompt(length=sum(splits))
-    caches = [StaticCache(config=stock.config, max_cache_len=16) if static else None for _ in range(2)]
-    (expected, _), (found, _) = (decode(m, tokens, splits, c) for m, c in zip((stock, absorbed), caches, strict=True))
+    caches = [
+        StaticCache(config=stock.config, max_cache_len=16) if static else None for _ in range(2)
+    ]
+    (expected, _), (found, _) = (
+        decode(m, tokens, splits, c) for m, c in zip((stock, absorbed), caches, strict=True)
+    )
     torch.testing.assert_close(found, expected, **precision.LOGITS)
 
 
@@ -195,7 +232,8 @@ def test_training_is_what_it_was(way):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("variant", ["v3-query-latent", "v2"])
 def test_half_precision_is_no_worse_than_stock(variant, dtype):
-    tokens, splits = prompt(4, 40), [32] + [1] * 8
+    tokens = prompt(4, 40)
+    splits = [32] + [1] * 8
     exact, _ = decode(tiny(variant, dtype).double(), tokens, splits)
     errors = []
     for model in (tiny(variant, dtype), absorb(tiny(variant, dtype))):
@@ -224,7 +262,9 @@ def test_compiled_decoding_equals_stock():
 
 @pytest.mark.parametrize("hooks_first", [True, False])
 def test_models_spread_over_devices(hooks_first, calls):
-    """accelerate wraps each module's forward; weights offloaded to memory come only when a module is called."""
+    """accelerate wraps each module's forward; weights offloaded to memory come only when a module
+    is called.
+    """
     from accelerate import cpu_offload, dispatch_model
 
     stock = tiny()
@@ -260,6 +300,8 @@ def test_unabsorb_and_what_is_left_alone(tmp_path):
     pickled = pickle.loads(pickle.dumps(absorbed))
     assert [type(m) for m in pickled.modules()] == [type(m) for m in absorbed.modules()]
     absorbed.save_pretrained(tmp_path)
-    assert DeepseekV3ForCausalLM.from_pretrained(tmp_path).config.architectures == ["DeepseekV3ForCausalLM"]
+    assert DeepseekV3ForCausalLM.from_pretrained(tmp_path).config.architectures == [
+        "DeepseekV3ForCausalLM"
+    ]
     assert unabsorb(absorbed) is absorbed
     assert [type(m) for m in absorbed.modules()] == [type(m) for m in stock.modules()]

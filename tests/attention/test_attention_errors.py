@@ -22,7 +22,9 @@ from kvfold.attention import (
 from kvfold.attention.drift.streams import as_stream
 from kvfold.attention.interface import blockwise_attention
 
-QUERY, KEY, VALUE = torch.zeros(2, 4, 3, 8), torch.zeros(2, 2, 5, 8), torch.zeros(2, 2, 5, 8)
+QUERY = torch.zeros(2, 4, 3, 8)
+KEY = torch.zeros(2, 2, 5, 8)
+VALUE = torch.zeros(2, 2, 5, 8)
 META = torch.zeros(2, 2, 5, 8, device="meta")
 POINTS = rotary_tables(torch.arange(3), rotary_frequencies(4))
 
@@ -42,8 +44,12 @@ def append(*shape: int, learns: bool = False, **options) -> object:
 
 
 def module(heads: int = 4, kv_heads: int = 2, **options) -> GroupedAttention:
-    layers = {name: nn.Linear(8, width) for name, width in (("query", 16), ("key", 8), ("value", 8))}
-    return GroupedAttention(**layers, output=nn.Linear(16, 8), heads=heads, kv_heads=kv_heads, head_dim=4, **options)
+    layers = {
+        name: nn.Linear(8, width) for name, width in (("query", 16), ("key", 8), ("value", 8))
+    }
+    return GroupedAttention(
+        **layers, output=nn.Linear(16, 8), heads=heads, kv_heads=kv_heads, head_dim=4, **options
+    )
 
 
 def profile(query: list[int], key: list[int], **options) -> Tensor:
@@ -51,7 +57,12 @@ def profile(query: list[int], key: list[int], **options) -> Tensor:
 
 
 def other_model() -> nn.Module:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=8))
 
 

@@ -1,4 +1,6 @@
-"""No T x S matrix at 6k tokens: the peak of a process that runs every kind of mask, forward and backward."""
+"""No T x S matrix at 6k tokens: the peak of a process that runs every kind of mask, forward and
+backward.
+"""
 
 import sys
 
@@ -47,7 +49,9 @@ for name, call in calls(T):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_peak_memory_at_6k_is_far_below_a_score_matrix():
-    """A mask of booleans would take 38 MB, float32 scores 151 MB; inputs and outputs are 0.4 MB each."""
+    """A mask of booleans would take 38 MB, float32 scores 151 MB; inputs and outputs are 0.4 MB
+    each.
+    """
     lines = run_python("-c", PROBE).stdout.splitlines()
     megabytes = {line.split(": ")[0]: float(line.split(": ")[1]) for line in lines}
     assert len(megabytes) == 14

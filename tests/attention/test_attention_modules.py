@@ -1,4 +1,6 @@
-"""Modules against the float64 reference: whole layers, with and without caches, gradients, masks of a batch."""
+"""Modules against the float64 reference: whole layers, with and without caches, gradients, masks of
+a batch.
+"""
 
 from functools import partial
 
@@ -9,8 +11,15 @@ from torch import Tensor, nn
 
 from kvfold.attention import GroupedAttention, LatentAttention, reference, rotary_frequencies
 
-E, H, G, D, DV, T = 12, 4, 2, 6, 5, 7
-R, P, DN = 9, 4, 6
+E = 12
+H = 4
+G = 2
+D = 6
+DV = 5
+T = 7
+R = 9
+P = 4
+DN = 6
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
@@ -22,11 +31,22 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape))
+    )
 
 
 def grouped_weights(groups: int = G) -> reference.GroupedProjections:
-    sizes = [(H, D, E), (groups, D, E), (groups, DV, E), (E, H, DV), (H, D), (groups, D), (groups, DV), (E,)]
+    sizes = [
+        (H, D, E),
+        (groups, D, E),
+        (groups, DV, E),
+        (E, H, DV),
+        (H, D),
+        (groups, D),
+        (groups, DV),
+        (E,),
+    ]
     return reference.GroupedProjections(*(random(*size, seed=i) for i, size in enumerate(sizes)))
 
 
@@ -48,7 +68,9 @@ def latent_weights(query_rank: int | None = None) -> reference.LatentProjections
     inner = query_rank or E
     sizes = [(H, DN, inner), (H, P, inner), (R, E), (P, E), (H, DN, R), (H, DV, R), (E, H, DV)]
     down = None if query_rank is None else random(query_rank, E, seed=9)
-    return reference.LatentProjections(*(random(*size, seed=i) / 2 for i, size in enumerate(sizes)), query_down=down)
+    return reference.LatentProjections(
+        *(random(*size, seed=i) / 2 for i, size in enumerate(sizes)), query_down=down
+    )
 
 
 def latent_module(w: reference.LatentProjections, **options) -> LatentAttention:
@@ -72,8 +94,11 @@ def latent_module(w: reference.LatentProjections, **options) -> LatentAttention:
 
 @pytest.mark.parametrize(("groups", "layout"), [(4, "half"), (2, "interleaved"), (1, "half")])
 def test_grouped_module_equals_reference(groups, layout):
-    w, x = grouped_weights(groups), random(2, T, E)
-    rope = partial(reference.rotate, frequencies=rotary_frequencies(4), interleaved=layout == "interleaved")
+    w = grouped_weights(groups)
+    x = random(2, T, E)
+    rope = partial(
+        reference.rotate, frequencies=rotary_frequencies(4), interleaved=layout == "interleaved"
+    )
     module = grouped_module(w, frequencies=rotary_frequencies(4), layout=layout)
     expected = torch.stack([reference.grouped_query_attention(row, w, rotary=rope) for row in x])
     torch.testing.assert_close(module(x), expected, **precision.EXACT)
@@ -82,7 +107,8 @@ def test_grouped_module_equals_reference(groups, layout):
 @pytest.mark.parametrize("query_rank", [None, 8])
 @pytest.mark.parametrize("absorbed", [False, True])
 def test_latent_module_equals_reference(query_rank, absorbed):
-    w, x = latent_weights(query_rank), random(2, T, E)
+    w = latent_weights(query_rank)
+    x = random(2, T, E)
     rope = partial(reference.rotate, frequencies=rotary_frequencies(P), interleaved=True)
     expected = torch.stack([reference.latent_attention(row, w, rope) for row in x])
     torch.testing.assert_close(latent_module(w)(x, absorbed=absorbed), expected, **precision.EXACT)
@@ -91,7 +117,9 @@ def test_latent_module_equals_reference(query_rank, absorbed):
 
 
 def test_encoder_and_cross_modules_equal_reference_and_the_memory_is_read_once():
-    w, x, memory = grouped_weights(), random(1, T, E), random(1, 5, E, seed=3)
+    w = grouped_weights()
+    x = random(1, T, E)
+    memory = random(1, 5, E, seed=3)
     encoder = reference.grouped_query_attention(x[0], w, reference.BIDIRECTIONAL)
     torch.testing.assert_close(grouped_module(w, causal=False)(x)[0], encoder, **precision.EXACT)
     module = grouped_module(w, causal=False, cross=True)
@@ -116,7 +144,12 @@ def test_latent_attention_trains_under_autocast(norm):
         return nn.Linear(inputs, outputs, bias=False)
 
     sizes = {"heads": 4, "kv_rank": 16, "rope_dim": 4, "nope_dim": 8, "value_dim": 8}
-    layers = {"query": linear(32, 48), "down": linear(32, 20), "up": linear(16, 64), "output": linear(32, 32)}
+    layers = {
+        "query": linear(32, 48),
+        "down": linear(32, 20),
+        "up": linear(16, 64),
+        "output": linear(32, 32),
+    }
     module = LatentAttention(**layers, **sizes, frequencies=rotary_frequencies(4), latent_norm=norm)
     with torch.autocast("cpu", torch.bfloat16):
         module(torch.randn(2, 20, 32)).float().sum().backward()
@@ -141,7 +174,9 @@ def test_cached_equals_uncached_at_every_split_point(name, module):
     whole = module(x)
     for split in range(T + 1):
         cache = module.new_cache(2, T * (split % 2), growing=split % 2 == 0, dtype=torch.float64)
-        pieces = [x[:, :split], *x[:, split:].split(1, 1)] if split % 2 else [x[:, :split], x[:, split:]]
+        pieces = (
+            [x[:, :split], *x[:, split:].split(1, 1)] if split % 2 else [x[:, :split], x[:, split:]]
+        )
         parts = [module(piece, cache=cache) for piece in pieces if piece.shape[1]]
         torch.testing.assert_close(torch.cat(parts, 1), whole, **precision.EXACT)
         assert cache.length == T
@@ -150,10 +185,14 @@ def test_cached_equals_uncached_at_every_split_point(name, module):
 @pytest.mark.parametrize(("name", "module"), modules())
 @torch.no_grad()
 def test_a_padded_batch_equals_each_sequence_alone(name, module):
-    x, starts, cache = random(2, T, E), torch.tensor([0, 3]), module.new_cache(2, dtype=torch.float64)
+    x = random(2, T, E)
+    starts = torch.tensor([0, 3])
+    cache = module.new_cache(2, dtype=torch.float64)
     both = torch.cat([module(part, cache=cache, starts=starts) for part in (x[:, :5], x[:, 5:])], 1)
     for row, start in enumerate(starts.tolist()):
-        torch.testing.assert_close(both[row, start:], module(x[row : row + 1, start:])[0], **precision.EXACT)
+        torch.testing.assert_close(
+            both[row, start:], module(x[row : row + 1, start:])[0], **precision.EXACT
+        )
 
 
 @pytest.mark.slow

@@ -34,16 +34,26 @@ def test_table_of_cached_numbers():
 @pytest.mark.parametrize("name", kvfold.attention.__all__)
 def test_public_docstrings_give_the_shapes_of_tensors(name):
     thing = getattr(kvfold.attention, name)
-    methods = [call for key, call in vars(thing).items() if inspect.isfunction(call) and not key.startswith("_")]
+    methods = [
+        call
+        for key, call in vars(thing).items()
+        if inspect.isfunction(call) and not key.startswith("_")
+    ]
     for call in [thing, *(methods if inspect.isclass(thing) else ())]:
         parameters = inspect.signature(call).parameters.values()
         tensors = [each.name for each in parameters if "Tensor" in str(each.annotation)]
         shapes = re.findall(r"\[[A-Z1|][^\]]*\]", inspect.getdoc(call) or "")
-        assert shapes or not tensors, f"{call.__qualname__} takes {tensors} and its docstring has no shape"
+        assert shapes or not tensors, (
+            f"{call.__qualname__} takes {tensors} and its docstring has no shape"
+        )
 
 
 def test_table_of_files_is_complete():
     folder = Path(kvfold.attention.__file__).parent
-    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py") if path.name != "__init__.py"}
+    files = {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*.py")
+        if path.name != "__init__.py"
+    }
     listed = re.findall(r"`([a-z0-9_/]+\.py)`", README.partition("## Files")[2])
     assert sorted(listed) == sorted(files)

@@ -30,7 +30,8 @@ def test_precision_holds_at_a_long_context(dtype):
     """At position 130,000 the error is the rounding of the result, not of the angle."""
     torch.manual_seed(0)
     x = torch.randn(1, 4, 6, 64).to(dtype)
-    positions, theta = torch.arange(130_000, 130_006), rotary_frequencies(64)
+    positions = torch.arange(130_000, 130_006)
+    theta = rotary_frequencies(64)
     exact = apply_rotary(x.double(), rotary_tables(positions, theta, torch.float64))
     found = apply_rotary(x, rotary_tables(positions, theta))
     assert found.dtype == dtype

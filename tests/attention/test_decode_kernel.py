@@ -1,6 +1,7 @@
 """The Triton decode kernel, interpreted on a CPU, against float64.
 
-The interpreter must be chosen before Triton is imported, so all cases run in one process of their own.
+The interpreter must be chosen before Triton is imported, so all cases run in one process of their
+own.
 """
 
 import json
@@ -63,7 +64,9 @@ print(json.dumps({name: run(**case) for name, case in cases.items()}))
 @pytest.fixture(scope="module")
 def found():
     environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return json.loads(run_python("-c", WORKER, input=json.dumps(CASES), environment=environment).stdout)
+    return json.loads(
+        run_python("-c", WORKER, input=json.dumps(CASES), environment=environment).stdout
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,7 +1,8 @@
-"""Decoding over latents: ``latent_decode`` against float64, and the calls of ``latent_attention`` that reach it.
+"""Decoding over latents: ``latent_decode`` against float64, and the calls of ``latent_attention``
+that reach it.
 
-Without a CUDA device ``kernel_takes`` is replaced by its conditions on shapes; the kernel itself, reached the same way,
-runs interpreted in test_decode_kernel.py and on a device in tests/gpu.
+Without a CUDA device ``kernel_takes`` is replaced by its conditions on shapes; the kernel itself,
+reached the same way, runs interpreted in test_decode_kernel.py and on a device in tests/gpu.
 """
 
 import sys
@@ -18,24 +19,38 @@ from kvfold.attention.latent import latent_decode
 
 def problem(dtype, slots, queries=1, batch=3):
     torch.manual_seed(1)
-    sizes = ((batch, 4, queries, 48), (batch, 4, queries, 16), (batch, slots, 48), (batch, slots, 16))
+    sizes = (
+        (batch, 4, queries, 48),
+        (batch, 4, queries, 16),
+        (batch, slots, 48),
+        (batch, slots, 16),
+    )
     return [torch.randn(size).to(dtype) for size in sizes]
 
 
 def formula(inputs, mask):
-    """Every step in the dtype of ``inputs``, softmax in float32 at least, as eager attention in transformers."""
+    """Every step in the dtype of ``inputs``, softmax in float32 at least, as eager attention in
+    transformers.
+    """
     query, rope, c, key = inputs
     scores = 0.2 * (torch.cat([query, rope], -1) @ torch.cat([c, key], -1)[:, None].mT)
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    return scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(c.dtype) @ c[:, None]
+        scores = (
+            scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        )
+    return (
+        scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(c.dtype)
+        @ c[:, None]
+    )
 
 
 @pytest.mark.parametrize("budget", [1, 3000, 1 << 20])
 @pytest.mark.parametrize("slots", [1, 300])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_error_is_at_most_twice_that_of_the_naive_formula(dtype, masked, slots, budget, monkeypatch):
+def test_error_is_at_most_twice_that_of_the_naive_formula(
+    dtype, masked, slots, budget, monkeypatch
+):
     monkeypatch.setattr(blocked, "_CPU_SCORES", budget)
     inputs = problem(dtype, slots, queries=2)
     mask = torch.rand(3, 1, 2, slots, generator=torch.Generator().manual_seed(4)) < 0.6
@@ -63,12 +78,24 @@ def test_masks_of_numbers_or_of_each_head_and_strided_caches():
 
 def test_the_traced_operator_computes_the_same():
     inputs = problem(torch.float32, 40)
-    compiled = torch.compile(lambda *some: latent_decode(*some, 0.2), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda *some: latent_decode(*some, 0.2), backend="aot_eager", fullgraph=True
+    )
     torch.testing.assert_close(compiled(*inputs), latent_decode(*inputs, 0.2))
 
 
-B, H, S, DN, P, R, DV = 2, 4, 40, 8, 6, 16, 12
-RAGGED = {"starts": torch.tensor([0, 7]), "lengths": torch.tensor([40, 33]), "offset": torch.tensor([39, 20])}
+B = 2
+H = 4
+S = 40
+DN = 8
+P = 6
+R = 16
+DV = 12
+RAGGED = {
+    "starts": torch.tensor([0, 7]),
+    "lengths": torch.tensor([40, 33]),
+    "offset": torch.tensor([39, 20]),
+}
 
 
 def step_problem(dtype=torch.float32, queries=1):
@@ -90,15 +117,20 @@ def calls(monkeypatch):
         scores = scores if mask is None else scores.masked_fill(~mask[:, None, None], -torch.inf)
         return (scores.softmax(-1) @ c[:, None].to(wide)).to(c.dtype)
 
-    monkeypatch.setitem(sys.modules, "kvfold.attention.kernel", SimpleNamespace(decode_latent=decode_latent))
+    monkeypatch.setitem(
+        sys.modules, "kvfold.attention.kernel", SimpleNamespace(decode_latent=decode_latent)
+    )
     monkeypatch.setattr(latent, "kernel_takes", lambda query, query_rope, mask: query.shape[2] == 1)
     return seen
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("names", [(), ("starts",), ("lengths",), ("offset",), tuple(RAGGED)], ids=" ".join)
+@pytest.mark.parametrize(
+    "names", [(), ("starts",), ("lengths",), ("offset",), tuple(RAGGED)], ids=" ".join
+)
 def test_a_decoding_step_is_the_formula(calls, names, dtype):
-    case, inputs = Case(**{name: RAGGED[name] for name in names}), step_problem(dtype)
+    case = Case(**{name: RAGGED[name] for name in names})
+    inputs = step_problem(dtype)
     with torch.no_grad():
         latent_attention(*inputs, absorbed=False, **case.options)
         assert calls == []
@@ -112,7 +144,10 @@ def test_other_calls_take_blocks(calls):
         latent_attention(*step_problem(queries=2), absorbed=True)
         latent_attention(*step_problem(), absorbed=True, window=5)
     inputs = [x.requires_grad_() for x in step_problem()]
-    grads = [torch.autograd.grad(latent_attention(*inputs, absorbed=form).sum(), inputs) for form in (True, False)]
+    grads = [
+        torch.autograd.grad(latent_attention(*inputs, absorbed=form).sum(), inputs)
+        for form in (True, False)
+    ]
     assert calls == []
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
@@ -127,7 +162,8 @@ def test_cards_that_triton_does_not_support_take_blocks(capability, taken, monke
 
 @pytest.mark.parametrize(
     ("heads", "shared", "expected"),
-    # The most of Hopper, A100 and cards like an RTX 3090; bytes as Triton compiled the tiles for Hopper.
+    # The most of Hopper, A100 and cards like an RTX 3090; bytes as Triton compiled the tiles for
+    # Hopper.
     [
         (1, 232448, (16, 64, 4)),
         (32, 232448, (32, 64, 4)),
@@ -139,5 +175,7 @@ def test_cards_that_triton_does_not_support_take_blocks(capability, taken, monke
     ],
 )
 def test_the_kernel_takes_fewer_slots_at_once_where_shared_memory_is_less(heads, shared, expected):
-    kernel = pytest.importorskip("kvfold.attention.kernel", reason="Triton is missing", exc_type=ImportError)
+    kernel = pytest.importorskip(
+        "kvfold.attention.kernel", reason="Triton is missing", exc_type=ImportError
+    )
     assert kernel.chosen_tile(heads, 512, 64, 2, shared) == kernel.Tile(*expected)

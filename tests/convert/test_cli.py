@@ -53,25 +53,51 @@ def test_help_plans_and_wrong_inputs_import_nothing_heavy(tmp_path):
     (tmp_path / "neox").mkdir()  # a dry run needs no weights
     config = {**SIZES, "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]}
     (tmp_path / "neox" / "config.json").write_text(json.dumps(config))
-    demo, to = str(demo_folder()), ["--to", "mqa"]
+    demo = str(demo_folder())
+    to = ["--to", "mqa"]
     dry = ["convert", demo, "new", *to, "--device", "cpu", "--dry-run"]
-    right = [[], *([command, "--help"] for command in cli.kvfold.commands), ["inspect", demo, "--json"]]
+    right = [
+        [],
+        *([command, "--help"] for command in cli.kvfold.commands),
+        ["inspect", demo, "--json"],
+    ]
     right += [["convert", demo, "new", "--to", "mla", "--budget", "32", "--dry-run"]]
     right += [["convert", "neox", "new", *to, "--method", "mean", "--dry-run"]]
     right += [[*dry, "--calibration", "self"], [*dry, "--polish", "50"]]
     wrong = {
         "already exists": ["convert", demo, "out", *to],
-        "--calibration nothing.txt: no such file": ["convert", demo, "new", *to, "--calibration", "nothing.txt"],
+        "--calibration nothing.txt: no such file": [
+            "convert",
+            demo,
+            "new",
+            *to,
+            "--calibration",
+            "nothing.txt",
+        ],
         "is not UTF-8 text": ["convert", demo, "new", *to, "--calibration", "binary"],
         "binary is not a folder": ["convert", demo, "binary/out", *to],
         "--text nothing.txt: no such file": ["drift", demo, demo, "--text", "nothing.txt"],
-        "--text nothing.txt: no such file; check": ["uptrain", demo, "new", "--text", "nothing.txt"],
+        "--text nothing.txt: no such file; check": [
+            "uptrain",
+            demo,
+            "new",
+            "--text",
+            "nothing.txt",
+        ],
         "/nope/drift: no such folder": ["drift", "/nope/drift", "/nope"],
         "/nope/out: no such folder": ["drift", demo, "/nope/out"],
         "/nope/eval: no such folder": ["eval", "/nope/eval", "/nope"],
         "/nope/sweep: no such folder": ["sweep", "/nope/sweep"],
         "/nope/uptrain: no such folder": ["uptrain", "/nope/uptrain", "new", "--text", "words"],
-        "/nope/teacher: no such folder": ["uptrain", demo, "new", "--text", "words", "--teacher", "/nope/teacher"],
+        "/nope/teacher: no such folder": [
+            "uptrain",
+            demo,
+            "new",
+            "--text",
+            "words",
+            "--teacher",
+            "/nope/teacher",
+        ],
     }
     script = f"""
 import sys
@@ -89,12 +115,23 @@ for line in {[*right, *wrong.values()]!r}:
     ends = re.findall("^end: (.*)$", told, re.MULTILINE)
     assert ends == ["0 []"] * len(right) + ["2 []"] * len(wrong), told
     errors = re.findall("^error: (.*)$", told, re.MULTILINE)
-    assert [text in error for text, error in zip(wrong, errors, strict=True)] == [True] * len(wrong), errors
+    assert [text in error for text, error in zip(wrong, errors, strict=True)] == [True] * len(
+        wrong
+    ), errors
 
 
 def test_pooling_heads_imports_no_transformers(tmp_path):
     """Beside torch, they take as long to import as a gigabyte to copy."""
-    line = ["convert", str(demo_folder()), str(tmp_path / "out"), "--to", "mqa", "--method", "mean", "--quiet"]
+    line = [
+        "convert",
+        str(demo_folder()),
+        str(tmp_path / "out"),
+        "--to",
+        "mqa",
+        "--method",
+        "mean",
+        "--quiet",
+    ]
     script = f"""
 import atexit, sys
 from kvfold.convert import cli
@@ -107,7 +144,9 @@ cli.main({line})
 def test_exit_status_and_error_of_a_process():
     done = run_python("-m", "kvfold.convert", "convert", "a", "b", "--to", "gpa", check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: --to must be one of gqa, mqa, mla (did you mean gqa?), not 'gpa'\n"
+    assert (
+        done.stderr == "error: --to must be one of gqa, mqa, mla (did you mean gqa?), not 'gpa'\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,10 +183,15 @@ def test_a_wrong_command_line_ends_in_one_error_line(kvfold, line, told):
     told(done.stderr.strip())
 
 
-@pytest.mark.parametrize("line", ["convert a b --to mqa", "sweep a", "drift a b", "uptrain a b --text c", "chat a"])
+@pytest.mark.parametrize(
+    "line", ["convert a b --to mqa", "sweep a", "drift a b", "uptrain a b --text c", "chat a"]
+)
 def test_a_gpu_that_is_not_there_is_refused_before_the_model(kvfold, line, monkeypatch):
     monkeypatch.setattr(cli.console, "may_have_gpu", lambda: False)
-    error = "error: --device cuda: torch finds no CUDA device on this machine; use --device cpu or auto\n"
+    error = (
+        "error: --device cuda: torch finds no CUDA device on this machine; use --device cpu or"
+        " auto\n"
+    )
     assert kvfold(*line.split(), "--device", "cuda").stderr == error
 
 
@@ -155,12 +199,18 @@ def test_inspect_prints_a_summary_and_json(kvfold, tmp_path):
     text = kvfold("inspect", demo_folder()).stdout
     assert "MHA: 8 query heads, 8 key/value heads, head dim 32" in text
     assert "--to mqa" in text
-    for line in ([demo_folder(), "--json"], ["--json", demo_folder()], [demo_folder(), "--json", "-"]):
+    for line in (
+        [demo_folder(), "--json"],
+        ["--json", demo_folder()],
+        [demo_folder(), "--json", "-"],
+    ):
         done = kvfold("inspect", *line)
         facts = json.loads(done.stdout)
         assert (facts["heads"], facts["kv_heads"], facts["attention"]) == (8, 8, "MHA")
         assert done.stderr == text
-    assert kvfold("inspect", "--json").stderr.startswith("error: kvfold inspect: missing argument 'MODEL'")
+    assert kvfold("inspect", "--json").stderr.startswith(
+        "error: kvfold inspect: missing argument 'MODEL'"
+    )
     done = kvfold("inspect", demo_folder(), "--json", tmp_path / "facts.json")
     assert done.stdout == text
     assert json.loads((tmp_path / "facts.json").read_text()) == facts
@@ -177,7 +227,10 @@ def test_demo_converts_measures_and_writes_its_table(kvfold, monkeypatch, tmp_pa
     assert re.search(r"^MQA, mean +64 +87.5 % ", done.stderr, re.MULTILINE)
     assert (tmp_path / "kept" / "mqa-mean" / "config.json").is_file()
     again = kvfold("demo", tmp_path / "kept")
-    assert again.stderr == f"error: {tmp_path}/kept must be a new or empty folder; name another folder\n"
+    assert (
+        again.stderr
+        == f"error: {tmp_path}/kept must be a new or empty folder; name another folder\n"
+    )
 
 
 def test_convert_tells_its_plan_and_its_result(kvfold, tmp_path):
@@ -186,7 +239,11 @@ def test_convert_tells_its_plan_and_its_result(kvfold, tmp_path):
     said = "MHA -> MQA, method mean: 512 -> 64 KV-cache elements per token per layer (87.5 % less)"
     done = kvfold(*pooled, "--dry-run", "--json", "-")
     found = json.loads(done.stdout)
-    assert (done.returncode, found["out"], found["attention"]) == (0, None, {"from": "MHA", "to": "MQA"})
+    assert (done.returncode, found["out"], found["attention"]) == (
+        0,
+        None,
+        {"from": "MHA", "to": "MQA"},
+    )
     planned = (
         said,
         "model.layers.0.self_attn.k_proj.weight  BF16 256x256 -> 32x256",
@@ -198,7 +255,10 @@ def test_convert_tells_its_plan_and_its_result(kvfold, tmp_path):
     assert done.stderr.startswith(f"reading {demo_folder()}\n")  # then stages, on a busy machine
     assert said in done.stdout
     made = json.loads((tmp_path / "done.json").read_text())
-    assert (made["out"], made["cache_elements_per_token_per_layer"]) == (str(out), {"from": 512, "to": 64})
+    assert (made["out"], made["cache_elements_per_token_per_layer"]) == (
+        str(out),
+        {"from": 512, "to": 64},
+    )
     quiet = kvfold(*pooled, "--overwrite", "--quiet")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
     checked = json.loads(kvfold("verify", out, "--json", "-").stdout)
@@ -206,8 +266,12 @@ def test_convert_tells_its_plan_and_its_result(kvfold, tmp_path):
     assert checked["tensors"] > 0
 
 
-@pytest.mark.parametrize(("name", "reason"), [("no/x.json", "there is no folder"), (".", "it is a folder")])
-def test_numbers_that_could_not_be_written_are_refused_before_measuring(kvfold, tmp_path, name, reason):
+@pytest.mark.parametrize(
+    ("name", "reason"), [("no/x.json", "there is no folder"), (".", "it is a folder")]
+)
+def test_numbers_that_could_not_be_written_are_refused_before_measuring(
+    kvfold, tmp_path, name, reason
+):
     done = kvfold("drift", demo_folder(), "no/such/model", "--json", tmp_path / name)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: --json {tmp_path / name}: cannot be written ({reason}")
@@ -219,14 +283,20 @@ def test_recipes_are_listed_with_their_models_and_caches(kvfold):
     row = next(line for line in lines if line.startswith("llama-2-7b-mqa "))
     assert row.split() == ["llama-2-7b-mqa", "meta-llama/Llama-2-7b-hf", "8192", "256"]
     assert len(lines) == len(recipe_names()) + 3
-    listed = {recipe["name"]: recipe for recipe in json.loads(kvfold("recipes", "--json", "-").stdout)}
-    assert (listed["llama-2-7b-mqa"]["options"]["to"], listed["llama-2-7b-mqa"]["cached_after"]) == ("mqa", 256)
+    listed = {
+        recipe["name"]: recipe for recipe in json.loads(kvfold("recipes", "--json", "-").stdout)
+    }
+    assert (
+        listed["llama-2-7b-mqa"]["options"]["to"],
+        listed["llama-2-7b-mqa"]["cached_after"],
+    ) == ("mqa", 256)
 
 
 def test_drift_runs_a_tokenizers_code_only_when_allowed(kvfold, tmp_path, monkeypatch):
     from transformers import dynamic_module_utils
 
-    model, ran = Path(shutil.copytree(demo_folder(), tmp_path / "model")), tmp_path / "ran"
+    model = Path(shutil.copytree(demo_folder(), tmp_path / "model"))
+    ran = tmp_path / "ran"
     (model / "own.py").write_text(
         "from pathlib import Path\nfrom transformers import PreTrainedTokenizerFast\n"
         f"Path({str(ran)!r}).touch()\nclass Own(PreTrainedTokenizerFast):\n    pass\n"
@@ -239,7 +309,9 @@ def test_drift_runs_a_tokenizers_code_only_when_allowed(kvfold, tmp_path, monkey
     measured = ("drift", model, demo_folder(), "--samples", 1, "--seq-len", 16, "--json", "-")
     done = kvfold(*measured)
     assert done.returncode == 2
-    assert re.search("it runs code from the checkpoint; .* then pass --trust-remote-code$", done.stderr.strip())
+    assert re.search(
+        "it runs code from the checkpoint; .* then pass --trust-remote-code$", done.stderr.strip()
+    )
     assert not ran.exists()
     done = kvfold(*measured, "--trust-remote-code")
     assert done.returncode == 0, done.stderr
@@ -252,7 +324,10 @@ def test_texts_of_measurements_have_no_shares(kvfold, tmp_path):
     text = tmp_path / "some.txt"
     text.write_text("some words")
     done = kvfold("drift", demo_folder(), demo_folder(), "--text", f"{text}:3")
-    assert (done.returncode, done.stderr) == (2, f"error: --text {text}:3: no such file; check the path\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: --text {text}:3: no such file; check the path\n",
+    )
 
 
 def test_an_unforeseen_failure_is_one_line_too(kvfold, monkeypatch):

@@ -9,7 +9,16 @@ import kvfold.convert
 
 PACKAGE = Path(kvfold.convert.__file__).parent
 TEXT, TABLE = (PACKAGE / "README.md").read_text(encoding="utf-8").split("## Constants")
-NUMERIC = (ast.Constant, ast.Tuple, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Name, ast.expr_context)
+NUMERIC = (
+    ast.Constant,
+    ast.Tuple,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.operator,
+    ast.unaryop,
+    ast.Name,
+    ast.expr_context,
+)
 
 
 def test_named_functions_exist():
@@ -22,7 +31,11 @@ def test_named_functions_exist():
 
 def numbers(file: Path) -> set[str]:
     """The names in capitals that a module gives to numbers."""
-    assigned = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.Assign)]
+    assigned = [
+        node
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign)
+    ]
     values = [(node.targets[0], list(ast.walk(node.value))) for node in assigned]
     plain = [
         target
@@ -35,11 +48,16 @@ def numbers(file: Path) -> set[str]:
 
 
 def test_the_table_of_constants_is_complete():
-    latest, listed = "", dict[str, set[str]]()
+    latest = ""
+    listed = dict[str, set[str]]()
     for module, names in re.findall(r"^\| (?:`([\w.]+)`)? ?\| (`.+?`) \|", TABLE, re.MULTILINE):
         latest = module or latest
         listed.setdefault(latest, set()).update(re.findall(r"`(\w+)`", names))
     rooms = ["transforms", "walk", "training", "conversion", "text", "uptrain"]
-    files = [file for room in rooms for file in (PACKAGE / room).rglob("*.py")] + [PACKAGE / "targets/mla/tensors.py"]
-    found = {".".join(file.relative_to(PACKAGE).with_suffix("").parts): numbers(file) for file in files}
+    files = [file for room in rooms for file in (PACKAGE / room).rglob("*.py")] + [
+        PACKAGE / "targets/mla/tensors.py"
+    ]
+    found = {
+        ".".join(file.relative_to(PACKAGE).with_suffix("").parts): numbers(file) for file in files
+    }
     assert listed == {module: names for module, names in found.items() if names}

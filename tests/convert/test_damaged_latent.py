@@ -1,4 +1,6 @@
-"""Damaged latent (MLA) checkpoints: inspect believes no config against its tensors, drift none against its class."""
+"""Damaged latent (MLA) checkpoints: inspect believes no config against its tensors, drift none
+against its class.
+"""
 
 import json
 import shutil
@@ -26,15 +28,36 @@ def change(folder, **values):
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"num_hidden_layers": -1}, "config.json: num_hidden_layers must be a positive whole number, not -1"),
-        ({"num_hidden_layers": 1000}, "config.json: num_hidden_layers is 1000, but the files contain only 50"),
-        ({"num_hidden_layers": 5}, "missing: model.layers.4.self_attn.kv_a_proj_with_mqa.weight [32, 256]"),
+        (
+            {"num_hidden_layers": -1},
+            "config.json: num_hidden_layers must be a positive whole number, not -1",
+        ),
+        (
+            {"num_hidden_layers": 1000},
+            "config.json: num_hidden_layers is 1000, but the files contain only 50",
+        ),
+        (
+            {"num_hidden_layers": 5},
+            "missing: model.layers.4.self_attn.kv_a_proj_with_mqa.weight [32, 256]",
+        ),
         ({"num_attention_heads": None}, "config.json: num_attention_heads must be"),
         ({"kv_lora_rank": "x"}, "config.json: kv_lora_rank must be"),
-        ({"kv_lora_rank": 25}, "wrong shape: model.layers.0.self_attn.kv_a_proj_with_mqa.weight is [32, 256]"),
-        ({"rope_parameters": 7}, "config.json: rope_parameters must be an object whose rope_type is a string, not 7"),
-        ({"architectures": {"a": 1}}, "config.json: architectures must be a list of strings, not {'a': 1}"),
-        ({"max_position_embeddings": "x"}, "config.json: max_position_embeddings must be a positive whole number"),
+        (
+            {"kv_lora_rank": 25},
+            "wrong shape: model.layers.0.self_attn.kv_a_proj_with_mqa.weight is [32, 256]",
+        ),
+        (
+            {"rope_parameters": 7},
+            "config.json: rope_parameters must be an object whose rope_type is a string, not 7",
+        ),
+        (
+            {"architectures": {"a": 1}},
+            "config.json: architectures must be a list of strings, not {'a': 1}",
+        ),
+        (
+            {"max_position_embeddings": "x"},
+            "config.json: max_position_embeddings must be a positive whole number",
+        ),
     ],
 )
 def test_inspect_names_what_is_wrong(out, values, problem):
@@ -49,7 +72,9 @@ def test_drift_checks_shapes_before_it_runs(out):
     stored["model.embed_tokens.weight"] = stored["model.embed_tokens.weight"][:-1].clone()
     stored["model.layers.3.mlp.up_proj.weight"] = torch.zeros(3, 5)
     save_file(stored, out / "model.safetensors")
-    with pytest.raises(InputError, match=r"^out: its tensors do not match its config.json") as raised:
+    with pytest.raises(
+        InputError, match=r"^out: its tensors do not match its config.json"
+    ) as raised:
         drift_checkpoints(str(demo_folder()), str(out))
     assert len(raised.value.details) == 2
 
@@ -58,8 +83,12 @@ def test_drift_checks_tokens_before_it_runs(tmp_path):
     model = Path(shutil.copytree(demo_folder(), tmp_path / "model"))
     stored = tensors(model)
     stored["model.embed_tokens.weight"] = stored["model.embed_tokens.weight"][:100].clone()
-    stored |= {name: value[:100].clone() for name, value in stored.items() if name == "lm_head.weight"}
+    stored |= {
+        name: value[:100].clone() for name, value in stored.items() if name == "lm_head.weight"
+    }
     save_file(stored, model / "model.safetensors")
     change(model, vocab_size=100)
-    with pytest.raises(InputError, match=r"produces token id \d+, but the model's vocabulary has only 100"):
+    with pytest.raises(
+        InputError, match=r"produces token id \d+, but the model's vocabulary has only 100"
+    ):
         drift_checkpoints(str(model), str(model), samples=1, seq_len=16)

@@ -32,14 +32,18 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def model():
-    return AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32, local_files_only=True).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        demo_folder(), dtype=torch.float32, local_files_only=True
+    ).eval()
 
 
 @pytest.fixture(scope="module")
 def held_out(tokenizer) -> torch.Tensor:
     """The held-out documents as one stream of tokens, each document followed by the end token."""
     ids = tokenizer(read_documents("held_out"), verbose=False)["input_ids"]
-    return torch.tensor([token for document in ids for token in [*document, tokenizer.eos_token_id]])
+    return torch.tensor(
+        [token for document in ids for token in [*document, tokenizer.eos_token_id]]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +57,9 @@ def recipe() -> Iterator[ModuleType]:
         sys.path.remove(str(RECIPES))
 
 
-@pytest.mark.parametrize(("split", "count"), [("train", 400), ("calibration", 50), ("held_out", 25)])
+@pytest.mark.parametrize(
+    ("split", "count"), [("train", 400), ("calibration", 50), ("held_out", 25)]
+)
 def test_documents_are_the_text_split_at_its_separator(split, count):
     documents = read_documents(split)
     assert SEPARATOR.join(documents) == (text := read_text(split))
@@ -80,7 +86,11 @@ def test_splits_share_no_paragraph_of_ten_words_and_almost_no_run_of_eight():
 
 def test_notice_carries_the_license_of_the_python_that_the_texts_are_from(training):
     notice = (demo_folder().parent / "NOTICE").read_text()
-    said = f"Python {training['texts_from_python']}", "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2", "Changes made:"
+    said = (
+        f"Python {training['texts_from_python']}",
+        "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2",
+        "Changes made:",
+    )
     assert all(each in notice for each in said)
 
 
@@ -133,7 +143,8 @@ def test_recipe_drops_what_was_said_before_and_legal_notes(recipe):
     said = "one two three four five six seven eight nine ten"
     first = written("a", ("head", f"{said}\n\nCopyright by somebody\n\n----\n\nshort one"))
     assert first.text() == f"head\n{said}\n\nshort one"
-    again, seen = written("b", ("gone", said + " eleven"), ("", "short one")), set[int]()
+    again = written("b", ("gone", said + " eleven"), ("", "short one"))
+    seen = set[int]()
     assert demo_texts.deduplicate(first, seen, set()) == first
     assert demo_texts.deduplicate(again, seen, set()).text() == "short one"
     assert demo_texts.deduplicate(again, seen, {("short", "one")}).text() == ""
@@ -141,17 +152,28 @@ def test_recipe_drops_what_was_said_before_and_legal_notes(recipe):
 
 @pytest.mark.slow
 def test_recipe_trains_writes_a_checkpoint_and_repeats_itself_to_the_bit(recipe, tmp_path):
-    sizes = {"vocabulary": 300, "layers": 1, "heads": 2, "head_dim": 8, "intermediate": 16, "sequence": 32}
+    sizes = {
+        "vocabulary": 300,
+        "layers": 1,
+        "heads": 2,
+        "head_dim": 8,
+        "intermediate": 16,
+        "sequence": 32,
+    }
     small = recipe.Recipe(**sizes, steps=60, warmup=5)
     documents = read_documents("held_out")[5:8]
     made = recipe.train_tokenizer(documents, small)
     tokens = {split: recipe.encode(made, documents) for split in recipe.SPLITS}
-    losses, weights = [], []
+    losses = []
+    weights = []
     for steps in (60, 3, 3):
         torch.manual_seed(small.seed)
         model = AutoModelForCausalLM.from_config(recipe.model_config(small))
         losses.append(float(recipe.window_losses(model, tokens["train"], 32).mean()))
-        assert recipe.train(model, tokens, dataclasses.replace(small, steps=steps), math.inf, tmp_path) == steps
+        assert (
+            recipe.train(model, tokens, dataclasses.replace(small, steps=steps), math.inf, tmp_path)
+            == steps
+        )
         weights.append(model.state_dict())
         if steps == 60:
             recipe.save(model, tmp_path)

@@ -13,7 +13,9 @@ from kvfold.convert.checkpoint.reader import Checkpoint
 from kvfold.convert.device import compute_dtype
 
 SIZES = {"a": ("F32", 5), "b": ("I64", 100), "c": ("BF16", 4), "d": ("BF16", 4)}
-TENSORS = {name: SimpleNamespace(dtype=dtype, nbytes=count) for name, (dtype, count) in SIZES.items()}
+TENSORS = {
+    name: SimpleNamespace(dtype=dtype, nbytes=count) for name, (dtype, count) in SIZES.items()
+}
 MIXED = Checkpoint(Path(), config={}, tensors=TENSORS, origin="mixed", config_hash="")
 
 
@@ -51,11 +53,17 @@ def test_whether_there_may_be_a_gpu_is_known_without_torch(tmp_path, monkeypatch
             "3:cpu,cpuacct:/job\n0::/\n",
             2,
         ),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, "3:cpu:/\n4:memory:/x\n", 3),
+        (
+            {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
+            "3:cpu:/\n4:memory:/x\n",
+            3,
+        ),
     ],
 )
 def test_the_cores_that_a_process_may_use(tmp_path, monkeypatch, files, own, expected):
-    """Processors 4 and 5 are two threads of one core; the quotas of the group and of those above it count."""
+    """Processors 4 and 5 are two threads of one core; the quotas of the group and of those above it
+    count.
+    """
     monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: {1, 2, 4, 5})
     for name, place in (("_CORE", "cpus"), ("_GROUPS", "groups"), ("_OWN_GROUPS", "own")):
         monkeypatch.setattr(host, name, tmp_path / place)
@@ -69,7 +77,9 @@ def test_the_cores_that_a_process_may_use(tmp_path, monkeypatch, files, own, exp
     assert host.usable_cores() == expected
 
 
-@pytest.mark.parametrize("chosen", [{}, {"MKL_NUM_THREADS": "7"}, {"GOMP_SPINCOUNT": "5", "OMP_NUM_THREADS": "6"}])
+@pytest.mark.parametrize(
+    "chosen", [{}, {"MKL_NUM_THREADS": "7"}, {"GOMP_SPINCOUNT": "5", "OMP_NUM_THREADS": "6"}]
+)
 def test_threads_are_set_before_torch_unless_the_user_chose_them(monkeypatch, chosen):
     for name in (*host._THREADS, *host._WAITING):
         monkeypatch.delenv(name, raising=False)
@@ -80,8 +90,12 @@ def test_threads_are_set_before_torch_unless_the_user_chose_them(monkeypatch, ch
     assert dict(os.environ) == before
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(host, "usable_cores", lambda: 3)
-    threads = {} if host._THREADS[0] in chosen or host._THREADS[1] in chosen else {"OMP_NUM_THREADS": "3"}
-    waiting = {} if "GOMP_SPINCOUNT" in chosen else {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+    threads = (
+        {} if host._THREADS[0] in chosen or host._THREADS[1] in chosen else {"OMP_NUM_THREADS": "3"}
+    )
+    waiting = (
+        {} if "GOMP_SPINCOUNT" in chosen else {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+    )
     monkeypatch.setattr(host.os, "environ", dict(before))
     host.set_threads()
     assert host.os.environ == {**before, **threads, **waiting}

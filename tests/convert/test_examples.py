@@ -1,4 +1,6 @@
-"""Examples of docstrings and ``docs/``, run as they stand; commands of the documents, parsed; the page of options."""
+"""Examples of docstrings and ``docs/``, run as they stand; commands of the documents, parsed; the
+page of options.
+"""
 
 import doctest
 import re
@@ -12,8 +14,19 @@ import kvfold.convert
 from kvfold.convert import errors
 from kvfold.convert.cli import kvfold as commands
 
-FUNCTIONS = [name for name in kvfold.convert.__all__ if name.endswith(("_checkpoint", "_checkpoints", "_request"))]
-QUICK = ("ConvertRequest", "UptrainRequest", "demo_folder", "inspect_checkpoint", "recipe_request", "verify_checkpoint")
+FUNCTIONS = [
+    name
+    for name in kvfold.convert.__all__
+    if name.endswith(("_checkpoint", "_checkpoints", "_request"))
+]
+QUICK = (
+    "ConvertRequest",
+    "UptrainRequest",
+    "demo_folder",
+    "inspect_checkpoint",
+    "recipe_request",
+    "verify_checkpoint",
+)
 SLOW = [name for name in FUNCTIONS if name not in QUICK]
 
 
@@ -23,10 +36,14 @@ def as_in_python():
         yield
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
 def test_example(name, tmp_path, as_in_python):
     exported = {each: getattr(kvfold.convert, each) for each in kvfold.convert.__all__}
-    found = doctest.DocTestFinder(recurse=False).find(exported[name], name, globs=exported | {"folder": tmp_path})
+    found = doctest.DocTestFinder(recurse=False).find(
+        exported[name], name, globs=exported | {"folder": tmp_path}
+    )
     assert found[0].examples, f"{name} has no example"
     told: list[str] = []
     assert doctest.DocTestRunner().run(found[0], out=told.append).failed == 0, "".join(told)
@@ -44,11 +61,15 @@ def test_the_page_on_python(tmp_path, as_in_python):
     told: list[str] = []
     # A blank line ends an expected output.
     text = (REPOSITORY / "docs" / "python.md").read_text().replace("```", "\n```")
-    found = doctest.DocTestParser().get_doctest(text, {"folder": tmp_path}, "python.md", "docs/python.md", 0)
+    found = doctest.DocTestParser().get_doctest(
+        text, {"folder": tmp_path}, "python.md", "docs/python.md", 0
+    )
     assert doctest.DocTestRunner().run(found, out=told.append).failed == 0, "".join(told)
 
 
-@pytest.mark.parametrize("document", sorted(DOCUMENTS), ids=lambda path: f"{path.parent.name}/{path.name}")
+@pytest.mark.parametrize(
+    "document", sorted(DOCUMENTS), ids=lambda path: f"{path.parent.name}/{path.name}"
+)
 def test_documents_name_commands_and_files_that_exist(document):
     text = document.read_text()
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
@@ -58,7 +79,9 @@ def test_documents_name_commands_and_files_that_exist(document):
             words = shlex.split(line, comments=True)
             if words[:1] == ["kvfold"]:
                 command = commands.commands[words[1]]
-                command.make_context(words[1], words[2:])  # raises for an option or a value that does not exist
+                command.make_context(
+                    words[1], words[2:]
+                )  # raises for an option or a value that does not exist
 
 
 def options_page() -> str:
@@ -66,23 +89,41 @@ def options_page() -> str:
     lines = [
         "# Options",
         "",
-        "The options of each command, as listed by `kvfold COMMAND --help`; keywords in Python use underscores.",
+        (
+            "The options of each command, as listed by `kvfold COMMAND --help`; keywords in Python"
+            " use underscores."
+        ),
         "",
-        "<!-- Generated from the commands: pytest --rewrite-messages tests/convert/test_examples.py -->",
+        (
+            "<!-- Generated from the commands: pytest --rewrite-messages"
+            " tests/convert/test_examples.py -->"
+        ),
     ]
     for name, command in commands.commands.items():
         told = [each for each in command.params if isinstance(each, click.Option)]
-        arguments = [each.make_metavar(click.Context(command)) for each in command.params if each not in told]
-        lines += ["", f"## kvfold {' '.join([name, *arguments])}", "", command.help.splitlines()[0], ""]
+        arguments = [
+            each.make_metavar(click.Context(command)) for each in command.params if each not in told
+        ]
+        lines += [
+            "",
+            f"## kvfold {' '.join([name, *arguments])}",
+            "",
+            command.help.splitlines()[0],
+            "",
+        ]
         lines += ["| option | default | meaning |", "|---|---|---|"]
         panel = None
         for each in told:
             if (heading := getattr(each, "panel", None)) != panel:
                 lines.append(f"| **{heading}** | | |")
                 panel = heading
-            shown = each.metavar or ("" if each.is_flag else each.type.name.upper().removesuffix(" RANGE"))
+            shown = each.metavar or (
+                "" if each.is_flag else each.type.name.upper().removesuffix(" RANGE")
+            )
             option = f"`{', '.join(each.opts)} {shown}".rstrip().replace("|", "\\|") + "`"
-            lines.append(f"| {option} | {each.default if each.show_default else ''} | {each.help} |")
+            lines.append(
+                f"| {option} | {each.default if each.show_default else ''} | {each.help} |"
+            )
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,6 @@
-"""``--json`` of every command, for every kind of checkpoint that it can be asked about, as a strict reader takes it."""
+"""``--json`` of every command, for every kind of checkpoint that it can be asked about, as a strict
+reader takes it.
+"""
 
 import subprocess
 import sys
@@ -26,31 +28,55 @@ def run(*words: object) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The model that ships, converted to each of ``RESULTS``; what ``convert --json`` printed is beside it."""
-    folder, made = tmp_path_factory.mktemp("json"), {"demo": demo_folder()}
+    """The model that ships, converted to each of ``RESULTS``; what ``convert --json`` printed is
+    beside it.
+    """
+    folder = tmp_path_factory.mktemp("json")
+    made = {"demo": demo_folder()}
     for name, options in RESULTS.items():
-        run("convert", demo_folder(), folder / name, *options.split(), "--quiet", "--json", folder / f"{name}.json")
+        run(
+            "convert",
+            demo_folder(),
+            folder / name,
+            *options.split(),
+            "--quiet",
+            "--json",
+            folder / f"{name}.json",
+        )
         made[name] = folder / name
     return made
 
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_what_convert_tells_of_each_layout(results, name):
-    assert strict(results[name].with_suffix(".json").read_text())["cache_elements_per_token_per_layer"]["to"] > 0
+    assert (
+        strict(results[name].with_suffix(".json").read_text())[
+            "cache_elements_per_token_per_layer"
+        ]["to"]
+        > 0
+    )
 
 
 @pytest.mark.parametrize("name", ["demo", *RESULTS])
 @pytest.mark.parametrize("command", ["inspect", "verify", "drift", "sweep", "dry-run"])
 def test_every_command_and_checkpoint(results, tmp_path, name, command):
-    model, file = results[name], tmp_path / "told.json"
-    if (command, name) == ("verify", "demo") or (command == "sweep" and name not in ("demo", "gqa")):
+    model = results[name]
+    file = tmp_path / "told.json"
+    if (command, name) == ("verify", "demo") or (
+        command == "sweep" and name not in ("demo", "gqa")
+    ):
         pytest.skip("it has no record, or nothing that a sweep could convert")
     arguments: dict[str, list[object]] = {
         "inspect": [model],
         "verify": [model],
         "drift": [demo_folder(), model, *SMALL],
         "sweep": [model, "--targets", "mqa", *SMALL, "--quiet"],
-        "dry-run": [demo_folder(), tmp_path / "out", *RESULTS.get(name, "--to mqa").split(), "--dry-run"],
+        "dry-run": [
+            demo_folder(),
+            tmp_path / "out",
+            *RESULTS.get(name, "--to mqa").split(),
+            "--dry-run",
+        ],
     }
     run("convert" if command == "dry-run" else command, *arguments[command], "--json", file)
     assert strict(file.read_text())
@@ -59,10 +85,32 @@ def test_every_command_and_checkpoint(results, tmp_path, name, command):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RESULTS)
 def test_commands_that_load_whole_models(results, tmp_path, name):
-    small = ["--context", "16", "--batch", "1", "--prefill-tokens", "0", "--seconds", "0", "--device", "cpu", "--quiet"]
+    small = [
+        "--context",
+        "16",
+        "--batch",
+        "1",
+        "--prefill-tokens",
+        "0",
+        "--seconds",
+        "0",
+        "--device",
+        "cpu",
+        "--quiet",
+    ]
     lengths = ["--lengths", "256", "--samples", "2", "--quiet"]
     (tmp_path / "text.txt").write_text(read_text("calibration"))
-    steps = ["--text", tmp_path / "text.txt", "--steps", "1", "--batch-tokens", "64", "--seq-len", "32", "--quiet"]
+    steps = [
+        "--text",
+        tmp_path / "text.txt",
+        "--steps",
+        "1",
+        "--batch-tokens",
+        "64",
+        "--seq-len",
+        "32",
+        "--quiet",
+    ]
     run("eval", demo_folder(), results[name], *lengths, "--json", tmp_path / "e")
     run("bench", results[name], *small, "--json", tmp_path / "b")
     run("uptrain", results[name], tmp_path / "trained", *steps, "--json", tmp_path / "u")

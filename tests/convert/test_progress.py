@@ -13,12 +13,15 @@ from kvfold.convert import progress
 
 @pytest.fixture
 def told(monkeypatch, capsys):
-    """``told(pattern)`` waits for a line on stderr, which is no terminal; one is printed at every look."""
+    """``told(pattern)`` waits for a line on stderr, which is no terminal; one is printed at every
+    look.
+    """
     for name, seconds in {"EVERY": 0.0, "LASTS": 0.0, "TICK": 0.005}.items():
         monkeypatch.setattr(progress, name, seconds)
 
     def wait(pattern):
-        lines, limit = [], time.monotonic() + 30
+        lines = []
+        limit = time.monotonic() + 30
         while not any(re.fullmatch(rf"\[\d\d:\d\d:\d\d\] {pattern}", line) for line in lines):
             assert time.monotonic() < limit, lines
             time.sleep(0.005)
@@ -94,7 +97,11 @@ def test_steps_go_to_the_caller_where_there_is_one(capsys):
     with stages("reading"), stages("write", 10, "B", 4) as wrote:
         wrote(6)
         assert list(stages.over("convert", "ab", 2, "layer")) == ["a", "b"]
-    assert steps == [("write", 4, 10), ("write", 10, 10), *(("convert", done, 2) for done in range(3))]
+    assert steps == [
+        ("write", 4, 10),
+        ("write", 10, 10),
+        *(("convert", done, 2) for done in range(3)),
+    ]
     with progress.Stages(quiet=True)("reading"):
         pass
     assert (progress._open, capsys.readouterr().err) == ([], "")

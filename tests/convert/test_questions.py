@@ -1,4 +1,6 @@
-"""The recipe of docs/questions.md for a quantization that kvfold does not read: dequantized by transformers."""
+"""The recipe of docs/questions.md for a quantization that kvfold does not read: dequantized by
+transformers.
+"""
 
 import json
 import re
@@ -30,9 +32,12 @@ KEYS = {  # of Llama's config, by the name that GGUF has for each
 
 
 def write_gguf(source: Path, file: Path) -> dict[str, Tensor]:
-    """``source``, a tiny Llama, with matrices in 8 bits; returns the weights that are not rotary as they dequantize."""
+    """``source``, a tiny Llama, with matrices in 8 bits; returns the weights that are not rotary as
+    they dequantize.
+    """
     gguf = pytest.importorskip("gguf", reason="transformers reads GGUF files with the package gguf")
-    config, writer = json.loads((source / "config.json").read_text()), gguf.GGUFWriter(file, "llama")
+    config = json.loads((source / "config.json").read_text())
+    writer = gguf.GGUFWriter(file, "llama")
     for name, key in KEYS.items():
         getattr(writer, f"add_{name}")(config[key])
     writer.add_tokenizer_model("gpt2")
@@ -41,7 +46,8 @@ def write_gguf(source: Path, file: Path) -> dict[str, Tensor]:
     writer.add_token_merges([" ".join(letters[:2])])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
-    names, meant = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"]), {}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    meant = {}
     for name, tensor in tensors(source).items():
         stored = names.get_name(name, try_suffixes=(".weight",))
         if tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
@@ -58,12 +64,15 @@ def write_gguf(source: Path, file: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.skipif(
-    metadata.version("transformers") < "5.23", reason="older versions hand merges over as tokenizers 0.23 refuses them"
+    metadata.version("transformers") < "5.23",
+    reason="older versions hand merges over as tokenizers 0.23 refuses them",
 )
 def test_a_gguf_model_is_dequantized_by_transformers_then_converted(
     tiny_family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The code of the page, as it stands there; GGUF permutes rotary rows, so those matrices are not compared."""
+    """The code of the page, as it stands there; GGUF permutes rotary rows, so those matrices are
+    not compared.
+    """
     monkeypatch.chdir(tmp_path)
     Path("MODEL").mkdir()
     source = tiny_family("llama", num_key_value_heads=4, attention_bias=False, mlp_bias=False)
@@ -77,5 +86,7 @@ def test_a_gguf_model_is_dequantized_by_transformers_then_converted(
     assert all(torch.equal(dense[name], tensor) for name, tensor in meant.items())
     convert_checkpoint(ConvertRequest("DENSE", "OUT", to="mqa", method="mean", quiet=True))
     values = "model.layers.0.self_attn.v_proj.weight"
-    assert torch.equal(tensors(Path("OUT"))[values], dense[values].float().unflatten(0, (4, -1)).mean(0).bfloat16())
+    assert torch.equal(
+        tensors(Path("OUT"))[values], dense[values].float().unflatten(0, (4, -1)).mean(0).bfloat16()
+    )
     assert list(Path("OUT").glob("tokenizer*"))

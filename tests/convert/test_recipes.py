@@ -1,4 +1,6 @@
-"""Recipes: those that ship, held against the shapes of their models and the README; merging with options; refusals."""
+"""Recipes: those that ship, held against the shapes of their models and the README; merging with
+options; refusals.
+"""
 
 import ast
 import json
@@ -20,9 +22,9 @@ from kvfold.convert.recipes import read_recipe, recipe_names
 from kvfold.convert.uptrain.__main__ import uptrain
 from kvfold.convert.uptrain.request import UptrainRequest
 
-FOLDER = Path(__file__).resolve().parents[2] / "recipes"
+FOLDER = Path(__file__).resolve().parents[2] / "convert" / "data" / "recipes"
 README = (FOLDER / "README.md").read_text()
-SCRIPT = ["accelerate", "launch", "--config_file", "recipes/fsdp.yaml", "recipes/uptrain.py"]
+SCRIPT = ["accelerate", "launch", "--config_file", "convert/data/fsdp.yaml", "recipes/uptrain.py"]
 
 
 @pytest.fixture(scope="module")
@@ -75,23 +77,35 @@ def test_the_recipes_that_ship_are_those_of_the_repository():
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_shipped_recipe_plans_and_saves_what_it_says(name, shapes_of, tmp_path):
-    text, about = (FOLDER / f"{name}.toml").read_text(), read_recipe(name).about
-    hub, before, after = about["model"], about["cached_before"], about["cached_after"]
-    request = recipe_request(name, model=str(shapes_of(hub)), out=str(tmp_path / "out"), dry_run=True)
+    text = (FOLDER / f"{name}.toml").read_text()
+    about = read_recipe(name).about
+    hub = about["model"]
+    before = about["cached_before"]
+    after = about["cached_after"]
+    request = recipe_request(
+        name, model=str(shapes_of(hub)), out=str(tmp_path / "out"), dry_run=True
+    )
     plan = convert_checkpoint(request).plan
     assert (plan.cache_elements, plan.layout.cache_elements) == (before, after)
     assert about["saving"] == 1 - after / before
     assert request.refine == "auto"
     assert f"# kvfold convert {hub} OUT --recipe {name} " in text
     assert f"--teacher {hub} " in about["uptrain"]
-    assert all(said in about["measured"] for said in ("not measured by us on the full model", f"kvfold drift {hub}"))
+    assert all(
+        said in about["measured"]
+        for said in ("not measured by us on the full model", f"kvfold drift {hub}")
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "expected"),
     [
         ("llama-2-7b-mla-512-64", {"budget": 576}, {"to": "mla", "budget": 576, "layout": "free"}),
-        ("llama-2-7b-gqa-8", {"samples": 7, "refine": 0}, {"to": "gqa", "kv_heads": 8, "samples": 7, "refine": 0}),
+        (
+            "llama-2-7b-gqa-8",
+            {"samples": 7, "refine": 0},
+            {"to": "gqa", "kv_heads": 8, "samples": 7, "refine": 0},
+        ),
         ("llama-2-7b-gqa-8", {"to": "mqa"}, {"to": "mqa"}),
         ("llama-2-7b-gqa-8", {"to": "gqa"}, {"to": "gqa", "kv_heads": 8}),
         ("llama-2-7b-mqa", {"to": "gqa", "kv_heads": 4}, {"to": "gqa", "kv_heads": 4}),
@@ -102,7 +116,9 @@ def test_a_shipped_recipe_plans_and_saves_what_it_says(name, shapes_of, tmp_path
 )
 def test_an_override_displaces_what_cannot_stand_beside_it(name, overrides, expected):
     text = {"samples": 128, "seq_len": 512, "refine": "auto"}
-    assert request_of(name, **overrides) == ConvertRequest(model="m", out="o", **{**text, **expected})
+    assert request_of(name, **overrides) == ConvertRequest(
+        model="m", out="o", **{**text, **expected}
+    )
 
 
 def test_a_budget_gives_way_to_a_split_and_a_method_to_a_target(tmp_path):
@@ -121,7 +137,10 @@ def test_a_budget_gives_way_to_a_split_and_a_method_to_a_target(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        'to = "MLA"\nmethod = "average"\nkv_heads = "8"\nseq_len = 8.0\nrefine = "often"\ncalibration = ""\nseed = -1',
+        (
+            'to = "MLA"\nmethod = "average"\nkv_heads = "8"\nseq_len = 8.0\nrefine ='
+            ' "often"\ncalibration = ""\nseed = -1'
+        ),
         'to = "mqa"\nkv-heads = 8\ncolour = "red"\nquiet = true\n[about]\nsamples = 3',
         '[convert]\nto = "mqa"',
         'to = "mqa"\nabout = 3',
@@ -164,9 +183,13 @@ def test_a_file_needs_no_suffix_and_does_not_hide_a_name(tmp_path, monkeypatch):
 
 
 def test_the_command_line_and_the_request_have_the_same_defaults(monkeypatch):
-    """A recipe leaves what it does not name to the request; without one the command line's defaults count."""
+    """A recipe leaves what it does not name to the request; without one the command line's defaults
+    count.
+    """
     requests = []
-    monkeypatch.setattr(run_module, "convert_checkpoint", lambda request: requests.append(request) or 1 / 0)
+    monkeypatch.setattr(
+        run_module, "convert_checkpoint", lambda request: requests.append(request) or 1 / 0
+    )
     assert run("convert", "m", "o", "--to", "mqa") == 1
     assert requests == [ConvertRequest(model="m", out="o", to="mqa")]
 
@@ -175,13 +198,27 @@ def test_the_command_line_and_the_request_have_the_same_defaults(monkeypatch):
 def test_a_recipe_and_the_same_options_give_equal_bytes(tiny_reader, tmp_path):
     """Options that are given count more than the recipe, at their defaults too."""
     text = (
-        'to = "gqa"\nkv_heads = 2\nseed = 3\ngroup = "contiguous"\nsamples = 2\nseq_len = 32\n[about]\nmodel = "demo"'
+        'to = "gqa"\nkv_heads = 2\nseed = 3\ngroup = "contiguous"\nsamples = 2\nseq_len ='
+        ' 32\n[about]\nmodel = "demo"'
     )
     options = ["--to", "gqa", "--group", "contiguous", "--samples", 2, "--seq-len", 32]
     lines = {"a": ["--recipe", write(tmp_path, text)], "b": options}
     written = {}
     for name, line in lines.items():
-        assert run("convert", tiny_reader, tmp_path / name, *line, "--kv-heads", 4, "--seed", 0, "--quiet") == 0
+        assert (
+            run(
+                "convert",
+                tiny_reader,
+                tmp_path / name,
+                *line,
+                "--kv-heads",
+                4,
+                "--seed",
+                0,
+                "--quiet",
+            )
+            == 0
+        )
         written[name] = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
     assert written["a"] == written["b"]
     recorded = json.loads(written["a"]["kvfold.json"])["request"]
@@ -196,11 +233,12 @@ def test_the_table_lists_every_recipe():
     rows = []
     for name in recipe_names():
         recipe = read_recipe(name)
-        about, to = recipe.about, recipe.options["to"]
+        about = recipe.about
+        to = recipe.options["to"]
         cached = f"{about['cached_before']} to {about['cached_after']}"
-        target = {"gqa": "GQA-{kv_heads}", "mqa": "MQA", "mla": "MLA {kv_rank} + {rope_dim}"}[to].format(
-            **recipe.options
-        )
+        target = {"gqa": "GQA-{kv_heads}", "mqa": "MQA", "mla": "MLA {kv_rank} + {rope_dim}"}[
+            to
+        ].format(**recipe.options)
         saved = f"{100 * about['saving']:.1f} %"
         rows.append(f"| `{name}` | `{about['model']}` | {target} | {cached} | {saved} |")
     assert re.findall(r"^\| `[a-z0-9.-]+` \|.*% \|$", README, re.MULTILINE) == rows
@@ -220,8 +258,14 @@ def test_an_uptraining_line_is_one_that_the_script_takes(name):
 
 
 def test_the_line_of_the_readme_is_that_of_a_recipe():
-    shown = next(block for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) if "/uptrain.py" in block)
-    assert shlex.split(shown.replace("\\\n", "")) == shlex.split(read_recipe("llama-2-7b-gqa-8").about["uptrain"])
+    shown = next(
+        block
+        for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+        if "/uptrain.py" in block
+    )
+    assert shlex.split(shown.replace("\\\n", "")) == shlex.split(
+        read_recipe("llama-2-7b-gqa-8").about["uptrain"]
+    )
 
 
 def test_the_recipe_that_the_readme_shows_is_one(tmp_path):
@@ -229,7 +273,9 @@ def test_the_recipe_that_the_readme_shows_is_one(tmp_path):
     (tmp_path / "mine.toml").write_text(shown)
     assert recipe_request(str(tmp_path / "mine.toml"), model="m", out="o").budget == 576
     keys = set(specs(ConvertRequest)) - run_only(ConvertRequest)
-    assert keys == set(re.findall(r"`(\w+)`", re.search(r"spells them:(.*?)\. A path", README, re.DOTALL)[1]))
+    assert keys == set(
+        re.findall(r"`(\w+)`", re.search(r"spells them:(.*?)\. A path", README, re.DOTALL)[1])
+    )
 
 
 def test_a_checkpoint_split_into_files_is_joined_and_damage_is_named(tmp_path):
@@ -246,6 +292,8 @@ def test_a_checkpoint_split_into_files_is_joined_and_damage_is_named(tmp_path):
     }
     made[1].write_bytes(bytes(100))
     made[3].unlink()
-    with pytest.raises(SystemExit, match=r"0001\.part is damaged.*0003\.part is missing; copy them again"):
+    with pytest.raises(
+        SystemExit, match=r"0001\.part is damaged.*0003\.part is missing; copy them again"
+    ):
         scripts["join"](tmp_path / "parts", tmp_path / "again")
     assert not (tmp_path / "again").exists()

@@ -1,4 +1,6 @@
-"""Requests: every option is one field, from which come the command line, recipes, checks of values and keywords."""
+"""Requests: every option is one field, from which come the command line, recipes, checks of values
+and keywords.
+"""
 
 import pickle
 import re
@@ -30,7 +32,9 @@ def refused(request=ConvertRequest, **options):
 
 def test_problems_have_the_option_at_fault_and_its_value():
     with pytest.raises(InputError) as caught:
-        ConvertRequest(model="m", out="o", to="gqa", samples=0, device="tpu", spill="DIR", method="first")
+        ConvertRequest(
+            model="m", out="o", to="gqa", samples=0, device="tpu", spill="DIR", method="first"
+        )
     found = {problem.field: problem.value for problem in caught.value.problems}
     assert found == {"samples": 0, "device": "tpu", "kv_heads": None, "spill": "DIR"}
     assert caught.value.problems == [caught.value.message, *caught.value.details]
@@ -79,7 +83,11 @@ def test_paths_become_text_and_one_text_or_several_are_texts(calibration, texts)
 
 def test_defaults():
     request = ConvertRequest(model="m", out="o", to="mqa")
-    assert (request.resolved_method, request.shard_bytes, request.calibrated) == ("principal", 5 * 10**9, True)
+    assert (request.resolved_method, request.shard_bytes, request.calibrated) == (
+        "principal",
+        5 * 10**9,
+        True,
+    )
     assert not ConvertRequest(model="m", out="o", to="mqa", method="mean").calibrated
     assert ConvertRequest(model="m", out="o", to="mqa", method="mean", refine=10).calibrated
 
@@ -99,8 +107,22 @@ def test_automatic_lengths_keep_the_number_of_tokens(options, positions, numbers
     assert (sized.samples, sized.length) == numbers
 
 
-WRONG = {"model": 3, "out": " ", "samples": 0, "seq_len": 1, "seed": 2**63, "refine": "often", "polish": -1}
-WRONG |= {"device": "cude", "dtype": "tpu", "overwrite": "yes", "max_shard_size": "5 apples", "kv_heads": True}
+WRONG = {
+    "model": 3,
+    "out": " ",
+    "samples": 0,
+    "seq_len": 1,
+    "seed": 2**63,
+    "refine": "often",
+    "polish": -1,
+}
+WRONG |= {
+    "device": "cude",
+    "dtype": "tpu",
+    "overwrite": "yes",
+    "max_shard_size": "5 apples",
+    "kv_heads": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -109,15 +131,36 @@ WRONG |= {"device": "cude", "dtype": "tpu", "overwrite": "yes", "max_shard_size"
         {"to": "gpa", "method": "best", "calibration": " ", "max_shard_size": "5", **WRONG},
         {"to": "gqa"},
         {"to": "gqa", "kv_heads": 2, "kv_rank": 8, "rope_dim": 0, "method": "svd"},
-        {"to": "mqa", "kv_heads": 4, "method": "mean", "group": "similar", "spill": "dir", "calibration": "a.txt"},
-        {"to": "mqa", "keep_quantized": True, "dtype": "float32", "calibration": ["a.txt", "a.txt"]},
+        {
+            "to": "mqa",
+            "kv_heads": 4,
+            "method": "mean",
+            "group": "similar",
+            "spill": "dir",
+            "calibration": "a.txt",
+        },
+        {
+            "to": "mqa",
+            "keep_quantized": True,
+            "dtype": "float32",
+            "calibration": ["a.txt", "a.txt"],
+        },
         {"to": "mqa", "train": "all", "teacher": "x", "repeat_text": True, "keep_intervals": True},
         {"to": "mla", "kv_rank": 8},
-        {"to": "mla", "budget": 64, "kv_rank": 8, "method": "svd", "group": "similar", "layout": "deepseek"},
+        {
+            "to": "mla",
+            "budget": 64,
+            "kv_rank": 8,
+            "method": "svd",
+            "group": "similar",
+            "layout": "deepseek",
+        },
         {"to": "mla", "budget": 64, "layout": "engine", "rotate_latent": True},
         {"to": "mla", "kv_rank": 8, "rope_dim": 8, "layout": "engine", "method": "svd"},
     ],
-    ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items() if name not in WRONG),
+    ids=lambda options: " ".join(
+        f"{name}={value}" for name, value in options.items() if name not in WRONG
+    ),
 )
 def test_what_is_refused(options, told):
     told(refused(**{"model": "m", "out": "o", **options}))
@@ -125,12 +168,29 @@ def test_what_is_refused(options, told):
 
 def test_what_decides_the_result_is_recorded():
     def recorded(**options):
-        return ConvertRequest(model="/home/someone/m", out="/tmp/o", to="mqa", quiet=True, **options).result_options()
+        return ConvertRequest(
+            model="/home/someone/m", out="/tmp/o", to="mqa", quiet=True, **options
+        ).result_options()
 
     assert (recorded()["to"], recorded()["method"]) == ("mqa", "principal")
-    how = {"model", "out", "quiet", "device", "overwrite", "resume", "dry_run", "allow_growth", "trust_remote_code"}
+    how = {
+        "model",
+        "out",
+        "quiet",
+        "device",
+        "overwrite",
+        "resume",
+        "dry_run",
+        "allow_growth",
+        "trust_remote_code",
+    }
     assert not how & set(recorded(device="cpu"))
-    drawn = ({}, {"method": "random"}, {"method": "mean", "refine": 5}, {"method": "mean", "polish": 5})
+    drawn = (
+        {},
+        {"method": "random"},
+        {"method": "mean", "refine": 5},
+        {"method": "mean", "polish": 5},
+    )
     assert all("seed" in recorded(**options) for options in drawn)
     assert "seed" not in recorded(method="mean")
     latent = ConvertRequest(model="m", out="o", to="mla", kv_rank=8, rope_dim=8)
@@ -179,7 +239,9 @@ def test_a_field_is_an_option_a_key_of_recipes_and_a_rule(monkeypatch, tmp_path)
     assert re.search(r"--sharpness INTEGER +How sharp\. +\[default: 3\]", shown)
     to = next(parameter for parameter in command.params if parameter.name == "to")
     assert [each.value for each in to.shell_complete(click.Context(command), "m")] == ["mqa", "mla"]
-    CliRunner().invoke(command, ["m", "o", "--to", "mqa", "--sharpness", "5"], catch_exceptions=False)
+    CliRunner().invoke(
+        command, ["m", "o", "--to", "mqa", "--sharpness", "5"], catch_exceptions=False
+    )
     assert requests[0].sharpness == requests[0].result_options()["sharpness"] == 5
     assert "--sharpness must be a whole number of at least 1, not 0" in refused(
         Extended, model="m", out="o", to="mqa", sharpness=0
@@ -195,6 +257,10 @@ def test_functions_take_a_request_or_its_fields():
         return request, progress
 
     request = DriftRequest("m", "o", samples=3)
-    assert measure("m", "o", samples=3, progress=print) == measure(request, progress=print) == (request, print)
+    assert (
+        measure("m", "o", samples=3, progress=print)
+        == measure(request, progress=print)
+        == (request, print)
+    )
     with pytest.raises(InputError, match="--samples must be"):
         measure("m", "o", samples=0)

@@ -1,6 +1,7 @@
 """Signals end a command once; what cleans up after it is not disturbed by a second one.
 
-They are raised in the thread itself: one that is sent to the process may reach another thread first, and come late.
+They are raised in the thread itself: one that is sent to the process may reach another thread
+first, and come late.
 """
 
 import io
@@ -22,7 +23,9 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[None]:
-    """The signals as they are in a terminal: what runs in the background may have been started to ignore some."""
+    """The signals as they are in a terminal: what runs in the background may have been started to
+    ignore some.
+    """
     before = [signal.signal(each, signal.default_int_handler) for each in ENDING]
     yield
     for each, handler in zip(ENDING, before, strict=True):

@@ -1,4 +1,6 @@
-"""Values and files that no user means to give: each is refused in words, before anything is written."""
+"""Values and files that no user means to give: each is refused in words, before anything is
+written.
+"""
 
 import json
 import os
@@ -50,13 +52,19 @@ def model(tmp_path: Path) -> Path:
 )
 def test_settings_of_quantization_are_checked(group, model, refused):
     config = json.loads((model / "config.json").read_text())
-    settings = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"g": group}}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"g": group},
+    }
     (model / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
     with refused():
         open_checkpoint(str(model))
 
 
-@pytest.mark.parametrize("digit", ["\N{SUPERSCRIPT TWO}", "\N{CIRCLED DIGIT ONE}", "\N{ARABIC-INDIC DIGIT THREE}"])
+@pytest.mark.parametrize(
+    "digit", ["\N{SUPERSCRIPT TWO}", "\N{CIRCLED DIGIT ONE}", "\N{ARABIC-INDIC DIGIT THREE}"]
+)
 def test_digits_of_other_scripts_are_no_numbers(digit):
     assert parse_size(f"{digit}GB") is None
     with pytest.raises(InputError):
@@ -69,7 +77,9 @@ def test_digits_of_other_scripts_are_no_numbers(digit):
 
 
 @pytest.mark.parametrize(
-    "variables", [{"WORLD_SIZE": "x"}, {"WORLD_SIZE": "-1"}, {"WORLD_SIZE": "2", "RANK": "5"}], ids=str
+    "variables",
+    [{"WORLD_SIZE": "x"}, {"WORLD_SIZE": "-1"}, {"WORLD_SIZE": "2", "RANK": "5"}],
+    ids=str,
 )
 def test_processes_need_whole_numbers_from_their_launcher(variables, monkeypatch, refused):
     for name, value in variables.items():
@@ -94,14 +104,22 @@ def test_results_are_not_written_through_links_or_into_pipes(tmp_path, refused):
 
 def test_pages_hold_no_control_characters(tmp_path):
     write_report("<p>m\x01\x1b[31m</p>", str(tmp_path), quiet=True)
-    assert (tmp_path / "report.html").read_text() == "<p>m\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}[31m</p>"
+    assert (
+        tmp_path / "report.html"
+    ).read_text() == "<p>m\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}[31m</p>"
 
 
 def test_a_token_beyond_the_vocabulary_begins_no_text(model, refused):
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<nope>"}))
     asked = ConvertRequest(
-        model=str(model), out=str(model.parent / "out"), to="mqa", calibration="self", samples=2, seq_len=16, quiet=True
+        model=str(model),
+        out=str(model.parent / "out"),
+        to="mqa",
+        calibration="self",
+        samples=2,
+        seq_len=16,
+        quiet=True,
     )
     with refused():
         convert_checkpoint(asked)
@@ -116,7 +134,13 @@ def test_a_conversion_that_overflows_is_not_written(model, refused):
             weight.fill_(torch.finfo(weight.dtype).max)
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     asked = ConvertRequest(
-        model=str(model), out=str(model.parent / "out"), to="mla", method="svd", kv_rank=24, rope_dim=8, quiet=True
+        model=str(model),
+        out=str(model.parent / "out"),
+        to="mla",
+        method="svd",
+        kv_rank=24,
+        rope_dim=8,
+        quiet=True,
     )
     with refused():
         convert_checkpoint(asked)

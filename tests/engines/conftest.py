@@ -36,8 +36,17 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "gpt_neox-mla": {"to": "mla", "kv_rank": 48, "rope_dim": 16, "method": "svd"},
     "opt-mqa": {"to": "mqa", "method": "mean"},
 }
-CLASSIC = {"hidden_size": 256, "vocab_size": 2048, "max_position_embeddings": 512}  # heads of 32 dims, vLLM's least
-EXPERTS = {"sliding_window": None, "head_dim": 16, "vocab_size": 2048, "max_position_embeddings": 512}
+CLASSIC = {
+    "hidden_size": 256,
+    "vocab_size": 2048,
+    "max_position_embeddings": 512,
+}  # heads of 32 dims, vLLM's least
+EXPERTS = {
+    "sliding_window": None,
+    "head_dim": 16,
+    "vocab_size": 2048,
+    "max_position_embeddings": 512,
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,17 +57,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def python_with() -> Callable[..., str]:
-    """``python_with("KVFOLD_MLX_PYTHON")``: the Python that the variable names, or this one, if it has the engine."""
+    """``python_with("KVFOLD_MLX_PYTHON")``: the Python that the variable names, or this one, if it
+    has the engine.
+    """
 
     def find(variable: str, *also: str) -> str:
         modules = [*MODULES[variable], *also]
         if named := os.environ.get(variable):
-            wanted = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {modules})))"
+            wanted = (
+                f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {modules})))"
+            )
             if subprocess.run([named, "-c", wanted], check=False).returncode:
                 pytest.skip(f"{named} has not all of {', '.join(modules)}")
             return named
         if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
-            pytest.skip(f"{missing[0]} is not installed; set {variable} to a Python that has {', '.join(modules)}")
+            pytest.skip(
+                f"{missing[0]} is not installed; set {variable} to a Python that has"
+                f" {', '.join(modules)}"
+            )
         return sys.executable
 
     return find
@@ -68,19 +84,23 @@ def python_with() -> Callable[..., str]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """``made("gqa-2")``: the folder of the model that ships, converted as ``REQUESTS`` says.
 
-    ``experts-...`` is ``mla-...`` of a tiny random mixtral; other names begin with the family of a tiny random source.
+    ``experts-...`` is ``mla-...`` of a tiny random mixtral; other names begin with the family of a
+    tiny random source.
     """
     place = tmp_path_factory.mktemp("converted")
 
     def folder(name: str) -> Path:
-        first, out = name.partition("-")[0], place / name
+        first = name.partition("-")[0]
+        out = place / name
         family = "mixtral" if first == "experts" else first
         source = place / family if family in ("mixtral", *tiny_models.CLASSICS) else demo_folder()
         if not source.exists():
             tiny_models.make_tiny(family, source, EXPERTS if family == "mixtral" else CLASSIC)
             add_demo_tokenizer(source)
         if not out.exists():
-            options = {"allow_growth": True, "quiet": True} | REQUESTS[name.replace("experts", "mla")]
+            options = {"allow_growth": True, "quiet": True} | REQUESTS[
+                name.replace("experts", "mla")
+            ]
             convert_checkpoint(ConvertRequest(model=str(source), out=str(out), **options))
         return out
 

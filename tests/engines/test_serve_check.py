@@ -1,4 +1,6 @@
-"""``recipes/serve_check.py`` itself, without an engine: what counts as equal, and what a dead engine says."""
+"""``recipes/serve_check.py`` itself, without an engine: what counts as equal, and what a dead
+engine says.
+"""
 
 import importlib
 import json
@@ -46,7 +48,10 @@ def test_a_dead_engine_is_a_refusal_with_its_message(
 ) -> None:
     dead = tmp_path / "serve" / "dead.py"
     dead.parent.mkdir()
-    dead.write_text("import os, sys\nprint('x.cpp: ASSERT(a < b) failed\\nlast line', file=sys.stderr)\nos.abort()\n")
+    dead.write_text(
+        "import os, sys\nprint('x.cpp: ASSERT(a < b) failed\\nlast line',"
+        " file=sys.stderr)\nos.abort()\n"
+    )
     monkeypatch.setattr(script, "__file__", str(tmp_path / "serve_check.py"))
     monkeypatch.setitem(script.SCRIPTS, "mlx", "dead.py")
     assert script.ask("mlx", sys.executable, {}, 60) == {"error": "x.cpp: ASSERT(a < b) failed"}

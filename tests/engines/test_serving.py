@@ -1,4 +1,6 @@
-"""Engines, really run: equal tokens or a refusal, never wrong ones, and the cache that was promised."""
+"""Engines, really run: equal tokens or a refusal, never wrong ones, and the cache that was
+promised.
+"""
 
 import json
 import os
@@ -12,7 +14,11 @@ import pytest
 from kvfold.convert.data import demo_folder
 
 SCRIPT = Path(__file__).resolve().parents[2] / "recipes" / "serve_check.py"
-VARIABLES = {"vllm": "KVFOLD_VLLM_PYTHON", "mlx": "KVFOLD_MLX_PYTHON", "llama.cpp": "KVFOLD_LLAMA_CPP_PYTHON"}
+VARIABLES = {
+    "vllm": "KVFOLD_VLLM_PYTHON",
+    "mlx": "KVFOLD_MLX_PYTHON",
+    "llama.cpp": "KVFOLD_LLAMA_CPP_PYTHON",
+}
 SOURCES = os.environ.get("KVFOLD_LLAMA_CPP", "")
 # Served, or a part of the message of the refusal.
 SERVED = True
@@ -60,19 +66,39 @@ OPTIONS = {"vllm --model-impl transformers": ["--option", 'model_impl="transform
 def test_tokens_equal_or_refused_and_the_cache_as_promised(
     case: str, python_with: Callable[..., str], made: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    engine, expected, out = case.split()[0], OUTCOMES[case], tmp_path / "rows.json"
+    engine = case.split()[0]
+    expected = OUTCOMES[case]
+    out = tmp_path / "rows.json"
     python = python_with(VARIABLES[engine], *(["kvfold"] if "kvfold" in case else []))
     if engine == "llama.cpp" and not Path(SOURCES, "convert_hf_to_gguf.py").is_file():
-        pytest.skip("no convert_hf_to_gguf.py; set KVFOLD_LLAMA_CPP to the folder of llama.cpp's sources")
+        pytest.skip(
+            "no convert_hf_to_gguf.py; set KVFOLD_LLAMA_CPP to the folder of llama.cpp's sources"
+        )
     folders = [str(demo_folder()), *(str(made(name)) for name in expected)]
-    call = [sys.executable, str(SCRIPT), *folders, "--engine", engine, "--python", python, *OPTIONS.get(case, [])]
+    call = [
+        sys.executable,
+        str(SCRIPT),
+        *folders,
+        "--engine",
+        engine,
+        "--python",
+        python,
+        *OPTIONS.get(case, []),
+    ]
     done = subprocess.run([*call, "--json", str(out)], capture_output=True, text=True, check=False)
     assert out.exists(), done.stderr
     rows = {row["checkpoint"]: row for row in json.loads(out.read_text())["rows"]}
     served = {name: row for name, row in rows.items() if row["verdict"] == "equal"}
-    assert served.keys() == {demo_folder().name, *(name for name, outcome in expected.items() if outcome is SERVED)}
-    refused = {name: row.get("message", "wrong") for name, row in rows.items() if name not in served}
-    assert {name: message for name, message in refused.items() if str(expected[name]) not in message} == {}
+    assert served.keys() == {
+        demo_folder().name,
+        *(name for name, outcome in expected.items() if outcome is SERVED),
+    }
+    refused = {
+        name: row.get("message", "wrong") for name, row in rows.items() if name not in served
+    }
+    assert {
+        name: message for name, message in refused.items() if str(expected[name]) not in message
+    } == {}
     assert {name: row["cache"] for name, row in served.items()} == {
         name: row["cache_promised"] for name, row in served.items()
     }

@@ -1,4 +1,6 @@
-"""lm-eval, peft and trl on results: they take a converted checkpoint for what it is, an ordinary one."""
+"""lm-eval, peft and trl on results: they take a converted checkpoint for what it is, an ordinary
+one.
+"""
 
 import json
 import math
@@ -35,13 +37,18 @@ def run(*call: str | Path) -> None:
 
 @torch.no_grad()
 def bits_per_byte(folder: Path) -> float:
-    """Of ``TEXTS``, each behind the token that lm-eval puts before a text: the first one, else the end token."""
-    model, tokenizer = stock_model(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+    """Of ``TEXTS``, each behind the token that lm-eval puts before a text: the first one, else the
+    end token.
+    """
+    model = stock_model(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     before = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     nats = 0.0
     for text in TEXTS:
         ids = torch.tensor([[before, *tokenizer(text, add_special_tokens=False)["input_ids"]]])
-        nats += torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="sum").item()
+        nats += torch.nn.functional.cross_entropy(
+            model(ids).logits[0, :-1], ids[0, 1:], reduction="sum"
+        ).item()
     return nats / math.log(2) / sum(len(text.encode()) for text in TEXTS)
 
 
@@ -54,8 +61,29 @@ def test_lm_eval_measures_what_transformers_does(
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     (tmp_path / "local.yaml").write_text(TASK.format(file=rows))
     model = f"pretrained={made(name)},dtype=float32"
-    call = [python, "-m", "lm_eval", "run", "--model", "hf", "--model_args", model, "--tasks", "local"]
-    run(*call, "--include_path", tmp_path, "--device", "cpu", "--batch_size", "1", "--output_path", tmp_path / "found")
+    call = [
+        python,
+        "-m",
+        "lm_eval",
+        "run",
+        "--model",
+        "hf",
+        "--model_args",
+        model,
+        "--tasks",
+        "local",
+    ]
+    run(
+        *call,
+        "--include_path",
+        tmp_path,
+        "--device",
+        "cpu",
+        "--batch_size",
+        "1",
+        "--output_path",
+        tmp_path / "found",
+    )
     found = json.loads(next((tmp_path / "found").rglob("*.json")).read_text())["results"]["local"]
     assert found["bits_per_byte,none"] == pytest.approx(bits_per_byte(made(name)), rel=1e-4)
 
@@ -63,10 +91,17 @@ def test_lm_eval_measures_what_transformers_does(
 @pytest.mark.parametrize("library", ["peft", "trl"])
 @pytest.mark.parametrize("name", RESULTS)
 def test_three_steps(
-    library: str, name: str, made: Callable[[str], Path], python_with: Callable[[str], str], tmp_path: Path
+    library: str,
+    name: str,
+    made: Callable[[str], Path],
+    python_with: Callable[[str], str],
+    tmp_path: Path,
 ) -> None:
-    """Fails if a step does not lower the loss in the end, or if what peft merges and saves is another model."""
-    script, out = Path(__file__).parent / "train_steps.py", tmp_path / "losses.json"
+    """Fails if a step does not lower the loss in the end, or if what peft merges and saves is
+    another model.
+    """
+    script = Path(__file__).parent / "train_steps.py"
+    out = tmp_path / "losses.json"
     run(python_with("KVFOLD_EVAL_PYTHON"), script, library, made(name), out)
     found = json.loads(out.read_text())
     assert found["losses"][-1] < found["losses"][0]
@@ -77,5 +112,10 @@ def test_scripts_run_alone() -> None:
     """The engines' scripts import nothing of kvfold: their Pythons do not have it."""
     recipes = Path(__file__).resolve().parents[2] / "recipes" / "serve"
     for script in recipes.glob("*.py"):
-        call = [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(recipes)!r}); import {script.stem}"]
+        call = [
+            sys.executable,
+            "-S",
+            "-c",
+            f"import sys; sys.path.insert(0, {str(recipes)!r}); import {script.stem}",
+        ]
         subprocess.run(call, check=True)

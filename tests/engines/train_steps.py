@@ -1,8 +1,9 @@
-"""Three training steps on a checkpoint, in a Python with peft and trl: train_steps.py peft|trl CHECKPOINT OUT.json
+"""Three training steps on a checkpoint, in a Python with peft and trl: train_steps.py peft|trl
+CHECKPOINT OUT.json
 
-``peft`` puts LoRA on every linear layer, trains, merges it into the weights, saves and loads the result; ``trl`` runs
-its SFTTrainer on the folder. OUT.json gets the losses, and for ``peft`` how far the loaded model's logits are from the
-trained one's.
+``peft`` puts LoRA on every linear layer, trains, merges it into the weights, saves and loads the
+result; ``trl`` runs its SFTTrainer on the folder. OUT.json gets the losses, and for ``peft`` how
+far the loaded model's logits are from the trained one's.
 """
 
 import json
@@ -14,7 +15,10 @@ from typing import Any
 import torch
 
 STEPS = 3
-SAID = [f"The function {name} returns the number of {name} items in a list." for name in ("count", "size", "length")]
+SAID = [
+    f"The function {name} returns the number of {name} items in a list."
+    for name in ("count", "size", "length")
+]
 
 
 def with_peft(checkpoint: str) -> dict[str, Any]:
@@ -23,8 +27,12 @@ def with_peft(checkpoint: str) -> dict[str, Any]:
 
     ids = torch.tensor([AutoTokenizer.from_pretrained(checkpoint)(SAID[0])["input_ids"]])
     base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=5e-3)
+    model = get_peft_model(
+        base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    optimizer = torch.optim.AdamW(
+        [weight for weight in model.parameters() if weight.requires_grad], lr=5e-3
+    )
     losses = []
     for _ in range(STEPS + 1):
         loss = model(input_ids=ids, labels=ids).loss
@@ -36,7 +44,10 @@ def with_peft(checkpoint: str) -> dict[str, Any]:
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         merged.save_pretrained(folder)
         again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        return {"losses": losses, "apart": (merged(ids).logits - again(ids).logits).abs().max().item()}
+        return {
+            "losses": losses,
+            "apart": (merged(ids).logits - again(ids).logits).abs().max().item(),
+        }
 
 
 def with_trl(checkpoint: str) -> dict[str, Any]:

@@ -1,9 +1,11 @@
-"""Runs that are killed, starved and lied to: OUT is absent, as it was, or what an undisturbed run writes.
+"""Runs that are killed, starved and lied to: OUT is absent, as it was, or what an undisturbed run
+writes.
 
-``python -m pytest -m faults tests/faults`` runs 16 cases, ``KVFOLD_CASES=600`` before it as many. Each is a forked
-``kvfold convert`` or ``kvfold uptrain`` in which one call of the system, drawn from a seed, is killed or interrupted,
-fails as on a full or broken disk, or finds the source changed; or which is resumed with another request, has few
-descriptors, little memory, or a second run beside it.
+``python -m pytest -m faults tests/faults`` runs 16 cases, ``KVFOLD_CASES=600`` before it as many.
+Each is a forked ``kvfold convert`` or ``kvfold uptrain`` in which one call of the system, drawn
+from a seed, is killed or interrupted, fails as on a full or broken disk, or finds the source
+changed; or which is resumed with another request, has few descriptors, little memory, or a second
+run beside it.
 """
 
 import errno
@@ -29,20 +31,35 @@ Calls = tuple[str, ...]
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 KINDS = 16  # of faults, that share the cases
-seeds = pytest.mark.parametrize("seed", range(-(-int(os.environ.get("KVFOLD_CASES", "16")) // KINDS)))
+seeds = pytest.mark.parametrize(
+    "seed", range(-(-int(os.environ.get("KVFOLD_CASES", "16")) // KINDS))
+)
 OPTIONS = ["--to", "gqa", "--kv-heads", "4", "--method", "mean", "--max-shard-size", "1MB"]
 CALIBRATED = ["--to", "mqa", "--group", "contiguous", "--samples", "4", "--seq-len", "32"]
 POLISHED = [*CALIBRATED, "--polish", "3", "--repeat-text"]
 REFINED = [*CALIBRATED, "--refine", "1"]
 RUNS = {"plain": OPTIONS, "calibrated": CALIBRATED, "polished": POLISHED, "refined": REFINED}
-TRAINING = ["--seq-len", "32", "--batch-tokens", "64", "--steps", "2", "--save-every", "1", "--eval-every", "0"]
+TRAINING = [
+    "--seq-len",
+    "32",
+    "--batch-tokens",
+    "64",
+    "--steps",
+    "2",
+    "--save-every",
+    "1",
+    "--eval-every",
+    "0",
+]
 READS = ("preadv", "pread", "copy_file_range")
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source")
-    (folder / "text.txt").write_text("".join(f"Row {row} has {row * row} and no more.\n" for row in range(300)))
+    (folder / "text.txt").write_text(
+        "".join(f"Row {row} has {row * row} and no more.\n" for row in range(300))
+    )
     return Path(shutil.copytree(demo_folder(), folder / "model"))
 
 
@@ -56,7 +73,9 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     written = {}
     for name in (*RUNS, "trained"):
         (parent / name).mkdir()
-        work = run_of(name, source, parent / name / "out")  # in this process, so that no child imports anything
+        work = run_of(
+            name, source, parent / name / "out"
+        )  # in this process, so that no child imports anything
         with redirect_stderr(io.StringIO()) as stderr, pytest.raises(SystemExit) as ended:
             work()
         assert (ended.value.code, stderr.getvalue()) == (0, "")
@@ -65,7 +84,9 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 @pytest.fixture(scope="module")
-def count_of(source: Path, whole: Whole, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
+def count_of(
+    source: Path, whole: Whole, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., int]:
     """The number of some calls that an undisturbed run makes."""
 
     @cache
@@ -103,8 +124,12 @@ def run_of(name: str, source: Path, out: Path) -> Callable[[], object]:
     return convert(source, out, RUNS[name])
 
 
-def struck(log: Path, work: Callable[[], object], at: int, action: Callable[[], object], calls: Calls) -> forked.Ended:
-    """A run with ``action`` before call number ``at``; where that is a write, before every later one too."""
+def struck(
+    log: Path, work: Callable[[], object], at: int, action: Callable[[], object], calls: Calls
+) -> forked.Ended:
+    """A run with ``action`` before call number ``at``; where that is a write, before every later
+    one too.
+    """
 
     def run() -> None:
         forked.at_call(at, action, calls, lasting=calls == forked.WRITES)
@@ -114,7 +139,9 @@ def struck(log: Path, work: Callable[[], object], at: int, action: Callable[[], 
 
 
 def check(end: forked.Ended, parent: Path, whole: dict[str, bytes], killed: bool = False) -> bool:
-    """True if OUT was written. Asserts that it is whole or absent, and that whatever failed has a name."""
+    """True if OUT was written. Asserts that it is whole or absent, and that whatever failed has a
+    name.
+    """
     out = parent / "out"
     assert "Traceback" not in end.stderr, end.stderr
     assert "unexpected" not in end.stderr, end.stderr
@@ -135,9 +162,16 @@ def check(end: forked.Ended, parent: Path, whole: dict[str, bytes], killed: bool
 @seeds
 @pytest.mark.parametrize("kind", ["kill", "interrupt", "full"])
 def test_a_run_struck_at_any_call(seed, kind, source, whole, count_of, tmp_path, parent) -> None:
-    """Killed, interrupted, or on a disk that is full or broken from then on; the next run cleans up and writes all."""
-    drawn, work = random.Random(seed), convert(source, parent / "out")
-    number = drawn.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP]) if kind == "interrupt" else signal.SIGKILL
+    """Killed, interrupted, or on a disk that is full or broken from then on; the next run cleans up
+    and writes all.
+    """
+    drawn = random.Random(seed)
+    work = convert(source, parent / "out")
+    number = (
+        drawn.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+        if kind == "interrupt"
+        else signal.SIGKILL
+    )
     code = drawn.choice([errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
 
     def strike() -> None:
@@ -157,8 +191,11 @@ def test_a_run_struck_at_any_call(seed, kind, source, whole, count_of, tmp_path,
 @seeds
 @pytest.mark.parametrize("name", ["calibrated", "polished", "trained"])
 def test_a_run_is_killed_and_resumed(seed, name, source, whole, count_of, tmp_path, parent) -> None:
-    """At any write, of layers, while polishing, of checkpoints; it becomes what an unbroken run writes."""
-    work, at = run_of(name, source, parent / "out"), random.Random(seed).randint(1, count_of(forked.WRITES, name))
+    """At any write, of layers, while polishing, of checkpoints; it becomes what an unbroken run
+    writes.
+    """
+    work = run_of(name, source, parent / "out")
+    at = random.Random(seed).randint(1, count_of(forked.WRITES, name))
     struck(tmp_path / "log", work, at, lambda: os.kill(os.getpid(), signal.SIGKILL), forked.WRITES)
     assert (parent / "out").exists() or forked.run(tmp_path / "log", work).status == 0
     assert forked.snapshot(parent / "out") == whole[name]
@@ -166,9 +203,12 @@ def test_a_run_is_killed_and_resumed(seed, name, source, whole, count_of, tmp_pa
 
 @seeds
 @pytest.mark.parametrize("name", ["calibrated", "polished", "trained"])
-def test_a_disk_that_is_full_from_any_write_on(seed, name, source, whole, count_of, tmp_path, parent) -> None:
+def test_a_disk_that_is_full_from_any_write_on(
+    seed, name, source, whole, count_of, tmp_path, parent
+) -> None:
     """In every stage; what it leaves is continued once there is room."""
-    work, at = run_of(name, source, parent / "out"), random.Random(seed).randint(1, count_of(forked.WRITES, name))
+    work = run_of(name, source, parent / "out")
+    at = random.Random(seed).randint(1, count_of(forked.WRITES, name))
 
     def full() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -182,7 +222,9 @@ def test_a_disk_that_is_full_from_any_write_on(seed, name, source, whole, count_
 
 
 @seeds
-def test_a_killed_run_is_resumed_with_another_request(seed, source, whole, count_of, tmp_path, parent) -> None:
+def test_a_killed_run_is_resumed_with_another_request(
+    seed, source, whole, count_of, tmp_path, parent
+) -> None:
     """Nothing of the first request is in what the second one writes."""
     first, second = random.Random(seed).sample([name for name in RUNS if name != "plain"], 2)
     at = random.Random(seed).randint(1, count_of(forked.WRITES, first))
@@ -200,10 +242,15 @@ def test_a_killed_run_is_resumed_with_another_request(seed, source, whole, count
 
 @seeds
 @pytest.mark.parametrize("name", ["plain", "polished"])
-def test_a_source_that_changes_at_any_read(seed, name, source, whole, count_of, tmp_path, parent) -> None:
+def test_a_source_that_changes_at_any_read(
+    seed, name, source, whole, count_of, tmp_path, parent
+) -> None:
     """It is cut short, lengthened, rewritten, removed or replaced."""
-    drawn, own = random.Random(seed), Path(shutil.copytree(source, tmp_path / "model"))
-    file = own / drawn.choice(["model.safetensors", "model.safetensors", "config.json", "tokenizer.json"])
+    drawn = random.Random(seed)
+    own = Path(shutil.copytree(source, tmp_path / "model"))
+    file = own / drawn.choice(
+        ["model.safetensors", "model.safetensors", "config.json", "tokenizer.json"]
+    )
     data = file.read_bytes()
     half = len(data) // 2
 
@@ -222,15 +269,21 @@ def test_a_source_that_changes_at_any_read(seed, name, source, whole, count_of, 
         ]
     )
     # of a polished run the reads that come after those of a calibrated one
-    at = drawn.randint(1 if name == "plain" else count_of(READS, "calibrated"), count_of(READS, name))
+    at = drawn.randint(
+        1 if name == "plain" else count_of(READS, "calibrated"), count_of(READS, name)
+    )
     end = struck(tmp_path / "log", run_of(name, own, parent / "out"), at, change, READS)
     assert not check(end, parent, whole[name], killed=name != "plain")
     assert end.status == 2
 
 
 @seeds
-@pytest.mark.parametrize("kind", [resource.RLIMIT_NOFILE, resource.RLIMIT_AS], ids=["descriptors", "memory"])
-def test_a_few_more_descriptors_or_megabytes_than_the_process_has(seed, kind, source, whole, tmp_path, parent) -> None:
+@pytest.mark.parametrize(
+    "kind", [resource.RLIMIT_NOFILE, resource.RLIMIT_AS], ids=["descriptors", "memory"]
+)
+def test_a_few_more_descriptors_or_megabytes_than_the_process_has(
+    seed, kind, source, whole, tmp_path, parent
+) -> None:
     more = random.Random(seed).randint(0, 14 if kind == resource.RLIMIT_NOFILE else 40)
 
     def limited() -> None:

@@ -1,6 +1,8 @@
-"""``python tests/fuzz 20000``: that many inputs on two processes; ``python tests/fuzz --seed 123``: one of them.
+"""``python tests/fuzz 20000``: that many inputs on two processes; ``python tests/fuzz --seed 123``:
+one of them.
 
-``python tests/fuzz 20000 --json recipes/results/fuzz.json`` also writes the counts there and into docs/safety.md.
+``python tests/fuzz 20000 --json recipes/results/fuzz.json`` also writes the counts there and into
+docs/safety.md.
 """
 
 import argparse
@@ -31,15 +33,23 @@ def run() -> None:
     from fuzz.seeds import SEEDS, make_seeds
     from measured import conditions
 
-    numbers = range(given.first, given.first + given.count) if given.seed is None else range(given.seed, given.seed + 1)
+    numbers = (
+        range(given.first, given.first + given.count)
+        if given.seed is None
+        else range(given.seed, given.seed + 1)
+    )
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         with redirect_stderr(io.StringIO()):
             make_seeds(Path(folder))
         made = time.monotonic() - began
-        counts = run_all(Path(folder), numbers, given.workers, lambda text: print(text, end="", flush=True))
+        counts = run_all(
+            Path(folder), numbers, given.workers, lambda text: print(text, end="", flush=True)
+        )
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
     result = {
         **conditions(),
         "commit": commit.stdout.strip(),
@@ -59,7 +69,12 @@ def run() -> None:
         given.json.write_text(json.dumps(result, indent=1) + "\n")
         page = ROOT / "docs" / "safety.md"
         page.write_text(
-            re.sub(r"^On .*\.\./recipes/results/fuzz\.json.*$", sentence(result), page.read_text(), flags=re.M)
+            re.sub(
+                r"^On .*\.\./recipes/results/fuzz\.json.*$",
+                sentence(result),
+                page.read_text(),
+                flags=re.M,
+            )
         )
     raise SystemExit(result["failures"] > 0)
 

@@ -1,4 +1,6 @@
-"""Inputs by their numbers: a seed, changes of its files, a command with options, all drawn from one number."""
+"""Inputs by their numbers: a seed, changes of its files, a command with options, all drawn from one
+number.
+"""
 
 import os
 import random
@@ -31,17 +33,33 @@ COMMANDS = {
 RUN = ["--samples", "4", "--seq-len", "16"]
 PLAIN = "0 1 -1 2 3 7 64 ² ① ٣ 1e3 0x10 1_0 nan inf -0.5 1e400 2147483648"
 NUMBERS = [*PLAIN.split(), "", " 1 ", str(2**63 - 1), str(2**63), str(2**64), "9" * 5000]
-WORDS = "- x fifo folder text.txt loop missing/x.json missing auto self none cuda float64 link source text.txt:² a.png"
+WORDS = (
+    "- x fifo folder text.txt loop missing/x.json missing auto self none cuda float64 link source"
+    " text.txt:² a.png"
+)
 WORDS += " kvfold engine gqa:² mla:9+9 mqa,mqa 5XB 1e9GB ①GB text.txt:1e400 C:D a:b:c"
 STRINGS = [*NUMBERS, *WORDS.split(), "", " ", "x" * 300, "a\nb", "\x1b[2J", "\u202e"]
 # Options that ask for more work the larger they are: only small numbers and what is none.
-LONG = {"steps", "refine", "polish", "effort", "threads", "seconds", "teacher", "tasks", "device", "temperature"}
+LONG = {
+    "steps",
+    "refine",
+    "polish",
+    "effort",
+    "threads",
+    "seconds",
+    "teacher",
+    "tasks",
+    "device",
+    "temperature",
+}
 SMALL = ["0", "1", "2", "-1", "²", "", "x", "1e400x"]
 
 
 @dataclass(frozen=True)
 class Input:
-    """A command line, in a folder with the seed ``seed`` as ``source`` or ``out``, changed by the ``changes``."""
+    """A command line, in a folder with the seed ``seed`` as ``source`` or ``out``, changed by the
+    ``changes``.
+    """
 
     number: int
     command: str
@@ -52,8 +70,13 @@ class Input:
 
     def __str__(self) -> str:
         plain = re.compile(r"[!-~]+")
-        shown = " ".join(word[:80] if plain.fullmatch(word) else repr(word[:80]) for word in self.words)
-        return f"input {self.number}: seed {self.seed}, changes {list(self.changes)} of {self.changed}: kvfold {shown}"
+        shown = " ".join(
+            word[:80] if plain.fullmatch(word) else repr(word[:80]) for word in self.words
+        )
+        return (
+            f"input {self.number}: seed {self.seed}, changes {list(self.changes)} of"
+            f" {self.changed}: kvfold {shown}"
+        )
 
 
 def draw(number: int) -> Input:
@@ -65,7 +88,14 @@ def draw(number: int) -> Input:
     count = drawn.choice([0, 1, 1, 1, 1, 1, 2])
     if count == 0 or drawn.random() < 0.12:
         words = with_options(words, drawn)
-    return Input(number, command, seed, tuple(words), changed, tuple(drawn.randrange(10**9) for _ in range(count)))
+    return Input(
+        number,
+        command,
+        seed,
+        tuple(words),
+        changed,
+        tuple(drawn.randrange(10**9) for _ in range(count)),
+    )
 
 
 def simple(command: str, drawn: random.Random) -> tuple[str, list[str], str]:
@@ -73,19 +103,32 @@ def simple(command: str, drawn: random.Random) -> tuple[str, list[str], str]:
 
 
 def conversion(command: str, drawn: random.Random) -> tuple[str, list[str], str]:
-    """With weights only, from text, or a plan; now and then of a checkpoint that is a result already."""
+    """With weights only, from text, or a plan; now and then of a checkpoint that is a result
+    already.
+    """
     seed = drawn.choice(list(SOURCES)) if drawn.random() < 0.85 else drawn.choice(list(RESULTS))
     target = list(drawn.choice(SEEDS[seed].targets))
     words = ["convert", "source", "result", "--to", *target]
     if command == "calibrated" or "--budget" in target:
         words += ["--calibration", drawn.choice(["text.txt", "text.txt", "self"]), *RUN]
-        words += drawn.choice([[], [], ["--refine", "1"], ["--polish", "1"], ["--refine", "1", "--polish", "1"]])
-        words += drawn.choice([[], ["--train", "all"], ["--rotate-latent"] if target[0] == "mla" else []])
+        words += drawn.choice(
+            [[], [], ["--refine", "1"], ["--polish", "1"], ["--refine", "1", "--polish", "1"]]
+        )
+        words += drawn.choice(
+            [[], ["--train", "all"], ["--rotate-latent"] if target[0] == "mla" else []]
+        )
     else:
-        words += ["--method", drawn.choice(["svd"] if target[0] == "mla" else ["mean", "first", "random"])]
+        words += [
+            "--method",
+            drawn.choice(["svd"] if target[0] == "mla" else ["mean", "first", "random"]),
+        ]
     further = ["--dtype bfloat16", "--max-shard-size 40KB", "--allow-growth", "--fresh", "", ""]
     words += drawn.choice(further).split()
-    words += ["--keep-quantized"] if drawn.random() < (0.5 if seed in ("fp8", "int8", "mxfp4") else 0.02) else []
+    words += (
+        ["--keep-quantized"]
+        if drawn.random() < (0.5 if seed in ("fp8", "int8", "mxfp4") else 0.02)
+        else []
+    )
     return seed, [*words, "--dry-run"] if command == "plan" else words, "source"
 
 
@@ -98,13 +141,21 @@ def comparison(command: str, drawn: random.Random) -> tuple[str, list[str], str]
 
 def survey(command: str, drawn: random.Random) -> tuple[str, list[str], str]:
     seed = drawn.choice(list(SOURCES))
-    targets = sorted({"mla:12" if "mla" in each else each[0].replace("gqa", "gqa:2") for each in SEEDS[seed].targets})
+    targets = sorted(
+        {
+            "mla:12" if "mla" in each else each[0].replace("gqa", "gqa:2")
+            for each in SEEDS[seed].targets
+        }
+    )
     words = f"sweep source --targets {drawn.choice(targets)} --calibration text.txt".split() + RUN
     return seed, [*words, *drawn.choice(["", "--out result --within 0.999"]).split()], "source"
 
 
 def training(command: str, drawn: random.Random) -> tuple[str, list[str], str]:
-    words = "uptrain source result --text text.txt --steps 1 --batch-tokens 32 --seq-len 16 --eval-text text.txt"
+    words = (
+        "uptrain source result --text text.txt --steps 1 --batch-tokens 32 --seq-len 16 --eval-text"
+        " text.txt"
+    )
     further = drawn.choice(["", " --teacher teacher", " --eval-every 0"])
     return drawn.choice(list(RESULTS)), f"{words} --eval-sequences 2{further}".split(), "source"
 
@@ -151,7 +202,9 @@ def with_options(words: list[str], drawn: random.Random) -> list[str]:
             known = (option.metavar or "").strip("[]").split("|")
             values = SMALL if option.name in LONG else NUMBERS if numbers else STRINGS + known
             # A fork of a process whose OpenMP has threads waits for them for ever.
-            values = [each for each in values if each != "2"] if option.name == "threads" else values
+            values = (
+                [each for each in values if each != "2"] if option.name == "threads" else values
+            )
             given.append(drawn.choice(values))
         words = [*words, *given]
     return words
@@ -174,7 +227,9 @@ def prepare(seeds: Path, case: Path, drawn: Input) -> list[str]:
     (case / "link").symlink_to("kept")
     (case / "kept").write_text("kept")
     os.mkfifo(case / "fifo")
-    (case / "recipe.toml").write_text('to = "mqa"\nmethod = "first"\n[about]\nmodel = "a/b"\nsaving = 0.5\n')
+    (case / "recipe.toml").write_text(
+        'to = "mqa"\nmethod = "first"\n[about]\nmodel = "a/b"\nsaving = 0.5\n'
+    )
     if drawn.changed == "recipe.toml":
         said = [broken(case / drawn.changed, random.Random(number)) for number in drawn.changes]
         return [f"broken {drawn.changed}: {each}" for each in said]

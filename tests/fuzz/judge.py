@@ -1,6 +1,7 @@
 """Runs an input in a forked child with limits, and judges how it ended.
 
-Right is exit status 0 with equal weights or a result that ``kvfold verify`` accepts, or 2 with one clear line.
+Right is exit status 0 with equal weights or a result that ``kvfold verify`` accepts, or 2 with one
+clear line.
 """
 
 import gc
@@ -34,7 +35,10 @@ from kvfold.convert.errors import KvfoldError
 from kvfold.convert.measure import bench, bench_worker
 from kvfold.convert.measure.verify import verify_checkpoint
 
-CPU_SECONDS, WAITING, MEMORY, FILE = 20, 300, 1_500_000_000, 1 << 28
+CPU_SECONDS = 20
+WAITING = 300
+MEMORY = 1_500_000_000
+FILE = 1 << 28
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")
 State = dict[str, tuple[int, int, int, str]]
 
@@ -60,11 +64,17 @@ def judged(seeds: Path, home: Path, drawn: Input) -> tuple[str, int, str]:
 
 
 def outcome(seeds: Path, number: int) -> tuple[str, str, int, str]:
-    """The command of input ``number``, and what ``judged`` returns, with as few changes as show a fault."""
-    drawn, home = draw(number), seeds / f"run-{os.getpid()}"
+    """The command of input ``number``, and what ``judged`` returns, with as few changes as show a
+    fault.
+    """
+    drawn = draw(number)
+    home = seeds / f"run-{os.getpid()}"
     kind, status, found = judged(seeds, home, drawn)
     while found:
-        less = next(((each, said) for each in smaller(drawn) if (said := judged(seeds, home, each)[2])), None)
+        less = next(
+            ((each, said) for each in smaller(drawn) if (said := judged(seeds, home, each)[2])),
+            None,
+        )
         if less is None:
             break
         drawn, found = less
@@ -87,11 +97,16 @@ def limited(log: Path, case: Path, drawn: Input) -> tuple[forked.Ended, str]:
         bench.subprocess = SimpleNamespace(run=bench_in_fork)
         main(drawn.words)
 
-    child, began, fault = forked.start(log, work), time.monotonic(), ""
+    child = forked.start(log, work)
+    began = time.monotonic()
+    fault = ""
     while (waited := os.wait4(child, os.WNOHANG))[0] == 0:
         if time.monotonic() - began > WAITING:
             fault = f"hangs for {WAITING} s"
-        elif int(Path(f"/proc/{child}/statm").read_text().split()[1]) * resource.getpagesize() > MEMORY:
+        elif (
+            int(Path(f"/proc/{child}/statm").read_text().split()[1]) * resource.getpagesize()
+            > MEMORY
+        ):
             fault = f"takes more than {MEMORY} bytes"
         if fault:
             os.kill(child, signal.SIGKILL)
@@ -99,7 +114,8 @@ def limited(log: Path, case: Path, drawn: Input) -> tuple[forked.Ended, str]:
             break
         time.sleep(0.002)
     out, err = ((log / name).read_text(errors="replace") for name in ("stdout", "stderr"))
-    end, used = forked.Ended(os.waitstatus_to_exitcode(waited[1]), out, err), waited[2]
+    end = forked.Ended(os.waitstatus_to_exitcode(waited[1]), out, err)
+    used = waited[2]
     if not fault and (end.status == -signal.SIGXCPU or used.ru_utime + used.ru_stime > CPU_SECONDS):
         fault = f"takes more than {CPU_SECONDS} s of CPU"
     return end, fault
@@ -122,7 +138,11 @@ def of_status(end: forked.Ended) -> str:
     shown = end.stderr[-1500:]
     if end.status not in (0, 2):
         return f"exit status {end.status}: {shown}"
-    if "Traceback" in end.stderr or "error: unexpected" in end.stderr or "the system:" in end.stderr:
+    if (
+        "Traceback" in end.stderr
+        or "error: unexpected" in end.stderr
+        or "the system:" in end.stderr
+    ):
         return f"an error that nobody foresaw: {shown}"
     if control := CONTROL.search(end.stderr.replace("\r", "")) or CONTROL.search(end.stdout):
         return f"a control character {control[0]!r}: {shown}"
@@ -143,31 +163,48 @@ def listing(folder: Path) -> State:
         state = path.lstat()
         target = os.readlink(path) if path.is_symlink() else ""
         size = 0 if path.is_dir() else state.st_size
-        found[str(path.relative_to(folder))] = state.st_mode, size, 0 if path.is_dir() else state.st_mtime_ns, target
+        found[str(path.relative_to(folder))] = (
+            state.st_mode,
+            size,
+            0 if path.is_dir() else state.st_mtime_ns,
+            target,
+        )
     return found
 
 
 def left_behind(before: State, after: State, drawn: Input, status: int) -> str:
     """What changed besides the files that the command may write."""
     words = list(drawn.words)
-    may = [words[at + 1] for at in range(len(words) - 1) if words[at] in ("--json", "--report", "--plot")]
+    may = [
+        words[at + 1]
+        for at in range(len(words) - 1)
+        if words[at] in ("--json", "--report", "--plot")
+    ]
     # a link that the user names is followed
     names = {os.path.normpath(f"case/{'kept' if name == 'link' else name}") for name in may}
     if status == 0 or drawn.words[0] == "uptrain":
         names |= {"case/result.training"}
     if status == 0:
         names |= {"case/result", "case/result.log"}
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    changed = sorted(
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    )
     own = [name for name in changed if name.split("/")[0] != "log"]
     wrong = [
         name
         for name in own
         if not any(name == each or name.startswith(each + "/") for each in names)
         and not (status == 0 and re.match(r"case/result\.\d+[kM]?/|case/result\.\d+[kM]?$", name))
-        and not (status == 0 and any(each.startswith(name + "/") for each in names))  # folders around a new report
+        and not (
+            status == 0 and any(each.startswith(name + "/") for each in names)
+        )  # folders around a new report
         and not (".result.kvfold-" in name and "--calibration" in words)  # finished layers
     ]
-    if any(before.get(name, (0o100000,))[0] & 0o170000 != 0o100000 for name in own if name in names and name in before):
+    if any(
+        before.get(name, (0o100000,))[0] & 0o170000 != 0o100000
+        for name in own
+        if name in names and name in before
+    ):
         return f"written through what is no file: {own}"
     return f"left behind or changed: {wrong}" if wrong else ""
 
@@ -191,7 +228,9 @@ def of_results(seeds: Path, case: Path, drawn: Input, stdout: str) -> str:
     """What is wrong with the files and the JSON of a command that says that all is well."""
     words = list(drawn.words)
     try:
-        last = {word: words[at + 1] for at, word in enumerate(words[:-1])}  # of an option that is given twice
+        last = {
+            word: words[at + 1] for at, word in enumerate(words[:-1])
+        }  # of an option that is given twice
         if place := last.get("--json"):
             strict(stdout if place == "-" else (case / place).read_text())
         if "--report" in words and (page := case / last["--report"] / "report.html").exists():
@@ -219,9 +258,11 @@ def verified(folder: Path) -> list[str]:
 
 def unequal(source: Path, out: Path) -> str:
     """A tensor outside the attention that is not what the source has, byte for byte."""
-    theirs, ours = weights(source), weights(out)
+    theirs = weights(source)
+    ours = weights(out)
     for name in theirs.keys() & ours.keys():
-        one, other = theirs[name], ours[name]
+        one = theirs[name]
+        other = ours[name]
         if "att" in name or one.dtype != other.dtype:
             continue
         if one.shape != other.shape or not torch.equal(bits(one), bits(other)):
@@ -255,10 +296,13 @@ def accepted(seed: Path, out: Path) -> str:
 # Many of them
 
 
-def run_all(seeds: Path, numbers: range, workers: int, said: Callable[[str], object]) -> dict[str, Any]:
+def run_all(
+    seeds: Path, numbers: range, workers: int, said: Callable[[str], object]
+) -> dict[str, Any]:
     """Judges the inputs of ``numbers`` in forked ``workers``; ``said`` gets each failure.
 
-    Returns how many inputs of each command and of each kind of change end how, and the number of failures.
+    Returns how many inputs of each command and of each kind of change end how, and the number of
+    failures.
     """
     torch.set_num_threads(1)
     gc.freeze()  # what is imported here is not looked through again in every child
@@ -271,7 +315,9 @@ def run_all(seeds: Path, numbers: range, workers: int, said: Callable[[str], obj
                 said(fault)
             if (count := ends.total() // 2) % 1000 == 0:
                 print(f"{count} of {len(numbers)} inputs", file=sys.stderr, flush=True)
-    counts: dict[str, Any] = {"failures": sum(ends[each] for each in ends if each[::2] == ("commands", "failed"))}
+    counts: dict[str, Any] = {
+        "failures": sum(ends[each] for each in ends if each[::2] == ("commands", "failed"))
+    }
     for title, name, _ in sorted(ends):
         kinds = ("done", "refused", "failed")
         counts.setdefault(title, {})[name] = {end: ends[title, name, end] for end in kinds}
@@ -280,10 +326,17 @@ def run_all(seeds: Path, numbers: range, workers: int, said: Callable[[str], obj
 
 def sentence(result: Mapping[str, Any]) -> str:
     """What docs/safety.md says of the result of a run."""
-    ends = {end: sum(each[end] for each in result["commands"].values()) for end in ("done", "refused", "failed")}
-    cores = f"{result['processes']} of {result['machine']['cpus']} cores of an {result['machine']['processor']}"
+    ends = {
+        end: sum(each[end] for each in result["commands"].values())
+        for end in ("done", "refused", "failed")
+    }
+    cores = (
+        f"{result['processes']} of {result['machine']['cpus']} cores of an"
+        f" {result['machine']['processor']}"
+    )
     return (
-        f"On {result['date']}, at commit {result['commit']}, {sum(ends.values()):,} inputs took "
-        f"{result['seconds'] / 60:.0f} minutes on {cores}: {ends['done']:,} ended well, {ends['refused']:,} were "
-        f"refused, {ends['failed']:,} failed ([counts](../recipes/results/fuzz.json))."
+        f"On {result['date']}, at commit {result['commit']}, {sum(ends.values()):,} inputs took"
+        f" {result['seconds'] / 60:.0f} minutes on {cores}: {ends['done']:,} ended well,"
+        f" {ends['refused']:,} were refused, {ends['failed']:,} failed"
+        " ([counts](../recipes/results/fuzz.json))."
     )

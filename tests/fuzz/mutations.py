@@ -27,12 +27,63 @@ RAW = {
 }
 ODD: list[Any] = [
     *RAW,
-    *(None, True, False, 0, 1, -1, 2, 3, 7, 0.5, -0.5, 1e-320, 1e308, 10**9, 2**31, 2**63, 2**64, 10**30, -(2**63)),
-    *(float("nan"), float("inf"), "", " ", "²", "①", "64", "auto", "../x", "/etc/passwd", "x" * 300, "re:(", "fp8"),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        3,
+        7,
+        0.5,
+        -0.5,
+        1e-320,
+        1e308,
+        10**9,
+        2**31,
+        2**63,
+        2**64,
+        10**30,
+        -(2**63),
+    ),
+    *(
+        float("nan"),
+        float("inf"),
+        "",
+        " ",
+        "²",
+        "①",
+        "64",
+        "auto",
+        "../x",
+        "/etc/passwd",
+        "x" * 300,
+        "re:(",
+        "fp8",
+    ),
     *([], {}, [0], [1, 2, 3], ["a"], [[]], [None], {"a": 1}, {"": {}}, [True] * 9),
 ]
-KEYS = ["quantization_config", "auto_map", "rope_scaling", "rope_parameters", "layer_types", "text_config", "files"]
-KEYS += ["head_dim", "sliding_window", "torch_dtype", "dtype", "vision_config", "chat_template", "bos_token", "format"]
+KEYS = [
+    "quantization_config",
+    "auto_map",
+    "rope_scaling",
+    "rope_parameters",
+    "layer_types",
+    "text_config",
+    "files",
+]
+KEYS += [
+    "head_dim",
+    "sliding_window",
+    "torch_dtype",
+    "dtype",
+    "vision_config",
+    "chat_template",
+    "bos_token",
+    "format",
+]
 TEMPLATES = [
     "",
     "{{",
@@ -49,30 +100,52 @@ TEMPLATES = [
 
 
 def change(folder: Path, drawn: Random) -> str:
-    """Change one file of the checkpoint in ``folder``, or add one. Returns what was done, for a report."""
+    """Change one file of the checkpoint in ``folder``, or add one. Returns what was done, for a
+    report.
+    """
     if drawn.random() < 0.08:
-        name = drawn.choice(["chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "kvfold.json"])
         name = drawn.choice(
-            [name, "README.md", "LICENSE", "generation_config.json", "modeling_x.py", "tokenizer.model"]
+            ["chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "kvfold.json"]
         )
-        name = drawn.choice([name, "model.safetensors.index.json", "pytorch_model.bin", "adapter_config.json"])
+        name = drawn.choice(
+            [
+                name,
+                "README.md",
+                "LICENSE",
+                "generation_config.json",
+                "modeling_x.py",
+                "tokenizer.model",
+            ]
+        )
+        name = drawn.choice(
+            [name, "model.safetensors.index.json", "pytorch_model.bin", "adapter_config.json"]
+        )
         (folder / name).unlink(missing_ok=True)
         (folder / name).write_bytes(
             drawn.choice([b"", b"{}", b"[]", b"\xff\xfe{\0}\0", b'{"a": 1}', b"---\nlicense: [\n"])
         )
     else:
-        files = sorted(path.name for path in folder.iterdir() if path.is_file() and path.stat().st_size < 1 << 30)
+        files = sorted(
+            path.name
+            for path in folder.iterdir()
+            if path.is_file() and path.stat().st_size < 1 << 30
+        )
         # config.json, the index and the weights more often than the many small files beside them
-        weights = [10 if name == "config.json" else 4 if is_weights(name) or "index" in name else 2 for name in files]
+        weights = [
+            10 if name == "config.json" else 4 if is_weights(name) or "index" in name else 2
+            for name in files
+        ]
         name = drawn.choices(files, weights)[0]
-    path, kinds = folder / name, list(ANY)
+    path = folder / name
+    kinds = list(ANY)
     if drawn.random() < 0.8:
         kinds = list(KINDS.get(path.suffix, ANY))
     kind = drawn.choice(kinds)
     try:
         said = kind(path, drawn)
     except Exception:  # a file that an earlier change has made one of no kind
-        kind, said = broken, broken(path, drawn)
+        kind = broken
+        said = broken(path, drawn)
     return f"{kind.__name__} {name}: {said}"
 
 
@@ -85,9 +158,12 @@ def is_weights(name: str) -> bool:
 
 def broken(path: Path, drawn: Random) -> str:
     """Cut short, spliced, in another encoding."""
-    data, kind = path.read_bytes(), drawn.choice(["cut", "empty", "splice", "utf-16", "bom", "latin", "zeros", "long"])
+    data = path.read_bytes()
+    kind = drawn.choice(["cut", "empty", "splice", "utf-16", "bom", "latin", "zeros", "long"])
     at = drawn.randrange(len(data) + 1)
-    some = drawn.choice([b"", b"\0", b"\xff", b"{", b"}", b'"', b",", b"NaN", b"-", drawn.randbytes(8)])
+    some = drawn.choice(
+        [b"", b"\0", b"\xff", b"{", b"}", b'"', b",", b"NaN", b"-", drawn.randbytes(8)]
+    )
     made = {
         "cut": data[:at],
         "empty": b"",
@@ -105,7 +181,8 @@ def broken(path: Path, drawn: Random) -> str:
 def replaced(path: Path, drawn: Random) -> str:
     """By what is not a regular file of a sensible size in this folder."""
     outside = path.parent.parent / "outside"
-    content, kind = path.read_bytes(), drawn.choice(["fifo", "link", "zero", "circle", "folder", "sparse", "gone"])
+    content = path.read_bytes()
+    kind = drawn.choice(["fifo", "link", "zero", "circle", "folder", "sparse", "gone"])
     path.unlink()
     if kind == "fifo":
         os.mkfifo(path)
@@ -125,7 +202,8 @@ def replaced(path: Path, drawn: Random) -> str:
 
 def json_changed(path: Path, drawn: Random) -> str:
     """A value replaced, a key dropped, added or written twice."""
-    value, said = json.loads(path.read_text()), ""
+    value = json.loads(path.read_text())
+    said = ""
     for _ in range(drawn.choice([1, 1, 1, 2])):
         value, part = edited(value, drawn)
         said += part
@@ -142,16 +220,26 @@ def raw_text(value: Any) -> str:
 
 def edited(value: Any, drawn: Random) -> tuple[Any, str]:
     """``value`` with one part of it changed; the place and the change."""
-    place, within, said = value, value, "$"
+    place = value
+    within = value
+    said = "$"
     key: Any = None
     for _ in range(drawn.choice([1, 1, 2, 3, 5])):
-        keys = list(within) if isinstance(within, dict) else range(len(within)) if isinstance(within, list) else ()
+        keys = (
+            list(within)
+            if isinstance(within, dict)
+            else range(len(within))
+            if isinstance(within, list)
+            else ()
+        )
         if not keys:
             break
         # what has a structure of its own more often
         deep = [4 if isinstance(within[each], dict | list) else 1 for each in keys]
-        place, key = within, drawn.choices(keys, deep)[0]
-        within, said = place[key], f"{said}[{key!r}]"
+        place = within
+        key = drawn.choices(keys, deep)[0]
+        within = place[key]
+        said = f"{said}[{key!r}]"
     if key is None:
         new = drawn.choice(ODD)
         return new, f"{said} = {new!r} "
@@ -176,21 +264,43 @@ def header_changed(path: Path, drawn: Random) -> str:
     """The JSON of a safetensors header, its length, or the number of bytes after it."""
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
-    header, body, said = json.loads(data[8 : 8 + length]), data[8 + length :], ""
+    header = json.loads(data[8 : 8 + length])
+    body = data[8 + length :]
+    said = ""
     if drawn.random() < 0.6:
         header, said = edited(header, drawn)
     else:
         name = drawn.choice([name for name in header if name != "__metadata__"])
-        entry, other = header[name], drawn.choice(["F32", "F16", "I64", "F4", "F8_E8M0", "C64", "BOOL"])
+        entry = header[name]
+        other = drawn.choice(["F32", "F16", "I64", "F4", "F8_E8M0", "C64", "BOOL"])
         shape, (begin, end) = entry["shape"], entry["data_offsets"]
-        shapes = [shape[::-1], [*shape, 1], [1, *shape], [2**32, 2**32, 0], [-1, *shape[1:]], [True]]
-        places = [[begin, end - 4], [begin - 4, end - 4], [0, end - begin], [end, begin], [begin, 2**63 - 1]]
+        shapes = [
+            shape[::-1],
+            [*shape, 1],
+            [1, *shape],
+            [2**32, 2**32, 0],
+            [-1, *shape[1:]],
+            [True],
+        ]
+        places = [
+            [begin, end - 4],
+            [begin - 4, end - 4],
+            [0, end - begin],
+            [end, begin],
+            [begin, 2**63 - 1],
+        ]
         new = drawn.choice(
-            [{"dtype": other}, *({"shape": each} for each in shapes), *({"data_offsets": each} for each in places)]
+            [
+                {"dtype": other},
+                *({"shape": each} for each in shapes),
+                *({"data_offsets": each} for each in places),
+            ]
         )
         header[name], said = {**entry, **new}, f"{name} {new}"
     text = raw_text(header).encode()
-    stated = drawn.choice([len(text)] * 5 + [length, 0, 1, 2**31, 2**63, 2**64 - 1, len(text) + len(body) + 1])
+    stated = drawn.choice(
+        [len(text)] * 5 + [length, 0, 1, 2**31, 2**63, 2**64 - 1, len(text) + len(body) + 1]
+    )
     path.write_bytes(struct.pack("<Q", stated) + text + body)
     return f"{said}, header of {stated} bytes"
 
@@ -200,7 +310,9 @@ def tensor_changed(tensors: dict[str, torch.Tensor], drawn: Random) -> str:
     name = drawn.choice(sorted(tensors))
     value = tensors[name]
     flat = value.reshape(-1).clone()
-    kind = drawn.choice(["nan", "inf", "huge", "zero", "flat", "wider", "empty", "float64", "int", "uint8", "fp8"])
+    kind = drawn.choice(
+        ["nan", "inf", "huge", "zero", "flat", "wider", "empty", "float64", "int", "uint8", "fp8"]
+    )
     kind = drawn.choice([kind, kind, "gone", "renamed", "added", "scalar", "tiny"])
     if kind in ("nan", "inf") and flat.is_floating_point() and flat.numel():
         flat[drawn.randrange(flat.numel())] = float(kind)
@@ -209,12 +321,23 @@ def tensor_changed(tensors: dict[str, torch.Tensor], drawn: Random) -> str:
         del tensors[name]
         if kind == "renamed":
             tensors[
-                drawn.choice(["x", "model.layers.9.self_attn.q_proj.weight", "model", name.upper(), " ", "a\nb"])
+                drawn.choice(
+                    [
+                        "x",
+                        "model.layers.9.self_attn.q_proj.weight",
+                        "model",
+                        name.upper(),
+                        " ",
+                        "a\nb",
+                    ]
+                )
             ] = value
     elif kind == "added":
-        tensors[drawn.choice(["x.bias", name + "_scale", name.replace(".0.", ".7."), "é\u202e", "x" * 300])] = (
-            flat.clone()
-        )
+        tensors[
+            drawn.choice(
+                ["x.bias", name + "_scale", name.replace(".0.", ".7."), "é\u202e", "x" * 300]
+            )
+        ] = flat.clone()
     else:
         tensors[name] = {
             "huge": lambda: value * 1e30,
@@ -290,11 +413,14 @@ def pickled(path: Path, drawn: Random) -> str:
 
 
 def archive_changed(path: Path, drawn: Random) -> str:
-    """The zip around a pickle: an entry that unpacks to much, a missing one, a pickle of other bytes."""
+    """The zip around a pickle: an entry that unpacks to much, a missing one, a pickle of other
+    bytes.
+    """
     entries = {}
     with zipfile.ZipFile(path) as archive:
         entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}
-    kind, at = drawn.choice(["bomb", "gone", "bytes", "protocol"]), drawn.choice(sorted(entries))
+    kind = drawn.choice(["bomb", "gone", "bytes", "protocol"])
+    at = drawn.choice(sorted(entries))
     if kind == "gone":
         del entries[at]
     elif kind != "bomb":
@@ -322,14 +448,24 @@ def text_changed(path: Path, drawn: Random) -> str:
 def template_changed(path: Path, drawn: Random) -> str:
     """A chat template in tokenizer_config.json; a key of another file of JSON."""
     value = json.loads(path.read_text())
-    value["chat_template"] = body = drawn.choice([*TEMPLATES, [{"name": "default", "template": TEMPLATES[2]}], {}, 3])
+    value["chat_template"] = body = drawn.choice(
+        [*TEMPLATES, [{"name": "default", "template": TEMPLATES[2]}], {}, 3]
+    )
     path.write_text(json.dumps(value))
     return f"chat_template {body!r}"
 
 
 ANY = (broken, replaced)
 KINDS: dict[str, tuple[Callable[[Path, Random], str], ...]] = {
-    ".json": (json_changed, json_changed, json_changed, json_changed, json_changed, json_changed, template_changed),
+    ".json": (
+        json_changed,
+        json_changed,
+        json_changed,
+        json_changed,
+        json_changed,
+        json_changed,
+        template_changed,
+    ),
     ".safetensors": (header_changed, safetensors_changed, safetensors_changed),
     ".bin": (bin_changed, pickled, pickled, archive_changed),
     ".jinja": (text_changed,),

@@ -20,18 +20,31 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from kvfold.convert.cli import main
 
-SMALL: dict[str, Any] = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
-MHA, GQA = {**SMALL, "num_key_value_heads": 4}, {**SMALL, "num_key_value_heads": 2}
+SMALL: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+}
+MHA = {**SMALL, "num_key_value_heads": 4}
+GQA = {**SMALL, "num_key_value_heads": 2}
 PLAIN: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
 # The words of a text: rows of 28 to 40 bytes, each of them a token
-TEXT = "".join(f"Row {row} has {row * row % 89} and {row * 7 % 31}, no more.\n" for row in range(160))
-TEMPLATE = "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}</s>{% endfor %}"
+TEXT = "".join(
+    f"Row {row} has {row * row % 89} and {row * 7 % 31}, no more.\n" for row in range(160)
+)
+TEMPLATE = (
+    "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}</s>{%"
+    " endfor %}"
+)
 SHORT = ["--calibration", "text.txt", "--samples", "4", "--seq-len", "16"]
 
 
 @dataclass(frozen=True)
 class Seed:
-    """A checkpoint, the name of the one that it was converted from, if any, and targets that suit it."""
+    """A checkpoint, the name of the one that it was converted from, if any, and targets that suit
+    it.
+    """
 
     name: str
     source: str | None
@@ -40,7 +53,12 @@ class Seed:
 
 FOLDS = [["mqa"], ["gqa", "--kv-heads", "2"]]
 LATENT = ["mla", "--kv-rank", "8", "--rope-dim", "4"]
-LATENTS = [LATENT, [*LATENT, "--layout", "engine"], [*LATENT, "--layout", "kvfold"], ["mla", "--budget", "12"]]
+LATENTS = [
+    LATENT,
+    [*LATENT, "--layout", "engine"],
+    [*LATENT, "--layout", "kvfold"],
+    ["mla", "--budget", "12"],
+]
 ALL = [*FOLDS, *LATENTS]
 OWN = [[*LATENT, "--layout", "kvfold"]]
 
@@ -52,7 +70,11 @@ SOURCES: dict[str, tuple[str, dict[str, Any], list[list[str]]]] = {
     "legacy": ("qwen2", GQA, [["mqa"], *LATENTS]),
     "legacy-shards": ("olmo2", MHA, ALL),
     "norms": ("qwen3", {**GQA, "head_dim": 8}, [["mqa"], *OWN]),
-    "experts": ("mixtral", {**GQA, "num_local_experts": 2, "sliding_window": None}, [["mqa"], *LATENTS]),
+    "experts": (
+        "mixtral",
+        {**GQA, "num_local_experts": 2, "sliding_window": None},
+        [["mqa"], *LATENTS],
+    ),
     "windows": ("gemma3_text", {**GQA, "head_dim": 8}, [["mqa"]]),
     "fused": ("phi3", MHA, [*FOLDS, *OWN]),
     "classic": ("gpt_neox", MHA, OWN),
@@ -70,7 +92,10 @@ RESULTS: dict[str, tuple[str, list[str]]] = {
     "own": ("classic", ["--to", *LATENT, "--layout", "kvfold", "--method", "svd"]),
     "latent-experts": ("experts", ["--to", *LATENT, "--method", "svd"]),
     "latent-fp8": ("fp8", ["--to", *LATENT, "--method", "svd", "--keep-quantized"]),
-    "trained": ("free", ["--steps", "1", "--batch-tokens", "32", "--seq-len", "16", "--eval-every", "0"]),
+    "trained": (
+        "free",
+        ["--steps", "1", "--batch-tokens", "32", "--seq-len", "16", "--eval-every", "0"],
+    ),
 }
 SEEDS = {
     **{name: Seed(name, None, targets) for name, (_, _, targets) in SOURCES.items()},
@@ -96,12 +121,18 @@ def make_seeds(folder: Path) -> None:
         (made := folder / name).mkdir()
         tiny_models.make_tiny(family, made, changes)
         add_tokenizer(made)
-        (made / "README.md").write_text("---\nlicense: other\nlicense_name: own\ntags: [a, b]\n---\n# A model\n")
+        (made / "README.md").write_text(
+            "---\nlicense: other\nlicense_name: own\ntags: [a, b]\n---\n# A model\n"
+        )
     shard(folder / "sharded")
     for name, size in (("legacy", 1 << 30), ("legacy-shards", 30_000)):
         make_legacy(folder / name, size)
     make_chat(folder / "chat")
-    for name, write in (("fp8", quantize_fp8), ("int8", quantize_int8), ("mxfp4", quantized.mxfp4_experts)):
+    for name, write in (
+        ("fp8", quantize_fp8),
+        ("int8", quantize_int8),
+        ("mxfp4", quantized.mxfp4_experts),
+    ):
         dense = (folder / name).rename(folder / f"{name}-dense")
         write(dense, folder / name)
         shutil.rmtree(dense)
@@ -115,7 +146,12 @@ def make_seeds(folder: Path) -> None:
             run(line.split())
     finally:
         os.chdir(before)
-    for path in [*folder.glob("*.log"), *folder.glob("*-twin"), *folder.glob("*.training"), folder / "report"]:
+    for path in [
+        *folder.glob("*.log"),
+        *folder.glob("*-twin"),
+        *folder.glob("*.training"),
+        folder / "report",
+    ]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -130,9 +166,14 @@ def run(words: list[str]) -> None:
 def add_tokenizer(folder: Path) -> None:
     """One token per byte: small, so that a change hits what matters."""
     special = {"<pad>": 0, "<s>": 1, "</s>": 2}
-    letters = {letter: 3 + at for at, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    letters = {
+        letter: 3 + at for at, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = Tokenizer(models.BPE(vocab=special | letters, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     tokenizer.add_special_tokens(list(special))
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 128}
@@ -144,15 +185,22 @@ def shard(folder: Path, parts: int = 3) -> None:
     """The tensors of ``folder`` in several files with an index."""
     names = sorted(values := tensors(folder))
     (folder / "model.safetensors").unlink()
-    files = {f"model-{part + 1:05}-of-{parts:05}.safetensors": names[part::parts] for part in range(parts)}
+    files = {
+        f"model-{part + 1:05}-of-{parts:05}.safetensors": names[part::parts]
+        for part in range(parts)
+    }
     for file, some in files.items():
         save_file({name: values[name] for name in some}, folder / file, {"format": "pt"})
     weight_map = {name: file for file, some in files.items() for name in some}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def make_legacy(folder: Path, size: int) -> None:
-    """The tensors of ``folder`` as pickles, several with an index if they take more than ``size`` bytes."""
+    """The tensors of ``folder`` as pickles, several with an index if they take more than ``size``
+    bytes.
+    """
     values = tensors(folder)
     (folder / "model.safetensors").unlink()
     groups: list[dict[str, torch.Tensor]] = [{}]
@@ -167,20 +215,28 @@ def make_legacy(folder: Path, size: int) -> None:
     for file, group in zip(files, groups, strict=True):
         torch.save(group, folder / file)
     weight_map = {name: file for file, group in zip(files, groups, strict=True) for name in group}
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def make_chat(folder: Path) -> None:
     """Everything that may lie beside the weights of a chat model."""
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [2], "top_p": 0.9}))
+    (folder / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
+    )
+    (folder / "generation_config.json").write_text(
+        json.dumps({"bos_token_id": 1, "eos_token_id": [2], "top_p": 0.9})
+    )
     (folder / "LICENSE").write_text("Do what you like.\n")
     (folder / "added_tokens.json").write_text("{}")
 
 
 def quantize_fp8(source: Path, out: Path) -> None:
-    quantized.quantized_copy(source, out, quantized.fp8_settings((16, 16)), quantized.fp8_blocks((16, 16)))
+    quantized.quantized_copy(
+        source, out, quantized.fp8_settings((16, 16)), quantized.fp8_blocks((16, 16))
+    )
 
 
 def quantize_int8(source: Path, out: Path) -> None:
@@ -191,7 +247,17 @@ def quantize_int8(source: Path, out: Path) -> None:
         stored = (weight / scale).round().to(torch.int8)
         return {".weight": stored, ".weight_scale": scale}, stored * scale
 
-    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "group_size": None}
+    weights = {
+        "num_bits": 8,
+        "type": "int",
+        "strategy": "channel",
+        "symmetric": True,
+        "group_size": None,
+    }
     groups = {"group_0": {"targets": ["re:.*proj"], "weights": weights, "format": "int-quantized"}}
-    settings = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": groups,
+    }
     quantized.quantized_copy(source, out, settings, quantize)

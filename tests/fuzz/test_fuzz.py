@@ -1,4 +1,5 @@
-"""A sample of the inputs of ``python tests/fuzz``, and headers that are read as the safetensors library reads them.
+"""A sample of the inputs of ``python tests/fuzz``, and headers that are read as the safetensors
+library reads them.
 
 ``KVFOLD_INPUTS=20000 python -m pytest tests/fuzz`` judges that many, instead of 300.
 """
@@ -44,7 +45,8 @@ def test_the_counts_in_the_documentation() -> None:
 @pytest.mark.parametrize("part", range(4))
 def test_headers_as_the_safetensors_library_reads_them(part: int, tmp_path: Path) -> None:
     """What the library takes is taken, and what it refuses refused."""
-    text, path = json.dumps(ENTRIES).encode(), tmp_path / "x"
+    text = json.dumps(ENTRIES).encode()
+    path = tmp_path / "x"
     for number in range(part, 800, 4):
         drawn = random.Random(number)
         path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(40))
@@ -60,8 +62,17 @@ def disagreement(data: bytes) -> str:
     except (SafetensorError, UnicodeError, OverflowError):
         taken = None
     if not header.problems:
-        return "" if taken == sorted(tensor.name for tensor in header.tensors) else f"the library takes {taken}"
-    allowed = ["must contain exactly dtype, shape and data_offsets", "the name", "surrogate", "must be one of"]
+        return (
+            ""
+            if taken == sorted(tensor.name for tensor in header.tensors)
+            else f"the library takes {taken}"
+        )
+    allowed = [
+        "must contain exactly dtype, shape and data_offsets",
+        "the name",
+        "surrogate",
+        "must be one of",
+    ]
     if data[8:9] != b"{":  # the format asks for it there, the library takes spaces before it
         allowed.append("its header must be a JSON object")
     stricter = any(reason in problem for problem in header.problems for reason in allowed)

@@ -1,19 +1,38 @@
 """The attention package on a CUDA device, in every dtype, against the float64 reference.
 
-The rule is that of the CPU tests: the error is at most twice that of the naive formula in the same dtype, on the same
-device, or for float32 twice four units of it.
+The rule is that of the CPU tests: the error is at most twice that of the naive formula in the same
+dtype, on the same device, or for float32 twice four units of it.
 """
 
 import pytest
 import torch
-from helpers.attention import Case, assert_precise, exact, exact_latent, naive, naive_latent, small_modules
+from helpers.attention import (
+    Case,
+    assert_precise,
+    exact,
+    exact_latent,
+    naive,
+    naive_latent,
+    small_modules,
+)
 from torch import Tensor
 
 from kvfold.attention import grouped_attention, latent_attention
 
-B, H, T, S, D = 2, 4, 9, 40, 64
-R, P, DN, DV = 96, 32, 64, 48
-COUNTS = {"starts": torch.tensor([0, 7])}, {"lengths": torch.tensor([40, 33])}, {"offset": torch.tensor([31, 20])}
+B = 2
+H = 4
+T = 9
+S = 40
+D = 64
+R = 96
+P = 32
+DN = 64
+DV = 48
+COUNTS = (
+    {"starts": torch.tensor([0, 7])},
+    {"lengths": torch.tensor([40, 33])},
+    {"offset": torch.tensor([31, 20])},
+)
 MASKS = [{}, {"causal": False}, {"window": 5}, {"window": 5, "causal": False}, *COUNTS]
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +49,10 @@ def normal(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def on_device(options: dict) -> dict:
-    return {name: value.cuda() if isinstance(value, Tensor) else value for name, value in options.items()}
+    return {
+        name: value.cuda() if isinstance(value, Tensor) else value
+        for name, value in options.items()
+    }
 
 
 @pytest.mark.parametrize("options", MASKS, ids=lambda options: ", ".join(options) or "causal")
@@ -60,12 +82,15 @@ def test_gradients_of_grouped_attention(dtype, options):
 
 @pytest.mark.parametrize("absorbed", [False, True])
 @pytest.mark.parametrize("queries", [1, T])
-@pytest.mark.parametrize("options", [{}, {"window": 5}, *COUNTS], ids=lambda options: ", ".join(options) or "causal")
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 5}, *COUNTS], ids=lambda options: ", ".join(options) or "causal"
+)
 def test_latent_attention(dtype, absorbed, queries, options):
     shapes = (B, H, queries, DN), (B, H, queries, P), (B, S, R + P), (H, DN, R), (H, DV, R)
     inputs = [normal(*shape, dtype=dtype) for shape in shapes]
     inputs[3:] = [weight / R**0.5 for weight in inputs[3:]]
-    found, case = latent_attention(*inputs, absorbed=absorbed, **on_device(options)), Case(**options)
+    found = latent_attention(*inputs, absorbed=absorbed, **on_device(options))
+    case = Case(**options)
     assert_precise(found, naive_latent(*inputs, case, absorbed), exact_latent(*inputs, case))
 
 
@@ -73,12 +98,18 @@ def test_latent_attention(dtype, absorbed, queries, options):
 def test_modules_cached_and_compiled_are_as_precise_as_plain(dtype, variant):
     module = small_modules()[variant].to("cuda", dtype)
     wide = small_modules()[variant].double()
-    wide.load_state_dict({name: weight.cpu().double() for name, weight in module.state_dict().items()})
+    wide.load_state_dict(
+        {name: weight.cpu().double() for name, weight in module.state_dict().items()}
+    )
     x = normal(B, 24, 64, dtype=dtype)
-    expected, plain = wide(x.cpu().double()).detach(), module(x)
+    expected = wide(x.cpu().double()).detach()
+    plain = module(x)
     with torch.no_grad():
         cache = module.new_cache(B, 24, growing=False, dtype=dtype, device="cuda")
-        parts = [module(x[:, :20], cache=cache), *(module(x[:, t : t + 1], cache=cache) for t in range(20, 24))]
+        parts = [
+            module(x[:, :20], cache=cache),
+            *(module(x[:, t : t + 1], cache=cache) for t in range(20, 24)),
+        ]
     assert_precise(torch.cat(parts, 1), plain, expected)
     found = torch.compile(module, fullgraph=True)(x)
     assert_precise(found, plain, expected)

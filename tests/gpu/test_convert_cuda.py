@@ -9,7 +9,9 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(
-    "options", [{"refine": 2}, {"train": "norms"}, {"train": "all"}, {"teacher": str(demo_folder())}], ids=str
+    "options",
+    [{"refine": 2}, {"train": "norms"}, {"train": "all"}, {"teacher": str(demo_folder())}],
+    ids=str,
 )
 def test_trained_conversions(tmp_path, options):
     found = {}

@@ -1,1 +1,3 @@
-"""Helpers that several test files share; imported as ``helpers.NAME`` (pyproject.toml puts ``tests`` on the path)."""
+"""Helpers that several test files share; imported as ``helpers.NAME`` (pyproject.toml puts
+``tests`` on the path).
+"""

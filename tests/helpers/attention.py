@@ -1,8 +1,9 @@
-"""Yardsticks of the attention tests: the naive formula in any dtype, the reference's loops, and the bound on errors.
+"""Yardsticks of the attention tests: the naive formula in any dtype, the reference's loops, and the
+bound on errors.
 
-The rule of every precision test: the error against float64 is at most twice that of the formula written out naively in
-the tested dtype, or twice the rounding of the exact result to that dtype where the naive formula was luckier than that;
-for float32 on a GPU, or twice `gpu_rounding`.
+The rule of every precision test: the error against float64 is at most twice that of the formula
+written out naively in the tested dtype, or twice the rounding of the exact result to that dtype
+where the naive formula was luckier than that; for float32 on a GPU, or twice `gpu_rounding`.
 """
 
 from dataclasses import dataclass
@@ -55,31 +56,47 @@ class Case:
             return int(value[row]) if isinstance(value, Tensor) else value
 
         offset = of_row(self.offset_of(queries, keys))
-        return reference.Masks(self.causal, offset, self.window, of_row(self.starts) or 0, of_row(self.lengths))
+        return reference.Masks(
+            self.causal, offset, self.window, of_row(self.starts) or 0, of_row(self.lengths)
+        )
 
 
-def naive(query: Tensor, key: Tensor, value: Tensor, case: Case, scale: float | None = None) -> Tensor:
-    """``grouped_attention`` as matrix product, mask, softmax, matrix product, every step in the inputs' dtype."""
+def naive(
+    query: Tensor, key: Tensor, value: Tensor, case: Case, scale: float | None = None
+) -> Tensor:
+    """``grouped_attention`` as matrix product, mask, softmax, matrix product, every step in the
+    inputs' dtype.
+    """
     share = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
+    key = key.repeat_interleave(share, 1)
+    value = value.repeat_interleave(share, 1)
     score = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
     score = score if case.bias is None else score + case.bias.to(score)
     seen = case.visible(query.shape[0], query.shape[2], key.shape[2]).to(query.device)
     some = seen.any(-1, keepdim=True)
-    # rows that see nothing are kept finite, for their gradients' sake, and cut away after the softmax
+    # rows that see nothing are kept finite, for their gradients' sake, and cut away after the
+    # softmax
     weights = score.masked_fill(~seen & some, -torch.inf).softmax(-1)
     return torch.where(some, weights, 0.0) @ value
 
 
 def naive_latent(
-    nope: Tensor, rope: Tensor, latent: Tensor, up_key: Tensor, up_value: Tensor, case: Case, absorbed: bool
+    nope: Tensor,
+    rope: Tensor,
+    latent: Tensor,
+    up_key: Tensor,
+    up_value: Tensor,
+    case: Case,
+    absorbed: bool,
 ) -> Tensor:
     """``latent_attention`` in the same way."""
-    rank, scale = up_key.shape[-1], (nope.shape[-1] + rope.shape[-1]) ** -0.5
+    rank = up_key.shape[-1]
+    scale = (nope.shape[-1] + rope.shape[-1]) ** -0.5
     if absorbed:
         query = torch.cat([nope @ up_key, rope], -1)
         return naive(query, latent[:, None], latent[:, None, :, :rank], case, scale) @ up_value.mT
-    c, shared = latent[:, None, :, :rank], latent[:, None, :, rank:]
+    c = latent[:, None, :, :rank]
+    shared = latent[:, None, :, rank:]
     key, value = (torch.einsum("bsr,hdr->bhsd", c[:, 0], up) for up in (up_key, up_value))
     key = torch.cat([key, shared.expand(-1, nope.shape[1], -1, -1)], -1)
     return naive(torch.cat([nope, rope], -1), key, value, case, scale)
@@ -90,19 +107,31 @@ def exact(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
     rows = zip(query.cpu().double(), key.cpu().double(), value.cpu().double(), strict=True)
     sizes = query.shape[2], key.shape[2]
     return torch.stack(
-        [reference.grouped_query_heads(q, k, v, case.masks(row, *sizes)) for row, (q, k, v) in enumerate(rows)]
+        [
+            reference.grouped_query_heads(q, k, v, case.masks(row, *sizes))
+            for row, (q, k, v) in enumerate(rows)
+        ]
     )
 
 
-def exact_latent(nope: Tensor, rope: Tensor, latent: Tensor, up_key: Tensor, up_value: Tensor, case: Case) -> Tensor:
-    """The reference's loops over explicit keys and values, in float64 on the CPU: ``[B, H, T, Dv]``."""
-    unused, rank = torch.empty(0), up_key.shape[-1]
-    w = reference.LatentProjections(*[unused] * 4, up_key.cpu().double(), up_value.cpu().double(), unused)
+def exact_latent(
+    nope: Tensor, rope: Tensor, latent: Tensor, up_key: Tensor, up_value: Tensor, case: Case
+) -> Tensor:
+    """The reference's loops over explicit keys and values, in float64 on the CPU: ``[B, H, T,
+    Dv]``.
+    """
+    unused = torch.empty(0)
+    rank = up_key.shape[-1]
+    w = reference.LatentProjections(
+        *[unused] * 4, up_key.cpu().double(), up_value.cpu().double(), unused
+    )
     rows = zip(nope.cpu().double(), rope.cpu().double(), latent.cpu().double(), strict=True)
     sizes = nope.shape[2], latent.shape[1]
     return torch.stack(
         [
-            reference.latent_heads(q, r, slots[:, :rank], slots[:, rank:], w, case.masks(row, *sizes))
+            reference.latent_heads(
+                q, r, slots[:, :rank], slots[:, rank:], w, case.masks(row, *sizes)
+            )
             for row, (q, r, slots) in enumerate(rows)
         ]
     )
@@ -114,26 +143,33 @@ def error(result: Tensor, exact: Tensor) -> float:
 
 
 def gpu_rounding(result: Tensor, exact: Tensor) -> float:
-    """Four units of float32 at the results' size, on a GPU: its fused kernels had up to that, on an H200."""
+    """Four units of float32 at the results' size, on a GPU: its fused kernels had up to that, on an
+    H200.
+    """
     if not result.is_cuda or result.dtype != torch.float32:
         return 0.0
     return 4 * torch.finfo(torch.float32).eps * exact.square().mean().sqrt().item()
 
 
 def assert_precise(result: Tensor, plain: Tensor, exact: Tensor) -> None:
-    """The rule above; ``plain`` is the naive formula's result in the same dtype, ``exact`` that of float64."""
+    """The rule above; ``plain`` is the naive formula's result in the same dtype, ``exact`` that of
+    float64.
+    """
     assert result.dtype == plain.dtype
     assert result.shape == exact.shape
     if result.numel() == 0:
         return
-    limit = 2 * max(error(plain, exact), error(exact.to(result.dtype), exact), gpu_rounding(result, exact))
+    limit = 2 * max(
+        error(plain, exact), error(exact.to(result.dtype), exact), gpu_rounding(result, exact)
+    )
     size = error(result, exact)
     assert size <= limit, f"{size:.3e} > {limit:.3e} in {result.dtype} {list(result.shape)}"
 
 
 def small_modules() -> dict[str, nn.Module]:
     """A random module of each variant, ``[B, T, 64]`` to ``[B, T, 64]``, 4 query heads."""
-    model, heads = 64, 4
+    model = 64
+    heads = 4
 
     def linear(inner: int, outer: int) -> nn.Linear:
         return nn.Linear(inner, outer, bias=False)

@@ -14,16 +14,28 @@ from kvfold.convert.data import demo_folder
 
 def tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the folder's safetensors files."""
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
 
 
-def stock_model(folder: Path, loader: Any = AutoModelForCausalLM, **options: Any) -> PreTrainedModel:
-    """The model as transformers loads it, in evaluation mode; no tensor missing, left over or misshapen."""
+def stock_model(
+    folder: Path, loader: Any = AutoModelForCausalLM, **options: Any
+) -> PreTrainedModel:
+    """The model as transformers loads it, in evaluation mode; no tensor missing, left over or
+    misshapen.
+    """
     # Below 5.23 gemma2's default in transformers leaves out its softcap.
     if json.loads((folder / "config.json").read_text()).get("attn_logit_softcapping"):
         options.setdefault("attn_implementation", "eager")
     model, info = loader.from_pretrained(folder, output_loading_info=True, **options)
-    assert {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]} == {}
+    assert {
+        key: info[key]
+        for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if info[key]
+    } == {}
     return model.eval()
 
 

@@ -1,6 +1,8 @@
-"""Command lines of kvfold in forked children, in which one call of the system fails, is killed, or meets a change.
+"""Command lines of kvfold in forked children, in which one call of the system fails, is killed, or
+meets a change.
 
-A fork of a process that has imported torch and transformers starts in milliseconds, a new one after seconds of imports.
+A fork of a process that has imported torch and transformers starts in milliseconds, a new one after
+seconds of imports.
 """
 
 import gc
@@ -19,8 +21,8 @@ from typing import Any, NoReturn
 
 PATIENCE = 120  # seconds of wall time: a child that takes longer hangs
 
-# The calls of a conversion that reach the disk. ``preadv``, ``pread`` and ``copy_file_range`` read the source, the last
-# writes OUT too, as all others do.
+# The calls of a conversion that reach the disk. ``preadv``, ``pread`` and ``copy_file_range`` read
+# the source, the last writes OUT too, as all others do.
 WRITES = ("mkdir", "rename", "fsync", "ftruncate", "pwrite", "write", "copy_file_range")
 CALLS = (*WRITES, "open", "close", "unlink", "preadv", "pread")
 
@@ -35,7 +37,9 @@ class Ended:
 
 
 def start(folder: Path, work: Callable[[], object]) -> int:
-    """Fork a child that does ``work`` and leaves what it prints in ``folder``. Returns its process id."""
+    """Fork a child that does ``work`` and leaves what it prints in ``folder``. Returns its process
+    id.
+    """
     return os.fork() or _become(folder, work)
 
 
@@ -46,7 +50,9 @@ def ended(folder: Path, child: int) -> Ended:
         if time.monotonic() > limit:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            raise AssertionError(f"a child hung for {PATIENCE} s: {(folder / 'stderr').read_text()}")
+            raise AssertionError(
+                f"a child hung for {PATIENCE} s: {(folder / 'stderr').read_text()}"
+            )
         time.sleep(0.005)
     out, err = ((folder / name).read_text(errors="replace") for name in ("stdout", "stderr"))
     return Ended(os.waitstatus_to_exitcode(waited[1]), out, err)
@@ -59,7 +65,9 @@ def run(folder: Path, work: Callable[[], object]) -> Ended:
 
 
 def run_ranks(folder: Path, work: Callable[[], object], count: int = 2) -> list[Ended]:
-    """``count`` children that do ``work`` at once, each with its RANK in the environment that torchrun would set."""
+    """``count`` children that do ``work`` at once, each with its RANK in the environment that
+    torchrun would set.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
@@ -81,17 +89,21 @@ def _become(folder: Path, work: Callable[[], object]) -> NoReturn:
     try:
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not forked, of which it would warn
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        os.environ["TOKENIZERS_PARALLELISM"] = (
+            "false"  # its threads are not forked, of which it would warn
+        )
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
         sys.__stdout__ = sys.stdout
         if "torch" in sys.modules:
-            # A fork makes torch's thread pool anew at its first use, which threads must not race for: the loader of
-            # transformers has some ("Invalid thread pool!").
+            # A fork makes torch's thread pool anew at its first use, which threads must not race
+            # for: the loader of transformers has some ("Invalid thread pool!").
             import torch
 
             torch.set_num_threads(torch.get_num_threads())
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
         work()
         status = 0
     except SystemExit as end:
@@ -111,10 +123,11 @@ def at_call(
     lasting: bool = False,
     after: bool = False,
 ) -> Callable[[], int]:
-    """From now on do ``action`` before the ``number``-th of ``calls`` in this process; returns a count of them.
+    """From now on do ``action`` before the ``number``-th of ``calls`` in this process; returns a
+    count of them.
 
-    ``calls`` are functions of ``os`` by name, or of another module as (module, name). ``lasting``: before every later
-    one too. ``after``: not before but after it.
+    ``calls`` are functions of ``os`` by name, or of another module as (module, name). ``lasting``:
+    before every later one too. ``after``: not before but after it.
     """
     count = 0
 
@@ -150,4 +163,8 @@ def unchanged(*folders: Path) -> Iterator[None]:
 
 def snapshot(folder: Path) -> dict[str, bytes]:
     """The contents of every file below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

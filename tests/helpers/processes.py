@@ -8,14 +8,19 @@ from typing import Any
 PATIENCE = 600  # seconds: a process that takes longer hangs, on however busy a machine
 
 
-def run_python(*arguments: object, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
-    """``python ARGUMENTS`` on one thread, its output captured as text; its error output is shown if it fails.
+def run_python(
+    *arguments: object, check: bool = True, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """``python ARGUMENTS`` on one thread, its output captured as text; its error output is shown if
+    it fails.
 
-    ``check=False`` leaves the exit status to the caller; ``environment`` is added to that of this process; further
-    options are ``subprocess.run``'s.
+    ``check=False`` leaves the exit status to the caller; ``environment`` is added to that of this
+    process; further options are ``subprocess.run``'s.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("environment", {})}
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=PATIENCE, **options)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=PATIENCE, **options
+    )
     assert not check or done.returncode == 0, f"exit status {done.returncode}:\n{done.stderr}"
     return done

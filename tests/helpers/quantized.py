@@ -1,4 +1,6 @@
-"""Checkpoints in quantized formats, made by hand from dense ones, and the dense twins that they stand for."""
+"""Checkpoints in quantized formats, made by hand from dense ones, and the dense twins that they
+stand for.
+"""
 
 import json
 import shutil
@@ -17,19 +19,26 @@ MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 
 def quantized_copy(
-    source: Path, out: Path, settings: dict[str, Any], quantize: Callable[[Tensor], tuple[Stored, Tensor]]
+    source: Path,
+    out: Path,
+    settings: dict[str, Any],
+    quantize: Callable[[Tensor], tuple[Stored, Tensor]],
 ) -> Path:
-    """``source`` with the matrices of its layers as ``quantize(weight)`` stores them; its dense twin in ``out``-twin.
+    """``source`` with the matrices of its layers as ``quantize(weight)`` stores them; its dense
+    twin in ``out``-twin.
 
-    ``quantize`` returns the stored tensors by the end of their names (``.weight_scale``), and the weight in float32
-    that they stand for. Everything that is not quantized, and the twin, is bfloat16.
+    ``quantize`` returns the stored tensors by the end of their names (``.weight_scale``), and the
+    weight in float32 that they stand for. Everything that is not quantized, and the twin, is
+    bfloat16.
     """
     stored: dict[str, Tensor] = {}
     dense: dict[str, Tensor] = {}
     for name, tensor in tensors(source).items():
         if name.split(".")[-2] in MATRICES and name.endswith(".weight"):
             parts, meant = quantize(tensor.float())
-            stored |= {name.removesuffix(".weight") + end: part.contiguous() for end, part in parts.items()}
+            stored |= {
+                name.removesuffix(".weight") + end: part.contiguous() for end, part in parts.items()
+            }
             dense[name] = meant.bfloat16()
         else:
             stored[name] = dense[name] = tensor.bfloat16()
@@ -51,7 +60,9 @@ def write(source: Path, out: Path, values: dict[str, Tensor], config: dict[str, 
     for file, some in files.items():
         save_file({name: values[name] for name in some}, out / file, {"format": "pt"})
     weight_map = {name: file for file, some in files.items() for name in some}
-    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (out / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def fp8_blocks(block: tuple[int, int]) -> Callable[[Tensor], tuple[Stored, Tensor]]:
@@ -62,9 +73,14 @@ def fp8_blocks(block: tuple[int, int]) -> Callable[[Tensor], tuple[Stored, Tenso
         scale = torch.empty(rows, columns)
         for row in range(rows):
             for column in range(columns):
-                part = weight[row * block[0] : (row + 1) * block[0], column * block[1] : (column + 1) * block[1]]
+                part = weight[
+                    row * block[0] : (row + 1) * block[0],
+                    column * block[1] : (column + 1) * block[1],
+                ]
                 scale[row, column] = part.abs().max() / 448
-        each = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: weight.shape[0], : weight.shape[1]]
+        each = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[
+            : weight.shape[0], : weight.shape[1]
+        ]
         stored = (weight / each).to(torch.float8_e4m3fn)
         return {".weight": stored, ".weight_scale_inv": scale}, stored.float() * each
 
@@ -87,11 +103,19 @@ MXFP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 def mxfp4(experts: int, out: int, into: int) -> tuple[Tensor, Tensor, Tensor]:
     """Random blocks, scales, and the weight ``[experts, into, out]`` that they stand for."""
     generator = torch.Generator().manual_seed(2)
-    codes = torch.randint(16, (experts, out, into // 32, 32), generator=generator, dtype=torch.uint8)
-    scales = torch.randint(120, 131, (experts, out, into // 32), generator=generator, dtype=torch.uint8)
+    codes = torch.randint(
+        16, (experts, out, into // 32, 32), generator=generator, dtype=torch.uint8
+    )
+    scales = torch.randint(
+        120, 131, (experts, out, into // 32), generator=generator, dtype=torch.uint8
+    )
     signed = torch.where(codes > 7, -1.0, 1.0) * MXFP4[codes.long() % 8]
     meant = (signed * torch.exp2(scales.float() - 127)[..., None]).reshape(experts, out, into).mT
-    return codes[..., ::2] | (codes[..., 1::2] << 4), scales, meant  # the first of two numbers in the low bits
+    return (
+        codes[..., ::2] | (codes[..., 1::2] << 4),
+        scales,
+        meant,
+    )  # the first of two numbers in the low bits
 
 
 def mxfp4_experts(source: Path, out: Path) -> None:

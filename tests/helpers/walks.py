@@ -24,21 +24,34 @@ SHAPE = {
 
 
 class Case:
-    """A source with four key/value heads and a student, unrelated in their attention weights; 7 or more sequences."""
+    """A source with four key/value heads and a student, unrelated in their attention weights; 7 or
+    more sequences.
+    """
 
-    def __init__(self, kv_heads: int = 2, dtype: torch.dtype = torch.float32, sequences: int = 7) -> None:
+    def __init__(
+        self, kv_heads: int = 2, dtype: torch.dtype = torch.float32, sequences: int = 7
+    ) -> None:
         torch.manual_seed(0)
         self.source, self.student = (
-            LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=heads)).eval().requires_grad_(False)
+            LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=heads))
+            .eval()
+            .requires_grad_(False)
             for heads in (4, kv_heads)
         )
         for parameter in self.source.parameters():
             parameter += torch.randn_like(parameter) * 0.1
         self.stored = {name: tensor.clone() for name, tensor in self.source.state_dict().items()}
         shared = {name: tensor for name, tensor in self.stored.items() if "self_attn" not in name}
-        self.new = {name: t.to(dtype) for name, t in self.student.state_dict().items() if "self_attn" in name}
+        self.new = {
+            name: t.to(dtype)
+            for name, t in self.student.state_dict().items()
+            if "self_attn" in name
+        }
         self.student.load_state_dict(shared | self.new)
-        self.calibration, self.held_out = torch.randint(0, 61, (sequences, 13)), torch.randint(0, 61, (5, 13))
+        self.calibration, self.held_out = (
+            torch.randint(0, 61, (sequences, 13)),
+            torch.randint(0, 61, (5, 13)),
+        )
 
     def stream(self) -> CheckpointStream:
         return CheckpointStream(self.source.config.to_dict(), self.stored.__getitem__, self.stored)
@@ -47,7 +60,9 @@ class Case:
         planned = []
         for name, tensor in (self.student.state_dict() | self.new).items():
             copied = None if name in self.new else name
-            planned.append(OutputTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), copied))
+            planned.append(
+                OutputTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), copied)
+            )
         return Student(source, self.student.config.to_dict(), planned)
 
     def layer(self, index: int) -> dict[str, Tensor]:
@@ -55,7 +70,9 @@ class Case:
 
     def walk(self, **options: Any) -> Walk:
         source = self.stream()
-        return Walk(Teacher(source, self.held_out, self.calibration, **options), self.converted(source))
+        return Walk(
+            Teacher(source, self.held_out, self.calibration, **options), self.converted(source)
+        )
 
     def run(self, walk: Walk) -> Iterator[Step]:
         for step in walk:

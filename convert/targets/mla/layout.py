@@ -1,9 +1,11 @@
-"""MLA: the layout of a converted model in a stock class, with names and shapes. Does not import torch.
+"""MLA: the layout of a converted model in a stock class, with names and shapes. Does not import
+torch.
 
-Experts are copied without decoding them. The experts of a layer are stored in two tensors: ``[n, 2 I, E]``, with the
-gate rows of each expert before its up rows, and ``[n, E, I]``. Both are concatenations of the bytes of source tensors.
-The class adds a shared expert to the routed experts, but the source has no shared expert: layout ``free`` stores a
-shared expert of width 0, and layout ``engine`` stores zeros, because the loaders of engines expect its tensors.
+Experts are copied without decoding them. The experts of a layer are stored in two tensors: ``[n, 2
+I, E]``, with the gate rows of each expert before its up rows, and ``[n, E, I]``. Both are
+concatenations of the bytes of source tensors. The class adds a shared expert to the routed experts,
+but the source has no shared expert: layout ``free`` stores a shared expert of width 0, and layout
+``engine`` stores zeros, because the loaders of engines expect its tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,28 +39,44 @@ Shapes = dict[str, tuple[Shape, Source]]
 
 
 def latent_layout(
-    model: Model, checkpoint: Checkpoint, target: LatentTarget, theta: Sequence[float], dtype: str | None
+    model: Model,
+    checkpoint: Checkpoint,
+    target: LatentTarget,
+    theta: Sequence[float],
+    dtype: str | None,
 ) -> TargetLayout:
-    """The layout of ``model`` as MLA in a stock class; ``theta [P/2]`` are the frequencies in radians per position.
+    """The layout of ``model`` as MLA in a stock class; ``theta [P/2]`` are the frequencies in
+    radians per position.
 
-    ``dtype`` is the stored dtype in torch's spelling; None keeps the dtype of each tensor, and computed tensors then
-    have the dtype of the first query projection.
+    ``dtype`` is the stored dtype in torch's spelling; None keeps the dtype of each tensor, and
+    computed tensors then have the dtype of the first query projection.
     """
     computed_dtype = checkpoint.tensors[model.attention_names(0)[0]].dtype
-    # A wrapper's files have a prefix before the language model's names, which the stock shapes lack.
-    moved = (lambda name: name) if model.tower is None else names_in_files(checkpoint.tensors).wrapped
+    # A wrapper's files have a prefix before the language model's names, which the stock shapes
+    # lack.
+    moved = (
+        (lambda name: name) if model.tower is None else names_in_files(checkpoint.tensors).wrapped
+    )
     shapes = {moved(name): value for name, value in mla_shapes(model, target).items()}
     if model.tower is not None:
         # A multimodal wrapper also holds a vision tower and a projector, which are copied.
         others = (info for info in checkpoint.tensors.values() if info.name not in model.tensors)
-        shapes |= {info.name: (info.shape, info.name) for info in others if not info.name.startswith(model.tower)}
+        shapes |= {
+            info.name: (info.shape, info.name)
+            for info in others
+            if not info.name.startswith(model.tower)
+        }
     tensors = []
     for name, (shape, source) in shapes.items():
         first = source if isinstance(source, str) else next(iter(source or ()), None)
         present = computed_dtype if first is None else checkpoint.tensors[first].dtype
         tensors.append(OutputTensor(name, output_dtype(present, dtype), shape, source))
     computed = tuple(
-        tuple(moved(name) for name, (_, source) in layer_shapes(model, target, layer).items() if source is None)
+        tuple(
+            moved(name)
+            for name, (_, source) in layer_shapes(model, target, layer).items()
+            if source is None
+        )
         for layer in range(model.geometry.layers)
     )
     config = mla_config(model, target, theta, dtype=dtype or TORCH_NAMES[computed_dtype])
@@ -75,12 +93,15 @@ def latent_layout(
                 made[_ROLE_NAMES[role].format(layer=layer)] = half.contiguous()
         return {moved(name): tensor for name, tensor in made.items()}
 
-    kind, elements = f"MLA {target.kv_rank}+{target.rope_dim}", target.kv_rank + target.rope_dim
+    kind = f"MLA {target.kv_rank}+{target.rope_dim}"
+    elements = target.kv_rank + target.rope_dim
     return TargetLayout(kind, config, tuple(tensors), computed, elements, encode)
 
 
 def mla_shapes(model: Model, target: LatentTarget) -> Shapes:
-    """The shape of each output tensor and the source tensors that it copies (see ``OutputTensor.source``), by name."""
+    """The shape of each output tensor and the source tensors that it copies (see
+    ``OutputTensor.source``), by name.
+    """
     (embedding,), (norm,) = model.names["embedding", None], model.names["final_norm", None]
     (head,) = model.names.get(("head", None), (embedding,))
     shapes: Shapes = {
@@ -97,10 +118,14 @@ def mla_shapes(model: Model, target: LatentTarget) -> Shapes:
 
 def layer_shapes(model: Model, target: LatentTarget, layer: int) -> Shapes:
     """The entries of `mla_shapes` that belong to ``layer``."""
-    shapes: Shapes = {name: (shape, None) for name, shape in _attention_shapes(model, target, layer).items()}
+    shapes: Shapes = {
+        name: (shape, None) for name, shape in _attention_shapes(model, target, layer).items()
+    }
     for fused in model.names.get(("gate_up", layer), ()):  # two tensors in the stock class
         rows, width = model.tensors[fused].shape
-        shapes |= {_ROLE_NAMES[role].format(layer=layer): ((rows // 2, width), None) for role in _GATE_UP}
+        shapes |= {
+            _ROLE_NAMES[role].format(layer=layer): ((rows // 2, width), None) for role in _GATE_UP
+        }
     for role, name in _ROLE_NAMES.items():
         for source in model.names.get((role, layer), ()):
             shapes[name.format(layer=layer)] = (model.tensors[source].shape, source)
@@ -112,9 +137,12 @@ def layer_shapes(model: Model, target: LatentTarget, layer: int) -> Shapes:
 def _attention_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, Shape]:
     """The shapes of the attention tensors in ``layer``, by name; all of these tensors are computed."""
     size = model.geometry
-    heads, width, rank = size.heads, size.model_dim, target.kv_rank
+    heads = size.heads
+    width = size.model_dim
+    rank = target.kv_rank
     nope, value = target.head_dims(size.head_dim)
-    queries, q_rank = heads * (nope + target.rope_dim), query_rank(model, target)
+    queries = heads * (nope + target.rope_dim)
+    q_rank = query_rank(model, target)
     if q_rank is None:
         shapes: dict[str, Shape] = {"q_proj.weight": (queries, width)}
     else:
@@ -136,14 +164,18 @@ def _attention_shapes(model: Model, target: LatentTarget, layer: int) -> dict[st
 
 def _expert_shapes(model: Model, target: LatentTarget, layer: int) -> Shapes:
     """The shapes and source tensors of the router and the experts in ``layer``, by name."""
-    mlp, names = f"model.layers.{layer}.mlp", model.names
+    mlp = f"model.layers.{layer}.mlp"
+    names = model.names
     (router,), downs = names["router", layer], names["expert_down", layer]
     width, inner = model.tensors[downs[0]].shape
     shared = inner if target.layout == "engine" else 0
     pairs = zip(names["expert_gate", layer], names["expert_up", layer], strict=True)
     return {
         f"{mlp}.gate.weight": (model.tensors[router].shape, router),
-        f"{mlp}.experts.gate_up_proj": ((len(downs), 2 * inner, width), tuple(name for pair in pairs for name in pair)),
+        f"{mlp}.experts.gate_up_proj": (
+            (len(downs), 2 * inner, width),
+            tuple(name for pair in pairs for name in pair),
+        ),
         f"{mlp}.experts.down_proj": ((len(downs), width, inner), downs),
         f"{mlp}.shared_experts.gate_proj.weight": ((shared, width), ()),
         f"{mlp}.shared_experts.up_proj.weight": ((shared, width), ()),
@@ -155,6 +187,7 @@ def padding(model: Model, target: LatentTarget) -> int:
     """The number of parameters that are zero because heads are padded."""
     size = model.geometry
     nope, value = (padded - size.head_dim for padded in target.head_dims(size.head_dim))
-    rope, inputs = target.rope_dim - target.rope_kept(size.rotary_dims), query_rank(model, target) or size.model_dim
+    rope = target.rope_dim - target.rope_kept(size.rotary_dims)
+    inputs = query_rank(model, target) or size.model_dim
     heads = (nope + rope) * inputs + (nope + value) * target.kv_rank + value * size.model_dim
     return size.layers * (size.heads * heads + rope * size.model_dim)

@@ -1,18 +1,21 @@
-"""The tensors of a latent-attention layer in the stock class, and the constant channel in layout ``free``.
+"""The tensors of a latent-attention layer in the stock class, and the constant channel in layout
+``free``.
 
-DeepSeek's attention normalizes its latents, but the source's attention does not, so the norm must have almost no
-effect. In layout ``engine`` the norm divides by the true rms, so the latent is first scaled to an rms that is usually
-one (`live_norm` in ``transforms/latent/variants.py``).
+DeepSeek's attention normalizes its latents, but the source's attention does not, so the norm must
+have almost no effect. In layout ``engine`` the norm divides by the true rms, so the latent is first
+scaled to an rms that is usually one (`live_norm` in ``transforms/latent/variants.py``).
 
-In layout ``free`` the last channel of each latent is a constant ``B``, set by a bias. It is so large that the norm
-divides by about ``B / sqrt(R)`` for every token: for a latent ``c``, the relative error is about ``|c|^2 / (2 B^2)``.
-``B`` and the norm's weight are powers of two, which are exact in bfloat16 and float16; the rest of the factor goes into
-the weights that read the latent.
+In layout ``free`` the last channel of each latent is a constant ``B``, set by a bias. It is so
+large that the norm divides by about ``B / sqrt(R)`` for every token: for a latent ``c``, the
+relative error is about ``|c|^2 / (2 B^2)``. ``B`` and the norm's weight are powers of two, which
+are exact in bfloat16 and float16; the rest of the factor goes into the weights that read the
+latent.
 
-A rotated latent (``transforms/latent/variants.py``) is meant for a quantized cache, whose scale a constant a thousand
-times larger than the other channels would ruin. So the constant's norm weight is zero, which keeps it out of the cache.
-Nothing is lost: constant parts of values move into the output projection's bias, and constant parts of keys change all
-scores of a query equally, so they do not change its attention.
+A rotated latent (``transforms/latent/variants.py``) is meant for a quantized cache, whose scale a
+constant a thousand times larger than the other channels would ruin. So the constant's norm weight
+is zero, which keeps it out of the cache. Nothing is lost: constant parts of values move into the
+output projection's bias, and constant parts of keys change all scores of a query equally, so they
+do not change its attention.
 """
 
 import math
@@ -27,9 +30,10 @@ from kvfold.convert.targets.mla.config import ATTENTION, LatentTarget
 from kvfold.convert.transforms.latent.variants import rotated
 from kvfold.convert.transforms.latent.weights import LatentWeights
 
-# How far the logits of the reference MHA model are off as an exact MLA in float32 (recipes/benchmarks/
-# bench_constants.py --channel, 2026-11-24): 64: 6e-3, 256: 4e-4, from 1024 on 6e-5, which is rounding. Not more, as
-# float16 has to hold c sqrt(R) / B of the weakest channels worth having.
+# How far the logits of the reference MHA model are off as an exact MLA in float32
+# (recipes/benchmarks/ bench_constants.py --channel, 2026-11-24): 64: 6e-3, 256: 4e-4, from 1024 on
+# 6e-5, which is rounding. Not more, as float16 has to hold c sqrt(R) / B of the weakest channels
+# worth having.
 CONSTANT = 1024.0
 _NORM_OF = {"q_a_proj": "q_a_layernorm", "kv_a_proj_with_mqa": "kv_a_layernorm"}
 _READERS = ("q_b_proj", "kv_b_proj")
@@ -41,7 +45,8 @@ def norm_weight(rank: int) -> float:
 
 
 def mla_tensors(latent: LatentWeights, layer: int, target: LatentTarget) -> dict[str, Tensor]:
-    """The attention tensors of ``layer`` by name, with the names and shapes in ``layout.layer_shapes``.
+    """The attention tensors of ``layer`` by name, with the names and shapes in
+    ``layout.layer_shapes``.
 
     Raises ``ValueError`` if ``latent`` has a bias that the layout cannot store.
     """
@@ -51,13 +56,18 @@ def mla_tensors(latent: LatentWeights, layer: int, target: LatentTarget) -> dict
     if not target.constant and placeless:
         raise ValueError(f"latent: layout 'engine' has no tensors for {', '.join(placeless)}")
     if latent.q_nope_bias is not None and latent.query is None:
-        raise ValueError("latent: a bias on queries needs a query latent (transforms/latent/variants.py)")
+        raise ValueError(
+            "latent: a bias on queries needs a query latent (transforms/latent/variants.py)"
+        )
     latent = padded(rotated(latent) if target.rotated else latent, target)
     tensors = {**_queries(latent, target), **_keys_and_values(latent, target)}
     tensors["o_proj.weight"] = latent.o.flatten(1)
     if target.constant:
         tensors["o_proj.bias"] = _or_zeros(latent.o_bias, latent.o[:, 0, 0])
-    return {f"{ATTENTION.format(layer=layer)}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    return {
+        f"{ATTENTION.format(layer=layer)}.{name}": tensor.contiguous()
+        for name, tensor in tensors.items()
+    }
 
 
 def interleave(rows: Tensor, dim: int) -> Tensor:
@@ -70,14 +80,20 @@ def interleave(rows: Tensor, dim: int) -> Tensor:
 
 
 def _queries(latent: LatentWeights, target: LatentTarget) -> dict[str, Tensor]:
-    """The query tensors, multiplied by the source's scale divided by DeepSeek's scale ``(N + P)^-1/2``."""
+    """The query tensors, multiplied by the source's scale divided by DeepSeek's scale ``(N +
+    P)^-1/2``.
+    """
     factor = latent.scale * math.sqrt(latent.nope_dim + latent.rope_dim)
     if latent.query is None:
         return {"q_proj.weight": _heads(latent.q_nope, latent.q_rope).flatten(0, 1) * factor}
     read = _heads(latent.query.q_nope, latent.query.q_rope).flatten(0, 1) * factor
     down = latent.query.down
     if not target.constant:
-        return {"q_a_proj.weight": down, "q_a_layernorm.weight": down.new_ones(len(down)), "q_b_proj.weight": read}
+        return {
+            "q_a_proj.weight": down,
+            "q_a_layernorm.weight": down.new_ones(len(down)),
+            "q_b_proj.weight": read,
+        }
     bias = read.new_zeros(len(read))
     if latent.q_nope_bias is not None and latent.q_rope_bias is not None:
         bias = _heads(latent.q_nope_bias, latent.q_rope_bias).flatten() * factor
@@ -94,7 +110,9 @@ def _queries(latent: LatentWeights, target: LatentTarget) -> dict[str, Tensor]:
 
 def _keys_and_values(latent: LatentWeights, target: LatentTarget) -> dict[str, Tensor]:
     rope_key = interleave(latent.rope_key, 0)
-    read = torch.cat([latent.uk, latent.uv], 1).flatten(0, 1)  # [H (N + D), R], per head keys then values
+    read = torch.cat([latent.uk, latent.uv], 1).flatten(
+        0, 1
+    )  # [H (N + D), R], per head keys then values
     if not target.constant:
         return {
             "kv_a_proj_with_mqa.weight": torch.cat([latent.down, rope_key]),
@@ -116,7 +134,9 @@ def _keys_and_values(latent: LatentWeights, target: LatentTarget) -> dict[str, T
 
 
 def _heads(nope: Tensor, rope: Tensor) -> Tensor:
-    """Join ``[H, N, ...]`` and ``[H, P, ...]`` to ``[H, N + P, ...]``, with the rotary dims interleaved."""
+    """Join ``[H, N, ...]`` and ``[H, P, ...]`` to ``[H, N + P, ...]``, with the rotary dims
+    interleaved.
+    """
     return torch.cat([nope, interleave(rope, 1)], 1)
 
 
@@ -125,14 +145,18 @@ def _or_zeros(bias: Tensor | None, like: Tensor) -> Tensor:
 
 
 def padded(latent: LatentWeights, target: LatentTarget) -> LatentWeights:
-    """Pad heads and rotary keys with zeros to their stored sizes. Returns ``latent`` itself if the sizes match."""
+    """Pad heads and rotary keys with zeros to their stored sizes. Returns ``latent`` itself if the
+    sizes match.
+    """
     nope, value = target.head_dims(latent.value_dim)
     rope = target.rope_dim
     if (latent.nope_dim, latent.value_dim, latent.rope_dim) == (nope, value, rope):
         return latent
     query = latent.query
     if query is not None:
-        query = replace(query, q_nope=_grown(query.q_nope, nope), q_rope=spread(query.q_rope, 1, rope))
+        query = replace(
+            query, q_nope=_grown(query.q_nope, nope), q_rope=spread(query.q_rope, 1, rope)
+        )
     return replace(
         latent,
         rope_key=spread(latent.rope_key, 0, rope),
@@ -146,10 +170,11 @@ def padded(latent: LatentWeights, target: LatentTarget) -> LatentWeights:
 
 
 def spread(rows: Tensor, dim: int, size: int) -> Tensor:
-    """Spread half-split rotary dims of ``rows`` along ``dim`` to every ``k``-th pair of ``size`` dims; the rest are 0.
+    """Spread half-split rotary dims of ``rows`` along ``dim`` to every ``k``-th pair of ``size``
+    dims; the rest are 0.
 
-    Plain RoPE with ``size`` dims turns pair ``k i`` at the same frequency as plain RoPE with ``size / k`` dims turns
-    pair ``i``.
+    Plain RoPE with ``size`` dims turns pair ``k i`` at the same frequency as plain RoPE with ``size
+    / k`` dims turns pair ``i``.
     """
     step = size // rows.shape[dim]
     halves = torch.unflatten(rows.movedim(dim, -1), -1, (2, -1, 1))
@@ -176,9 +201,9 @@ class HeldSlice:
 def held_slices(tensors: Mapping[str, Tensor]) -> dict[str, HeldSlice]:
     """The `HeldSlice` of each tensor that has the constant channel, by name; only shapes are read.
 
-    Training must preserve the constant: gradient steps would change the bias and the channel's row of zeros for a
-    slightly lower error, so these are frozen. The columns that read the channel have an input ``B`` times larger than
-    the others, so their learning rate is ``B`` times lower.
+    Training must preserve the constant: gradient steps would change the bias and the channel's row
+    of zeros for a slightly lower error, so these are frozen. The columns that read the channel have
+    an input ``B`` times larger than the others, so their learning rate is ``B`` times lower.
     """
     held: dict[str, HeldSlice] = {}
     for name in tensors:
@@ -194,4 +219,8 @@ def held_slices(tensors: Mapping[str, Tensor]) -> dict[str, HeldSlice]:
 
 def latent_norms(names: Iterable[str]) -> list[str]:
     """The names of the latents' norm weights among ``names``; training freezes them."""
-    return [name for name in names if name.split(".")[-2:-1] and name.split(".")[-2] in _NORM_OF.values()]
+    return [
+        name
+        for name in names
+        if name.split(".")[-2:-1] and name.split(".")[-2] in _NORM_OF.values()
+    ]

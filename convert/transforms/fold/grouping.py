@@ -1,9 +1,11 @@
-"""Partitions of key/value heads into groups. Relabeling heads is free, so any partition into equal parts is valid.
+"""Partitions of key/value heads into groups. Relabeling heads is free, so any partition into equal
+parts is valid.
 
-Candidates are based on the loss of each pair of heads that share: the error of their scores after a short fit, weighted
-by the output energy of the heads' values. On a trained model this agreed with the error of the layer's output
-(correlations up to 0.9 over partitions), whereas plain energies of keys and values hardly did. It is still an estimate,
-so the caller supplies a function that decides, such as the error of the attention output on held-out sequences.
+Candidates are based on the loss of each pair of heads that share: the error of their scores after a
+short fit, weighted by the output energy of the heads' values. On a trained model this agreed with
+the error of the layer's output (correlations up to 0.9 over partitions), whereas plain energies of
+keys and values hardly did. It is still an estimate, so the caller supplies a function that decides,
+such as the error of the attention output on held-out sequences.
 """
 
 import itertools
@@ -17,15 +19,20 @@ from torch import Tensor
 from kvfold.convert.transforms.fold import principal
 from kvfold.convert.transforms.fold.heads import Objective
 from kvfold.convert.transforms.fold.principal import LayerMoments
-from kvfold.convert.transforms.fold.score_fit import SCORES, fit_scores, principal_keys, score_losses
+from kvfold.convert.transforms.fold.score_fit import (
+    SCORES,
+    fit_scores,
+    principal_keys,
+    score_losses,
+)
 from kvfold.convert.transforms.linalg import metric_root, threads_for
 from kvfold.convert.transforms.weights import AttentionWeights
 
 Partition = tuple[tuple[int, ...], ...]
 
-# Rounds of the score fit for each pair of heads; the cost of grouping is proportional to them. Excess loss of the
-# reference MHA model at 8 -> 2 heads (recipes/benchmarks/bench_constants.py, 2026-11-22): 0 and 1: 0.0559,
-# 3: 0.0551.
+# Rounds of the score fit for each pair of heads; the cost of grouping is proportional to them.
+# Excess loss of the reference MHA model at 8 -> 2 heads (recipes/benchmarks/bench_constants.py,
+# 2026-11-22): 0 and 1: 0.0559, 3: 0.0551.
 PAIR_ROUNDS = 1
 
 # Makes 0 / 0 for heads without energy equal 0; far below any energy of trained weights.
@@ -34,7 +41,9 @@ TINY = 1e-100
 
 @dataclass(frozen=True)
 class ChosenPartition:
-    """The partition with the smallest error, the weights folded with it, and the error of every candidate."""
+    """The partition with the smallest error, the weights folded with it, and the error of every
+    candidate.
+    """
 
     groups: Partition
     weights: AttentionWeights
@@ -43,17 +52,21 @@ class ChosenPartition:
 
 @dataclass(frozen=True)
 class Pairs:
-    """A layer's moments and the loss of every pair of heads that share; both apply to any number of groups."""
+    """A layer's moments and the loss of every pair of heads that share; both apply to any number of
+    groups.
+    """
 
     layer: LayerMoments
 
     @cached_property
     def losses(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Three estimates of the loss when two KV heads share: ``[G, G]``, symmetric, diagonal 0, as energy shares.
+        """Three estimates of the loss when two KV heads share: ``[G, G]``, symmetric, diagonal 0,
+        as energy shares.
 
-        They weight the score errors by the energy of the head's values, by the inverse of its score energy, or by the
-        square root of the value energy. The error of the values, measured in the layer's output, is added to each.
-        Computed at first use, because a single candidate does not need them.
+        They weight the score errors by the energy of the head's values, by the inverse of its score
+        energy, or by the square root of the value energy. The error of the values, measured in the
+        layer's output, is added to each. Computed at first use, because a single candidate does not
+        need them.
         """
         lost, total = _score_losses(self.layer)
         value_lost, value_energy = _value_losses(self.layer)
@@ -71,20 +84,30 @@ def contiguous(kv_heads: int, groups: int) -> Partition:
 
 
 def similar(
-    pairs: Pairs, groups: int, judge: Callable[[AttentionWeights], float], objective: Objective = SCORES
+    pairs: Pairs,
+    groups: int,
+    judge: Callable[[AttentionWeights], float],
+    objective: Objective = SCORES,
 ) -> ChosenPartition:
-    """Fold with ``objective`` for each of the `candidates`, and return the first with the smallest error by ``judge``.
+    """Fold with ``objective`` for each of the `candidates`, and return the first with the smallest
+    error by ``judge``.
 
-    Candidates are based on score errors for any objective: it decides how heads share, not which heads.
+    Candidates are based on score errors for any objective: it decides how heads share, not which
+    heads.
     """
-    folds = {each: principal.fold_moments(pairs.layer, each, objective) for each in candidates(pairs, groups)}
+    folds = {
+        each: principal.fold_moments(pairs.layer, each, objective)
+        for each in candidates(pairs, groups)
+    }
     errors = {partition: judge(folded) for partition, folded in folds.items()}
     best = min(errors, key=lambda partition: errors[partition])
     return ChosenPartition(best, folds[best], errors)
 
 
 def candidates(pairs: Pairs, groups: int) -> list[Partition]:
-    """A few distinct partitions worth evaluating: `contiguous`, then the best by each estimate of the pairs' losses."""
+    """A few distinct partitions worth evaluating: `contiguous`, then the best by each estimate of
+    the pairs' losses.
+    """
     kv_heads = pairs.layer.weights.kv_heads
     partitions = [contiguous(kv_heads, groups)]
     if groups in (1, kv_heads):
@@ -98,9 +121,12 @@ def candidates(pairs: Pairs, groups: int) -> list[Partition]:
 
 
 def _score_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
-    """``[G, G]``: the score error of all queries of head ``j`` when it shares with ``i``; ``[G]``: its score energy."""
+    """``[G, G]``: the score error of all queries of head ``j`` when it shares with ``i``; ``[G]``:
+    its score energy.
+    """
     heads = layer.weights.kv_heads
-    lost, total = layer.moment.new_zeros(heads, heads), layer.moment.new_zeros(heads)
+    lost = layer.moment.new_zeros(heads, heads)
+    total = layer.moment.new_zeros(heads)
 
     def sharing(pair: Tensor) -> tuple[Tensor, Tensor]:
         both = layer.group(pair)
@@ -108,19 +134,26 @@ def _score_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
         errors, energies = (torch.unflatten(part, 0, (2, -1)).sum(1) for part in losses)
         return errors, energies
 
-    # All partners of a head at once: one decomposition instead of one for each, of which a device waits for every one.
+    # All partners of a head at once: one decomposition instead of one for each, of which a device
+    # waits for every one.
     for i in range(heads - 1):
         others = torch.arange(i + 1, heads, device=lost.device)
         with threads_for(layer.query_moments):
-            errors, energies = torch.vmap(sharing)(torch.stack([torch.full_like(others, i), others], 1))
+            errors, energies = torch.vmap(sharing)(
+                torch.stack([torch.full_like(others, i), others], 1)
+            )
         lost[i + 1 :, i], lost[i, i + 1 :] = errors.unbind(1)
         total[i], total[i + 1 :] = energies[0, 0], energies[:, 1]
     return lost, total
 
 
 def _value_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
-    """``[G, G]``: the share of output energy lost when two heads share values; ``[G]``: each head's value energy."""
-    heads, dims, metric = layer.weights.kv_heads, layer.weights.head_dim, layer.metric
+    """``[G, G]``: the share of output energy lost when two heads share values; ``[G]``: each head's
+    value energy.
+    """
+    heads = layer.weights.kv_heads
+    dims = layer.weights.head_dim
+    metric = layer.metric
     root, _ = metric_root(metric)
     moments = layer.joint_values.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     mean = layer.values @ layer.moment[-1]
@@ -131,19 +164,27 @@ def _value_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
     for i in range(heads - 1):
         others = torch.arange(i + 1, heads, device=lost.device)
         pairs = torch.stack([torch.full_like(others, i), others], 1)
-        joints, roots = layer.joint_values[pairs[:, :, None], :, pairs[:, None]], root[pairs]
-        stacked = torch.einsum("pjab,pjkbc,pkcd->pjakd", roots, joints, roots).flatten(3).flatten(1, 2)
+        joints = layer.joint_values[pairs[:, :, None], :, pairs[:, None]]
+        roots = root[pairs]
+        stacked = (
+            torch.einsum("pjab,pjkbc,pkcd->pjakd", roots, joints, roots).flatten(3).flatten(1, 2)
+        )
         lost[i, i + 1 :] = torch.linalg.eigvalsh(stacked)[:, :dims].clamp(min=0).sum(1)
     return (lost + lost.mT) / energy.sum().clamp(min=TINY), varying.clamp(min=0)
 
 
 def _least_loss(loss: Tensor, groups: int) -> Partition:
-    """Build groups greedily, then swap heads between them as long as a swap lowers the sum of losses within groups."""
+    """Build groups greedily, then swap heads between them as long as a swap lowers the sum of
+    losses within groups.
+    """
     table: list[list[float]] = loss.tolist()
-    free, size = set(range(len(table))), len(table) // groups
+    free = set(range(len(table)))
+    size = len(table) // groups
     grown: list[list[int]] = []
     while free:
-        _, first, second = min((table[i][j], i, j) for i, j in itertools.combinations(sorted(free), 2))
+        _, first, second = min(
+            (table[i][j], i, j) for i, j in itertools.combinations(sorted(free), 2)
+        )
         group = [first, second]
         while len(group) < size:
             rest = sorted(free - set(group))
@@ -159,10 +200,13 @@ def _least_loss(loss: Tensor, groups: int) -> Partition:
         improved = False
         for one, two in itertools.combinations(grown, 2):
             for a, b in itertools.product(range(size), repeat=2):
-                x, y = one[a], two[b]
+                x = one[a]
+                y = two[b]
                 before = inside(x, one) + inside(y, two)
                 after = inside(x, two) - table[x][y] + inside(y, one) - table[x][y]
                 if after < before * (1 - 1e-9):
                     one[a], two[b] = y, x
                     improved = True
-    return tuple(sorted(tuple(sorted(group)) for group in grown))  # one spelling for equal partitions
+    return tuple(
+        sorted(tuple(sorted(group)) for group in grown)
+    )  # one spelling for equal partitions

@@ -1,10 +1,12 @@
-"""The shared key and value heads of a group: their maps, the error that they minimize, and their principal components.
+"""The shared key and value heads of a group: their maps, the error that they minimize, and their
+principal components.
 
-Rotary embedding multiplies pair ``l`` at position ``t`` by ``e^{i t theta_l}``, which commutes with multiplication by
-any complex number, but not with maps that mix two pairs. `share_keys` therefore approximates each member's key pair by
-a complex multiple of one shared pair, weighted by the energy of the queries that read it. Unrotated dims and values may
-mix: `share_dims` uses the top real components of all members' dims together, for keys in the metric of the queries, for
-values in the metric ``W_o^T W_o`` of the output.
+Rotary embedding multiplies pair ``l`` at position ``t`` by ``e^{i t theta_l}``, which commutes with
+multiplication by any complex number, but not with maps that mix two pairs. `share_keys` therefore
+approximates each member's key pair by a complex multiple of one shared pair, weighted by the energy
+of the queries that read it. Unrotated dims and values may mix: `share_dims` uses the top real
+components of all members' dims together, for keys in the metric of the queries, for values in the
+metric ``W_o^T W_o`` of the output.
 """
 
 from dataclasses import dataclass
@@ -15,25 +17,29 @@ from torch import Tensor
 
 from kvfold.convert.transforms.linalg import metric_root, pair_matrices, pair_moment, symmetric_eig
 
-# The minimum query weight as a share of the group's largest: keys are divided by query weights. 1e-9, 1e-6 and 1e-3
-# have the same loss to 1e-4 nats on the reference MHA model at 8 -> 2 heads (recipes/benchmarks/bench_constants.py,
-# 2026-11-22).
+# The minimum query weight as a share of the group's largest: keys are divided by query weights.
+# 1e-9, 1e-6 and 1e-3 have the same loss to 1e-4 nats on the reference MHA model at 8 -> 2 heads
+# (recipes/benchmarks/bench_constants.py, 2026-11-22).
 WEAKEST_QUERY = 1e-6
 
 
 @dataclass(frozen=True)
 class SharedHead:
-    """``shared = sum_j encode[j] @ member_j`` and ``member_j ~ decode[j] @ shared``; both maps are ``[m, D, D]``.
+    """``shared = sum_j encode[j] @ member_j`` and ``member_j ~ decode[j] @ shared``; both maps are
+    ``[m, D, D]``.
 
-    ``decode`` may contain several maps for each member, in order: one for each query head that reads it. Queries that
-    read member ``j`` become ``decode[j]^T q``; output columns become ``W_o decode[j]``.
+    ``decode`` may contain several maps for each member, in order: one for each query head that
+    reads it. Queries that read member ``j`` become ``decode[j]^T q``; output columns become ``W_o
+    decode[j]``.
     """
 
     encode: Tensor
     decode: Tensor
 
     def repeat_decode(self, times: int) -> "SharedHead":
-        """The same head with each map in ``decode`` repeated for the ``times`` query heads that read a member."""
+        """The same head with each map in ``decode`` repeated for the ``times`` query heads that
+        read a member.
+        """
         return SharedHead(self.encode, self.decode.repeat_interleave(times, 0))
 
 
@@ -41,11 +47,12 @@ class SharedHead:
 class GroupMoments:
     """Second moments of ``m`` KV heads to be shared, and of the ``n`` query heads that read them.
 
-    ``keys, values [m, D, m, D]``: ``E[k k^T]``, ``E[v v^T]`` between all dims of all members. ``queries [n, D, D]``:
-    ``E[q q^T]``; queries ``j * n/m`` to ``(j + 1) * n/m - 1`` read member ``j``. Keys and queries are measured before
-    rotation and include the rotary amplitude; their first ``2 * pairs`` dims rotate. ``phi [n, D, D]``: the average
-    rotation over the mixture of distances (`score_fit.distance_moments`). ``metric [m, D, D]``: the squared length of
-    the layer's output per value (`linalg.output_metric`). All are float64 (``phi`` complex).
+    ``keys, values [m, D, m, D]``: ``E[k k^T]``, ``E[v v^T]`` between all dims of all members.
+    ``queries [n, D, D]``: ``E[q q^T]``; queries ``j * n/m`` to ``(j + 1) * n/m - 1`` read member
+    ``j``. Keys and queries are measured before rotation and include the rotary amplitude; their
+    first ``2 * pairs`` dims rotate. ``phi [n, D, D]``: the average rotation over the mixture of
+    distances (`score_fit.distance_moments`). ``metric [m, D, D]``: the squared length of the
+    layer's output per value (`linalg.output_metric`). All are float64 (``phi`` complex).
     """
 
     keys: Tensor
@@ -62,10 +69,11 @@ class GroupMoments:
 
 
 class Objective(Protocol):
-    """The error that the shared heads of a group minimize: one key head and one value head, fitted separately.
+    """The error that the shared heads of a group minimize: one key head and one value head, fitted
+    separately.
 
-    The default is `score_fit.Scores`. Other objectives need only these two methods, and can build on `share_keys`,
-    `share_dims` and `score_fit.fit_scores`.
+    The default is `score_fit.Scores`. Other objectives need only these two methods, and can build
+    on `share_keys`, `share_dims` and `score_fit.fit_scores`.
     """
 
     def key_head(self, group: GroupMoments) -> SharedHead:
@@ -76,11 +84,13 @@ class Objective(Protocol):
 
 
 def share_keys(keys: Tensor, queries: Tensor, pairs: int) -> SharedHead:
-    """One key head for ``m`` members: query-weighted principal components of ``keys [m, D, m, D] = E[k k^T]``.
+    """One key head for ``m`` members: query-weighted principal components of ``keys [m, D, m, D] =
+    E[k k^T]``.
 
-    ``queries [m, D, D]``: the second moment of the queries that read each member, summed over its query heads. The
-    first ``2 * pairs`` dims rotate: with ``s_j^2 = E|q_{j,l}|^2`` and ``u`` the top eigenvector of the covariance of
-    ``s_j k_{j,l}`` over the members, pair ``l`` becomes ``sum_j conj(u_j) s_j k_{j,l}``. The rest uses `share_dims`.
+    ``queries [m, D, D]``: the second moment of the queries that read each member, summed over its
+    query heads. The first ``2 * pairs`` dims rotate: with ``s_j^2 = E|q_{j,l}|^2`` and ``u`` the
+    top eigenvector of the covariance of ``s_j k_{j,l}`` over the members, pair ``l`` becomes
+    ``sum_j conj(u_j) s_j k_{j,l}``. The rest uses `share_dims`.
     """
     members, dims = queries.shape[:2]
     rotated = 2 * pairs
@@ -91,9 +101,12 @@ def share_keys(keys: Tensor, queries: Tensor, pairs: int) -> SharedHead:
         energy = (square[:, :pairs] + square[:, pairs:rotated]).mT  # E|q_l|^2, [pairs, m]
         floor = WEAKEST_QUERY * energy.amax(1, keepdim=True)
         weight = energy.clamp(min=floor).clamp(min=torch.finfo(energy.dtype).tiny).sqrt()
-        _, vectors = symmetric_eig(weight[:, :, None] * pair_moment(keys, pairs) * weight[:, None, :])
+        _, vectors = symmetric_eig(
+            weight[:, :, None] * pair_moment(keys, pairs) * weight[:, None, :]
+        )
         top = vectors[..., 0]
-        # Eigenvectors have a free phase: make the largest entry real and positive for reproducible results.
+        # Eigenvectors have a free phase: make the largest entry real and positive for reproducible
+        # results.
         largest = top.gather(1, top.abs().argmax(1, keepdim=True))
         top = top * (largest.conj() / largest.abs())
         encode += pair_matrices((top.conj() * weight).mT, dims)
@@ -106,14 +119,18 @@ def share_keys(keys: Tensor, queries: Tensor, pairs: int) -> SharedHead:
 
 
 def share_dims(members: Tensor, metric: Tensor) -> SharedHead:
-    """One head for dims that may mix: principal components of ``members [m, D, m, D]`` in their ``metric [m, D, D]``.
+    """One head for dims that may mix: principal components of ``members [m, D, m, D]`` in their
+    ``metric [m, D, D]``.
 
-    For unrotated key dims the metric is the second moment of the queries; for values it is `linalg.output_metric`.
-    Rotating the members onto each other and averaging (Procrustes) is the special case of equal weights.
+    For unrotated key dims the metric is the second moment of the queries; for values it is
+    `linalg.output_metric`. Rotating the members onto each other and averaging (Procrustes) is the
+    special case of equal weights.
     """
     count, dims = metric.shape[:2]
     root, inverse = metric_root(metric)
-    stacked = torch.einsum("jab,jbkc,kdc->jakd", root, members, root).reshape(count * dims, count * dims)
+    stacked = torch.einsum("jab,jbkc,kdc->jakd", root, members, root).reshape(
+        count * dims, count * dims
+    )
     _, vectors = symmetric_eig(stacked)
     basis = vectors[:, :dims].reshape(count, dims, dims)  # member, its dim, shared dim
     return SharedHead(basis.mT @ root, inverse @ basis)

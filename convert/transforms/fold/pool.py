@@ -1,7 +1,9 @@
-"""Published ways to pool the key/value heads of each group into one; queries and output projection are unchanged.
+"""Published ways to pool the key/value heads of each group into one; queries and output projection
+are unchanged.
 
-``mean`` is from Ainslie et al. 2023, "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head
-Checkpoints", which also evaluates ``first`` and ``random``. Groups consist of neighboring heads.
+``mean`` is from Ainslie et al. 2023, "GQA: Training Generalized Multi-Query Transformer Models from
+Multi-Head Checkpoints", which also evaluates ``first`` and ``random``. Groups consist of
+neighboring heads.
 """
 
 from collections.abc import Callable
@@ -14,9 +16,11 @@ from kvfold.convert.transforms.weights import AttentionWeights
 
 
 def mean(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
-    """Average the heads of every group, ``[G, D, E] -> [kv_heads, D, E]``, in float32 (float64 for float64 weights).
+    """Average the heads of every group, ``[G, D, E] -> [kv_heads, D, E]``, in float32 (float64 for
+    float64 weights).
 
-    Biases and the rows of the key norm (and its bias) are averaged too. Queries and output projection keep their dtype.
+    Biases and the rows of the key norm (and its bias) are averaged too. Queries and output
+    projection keep their dtype.
     """
 
     def average(heads: Tensor) -> Tensor:
@@ -32,24 +36,39 @@ def first(weights: AttentionWeights, kv_heads: int) -> AttentionWeights:
     return pool_heads(weights, kv_heads, lambda heads: heads[::size].clone())
 
 
-def random(weights: AttentionWeights, kv_heads: int, *, std: float, seed: int, layer: int) -> AttentionWeights:
-    """Draw keys and values from a normal distribution; set biases to zero and the key norm's gain to one.
+def random(
+    weights: AttentionWeights, kv_heads: int, *, std: float, seed: int, layer: int
+) -> AttentionWeights:
+    """Draw keys and values from a normal distribution; set biases to zero and the key norm's gain
+    to one.
 
-    ``std`` is the initializer range in the config. The float32 result is drawn on the CPU and depends only on ``seed``,
-    ``layer`` and the shape. A norm shared by all heads is kept.
+    ``std`` is the initializer range in the config. The float32 result is drawn on the CPU and
+    depends only on ``seed``, ``layer`` and the shape. A norm shared by all heads is kept.
     """
-    pooled = pool_heads(weights, kv_heads, lambda heads: torch.zeros(kv_heads, *heads.shape[1:], device=heads.device))
-    # Draw on the CPU with a seed per layer, so results do not depend on the device or the order of layers.
+    pooled = pool_heads(
+        weights,
+        kv_heads,
+        lambda heads: torch.zeros(kv_heads, *heads.shape[1:], device=heads.device),
+    )
+    # Draw on the CPU with a seed per layer, so results do not depend on the device or the order of
+    # layers.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + layer) % 2**63)
-    k, v = (torch.empty(pooled.k.shape).normal_(0.0, std, generator=generator).to(weights.k.device) for _ in range(2))
+    k, v = (
+        torch.empty(pooled.k.shape).normal_(0.0, std, generator=generator).to(weights.k.device)
+        for _ in range(2)
+    )
     norm = pooled.k_norm
     if norm is not None and not norm.shared:
         norm = replace(norm, weight=torch.full_like(norm.weight, 1.0 - norm.offset))
     return replace(pooled, k=k, v=v, k_norm=norm)
 
 
-def pool_heads(weights: AttentionWeights, kv_heads: int, pool: Callable[[Tensor], Tensor]) -> AttentionWeights:
-    """Apply ``pool`` (``[G, ...]`` to ``[kv_heads, ...]``) to keys, values, their biases and the key norm."""
+def pool_heads(
+    weights: AttentionWeights, kv_heads: int, pool: Callable[[Tensor], Tensor]
+) -> AttentionWeights:
+    """Apply ``pool`` (``[G, ...]`` to ``[kv_heads, ...]``) to keys, values, their biases and the
+    key norm.
+    """
     norm = weights.k_norm
     if norm is not None:
         # A shared norm repeats one stored row: copying it is exact, while averaging might round it.

@@ -1,12 +1,14 @@
-"""The ``principal`` fold: replaces the key/value heads of each group by the best shared head instead of their average.
+"""The ``principal`` fold: replaces the key/value heads of each group by the best shared head
+instead of their average.
 
-Queries and the output projection absorb the effect of the fold on keys and values, so the result has the same
-architecture as with mean pooling (Ainslie et al., 2023, arXiv:2305.13245) and loses far less. A group of one head is
-kept bit for bit, and identical heads fold exactly. Rotating value heads, or the phases of key pairs, changes nothing if
-the output projection and the queries undo it. Norms between projection and rotary embedding (see `normed`) make the
-fold inexact.
+Queries and the output projection absorb the effect of the fold on keys and values, so the result
+has the same architecture as with mean pooling (Ainslie et al., 2023, arXiv:2305.13245) and loses
+far less. A group of one head is kept bit for bit, and identical heads fold exactly. Rotating value
+heads, or the phases of key pairs, changes nothing if the output projection and the queries undo it.
+Norms between projection and rotary embedding (see `normed`) make the fold inexact.
 
-Sources may be multi-head or already grouped: the queries of all heads that read a KV head are combined.
+Sources may be multi-head or already grouped: the queries of all heads that read a KV head are
+combined.
 """
 
 from collections.abc import Sequence
@@ -20,7 +22,13 @@ from kvfold.convert.transforms.fold import normed
 from kvfold.convert.transforms.fold.heads import GroupMoments, Objective, SharedHead
 from kvfold.convert.transforms.fold.score_fit import SCORES, distance_moments
 from kvfold.convert.transforms.head_norms import linear_heads
-from kvfold.convert.transforms.linalg import head_moments, input_moment, joint_moment, output_metric, with_bias
+from kvfold.convert.transforms.linalg import (
+    head_moments,
+    input_moment,
+    joint_moment,
+    output_metric,
+    with_bias,
+)
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 Groups = Sequence[Sequence[int]]
@@ -28,13 +36,15 @@ Groups = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class LayerMoments:
-    """A layer and its second moments: float64, heads in the source's order, independent of the partition of the heads.
+    """A layer and its second moments: float64, heads in the source's order, independent of the
+    partition of the heads.
 
-    ``moment [F, F]``: of the inputs with a constant 1 appended (``F = E + 1``). ``keys``, ``queries``: the average
-    linear maps of the projections and their norms; ``values [G, D, F]``. ``joint_keys``, ``joint_values [G, D, G, D]``:
-    second moments between all heads. ``query_moments [H, D, D]``: the second moment of each head's queries. ``phi [H,
-    D, D]``: average rotations from `distance_moments`. ``metric [G, D, D]``: from `output_metric`. The rotary
-    amplitude, ``amplitude [D]``, is included in ``joint_keys`` and ``query_moments`` only.
+    ``moment [F, F]``: of the inputs with a constant 1 appended (``F = E + 1``). ``keys``,
+    ``queries``: the average linear maps of the projections and their norms; ``values [G, D, F]``.
+    ``joint_keys``, ``joint_values [G, D, G, D]``: second moments between all heads. ``query_moments
+    [H, D, D]``: the second moment of each head's queries. ``phi [H, D, D]``: average rotations from
+    `distance_moments`. ``metric [G, D, D]``: from `output_metric`. The rotary amplitude,
+    ``amplitude [D]``, is included in ``joint_keys`` and ``query_moments`` only.
     """
 
     weights: AttentionWeights
@@ -52,7 +62,8 @@ class LayerMoments:
 
     def group(self, members: Sequence[int] | Tensor) -> GroupMoments:
         """The moments of the KV heads ``members [m]`` and of the queries that read them."""
-        repeat, device = self.weights.heads // self.weights.kv_heads, self.moment.device
+        repeat = self.weights.heads // self.weights.kv_heads
+        device = self.moment.device
         chosen = torch.as_tensor(members, device=device)
         readers = (chosen[:, None] * repeat + torch.arange(repeat, device=device)).flatten()
         return GroupMoments(
@@ -68,12 +79,15 @@ class LayerMoments:
 def layer_moments(
     weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, context: int = 0
 ) -> LayerMoments:
-    """Compute all moments on the device of ``weights``. ``context``: the number of positions to support."""
+    """Compute all moments on the device of ``weights``. ``context``: the number of positions to
+    support.
+    """
     statistics = statistics.to(weights.q.device)
     moment = input_moment(statistics)
     keys = normed.linearize(with_bias(weights.k, weights.k_bias), weights.k_norm, moment)
     if weights.k_norm is not None and weights.k_norm.bias is None and statistics.normed is not None:
-        # If the members' keys are divided before the fold, the shared head's norm has less left to divide.
+        # If the members' keys are divided before the fold, the shared head's norm has less left to
+        # divide.
         fitted = linear_heads(weights, statistics)
         keys = replace(keys, rows=with_bias(fitted.k, fitted.k_bias))
     queries = normed.linearize(with_bias(weights.q, weights.q_bias), weights.q_norm, moment)
@@ -105,19 +119,24 @@ def fold(
     context: int = 0,
     objective: Objective = SCORES,
 ) -> AttentionWeights:
-    """Fold the ``G`` KV heads to ``len(groups)``; ``groups[i]`` lists the source heads that new head ``i`` replaces.
+    """Fold the ``G`` KV heads to ``len(groups)``; ``groups[i]`` lists the source heads that new
+    head ``i`` replaces.
 
-    Query heads (and with them the columns of ``o``) are reordered so that query head ``h`` again reads KV head ``h //
-    (H // len(groups))``. Computed in float64, returned in float32 on the device of ``weights``. Keys are fitted for all
-    distances below ``context``, the number of positions to support (the model's limit, or the layer's window); 0 means
-    the length of the calibration text. Raises ValueError as `ordered` does.
+    Query heads (and with them the columns of ``o``) are reordered so that query head ``h`` again
+    reads KV head ``h // (H // len(groups))``. Computed in float64, returned in float32 on the
+    device of ``weights``. Keys are fitted for all distances below ``context``, the number of
+    positions to support (the model's limit, or the layer's window); 0 means the length of the
+    calibration text. Raises ValueError as `ordered` does.
     """
     return fold_moments(layer_moments(weights, statistics, rotary, context), groups, objective)
 
 
-def fold_moments(layer: LayerMoments, groups: Groups, objective: Objective = SCORES) -> AttentionWeights:
+def fold_moments(
+    layer: LayerMoments, groups: Groups, objective: Objective = SCORES
+) -> AttentionWeights:
     """Like `fold`, but from precomputed moments, for trying several partitions of one layer."""
-    source, repeat = ordered(layer.weights, groups), layer.weights.heads // layer.weights.kv_heads
+    source = ordered(layer.weights, groups)
+    repeat = layer.weights.heads // layer.weights.kv_heads
     if len(groups[0]) == 1:
         return source.map(Tensor.float)
     members = [layer.group(group) for group in groups]
@@ -131,14 +150,20 @@ def fold_moments(layer: LayerMoments, groups: Groups, objective: Objective = SCO
 def _fold_keys(
     layer: LayerMoments, groups: Groups, source: AttentionWeights, heads: Sequence[SharedHead]
 ) -> AttentionWeights:
-    """Replace the keys, queries and norms of ``source`` (ordered by groups) by those for the shared ``heads``."""
-    dims, device = source.head_dim, source.q.device
-    pairs, rest = layer.rotary.dims // 2, torch.arange(layer.rotary.dims, dims, device=device)
+    """Replace the keys, queries and norms of ``source`` (ordered by groups) by those for the shared
+    ``heads``.
+    """
+    dims = source.head_dim
+    device = source.q.device
+    pairs = layer.rotary.dims // 2
+    rest = torch.arange(layer.rotary.dims, dims, device=device)
     # Sets of dims that share one scale factor: each rotary pair, and all unrotated dims together.
     blocks = list(torch.arange(2 * pairs, device=device).view(2, pairs).mT)
     blocks = [*blocks, rest] if rest.numel() else blocks
-    kv, readers = query_order(groups, 1), query_order(groups, source.heads // source.kv_heads)
-    keys, queries = layer.keys.map(lambda part: part[kv]), layer.queries.map(lambda part: part[readers])
+    kv = query_order(groups, 1)
+    readers = query_order(groups, source.heads // source.kv_heads)
+    keys = layer.keys.map(lambda part: part[kv])
+    queries = layer.queries.map(lambda part: part[readers])
     # The moments of keys and queries include the rotary amplitude, but these rows do not.
     change = layer.amplitude / layer.amplitude[:, None]
     heads = [SharedHead(head.encode * change, head.decode / change) for head in heads]
@@ -152,33 +177,49 @@ def _fold_keys(
 def _fold_values(
     layer: LayerMoments, groups: Groups, source: AttentionWeights, heads: Sequence[SharedHead]
 ) -> AttentionWeights:
-    """Replace the values, output projection and biases of ``source`` (ordered by groups) for the shared ``heads``."""
+    """Replace the values, output projection and biases of ``source`` (ordered by groups) for the
+    shared ``heads``.
+    """
     dims = [torch.arange(source.head_dim, device=source.v.device)]
     encode, decode = _balanced(heads, layer.values[query_order(groups, 1)], dims)
     members = torch.unflatten(with_bias(source.v, source.v_bias), 0, (len(groups), -1))
-    v, v_bias = linalg.split_bias(torch.einsum("gmab,gmbf->gaf", encode, members), source.v_bias is not None)
-    folded = replace(source, v=v, v_bias=v_bias, o=torch.einsum("ehd,hdc->ehc", source.o.double(), decode))
+    v, v_bias = linalg.split_bias(
+        torch.einsum("gmab,gmbf->gaf", encode, members), source.v_bias is not None
+    )
+    folded = replace(
+        source, v=v, v_bias=v_bias, o=torch.einsum("ehd,hdc->ehc", source.o.double(), decode)
+    )
     return _fold_constants(source, folded, layer.moment[-1, :-1])
 
 
-def _balanced(heads: Sequence[SharedHead], members: Tensor, blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """``encode [g, m, D, D]``, ``decode [H, D, D]`` of all groups; shared rows get their members' mean norm."""
-    encode, decode = torch.stack([head.encode for head in heads]), torch.stack([head.decode for head in heads])
+def _balanced(
+    heads: Sequence[SharedHead], members: Tensor, blocks: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """``encode [g, m, D, D]``, ``decode [H, D, D]`` of all groups; shared rows get their members'
+    mean norm.
+    """
+    encode = torch.stack([head.encode for head in heads])
+    decode = torch.stack([head.decode for head in heads])
     members = torch.unflatten(members, 0, (len(heads), -1))
     merged = torch.einsum("gmab,gmbf->gaf", encode, members)
     factor = torch.ones_like(merged[..., 0])
     # The dims of a block (a rotary pair, the unrotated dims, a whole value head) share one factor.
     for block in blocks:
-        before, after = members[:, :, block].flatten(2).norm(dim=2).mean(1), merged[:, block].flatten(1).norm(dim=1)
+        before = members[:, :, block].flatten(2).norm(dim=2).mean(1)
+        after = merged[:, block].flatten(1).norm(dim=1)
         # Leave all-zero rows unchanged.
         factor[:, block] = torch.where((before > 0) & (after > 0), before / after, 1.0)[:, None]
     return factor[:, None, :, None] * encode, (decode / factor[:, None, None]).flatten(0, 1)
 
 
-def _fold_constants(source: AttentionWeights, folded: AttentionWeights, mean: Tensor) -> AttentionWeights:
-    """``folded`` with its biases adjusted to the changed constant part of the values, if values have a bias."""
-    # Attention rows sum to 1, so a constant passes through attention unchanged. With sinks they sum to less; biases
-    # then stay as fitted with the values.
+def _fold_constants(
+    source: AttentionWeights, folded: AttentionWeights, mean: Tensor
+) -> AttentionWeights:
+    """``folded`` with its biases adjusted to the changed constant part of the values, if values
+    have a bias.
+    """
+    # Attention rows sum to 1, so a constant passes through attention unchanged. With sinks they sum
+    # to less; biases then stay as fitted with the values.
     if source.v_bias is None or source.sinks is not None:
         return folded
 
@@ -187,13 +228,20 @@ def _fold_constants(source: AttentionWeights, folded: AttentionWeights, mean: Te
         return torch.einsum("ehd,hd->e", weights.o.double(), spread)
 
     if source.o_bias is not None and folded.v_bias is not None:
-        # The output bias absorbs the values' bias exactly, which so far passed through the old output projection.
+        # The output bias absorbs the values' bias exactly, which so far passed through the old
+        # output projection.
         moved = output(source, source.v_bias.double()) - output(folded, folded.v_bias)
         return replace(folded, o_bias=source.o_bias.double() + moved)
-    # Without an output bias, fit the values' bias by least squares to keep the output at the mean input unchanged.
-    missing = output(source, source.v.double() @ mean + source.v_bias.double()) - output(folded, folded.v @ mean)
+    # Without an output bias, fit the values' bias by least squares to keep the output at the mean
+    # input unchanged.
+    missing = output(source, source.v.double() @ mean + source.v_bias.double()) - output(
+        folded, folded.v @ mean
+    )
     columns = torch.unflatten(folded.o, 1, (folded.kv_heads, -1)).sum(2).flatten(1)  # [E, g * D]
-    return replace(folded, v_bias=(torch.linalg.pinv(columns, rtol=1e-9) @ missing).reshape(folded.kv_heads, -1))
+    return replace(
+        folded,
+        v_bias=(torch.linalg.pinv(columns, rtol=1e-9) @ missing).reshape(folded.kv_heads, -1),
+    )
 
 
 def ordered(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
@@ -201,14 +249,20 @@ def ordered(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
 
     Raises ValueError unless ``groups`` splits the KV heads into parts of equal size.
     """
-    if sorted(query_order(groups, 1)) != list(range(weights.kv_heads)) or len({len(group) for group in groups}) != 1:
+    if (
+        sorted(query_order(groups, 1)) != list(range(weights.kv_heads))
+        or len({len(group) for group in groups}) != 1
+    ):
         raise ValueError(
-            f"groups = {[list(group) for group in groups]} must contain each of the {weights.kv_heads} KV heads once, "
-            "in groups of equal size"
+            f"groups = {[list(group) for group in groups]} must contain each of the"
+            f" {weights.kv_heads} KV heads once, in groups of equal size"
         )
-    repeat, device = weights.heads // weights.kv_heads, weights.q.device
+    repeat = weights.heads // weights.kv_heads
+    device = weights.q.device
     q, kv = (torch.tensor(query_order(groups, times), device=device) for times in (repeat, 1))
-    orders = dict.fromkeys(("q", "q_bias", "sinks"), q) | dict.fromkeys(("k", "v", "k_bias", "v_bias"), kv)
+    orders = dict.fromkeys(("q", "q_bias", "sinks"), q) | dict.fromkeys(
+        ("k", "v", "k_bias", "v_bias"), kv
+    )
     present = {name: value for name in orders if (value := getattr(weights, name)) is not None}
     return replace(
         weights,
@@ -220,5 +274,7 @@ def ordered(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
 
 
 def query_order(groups: Groups, repeat: int) -> list[int]:
-    """The query heads in the order of the KV heads that they read, ``repeat`` query heads for each KV head."""
+    """The query heads in the order of the KV heads that they read, ``repeat`` query heads for each
+    KV head.
+    """
     return [head * repeat + i for group in groups for head in group for i in range(repeat)]

@@ -1,22 +1,25 @@
 """The default objective of a fold: fits shared keys and queries to the scores of the members.
 
-The score of a query at position ``t`` and a key at ``s`` is ``q^T R(s - t) k``. Averaged over all distances, different
-rotary pairs do not interact, and one complex principal component per pair is the best shared key (`share_keys`). Real
-attention prefers short distances, at which slow pairs hardly turn: there they act like unrotated dims, and one pair of
-the shared key can compensate for the loss in another. So let queries and keys be arbitrary linear maps, ``q'_h = A_h
-q_h`` and ``k' = sum_j B_j k_j``. With queries and keys independent and the distance ``delta`` drawn from ``p_h``
+The score of a query at position ``t`` and a key at ``s`` is ``q^T R(s - t) k``. Averaged over all
+distances, different rotary pairs do not interact, and one complex principal component per pair is
+the best shared key (`share_keys`). Real attention prefers short distances, at which slow pairs
+hardly turn: there they act like unrotated dims, and one pair of the shared key can compensate for
+the loss in another. So let queries and keys be arbitrary linear maps, ``q'_h = A_h q_h`` and ``k' =
+sum_j B_j k_j``. With queries and keys independent and the distance ``delta`` drawn from ``p_h``
 (`distances`), minimize
 
     sum_h  E | (A_h q_h)^T R(delta) (sum_j B_j k_j)  -  q_h^T R(delta) k_h |^2.
 
-With second moments ``Q_h = E[q_h q_h^T]`` and ``K_ij = E[k_i k_j^T]`` and the average over distances ``<M>_h =
-E[R(delta) M R(delta)^T]``, either side with the other fixed is a least-squares problem of size ``D``:
+With second moments ``Q_h = E[q_h q_h^T]`` and ``K_ij = E[k_i k_j^T]`` and the average over
+distances ``<M>_h = E[R(delta) M R(delta)^T]``, either side with the other fixed is a least-squares
+problem of size ``D``:
 
     <sum_ij B_i K_ij B_j^T>_h A_h   = <sum_j B_j K_jh>_h                  (one per query head)
     sum_h <A_h Q_h A_h^T>_-h B_j    = sum over the heads h of member j of <A_h Q_h>_-h
 
-where ``<M>_-h`` turns the opposite way. In the unitary basis ``U`` of complex pairs and conjugates (`pair_basis`),
-rotation is diagonal, so ``<M>_h = U^H ((U M U^H) * phi_h) U`` with ``phi_h`` from `distance_moments`.
+where ``<M>_-h`` turns the opposite way. In the unitary basis ``U`` of complex pairs and conjugates
+(`pair_basis`), rotation is diagonal, so ``<M>_h = U^H ((U M U^H) * phi_h) U`` with ``phi_h`` from
+`distance_moments`.
 """
 
 from dataclasses import dataclass
@@ -25,7 +28,13 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.distances import mixed_distances, rotary_moments
-from kvfold.convert.transforms.fold.heads import GroupMoments, Objective, SharedHead, share_dims, share_keys
+from kvfold.convert.transforms.fold.heads import (
+    GroupMoments,
+    Objective,
+    SharedHead,
+    share_dims,
+    share_keys,
+)
 from kvfold.convert.transforms.linalg import damped_solve
 from kvfold.convert.transforms.weights import Rotary
 
@@ -34,12 +43,15 @@ from kvfold.convert.transforms.weights import Rotary
 
 SCORE_ROUNDS = 10  # 0: 0.285, 3: 0.059, 10: 0.056, 30: 0.054
 
-SCORE_DAMPING = 1e-6  # 1e-9, 1e-6, 1e-3: 0.056 each; needed for heads that no query reads, whose systems are singular
+# 1e-9, 1e-6, 1e-3: 0.056 each; needed for heads that no query reads, whose systems are singular
+SCORE_DAMPING = 1e-6
 
 
 @dataclass(frozen=True)
 class Scores(Objective):
-    """Key heads minimize the error of the scores (above); value heads minimize the error of the layer's output."""
+    """Key heads minimize the error of the scores (above); value heads minimize the error of the
+    layer's output.
+    """
 
     def key_head(self, group: GroupMoments) -> SharedHead:
         return fit_scores(principal_keys(group), group)
@@ -52,58 +64,79 @@ SCORES = Scores()
 
 
 def principal_keys(group: GroupMoments) -> SharedHead:
-    """The result of `share_keys` for ``group``, with one map per query head: the starting point of `fit_scores`."""
+    """The result of `share_keys` for ``group``, with one map per query head: the starting point of
+    `fit_scores`.
+    """
     member_queries = torch.unflatten(group.queries, 0, (len(group.keys), -1)).sum(1)
     return share_keys(group.keys, member_queries, group.pairs).repeat_decode(group.readers)
 
 
 def fit_scores(start: SharedHead, group: GroupMoments, rounds: int | None = None) -> SharedHead:
-    """Improve ``start`` by alternating least squares for ``rounds`` (default `SCORE_ROUNDS`): ``decode [n, D, D]``.
+    """Improve ``start`` by alternating least squares for ``rounds`` (default `SCORE_ROUNDS`):
+    ``decode [n, D, D]``.
 
-    Without rotation ``start`` is already optimal and is returned. If it is exact, it stays exact, up to rounding.
+    Without rotation ``start`` is already optimal and is returned. If it is exact, it stays exact,
+    up to rounding.
     """
     if not group.pairs:
         return start
-    phi, basis = group.phi.conj(), pair_basis(group.pairs, group.keys.shape[1], group.keys.device)
-    encode, query_maps = start.encode, start.decode.mT  # B_j and A_h
+    phi = group.phi.conj()
+    basis = pair_basis(group.pairs, group.keys.shape[1], group.keys.device)
+    # B_j and A_h
+    encode = start.encode
+    query_maps = start.decode.mT
     for _ in range(SCORE_ROUNDS if rounds is None else rounds):
         gram, cross = _seen_keys(encode, group, basis)
         query_maps = query_maps + damped_solve(gram, cross - gram @ query_maps, SCORE_DAMPING)
         # The mirrored problem: the conjugate of phi turns the other way.
         weighted = query_maps @ group.queries  # A_h Q_h
         gram = average_rotations(weighted @ query_maps.mT, phi, basis).sum(0)
-        cross = torch.unflatten(average_rotations(weighted, phi, basis), 0, (len(encode), -1)).sum(1)
+        cross = torch.unflatten(average_rotations(weighted, phi, basis), 0, (len(encode), -1)).sum(
+            1
+        )
         encode = encode + damped_solve(gram, cross - gram @ encode, SCORE_DAMPING)
     return SharedHead(encode, query_maps.mT)
 
 
 def _seen_keys(encode: Tensor, group: GroupMoments, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """``<E[k' k'^T]>_h`` and ``<E[k' k_j^T]>_h``, both ``[n, D, D]``; ``j`` is the member that head ``h`` reads."""
+    """``<E[k' k'^T]>_h`` and ``<E[k' k_j^T]>_h``, both ``[n, D, D]``; ``j`` is the member that head
+    ``h`` reads.
+    """
     shared = torch.einsum("jab,jbkc->kac", encode, group.keys)
     gram = average_rotations(torch.einsum("kac,kdc->ad", shared, encode), group.phi, basis)
     return gram, average_rotations(shared.repeat_interleave(group.readers, 0), group.phi, basis)
 
 
 def score_losses(head: SharedHead, group: GroupMoments) -> tuple[Tensor, Tensor]:
-    """The score error of ``head`` per query head ``[n]``; for comparison, the error if all scores were zero ``[n]``."""
+    """The score error of ``head`` per query head ``[n]``; for comparison, the error if all scores
+    were zero ``[n]``.
+    """
     basis = pair_basis(group.pairs, group.keys.shape[1], group.keys.device)
     gram, cross = _seen_keys(head.encode, group, basis)
     own = group.keys.diagonal(dim1=0, dim2=2).permute(2, 0, 1).repeat_interleave(group.readers, 0)
     total = (group.queries * average_rotations(own, group.phi, basis)).sum((1, 2))
     weighted = head.decode.mT @ group.queries
-    return total - 2 * (weighted * cross).sum((1, 2)) + ((weighted @ head.decode) * gram).sum((1, 2)), total
+    return (
+        total - 2 * (weighted * cross).sum((1, 2)) + ((weighted @ head.decode) * gram).sum((1, 2)),
+        total,
+    )
 
 
 def distance_moments(profile: Tensor, context: int, rotary: Rotary, dims: int) -> Tensor:
-    """``phi_h(w_a - w_b) = E e^{-i (w_a - w_b) delta}``, ``[H, D, D]``, for ``profile [H, S]`` and ``context``."""
+    """``phi_h(w_a - w_b) = E e^{-i (w_a - w_b) delta}``, ``[H, D, D]``, for ``profile [H, S]`` and
+    ``context``.
+    """
     theta = rotary.theta.double()
     speed = torch.cat((theta, -theta, theta.new_zeros(dims - rotary.dims)))
     return rotary_moments(mixed_distances(profile, context), speed)
 
 
 def pair_basis(pairs: int, dims: int, device: torch.device | str = "cpu") -> Tensor:
-    """Unitary ``U [D, D]`` that maps half-split pairs to ``(x_l + i y_l) / sqrt 2`` and ``(x_l - i y_l) / sqrt 2``."""
-    # Other dims stay. Here, rotation by delta positions is the diagonal e^{-i w delta} with w = theta, -theta, 0.
+    """Unitary ``U [D, D]`` that maps half-split pairs to ``(x_l + i y_l) / sqrt 2`` and ``(x_l - i
+    y_l) / sqrt 2``.
+    """
+    # Other dims stay. Here, rotation by delta positions is the diagonal e^{-i w delta} with w =
+    # theta, -theta, 0.
     basis = torch.eye(dims, dtype=torch.complex128, device=device)
     low, high = torch.arange(2 * pairs, device=device).chunk(2)
     basis[low, low] = basis[high, low] = 0.5**0.5
@@ -112,5 +145,7 @@ def pair_basis(pairs: int, dims: int, device: torch.device | str = "cpu") -> Ten
 
 
 def average_rotations(moment: Tensor, phi: Tensor, basis: Tensor) -> Tensor:
-    """``E_delta[R moment R^T]``, real ``[..., D, D]``, from ``phi [..., D, D]`` and the `pair_basis`."""
+    """``E_delta[R moment R^T]``, real ``[..., D, D]``, from ``phi [..., D, D]`` and the
+    `pair_basis`.
+    """
     return torch.real(basis.mH @ ((basis @ moment.to(basis.dtype) @ basis.mH) * phi) @ basis)

@@ -1,12 +1,13 @@
 """Fits latent attention to a layer by alternating least squares, from statistics alone.
 
-A head sees a key ``k`` rotated by its distance. After conversion it can read the shared rotary keys, rotated as well,
-and the latent, which is not rotated. For fixed cached rows, the best reading for each head is a linear regression; for
-fixed readings, so are the best rows. Both are small problems, because inputs enter only through their second moments.
+A head sees a key ``k`` rotated by its distance. After conversion it can read the shared rotary
+keys, rotated as well, and the latent, which is not rotated. For fixed cached rows, the best reading
+for each head is a linear regression; for fixed readings, so are the best rows. Both are small
+problems, because inputs enter only through their second moments.
 
-Score errors are weighted by the queries that cause them, value errors by the resulting output error; a score error
-changes the output about as much as the values vary. That is a linearization: large errors saturate in the softmax, so
-values are weighted by `VALUE_WEIGHT`.
+Score errors are weighted by the queries that cause them, value errors by the resulting output
+error; a score error changes the output about as much as the values vary. That is a linearization:
+large errors saturate in the softmax, so values are weighted by `VALUE_WEIGHT`.
 """
 
 from dataclasses import dataclass, replace
@@ -20,39 +21,44 @@ from kvfold.convert.transforms.latent.weights import LinearLayer
 from kvfold.convert.transforms.linalg import covariance, damped_solve, solve, symmetric_eig
 from kvfold.convert.transforms.weights import Rotary
 
-# Excess loss on held-out text, nats per token (recipes/benchmarks/bench_constants.py), of the reference MHA model at
-# 48 + 16 and of SmolLM2-135M at 128 + 64 (`--target`, 64 x 256 tokens). On SmolLM2 the first three were moved one by
-# one from 10, 0.1 and 0.5 (0.125), then together: 0.099, and on windows of 2048 tokens the KL grows by 5 % from the
-# first 256 to the second half. The MHA model, which has no sink, would prefer more weight on distances beyond the text.
-# Without a date: 2026-11-22.
+# Excess loss on held-out text, nats per token (recipes/benchmarks/bench_constants.py), of the
+# reference MHA model at 48 + 16 and of SmolLM2-135M at 128 + 64 (`--target`, 64 x 256 tokens). On
+# SmolLM2 the first three were moved one by one from 10, 0.1 and 0.5 (0.125), then together: 0.099,
+# and on windows of 2048 tokens the KL grows by 5 % from the first 256 to the second half. The MHA
+# model, which has no sink, would prefer more weight on distances beyond the text. Without a date:
+# 2026-11-22.
 
-# MHA model: 1: 0.103, 3: 0.096, 5: 0.094, 10: 0.093, 50: 0.095. SmolLM2: 3: 0.114, 10: 0.125. Shipped model,
-# 2026-11-24: 1: 0.074, 3: 0.074, 10: 0.078.
+# MHA model: 1: 0.103, 3: 0.096, 5: 0.094, 10: 0.093, 50: 0.095. SmolLM2: 3: 0.114, 10: 0.125.
+# Shipped model, 2026-11-24: 1: 0.074, 3: 0.074, 10: 0.078.
 VALUE_WEIGHT = 3.0
 
-# Share of distances drawn from the full context, even if heads do not attend there. SmolLM2: 0.02: 0.113, 0.1: 0.125.
-# MHA model on text as long as the calibration's sequences: 0: 0.089, 0.05: 0.091, 0.1: 0.093, 0.2: 0.100, 0.5: 0.137;
-# on text four times as long: 0: 0.119, 0.1: 0.126. Shipped model, 2026-11-24: 0: 0.072, 0.02: 0.074, 0.1: 0.081.
+# Share of distances drawn from the full context, even if heads do not attend there. SmolLM2: 0.02:
+# 0.113, 0.1: 0.125. MHA model on text as long as the calibration's sequences: 0: 0.089, 0.05:
+# 0.091, 0.1: 0.093, 0.2: 0.100, 0.5: 0.137; on text four times as long: 0: 0.119, 0.1: 0.126.
+# Shipped model, 2026-11-24: 0: 0.072, 0.02: 0.074, 0.1: 0.081.
 LATENT_UNIFORM = 0.02
 
-# The tail's share of the rest: less than a fold's (`distances.TAIL`), whose keys all keep their rotation. Two seeds
-# each, 2026-11-24, at 0.25 against 0.5: MHA model 0.069 and 0.078, 0.071 and 0.080; shipped model 0.074 and 0.046,
-# 0.083 and 0.055; on text four times as long (--seq-len 128 --text) 0.112 and 0.094, 0.123 and 0.080; 0.058 and 0.061,
-# 0.064 and 0.067. MHA model, first seed: 0: 0.080, 0.75: 0.077, 1: 0.091.
+# The tail's share of the rest: less than a fold's (`distances.TAIL`), whose keys all keep their
+# rotation. Two seeds each, 2026-11-24, at 0.25 against 0.5: MHA model 0.069 and 0.078, 0.071 and
+# 0.080; shipped model 0.074 and 0.046, 0.083 and 0.055; on text four times as long (--seq-len 128
+# --text) 0.112 and 0.094, 0.123 and 0.080; 0.058 and 0.061, 0.064 and 0.067. MHA model, first seed:
+# 0: 0.080, 0.75: 0.077, 1: 0.091.
 LATENT_TAIL = 0.25
 
 ALS_ROUNDS = 4  # MHA model: 0: 0.199, 1: 0.099, 4: 0.093, 8: 0.093, 16: 0.094
 
-# Pull toward the present solution, relative to each row's energy. MHA model: 1e-9, 1e-6, 1e-4 and 1e-2: 0.0930 each;
-# needed for singular systems, in directions that do not occur in the inputs.
+# Pull toward the present solution, relative to each row's energy. MHA model: 1e-9, 1e-6, 1e-4 and
+# 1e-2: 0.0930 each; needed for singular systems, in directions that do not occur in the inputs.
 ALS_DAMPING = 1e-6
 
 
 @dataclass(frozen=True)
 class LatentFit:
-    """The cached rows ``X``, ``rows [P + R, E+1]`` on ``[x; 1]`` with rotary rows first, and the maps that read them.
+    """The cached rows ``X``, ``rows [P + R, E+1]`` on ``[x; 1]`` with rotary rows first, and the
+    maps that read them.
 
-    ``reading [H, D, P + R]``: each head's keys, as its queries see them; ``values [G, D, R]``: values from the latent.
+    ``reading [H, D, P + R]``: each head's keys, as its queries see them; ``values [G, D, R]``:
+    values from the latent.
     """
 
     rows: Tensor
@@ -62,12 +68,14 @@ class LatentFit:
 
 @dataclass(frozen=True)
 class LatentProblem:
-    """A layer, second moments of its inputs, and for every head the kernels (cached, cached) and (cached, keys).
+    """A layer, second moments of its inputs, and for every head the kernels (cached, cached) and
+    (cached, keys).
 
-    ``covariance [E, E]`` and ``mean [E+1]`` of ``[x; 1]``. ``centered``: rows may include a constant, and value errors
-    are measured around their mean; otherwise biases are not allowed, and the mean of the values is included, with
-    ``mean_weight [E] = covariance^-1 mean``. ``query_weight [H, D, D]``, ``value_weight [G, D, D]``: the squared output
-    error per error of a key and of a value.
+    ``covariance [E, E]`` and ``mean [E+1]`` of ``[x; 1]``. ``centered``: rows may include a
+    constant, and value errors are measured around their mean; otherwise biases are not allowed, and
+    the mean of the values is included, with ``mean_weight [E] = covariance^-1 mean``.
+    ``query_weight [H, D, D]``, ``value_weight [G, D, D]``: the squared output error per error of a
+    key and of a value.
     """
 
     layer: LinearLayer
@@ -81,7 +89,9 @@ class LatentProblem:
     value_weight: Tensor
 
     def value_moment(self, product: Tensor, left_mean: Tensor, right_mean: Tensor) -> Tensor:
-        """The second moment that weights value errors, from ``product = left cov right^T`` and the means."""
+        """The second moment that weights value errors, from ``product = left cov right^T`` and the
+        means.
+        """
         return product if self.centered else product + torch.outer(left_mean, right_mean)
 
 
@@ -96,16 +106,22 @@ def alternate(
     *,
     centered: bool,
 ) -> LatentFit:
-    """Improve ``fit`` by `ALS_ROUNDS` of least squares for the readings, then the rows; solve the readings once more.
+    """Improve ``fit`` by `ALS_ROUNDS` of least squares for the readings, then the rows; solve the
+    readings once more.
 
-    ``queries [H, D, D]`` and ``moment [E+1, E+1]``: second moments of queries and of ``[x; 1]``. ``theta [P/2]``:
-    angles of the rotary rows. ``distances``: between queries and keys. ``centered`` as in `LatentProblem`.
+    ``queries [H, D, D]`` and ``moment [E+1, E+1]``: second moments of queries and of ``[x; 1]``.
+    ``theta [P/2]``: angles of the rotary rows. ``distances``: between queries and keys.
+    ``centered`` as in `LatentProblem`.
     """
-    device, dims = layer.keys.device, layer.keys.shape[1]
-    cov, mean, values = covariance(moment), moment[-1], layer.values[..., :-1]
+    device = layer.keys.device
+    dims = layer.keys.shape[1]
+    cov = covariance(moment)
+    mean = moment[-1]
+    values = layer.values[..., :-1]
     source = RotaryRows.of(rotary.theta.double().to(device), dims - rotary.dims)
     cached = RotaryRows.of(theta.double().to(device), fit.values.shape[-1])
-    # A score error moves about as much output as the values vary: the output energy of an average head.
+    # A score error moves about as much output as the values vary: the output energy of an average
+    # head.
     output = (layer.metric * (values @ cov @ values.mT)).sum() / len(layer.queries)
     problem = LatentProblem(
         layer=layer,
@@ -127,13 +143,15 @@ def alternate(
 def _solve_readings(problem: LatentProblem, fit: LatentFit) -> LatentFit:
     """The readings ``A_h [D, P + R]`` and ``B_g [D, R]`` that best fit the present rows.
 
-    Let ``y`` be the cached rows and ``k`` the source's key, both as head ``h`` sees them, ``c`` the latent and ``v``
-    the value. The normal equations are
+    Let ``y`` be the cached rows and ``k`` the source's key, both as head ``h`` sees them, ``c`` the
+    latent and ``v`` the value. The normal equations are
 
         A_h E[y y^T] = E[k y^T]        B_g E[c c^T] = E[v c^T]
     """
-    layer, rank = problem.layer, fit.values.shape[-1]
-    spread, mean = fit.rows[:, :-1] @ problem.covariance, fit.rows @ problem.mean
+    layer = problem.layer
+    rank = fit.values.shape[-1]
+    spread = fit.rows[:, :-1] @ problem.covariance
+    mean = fit.rows @ problem.mean
     product = spread @ fit.rows[:, :-1].mT
     heads = []
     for head, (same, cross) in enumerate(problem.kernels):
@@ -143,28 +161,43 @@ def _solve_readings(problem: LatentProblem, fit: LatentFit) -> LatentFit:
     gram = problem.value_moment(product[-rank:, -rank:], mean[-rank:], mean[-rank:])
     values = []
     for reading, value in zip(fit.values, layer.values, strict=True):
-        met = problem.value_moment(spread[-rank:] @ value[:, :-1].mT, mean[-rank:], value @ problem.mean)
+        met = problem.value_moment(
+            spread[-rank:] @ value[:, :-1].mT, mean[-rank:], value @ problem.mean
+        )
         values.append(_regress(reading, gram, met.mT))
     return replace(fit, reading=torch.stack(heads), values=torch.stack(values))
 
 
 def _regress(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
-    """``[n, f]`` with ``reading gram = cross``, damped toward ``present``; directions without energy do not change."""
+    """``[n, f]`` with ``reading gram = cross``, damped toward ``present``; directions without
+    energy do not change.
+    """
     # Scale to a unit diagonal, so that one damping suits both rotary rows and weak latent channels.
     scale = gram.diagonal().clamp_min(0).sqrt()
     scale = torch.where(scale > 0, scale, 1.0)
     residual = ((cross - present @ gram) / scale).mT
-    return present + damped_solve(gram / torch.outer(scale, scale), residual, ALS_DAMPING).mT / scale
+    return (
+        present + damped_solve(gram / torch.outer(scale, scale), residual, ALS_DAMPING).mT / scale
+    )
 
 
-def _normal_equations(problem: LatentProblem, fit: LatentFit) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``V, M [n, n]``, ``P [n, E]``, ``p [n]`` for `_solve_rows`: costs of a change, and the unexplained remainder."""
-    layer, rank = problem.layer, fit.values.shape[-1]
-    linear, mean = fit.rows[:, :-1], fit.rows @ problem.mean
-    V, M, p = mean.new_zeros(len(mean), len(mean)), mean.new_zeros(len(mean), len(mean)), torch.zeros_like(mean)
+def _normal_equations(
+    problem: LatentProblem, fit: LatentFit
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``V, M [n, n]``, ``P [n, E]``, ``p [n]`` for `_solve_rows`: costs of a change, and the
+    unexplained remainder.
+    """
+    layer = problem.layer
+    rank = fit.values.shape[-1]
+    linear = fit.rows[:, :-1]
+    mean = fit.rows @ problem.mean
+    V = mean.new_zeros(len(mean), len(mean))
+    M = mean.new_zeros(len(mean), len(mean))
+    p = torch.zeros_like(mean)
     cross = mean.new_zeros(len(layer.keys), len(mean), layer.keys.shape[1])
     for head, (same, to_keys) in enumerate(problem.kernels):
-        keys, reading = layer.keys[head // layer.group], fit.reading[head]
+        keys = layer.keys[head // layer.group]
+        reading = fit.reading[head]
         weighted = reading.mT @ problem.query_weight[head]  # [n, D]
         for total, part in zip((V, M), same.adjoint(weighted @ reading), strict=True):
             total += part
@@ -187,20 +220,27 @@ def _solve_rows(problem: LatentProblem, fit: LatentFit) -> LatentFit:
 
     With ``C = cov(x)`` and ``m = E[x]``, a change ``dL, db`` solves
 
-        V dL C + M (dL m + db) m^T = P C + p m^T        (the derivative with respect to L)
-        M (dL m + db)              = p                  (the derivative with respect to b, if constants are allowed)
+        V dL C + M (dL m + db) m^T = P C + p m^T        (the derivative with respect to L) M (dL m +
+        db)              = p                  (the derivative with respect to b, if constants are
+        allowed)
 
-    If centered, the second equation eliminates the mean from the first: ``dL = V^-1 P``, and ``L m + b`` changes by
-    ``M^-1 p``. Otherwise ``db = 0``. With ``u = dL m`` and ``c = C^-1 m``, the first equation times ``C^-1`` yields
-    ``dL``, and multiplying ``dL`` by ``m`` yields an equation for ``u`` alone:
+    If centered, the second equation eliminates the mean from the first: ``dL = V^-1 P``, and ``L m
+    + b`` changes by ``M^-1 p``. Otherwise ``db = 0``. With ``u = dL m`` and ``c = C^-1 m``, the
+    first equation times ``C^-1`` yields ``dL``, and multiplying ``dL`` by ``m`` yields an equation
+    for ``u`` alone:
 
         dL = V^-1 (P + (p - M u) c^T)        (V + (m.c) M) u = P m + (m.c) p
     """
-    (V, M, P, p), linear, mean = _normal_equations(problem, fit), fit.rows[:, :-1], problem.mean[:-1]
+    (V, M, P, p), linear, mean = (
+        _normal_equations(problem, fit),
+        fit.rows[:, :-1],
+        problem.mean[:-1],
+    )
     # Damping is relative to the energy of each row; rows without energy do not change.
     energy = V.diagonal()
     damping = torch.diag(torch.where(energy > 0, energy * ALS_DAMPING, 1.0))
-    V, c = V + damping, problem.mean_weight
+    V = V + damping
+    c = problem.mean_weight
     if c is None:
         moved = fit.rows @ problem.mean + solve(M + damping, p[:, None])[:, 0]
         linear = linear + solve(V, P)
@@ -211,34 +251,51 @@ def _solve_rows(problem: LatentProblem, fit: LatentFit) -> LatentFit:
 
 
 def _principal(problem: LatentProblem, fit: LatentFit) -> LatentFit:
-    """The same fit with rotary pairs at unit energy and uncorrelated latent channels, scaled by their importance."""
-    rank, pairs = fit.values.shape[-1], problem.cached.half
-    rotary, latent = fit.rows[: 2 * pairs], fit.rows[-rank:]
-    energy = (rotary[:, :-1] @ problem.covariance * rotary[:, :-1]).sum(1) + (rotary @ problem.mean).square()
+    """The same fit with rotary pairs at unit energy and uncorrelated latent channels, scaled by
+    their importance.
+    """
+    rank = fit.values.shape[-1]
+    pairs = problem.cached.half
+    rotary = fit.rows[: 2 * pairs]
+    latent = fit.rows[-rank:]
+    energy = (rotary[:, :-1] @ problem.covariance * rotary[:, :-1]).sum(1) + (
+        rotary @ problem.mean
+    ).square()
     unit = ((energy[:pairs] + energy[pairs:]) / 2).sqrt()
     unit = torch.where(unit > 0, unit, 1.0).repeat(2)
     # If constants are allowed, the latent's mean is zero.
     if problem.centered:
         latent = torch.cat([latent[:, :-1], -(latent[:, :-1] @ problem.mean[:-1])[:, None]], 1)
     mean = latent @ problem.mean
-    moment = problem.value_moment(latent[:, :-1] @ problem.covariance @ latent[:, :-1].mT, mean, mean)
+    moment = problem.value_moment(
+        latent[:, :-1] @ problem.covariance @ latent[:, :-1].mT, mean, mean
+    )
     keys = fit.reading[..., -rank:]
     # [R, R]: the squared output per error of the latent, through values and through keys.
     through_values = (fit.values.mT @ problem.value_weight @ fit.values).sum(0)
     importance = (keys.mT @ problem.query_weight @ keys).sum(0) + through_values
     forth, back = _principal_units(moment, importance)
-    reading = torch.cat([fit.reading[..., : 2 * pairs] * unit, fit.reading[..., 2 * pairs :] @ back], -1)
-    return LatentFit(torch.cat([rotary / unit[:, None], forth @ latent]), reading, fit.values @ back)
+    reading = torch.cat(
+        [fit.reading[..., : 2 * pairs] * unit, fit.reading[..., 2 * pairs :] @ back], -1
+    )
+    return LatentFit(
+        torch.cat([rotary / unit[:, None], forth @ latent]), reading, fit.values @ back
+    )
 
 
 def _principal_units(moment: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
-    """``forth [R, R]`` to uncorrelated channels, sized by importance, of total energy one; and its inverse ``back``."""
+    """``forth [R, R]`` to uncorrelated channels, sized by importance, of total energy one; and its
+    inverse ``back``.
+    """
     energy, axes = symmetric_eig(moment)
     used = energy > energy[0].clamp_min(torch.finfo(energy.dtype).tiny) * 1e-12
     root = torch.where(used, energy, 0.0).sqrt()
     counted = root[:, None] * (axes.mT @ importance @ axes) * root
-    # Channels without energy come last and are zero in both results. Their number would be read from the device.
-    counted = counted - torch.diag(torch.where(used, 0.0, counted.diagonal().max().clamp_min(1e-300)))
+    # Channels without energy come last and are zero in both results. Their number would be read
+    # from the device.
+    counted = counted - torch.diag(
+        torch.where(used, 0.0, counted.diagonal().max().clamp_min(1e-300))
+    )
     counts, turn = symmetric_eig(counted)
     size = counts.clamp_min(counts[0].clamp_min(1e-300) * 1e-12).sqrt()
     size = torch.where(used, size, 0.0)

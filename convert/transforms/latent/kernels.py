@@ -1,9 +1,11 @@
-"""Second moments of rotary rows as a query sees them at a random distance ``delta``, over inputs and distances.
+"""Second moments of rotary rows as a query sees them at a random distance ``delta``, over inputs
+and distances.
 
-From ``delta`` positions away, rotary rows ``A`` of an input ``x`` appear rotated: ``y = cos(omega delta) A x +
-sin(omega delta) J A x``, where ``J`` maps the real part of a pair to its imaginary part and the imaginary part to minus
-the real one; rows without rotation have ``omega = 0``. If inputs and distances are independent, ``E[y y^T]`` follows
-from ``E[x x^T]`` and the mixture of distances (`distances`), without any text.
+From ``delta`` positions away, rotary rows ``A`` of an input ``x`` appear rotated: ``y = cos(omega
+delta) A x + sin(omega delta) J A x``, where ``J`` maps the real part of a pair to its imaginary
+part and the imaginary part to minus the real one; rows without rotation have ``omega = 0``. If
+inputs and distances are independent, ``E[y y^T]`` follows from ``E[x x^T]`` and the mixture of
+distances (`distances`), without any text.
 """
 
 import itertools
@@ -18,7 +20,8 @@ from kvfold.convert.transforms.distances import Distances, rotary_moments
 
 @dataclass(frozen=True)
 class RotaryRows:
-    """The layout of ``n`` rows: the first ``half`` are real parts, the next ``half`` imaginary, the rest do not rotate.
+    """The layout of ``n`` rows: the first ``half`` are real parts, the next ``half`` imaginary, the
+    rest do not rotate.
 
     ``omega [n]``: radians per position.
     """
@@ -39,9 +42,11 @@ class RotaryRows:
 
 @dataclass(frozen=True)
 class Side:
-    """Rows as one head sees them: their layout, the indices ``places [n]`` of their frequencies, and mean rotations.
+    """Rows as one head sees them: their layout, the indices ``places [n]`` of their frequencies,
+    and mean rotations.
 
-    ``cosine`` and ``sine [n]``: the means of ``cos(omega delta)`` and ``sin(omega delta)`` over the distances.
+    ``cosine`` and ``sine [n]``: the means of ``cos(omega delta)`` and ``sin(omega delta)`` over the
+    distances.
     """
 
     layout: RotaryRows
@@ -60,10 +65,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The second moment of rows ``a`` and ``b`` over the distances of one head, as a linear map of ``A cov(x) B^T``.
+    """The second moment of rows ``a`` and ``b`` over the distances of one head, as a linear map of
+    ``A cov(x) B^T``.
 
-    ``terms``: the four products of cos and sin. Each contains flags for a turned left and right side (sin) and its
-    moments ``[U, U]`` by frequency.
+    ``terms``: the four products of cos and sin. Each contains flags for a turned left and right
+    side (sin) and its moments ``[U, U]`` by frequency.
     """
 
     left: Side
@@ -71,7 +77,9 @@ class Kernel:
     terms: tuple[tuple[bool, bool, Tensor], ...]
 
     def _moments(self) -> Iterator[tuple[bool, bool, Tensor]]:
-        """The terms with their moments by row, ``[n_a, n_b]``; a turned side has no rows but those that rotate."""
+        """The terms with their moments by row, ``[n_a, n_b]``; a turned side has no rows but those
+        that rotate.
+        """
         for left_turns, right_turns, moment in self.terms:
             rows = self.left.places[: 2 * self.left.layout.half if left_turns else None]
             columns = self.right.places[: 2 * self.right.layout.half if right_turns else None]
@@ -80,10 +88,12 @@ class Kernel:
     def apply(self, product: Tensor, left_mean: Tensor, right_mean: Tensor) -> Tensor:
         """``E[y_a y_b^T]`` around the mean over distances, ``[n_a, n_b]``.
 
-        ``product = A cov(x) B^T``; ``left_mean`` and ``right_mean`` are ``A E[x]`` and ``B E[x]``, biases included. A
-        softmax over positions sees only the variation of constant keys with distance.
+        ``product = A cov(x) B^T``; ``left_mean`` and ``right_mean`` are ``A E[x]`` and ``B E[x]``,
+        biases included. A softmax over positions sees only the variation of constant keys with
+        distance.
         """
-        whole, result = product + torch.outer(left_mean, right_mean), torch.zeros_like(product)
+        whole = product + torch.outer(left_mean, right_mean)
+        result = torch.zeros_like(product)
         for left_turns, right_turns, moment in self._moments():
             height, width = moment.shape
             part = whole[:height, :width]
@@ -95,7 +105,8 @@ class Kernel:
     def adjoint(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The matrices ``V`` and ``M`` of two gradients of ``sum(weight * apply(product, a, b))``.
 
-        With respect to ``A`` in ``product = A cov B^T`` it is ``V B cov``, and with respect to ``a`` it is ``M b``.
+        With respect to ``A`` in ``product = A cov B^T`` it is ``V B cov``, and with respect to
+        ``a`` it is ``M b``.
         """
         result = torch.zeros_like(weight)
         for left_turns, right_turns, moment in self._moments():
@@ -106,13 +117,18 @@ class Kernel:
         return result, result - self.left.mean_adjoint(self.right.mean_adjoint(weight.mT).mT)
 
 
-def kernels(distances: Distances, cached: RotaryRows, source: RotaryRows) -> tuple[tuple[Kernel, Kernel], ...]:
+def kernels(
+    distances: Distances, cached: RotaryRows, source: RotaryRows
+) -> tuple[tuple[Kernel, Kernel], ...]:
     """The kernels (cached, cached) and (cached, source) of every head."""
     omega = torch.unique(torch.cat([cached.omega, source.omega]))
     count = len(omega)
     moments = rotary_moments(distances, torch.cat([omega, -omega, omega.new_zeros(1)]))
-    minus, plus, mean = moments[:, :count, :count], moments[:, :count, count:-1], moments[:, :count, -1]
-    # Moments of cos(omega delta), index 0, and sin(omega delta), index 1, by their product formulas.
+    minus = moments[:, :count, :count]
+    plus = moments[:, :count, count:-1]
+    mean = moments[:, :count, -1]
+    # Moments of cos(omega delta), index 0, and sin(omega delta), index 1, by their product
+    # formulas.
     cosine = (minus + plus).real / 2, (minus - plus).imag / 2
     sine = -(minus + plus).imag / 2, (minus - plus).real / 2
     means = mean.real, -mean.imag

@@ -1,17 +1,21 @@
-"""Converts MHA or GQA to multi-head latent attention, with calibration statistics or without (`svd_latent`).
+"""Converts MHA or GQA to multi-head latent attention, with calibration statistics or without
+(`svd_latent`).
 
 1. Rotary keys are the principal complex components over the heads at the frequencies in ``Slots``.
-2. The remaining keys lose their rotation; the gain from ``pair_gains`` is the best constant in its place.
-3. These keys, in units of scores, and the values, in units of the layer's output, share one latent: the
-   principal components of both together.
-4. From there ``als`` alternates between readings and cached rows: a head may then read every rotary key, not only that
-   at its pair's frequency, and compensate for a lost rotation with one at another frequency.
+2. The remaining keys lose their rotation; the gain from ``pair_gains`` is the best constant in its
+   place.
+3. These keys, in units of scores, and the values, in units of the layer's output, share one latent:
+   the principal components of both together.
+4. From there ``als`` alternates between readings and cached rows: a head may then read every rotary
+   key, not only that at its pair's frequency, and compensate for a lost rotation with one at
+   another frequency.
 
-Norms on queries and keys are kept if the layout supports them (otherwise `linear_heads` replaces them). A norm divides
-a key by a number ``d_g(x)`` that depends on the token and the head; otherwise it is linear. So the latent is fitted to
-keys divided by one number per head instead, and the weights that read the latent are multiplied by that number. Scores
-are then divided by the source's exact ``d_g``, whatever the size of the latent (`KeptNorms`). Queries keep their
-projection and their norm.
+Norms on queries and keys are kept if the layout supports them (otherwise `linear_heads` replaces
+them). A norm divides a key by a number ``d_g(x)`` that depends on the token and the head; otherwise
+it is linear. So the latent is fitted to keys divided by one number per head instead, and the
+weights that read the latent are multiplied by that number. Scores are then divided by the source's
+exact ``d_g``, whatever the size of the latent (`KeptNorms`). Queries keep their projection and
+their norm.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +27,13 @@ from kvfold.convert.transforms.distances import Distances, mixed_distances, rota
 from kvfold.convert.transforms.head_norms import divided_heads, has_norms
 from kvfold.convert.transforms.latent import als
 from kvfold.convert.transforms.latent.als import LatentFit
-from kvfold.convert.transforms.latent.slots import RotarySplit, Slots, apply_gains, pair_gains, split_rotary
+from kvfold.convert.transforms.latent.slots import (
+    RotarySplit,
+    Slots,
+    apply_gains,
+    pair_gains,
+    split_rotary,
+)
 from kvfold.convert.transforms.latent.weights import (
     KeptNorms,
     LatentWeights,
@@ -34,15 +44,21 @@ from kvfold.convert.transforms.latent.weights import (
     linear_layer,
 )
 from kvfold.convert.transforms.linalg import covariance, head_moments, input_moment, metric_root
-from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary, blank_statistics
+from kvfold.convert.transforms.weights import (
+    AttentionWeights,
+    LayerStatistics,
+    Rotary,
+    blank_statistics,
+)
 
 
 @dataclass(frozen=True)
 class FittedLayer:
-    """A layer and its fitted latent in ``units``: the ``weights``, the same layer as linear maps, and the ``fit``.
+    """A layer and its fitted latent in ``units``: the ``weights``, the same layer as linear maps,
+    and the ``fit``.
 
-    ``source`` is the layer before its norms were replaced. ``mean [E+1]`` of the inputs ``[x; 1]``. ``centered``: the
-    mean is removed from the latent and moved to the biases.
+    ``source`` is the layer before its norms were replaced. ``mean [E+1]`` of the inputs ``[x; 1]``.
+    ``centered``: the mean is removed from the latent and moved to the biases.
     """
 
     source: AttentionWeights
@@ -67,24 +83,39 @@ def to_latent(
 ) -> LatentWeights:
     """Convert the layer to latent attention with ``rank`` channels, in float32 or wider.
 
-    ``context``: the number of positions to support; 0 means the length of the calibration text. ``centered`` moves the
-    mean from the latent to the biases; otherwise the result has only biases that the source has. ``scale`` multiplies
-    scores, by default ``head_dim ** -0.5``. A layer without rotation gets zero rotary keys. Norms on queries and keys
-    are kept, which requires ``centered``.
+    ``context``: the number of positions to support; 0 means the length of the calibration text.
+    ``centered`` moves the mean from the latent to the biases; otherwise the result has only biases
+    that the source has. ``scale`` multiplies scores, by default ``head_dim ** -0.5``. A layer
+    without rotation gets zero rotary keys. Norms on queries and keys are kept, which requires
+    ``centered``.
     """
-    source, divisors, statistics = weights, None, statistics.to(weights.q.device)
+    source = weights
+    divisors = None
+    statistics = statistics.to(weights.q.device)
     if has_norms(source):
         weights, divisors = divided_heads(source, statistics, key_constant=True)
     weights, statistics, units = in_units(weights, statistics)
     scale = weights.head_dim**-0.5 if scale is None else scale
     start = _start(weights, statistics, rotary, slots, context, scale * units.scores, centered)
-    layer, split = start.layer, start.split
+    layer = start.layer
+    split = start.split
     down, readout = principal_basis(start.rows, start.root, rank)
-    fit = _first_fit(split, apply_gains(split.rest, start.gains, rotary), layer.values, down, readout)
+    fit = _first_fit(
+        split, apply_gains(split.rest, start.gains, rotary), layer.values, down, readout
+    )
     distances = mixed_distances(statistics.profile, context, als.LATENT_UNIFORM, als.LATENT_TAIL)
     # If nothing is left for the latent, the first fit is exact.
     if als.ALS_ROUNDS and down.any():
-        fit = als.alternate(layer, start.queries, start.moment, rotary, slots.theta, distances, fit, centered=centered)
+        fit = als.alternate(
+            layer,
+            start.queries,
+            start.moment,
+            rotary,
+            slots.theta,
+            distances,
+            fit,
+            centered=centered,
+        )
     fitted = FittedLayer(source, weights, layer, start.moment[-1], fit, units, centered)
     return _keep_norms(assemble(fitted, slots), fitted, divisors, distances, rotary)
 
@@ -100,12 +131,13 @@ def svd_latent(
 ) -> LatentWeights:
     """The baseline without calibration: a truncated SVD of the stacked key and value projections.
 
-    ``slots`` are from ``stride_slots``, as in MHA2MLA (arXiv:2502.14837): one shared key per slot, the principal
-    component over the heads' weights. The remaining keys lose their rotation. ``gain [E]``, the weight of the norm in
-    front of the attention, only affects the scale of the latent and of the norms on queries and keys, which are kept.
-    ``scale`` as in `to_latent`.
+    ``slots`` are from ``stride_slots``, as in MHA2MLA (arXiv:2502.14837): one shared key per slot,
+    the principal component over the heads' weights. The remaining keys lose their rotation. ``gain
+    [E]``, the weight of the norm in front of the attention, only affects the scale of the latent
+    and of the norms on queries and keys, which are kept. ``scale`` as in `to_latent`.
     """
-    source, divisors = weights, None
+    source = weights
+    divisors = None
     blank = blank_statistics(weights, gain)
     if has_norms(source):
         weights, divisors = divided_heads(source, blank)
@@ -132,7 +164,8 @@ def energy_shares(
     context: int = 0,
     centered: bool = True,
 ) -> Tensor:
-    """The energy shares of the principal components from which `to_latent` starts: ``[E]``, descending, float64.
+    """The energy shares of the principal components from which `to_latent` starts: ``[E]``,
+    descending, float64.
 
     A latent of rank ``R`` keeps the first ``R`` of these components, which exclude the rotary keys.
     """
@@ -144,7 +177,9 @@ def energy_shares(
 
 @dataclass(frozen=True)
 class _Start:
-    """Shared by all fits; ``rows [n, E]``: keys without rotation and values, for inputs whitened by ``root``."""
+    """Shared by all fits; ``rows [n, E]``: keys without rotation and values, for inputs whitened by
+    ``root``.
+    """
 
     layer: LinearLayer
     moment: Tensor
@@ -164,14 +199,20 @@ def _start(
     scale: float,
     centered: bool,
 ) -> _Start:
-    moment, layer = input_moment(statistics), linear_layer(weights, rotary, scale)
+    moment = input_moment(statistics)
+    layer = linear_layer(weights, rotary, scale)
     queries = head_moments(layer.queries, moment)
     split = split_rotary(layer, rotary, slots, queries, moment)
-    gains, root = pair_gains(statistics, rotary, context), moment_root(moment, centered)
-    # A key's unit is the energy of its scores; rotation spreads a query's energy evenly over the two dims of a pair.
-    energy, half = queries.diagonal(dim1=1, dim2=2).clamp_min(0), rotary.dims // 2
+    gains = pair_gains(statistics, rotary, context)
+    root = moment_root(moment, centered)
+    # A key's unit is the energy of its scores; rotation spreads a query's energy evenly over the
+    # two dims of a pair.
+    energy = queries.diagonal(dim1=1, dim2=2).clamp_min(0)
+    half = rotary.dims // 2
     pair = (energy[:, :half] + energy[:, half : 2 * half]) * gains.abs().square() / 2
-    energy = torch.unflatten(torch.cat([pair, pair, energy[:, 2 * half :]], 1), 0, (-1, layer.group)).sum(1)
+    energy = torch.unflatten(
+        torch.cat([pair, pair, energy[:, 2 * half :]], 1), 0, (-1, layer.group)
+    ).sum(1)
     # A value's unit is the layer's output: M^{1/2} v.
     in_output, _ = metric_root(layer.metric)
     blocks = split.rest * energy.sqrt()[..., None], in_output @ layer.values
@@ -182,41 +223,60 @@ def _start(
 
 
 def moment_root(moment: Tensor, centered: bool) -> Tensor:
-    """``L [E, E]`` with ``L L^T`` the inputs' covariance (second moment unless ``centered``), from `input_moment`."""
+    """``L [E, E]`` with ``L L^T`` the inputs' covariance (second moment unless ``centered``), from
+    `input_moment`.
+    """
     root: Tensor = torch.linalg.cholesky(covariance(moment) if centered else moment[:-1, :-1])
     return root
 
 
 def principal_basis(rows: Tensor, root: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """``down [rank, E]`` for a latent ``c = down x`` with unit energy, and ``readout [E, rank]`` back to ``x``.
+    """``down [rank, E]`` for a latent ``c = down x`` with unit energy, and ``readout [E, rank]``
+    back to ``x``.
 
-    ``down`` consists of the right singular vectors of ``rows [n, E]``, which act on whitened inputs ``root^{-1} x``,
-    times the singular values. ``W readout`` is the map from ``c`` that is closest to ``W x`` over the calibration text.
+    ``down`` consists of the right singular vectors of ``rows [n, E]``, which act on whitened inputs
+    ``root^{-1} x``, times the singular values. ``W readout`` is the map from ``c`` that is closest
+    to ``W x`` over the calibration text.
     """
     _, sigma, vectors = torch.linalg.svd(rows, full_matrices=False)
-    # Directions at the level of rounding errors would get a readout of 1e12: leave these channels zero.
-    used, vectors = (sigma > sigma.max() * 1e-12)[:rank], vectors[:rank]
+    # Directions at the level of rounding errors would get a readout of 1e12: leave these channels
+    # zero.
+    used = (sigma > sigma.max() * 1e-12)[:rank]
+    vectors = vectors[:rank]
     sigma = torch.where(used, sigma[:rank], 0.0)
     sigma = sigma / sigma.norm().clamp_min(torch.finfo(sigma.dtype).tiny)
     down = torch.linalg.solve_triangular(root, vectors, upper=False, left=False) * sigma[:, None]
     readout = torch.where(used, root @ vectors.mT / sigma, 0.0)
     spare = rank - len(sigma)
-    return torch.nn.functional.pad(down, (0, 0, 0, spare)), torch.nn.functional.pad(readout, (0, spare))
+    return torch.nn.functional.pad(down, (0, 0, 0, spare)), torch.nn.functional.pad(
+        readout, (0, spare)
+    )
 
 
-def _first_fit(split: RotarySplit, keys: Tensor, values: Tensor, down: Tensor, readout: Tensor) -> LatentFit:
-    """The fit from slots and basis, for ``keys [H, D, E+1]`` without rotation and ``values [G, D, E+1]``."""
+def _first_fit(
+    split: RotarySplit, keys: Tensor, values: Tensor, down: Tensor, readout: Tensor
+) -> LatentFit:
+    """The fit from slots and basis, for ``keys [H, D, E+1]`` without rotation and ``values [G, D,
+    E+1]``.
+    """
     rows = torch.cat([split.rows, torch.nn.functional.pad(down, (0, 1))])
     reading = torch.cat([split.reading, keys[..., :-1] @ readout], -1)
     return LatentFit(rows, reading, values[..., :-1] @ readout)
 
 
 def assemble(fitted: FittedLayer, slots: Slots) -> LatentWeights:
-    """Convert the fit to weights in the layer's original units; constant values become part of the output bias."""
-    weights, layer, mean, fit = fitted.weights, fitted.layer, fitted.mean[:-1], fitted.fit
+    """Convert the fit to weights in the layer's original units; constant values become part of the
+    output bias.
+    """
+    weights = fitted.weights
+    layer = fitted.layer
+    mean = fitted.mean[:-1]
+    fit = fitted.fit
     keep = torch.promote_types(weights.q.dtype, torch.float32)
-    rope, group = slots.rope_dim, layer.group
-    rope_key, down = fit.rows[:rope], fit.rows[rope:, :-1]
+    rope = slots.rope_dim
+    group = layer.group
+    rope_key = fit.rows[:rope]
+    down = fit.rows[rope:, :-1]
     rope_query = torch.einsum("hdp,hde->hpe", fit.reading[..., :rope], layer.queries)
     constant = layer.values[..., -1] + (layer.values[..., :-1] @ mean if fitted.centered else 0)
     o_bias = weights.o_bias
@@ -244,18 +304,29 @@ def assemble(fitted: FittedLayer, slots: Slots) -> LatentWeights:
 
 
 def _keep_norms(
-    latent: LatentWeights, fitted: FittedLayer, divisors: Tensor | None, distances: Distances, rotary: Rotary
+    latent: LatentWeights,
+    fitted: FittedLayer,
+    divisors: Tensor | None,
+    distances: Distances,
+    rotary: Rotary,
 ) -> LatentWeights:
-    """Add the source's norms, if any, to ``latent``, which was fitted to keys divided by ``divisors [G]``."""
-    source, layer, fit, rope = fitted.source, fitted.layer, fitted.fit, latent.rope_dim
+    """Add the source's norms, if any, to ``latent``, which was fitted to keys divided by ``divisors
+    [G]``.
+    """
+    source = fitted.source
+    layer = fitted.layer
+    fit = fitted.fit
+    rope = latent.rope_dim
     if divisors is None or source.q_norm is None or source.k_norm is None:
         return latent
-    # The constant part of the keys as queries see it over the distances, minus the part in the rotary keys: the latent
-    # has no mean.
+    # The constant part of the keys as queries see it over the distances, minus the part in the
+    # rotary keys: the latent has no mean.
     constant = (layer.keys @ fitted.mean)[..., None]
     missing = apply_gains(constant, rotation_gains(distances, rotary.theta), rotary)[..., 0]
     if rope:
-        turned = torch.complex(*(fit.rows[:rope] @ fitted.mean).chunk(2)) * rotation_gains(distances, latent.theta)
+        turned = torch.complex(*(fit.rows[:rope] @ fitted.mean).chunk(2)) * rotation_gains(
+            distances, latent.theta
+        )
         seen = torch.cat([turned.real, turned.imag], -1)  # [H, P]
         missing = missing - (fit.reading[..., :rope] @ seen[..., None])[..., 0]
     times = (divisors * fitted.units.keys).repeat_interleave(layer.group)[:, None, None]

@@ -1,13 +1,17 @@
-"""Changes to a fitted latent that preserve its results, at least nearly: a live norm, mixed channels, a query latent.
+"""Changes to a fitted latent that preserve its results, at least nearly: a live norm, mixed
+channels, a query latent.
 
-The coordinates of a latent are free: the weights that read it can undo any invertible matrix that multiplies it.
+The coordinates of a latent are free: the weights that read it can undo any invertible matrix that
+multiplies it.
 
-Some engines cannot turn off the norm of a latent (a live norm). A norm has no effect on vectors that all have the same
-length, so `constant_length` searches for coordinates in which the length varies least.
+Some engines cannot turn off the norm of a latent (a live norm). A norm has no effect on vectors
+that all have the same length, so `constant_length` searches for coordinates in which the length
+varies least.
 
-In a quantized cache, the channels of a fitted latent differ in energy by orders of magnitude, so a single quantization
-step for all of them, or one saturating exponent, suits only a few. An orthogonal map that mixes every channel into
-every other results in about the same energy for all (`rotated`).
+In a quantized cache, the channels of a fitted latent differ in energy by orders of magnitude, so a
+single quantization step for all of them, or one saturating exponent, suits only a few. An
+orthogonal map that mixes every channel into every other results in about the same energy for all
+(`rotated`).
 
 A query latent (DeepSeek's ``q_lora_rank``) saves weights but no cache.
 """
@@ -25,27 +29,32 @@ from kvfold.convert.transforms.weights import LayerStatistics
 
 # Excess loss in layout engine at 48 + 16, nats per token, by recipes/benchmarks/bench_constants.py.
 
-# The maximum number of conjugate-gradient steps; held-out tokens choose one. Two seeds, 2026-11-24, at 10, 20 and 40:
-# reference MHA model 0.090, 0.090, 0.091 and 0.097, 0.097, 0.098; shipped model 0.069, 0.068, 0.068 and 0.041, 0.042,
-# 0.040: flat. At 0 the MHA model had 0.287 where 40 had 0.131 (2026-11-22).
+# The maximum number of conjugate-gradient steps; held-out tokens choose one. Two seeds, 2026-11-24,
+# at 10, 20 and 40: reference MHA model 0.090, 0.090, 0.091 and 0.097, 0.097, 0.098; shipped model
+# 0.069, 0.068, 0.068 and 0.041, 0.042, 0.040: flat. At 0 the MHA model had 0.287 where 40 had 0.131
+# (2026-11-22).
 STEPS = 40
-# The minimum squared stretch of a direction relative to the largest: below it, directions are lost to rounding.
+# The minimum squared stretch of a direction relative to the largest: below it, directions are lost
+# to rounding.
 FLATTEST = 1e-3  # MHA model, 2026-11-22: 1e-6: 0.130, 1e-3: 0.131, 0.1: 0.172
 
 TOKENS = 32768  # a limit on time; a walk on a CPU provides fewer
 
-# Inputs whose RMS differs from one by less than this come from an RMSNorm: rounding to bfloat16 changes it by 2^-9.
+# Inputs whose RMS differs from one by less than this come from an RMSNorm: rounding to bfloat16
+# changes it by 2^-9.
 _EXACT = 1e-2
 
 
 def live_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
-    """``latent`` in the coordinates in which an RMSNorm of weight one changes it least, over ``inputs [..., E]``.
+    """``latent`` in the coordinates in which an RMSNorm of weight one changes it least, over
+    ``inputs [..., E]``.
 
-    The RMS is one on average, so the norm's eps does not matter. The latent must not be centered, because the norm
-    would apply to its bias too.
+    The RMS is one on average, so the norm's eps does not matter. The latent must not be centered,
+    because the norm would apply to its bias too.
     """
     down, back = coordinates(latent.down, inputs)
-    changed, query = [down, latent.uk.double() @ back, latent.uv.double() @ back], latent.query
+    changed = [down, latent.uk.double() @ back, latent.uv.double() @ back]
+    query = latent.query
     if query is not None:
         down, back = coordinates(query.down, inputs)
         query = QueryLatent(down, query.q_nope.double() @ back, query.q_rope.double() @ back)
@@ -55,10 +64,12 @@ def live_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
 
 
 def coordinates(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows ``[R, E]`` whose RMS over ``inputs [..., E]`` is one, and ``back [R, R]``: ``down x = back (rows x)``.
+    """Rows ``[R, E]`` whose RMS over ``inputs [..., E]`` is one, and ``back [R, R]``: ``down x =
+    back (rows x)``.
 
-    Float64. Exact if the latent is as wide as its inputs: it then consists of the inputs themselves, without the weight
-    of the RMSNorm in front of the layer, and the channel scales solve ``sum_e d_e x_e^2 = 1`` for all tokens.
+    Float64. Exact if the latent is as wide as its inputs: it then consists of the inputs
+    themselves, without the weight of the RMSNorm in front of the layer, and the channel scales
+    solve ``sum_e d_e x_e^2 = 1`` for all tokens.
     """
     rank, width = down.shape
     squares = inputs.reshape(-1, width)[:TOKENS].to(down.device).double().square()
@@ -70,17 +81,22 @@ def coordinates(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
         scales = solve(gram, squares.sum(0)[:, None])[:, 0]
         uneven = float((squares @ scales - 1).square().mean().sqrt())
         if uneven < _EXACT and scales.min() > 0:
-            root, pad = (scales * rank).sqrt(), torch.nn.functional.pad
-            return pad(root.diag(), (0, 0, 0, rank - width)), pad(down.double() / root, (0, rank - width))
+            root = (scales * rank).sqrt()
+            pad = torch.nn.functional.pad
+            return pad(root.diag(), (0, 0, 0, rank - width)), pad(
+                down.double() / root, (0, rank - width)
+            )
     forth, back = constant_length(down, inputs)
     return forth @ down.double(), back
 
 
 def constant_length(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Coordinates ``forth [R, R]`` of ``c = down x`` with an RMS close to one, and their inverse ``back``; float64.
+    """Coordinates ``forth [R, R]`` of ``c = down x`` with an RMS close to one, and their inverse
+    ``back``; float64.
 
-    ``forth`` is a root of ``A``, the quadratic form with the least error in ``c^T A c = R`` over the tokens, found by
-    conjugate gradients from the whitened latent, stopped by held-out tokens, then projected to positive definite forms.
+    ``forth`` is a root of ``A``, the quadratic form with the least error in ``c^T A c = R`` over
+    the tokens, found by conjugate gradients from the whitened latent, stopped by held-out tokens,
+    then projected to positive definite forms.
     """
     rows = inputs.reshape(-1, inputs.shape[-1])[:TOKENS].to(down.device)
     latent = (rows @ down.to(rows.dtype).mT).double()
@@ -88,10 +104,12 @@ def constant_length(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
     energy, axes = symmetric_eig(latent.mT @ latent / len(latent))
     root = energy.clamp_min(energy[0] * 1e-10).sqrt()
     root = torch.where(root > 0, root, 1.0)
-    white, undo = (axes / root) @ axes.mT, (axes * root) @ axes.mT
+    white = (axes / root) @ axes.mT
+    undo = (axes * root) @ axes.mT
     stretch, axes = symmetric_eig(_constant_form(latent @ white.mT))
     root = stretch.clamp_min(stretch[0] * FLATTEST).sqrt()
-    forth, back = (root[:, None] * axes.mT) @ white, undo @ (axes / root)
+    forth = (root[:, None] * axes.mT) @ white
+    back = undo @ (axes / root)
     rms = (latent @ forth.mT).square().mean(-1).sqrt().mean()
     # A latent that is always zero stays zero.
     rms = torch.where(rms > 0, rms, 1.0)
@@ -99,34 +117,45 @@ def constant_length(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _constant_form(latent: Tensor) -> Tensor:
-    """Symmetric ``A [R, R]`` with ``c^T A c`` close to ``R`` for whitened ``c [n, R]``, by conjugate gradients."""
-    # Hold out every eighth token, and choose the step with the smallest error on the held-out tokens.
+    """Symmetric ``A [R, R]`` with ``c^T A c`` close to ``R`` for whitened ``c [n, R]``, by
+    conjugate gradients.
+    """
+    # Hold out every eighth token, and choose the step with the smallest error on the held-out
+    # tokens.
     judging = torch.arange(len(latent), device=latent.device) % 8 == 7
-    fitted, judges = latent[~judging], latent[judging] if judging.any() else latent
+    fitted = latent[~judging]
+    judges = latent[judging] if judging.any() else latent
     rank = latent.shape[1]
 
     def lengths(tokens: Tensor, form: Tensor) -> Tensor:
         return ((tokens @ form) * tokens).sum(1)
 
     form = torch.eye(rank, dtype=latent.dtype, device=latent.device)
-    best, least = form, float((rank - lengths(judges, form)).square().mean())
+    best = form
+    least = float((rank - lengths(judges, form)).square().mean())
     left = rank - lengths(fitted, form)
-    step, before = torch.zeros_like(form), torch.full_like(left[0], math.inf)
+    step = torch.zeros_like(form)
+    before = torch.full_like(left[0], math.inf)
     for _ in range(STEPS):
         gradient = (fitted * left[:, None]).mT @ fitted / len(fitted)
         energy = gradient.square().sum()
         step = gradient + energy / before.clamp_min(1e-300) * step
-        seen, before = lengths(fitted, step), energy
+        seen = lengths(fitted, step)
+        before = energy
         reach = energy / seen.square().mean().clamp_min(1e-300)
-        form, left = form + reach * step, left - reach * seen
+        form = form + reach * step
+        left = left - reach * seen
         error = float((rank - lengths(judges, form)).square().mean())
         if error < least:
-            best, least = form, error
+            best = form
+            least = error
     return best
 
 
 def rotated(latent: LatentWeights) -> LatentWeights:
-    """``latent`` with all channels mixed: ``c' = Q c``, read by ``uk Q^T``, ``uv Q^T``. A query latent is unchanged."""
+    """``latent`` with all channels mixed: ``c' = Q c``, read by ``uk Q^T``, ``uv Q^T``. A query
+    latent is unchanged.
+    """
     mix = hartley(latent.rank).to(latent.down.device)
     bias = latent.down_bias
     return replace(
@@ -139,12 +168,13 @@ def rotated(latent: LatentWeights) -> LatentWeights:
 
 
 def hartley(size: int) -> Tensor:
-    """The discrete Hartley matrix ``[size, size]``: orthogonal, symmetric, its own inverse; float64.
+    """The discrete Hartley matrix ``[size, size]``: orthogonal, symmetric, its own inverse;
+    float64.
 
-    It exists for every size, unlike a Hadamard matrix (with one constant channel, a latent has an odd number of
-    others), and no element is larger than ``sqrt(2 / size)``. KL of the reference MHA model at 48 + 16, in nats per
-    token, with an FP8, INT8 and INT4 cache: 0.0008, 0.0000 and 0.011; without mixing 0.0012, 3.98 and 3.98
-    (recipes/benchmarks/bench_latent_cache.py).
+    It exists for every size, unlike a Hadamard matrix (with one constant channel, a latent has an
+    odd number of others), and no element is larger than ``sqrt(2 / size)``. KL of the reference MHA
+    model at 48 + 16, in nats per token, with an FP8, INT8 and INT4 cache: 0.0008, 0.0000 and 0.011;
+    without mixing 0.0012, 3.98 and 3.98 (recipes/benchmarks/bench_latent_cache.py).
     """
     index = torch.arange(size, dtype=torch.float64)
     # Reduce by whole turns first: exact for any size.
@@ -153,10 +183,11 @@ def hartley(size: int) -> Tensor:
 
 
 def query_latent(latent: LatentWeights, statistics: LayerStatistics, rank: int) -> LatentWeights:
-    """Compute queries through ``rank`` channels: the principal components of all heads' queries in units of scores.
+    """Compute queries through ``rank`` channels: the principal components of all heads' queries in
+    units of scores.
 
-    The unit of a query is the energy of its keys, which makes unrotated and rotary dims comparable. The biases do not
-    change. Exact for ``rank >= min(E, H (N + P))``.
+    The unit of a query is the energy of its keys, which makes unrotated and rotary dims comparable.
+    The biases do not change. Exact for ``rank >= min(E, H (N + P))``.
     """
     moment = input_moment(statistics.to(latent.down.device))
     root = moment_root(moment, centered=False)

@@ -1,12 +1,15 @@
-"""Data types for a layer before and after conversion to multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
+"""Data types for a layer before and after conversion to multi-head latent attention (DeepSeek-V2,
+arXiv:2405.04434).
 
-Notation (attention/README.md): ``H`` query heads, ``E`` model dim, ``R`` channels of the latent, ``P`` rotary dims,
-``N`` unrotated dims of a query head, ``D`` dims of a value head. Only ``c = down x + down_bias`` and one rotary key
-``RoPE(rope_key x + rope_key_bias)``, shared by all heads, need to be cached per token.
+Notation (attention/README.md): ``H`` query heads, ``E`` model dim, ``R`` channels of the latent,
+``P`` rotary dims, ``N`` unrotated dims of a query head, ``D`` dims of a value head. Only ``c = down
+x + down_bias`` and one rotary key ``RoPE(rope_key x + rope_key_bias)``, shared by all heads, need
+to be cached per token.
 
-Fits square their inputs and compare them with constants (the 1 that multiplies a bias). In float64 that works for
-ordinary layers but fails for finite ones whose weights are 1e15 times larger or smaller. So fits use a layer in `Units`
-that bring everything near one. The units are powers of two, so scaling by them is exact.
+Fits square their inputs and compare them with constants (the 1 that multiplies a bias). In float64
+that works for ordinary layers but fails for finite ones whose weights are 1e15 times larger or
+smaller. So fits use a layer in `Units` that bring everything near one. The units are powers of two,
+so scaling by them is exact.
 """
 
 import math
@@ -18,7 +21,13 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.linalg import output_metric, with_bias
-from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, Rotary, Tensors
+from kvfold.convert.transforms.weights import (
+    AttentionWeights,
+    HeadNorm,
+    LayerStatistics,
+    Rotary,
+    Tensors,
+)
 
 Scaled = TypeVar("Scaled", AttentionWeights, "LatentWeights")
 
@@ -28,10 +37,12 @@ _LARGEST_SCORES = 2.0**16
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """One layer as linear maps on ``[x; 1]``: ``queries [H, D, E+1]``, ``keys [G, D, E+1]``, ``values [G, D, E+1]``.
+    """One layer as linear maps on ``[x; 1]``: ``queries [H, D, E+1]``, ``keys [G, D, E+1]``,
+    ``values [G, D, E+1]``.
 
-    Queries and keys include the rotary amplitude. ``metric [G, D, D]``: the squared length of the output per value
-    (`linalg.output_metric`). ``scale`` multiplies scores. ``group``: the number of query heads per key/value head.
+    Queries and keys include the rotary amplitude. ``metric [G, D, D]``: the squared length of the
+    output per value (`linalg.output_metric`). ``scale`` multiplies scores. ``group``: the number of
+    query heads per key/value head.
     """
 
     queries: Tensor
@@ -43,7 +54,9 @@ class LinearLayer:
 
 
 def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float) -> LinearLayer:
-    """The linear maps of ``weights``, which must have no norms on queries and keys (see `head_norms.linear_heads`)."""
+    """The linear maps of ``weights``, which must have no norms on queries and keys (see
+    `head_norms.linear_heads`).
+    """
     return LinearLayer(
         queries=rotary.amplify(with_bias(weights.q, weights.q_bias)),
         keys=rotary.amplify(with_bias(weights.k, weights.k_bias)),
@@ -58,14 +71,16 @@ def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float) -> Lin
 class KeptNorms(Tensors):
     """Norms on queries and keys around a latent that contains the keys before normalization.
 
-    Let ``n_h = q_norm(q_h x + q_bias_h)``, and ``d_g`` the divisor of ``k_norm`` for ``k_g x + k_bias_g``. Then
+    Let ``n_h = q_norm(q_h x + q_bias_h)``, and ``d_g`` the divisor of ``k_norm`` for ``k_g x +
+    k_bias_g``. Then
 
         score_h = scale / d_g (n_h . (uk_h c + constant_h) + RoPE(rope_h n_h) . RoPE(k_rope))
 
-    ``q [H, D, E]``, ``k [G, D, E]`` and the biases ``[H, D]`` and ``[G, D]`` are the source's; ``rope [H, P, D]``,
-    ``constant [H, D]``. The gain of ``k_norm`` is part of ``uk``, ``constant`` and ``rope``. A constant key does not
-    result in a constant score here, because divisors differ from key to key. The cache contains ``1 / d_g`` next to
-    ``c`` and ``k_rope``: ``G`` numbers, or one for a norm over all heads.
+    ``q [H, D, E]``, ``k [G, D, E]`` and the biases ``[H, D]`` and ``[G, D]`` are the source's;
+    ``rope [H, P, D]``, ``constant [H, D]``. The gain of ``k_norm`` is part of ``uk``, ``constant``
+    and ``rope``. A constant key does not result in a constant score here, because divisors differ
+    from key to key. The cache contains ``1 / d_g`` next to ``c`` and ``k_rope``: ``G`` numbers, or
+    one for a norm over all heads.
     """
 
     q: Tensor
@@ -80,7 +95,8 @@ class KeptNorms(Tensors):
 
 @dataclass(frozen=True)
 class QueryLatent(Tensors):
-    """Queries computed from their own latent, ``c_q = down x``. Their biases remain in ``LatentWeights``.
+    """Queries computed from their own latent, ``c_q = down x``. Their biases remain in
+    ``LatentWeights``.
 
     ``down [Rq, E]``, ``q_nope [H, N, Rq]``, ``q_rope [H, P, Rq]``.
     """
@@ -97,14 +113,16 @@ class LatentWeights(Tensors):
         score_h = scale (q_nope,h . (uk_h c) + RoPE(q_rope,h) . RoPE(k_rope))
         y = sum_h o_h uv_h (attention_h c) + o_bias
 
-    ``down [R, E]``, ``rope_key [P, E]``, ``q_nope [H, N, E]``, ``q_rope [H, P, E]``, ``uk [H, N, R]``, ``uv [H, D,
-    R]``, ``o [E, H, D]``; biases ``down_bias [R]``, ``rope_key_bias [P]``, ``q_nope_bias [H, N]``, ``q_rope_bias [H,
-    P]``, ``o_bias [E]``. Rotary dims are half-split: dim ``j`` pairs with ``j + P/2`` and turns by ``theta [P/2]``
-    radians per position, which stays float64. ``scale`` multiplies every score. If present, ``query`` replaces
-    ``q_nope`` and ``q_rope``; so does ``norms``, with a different formula for the scores (`KeptNorms`).
+    ``down [R, E]``, ``rope_key [P, E]``, ``q_nope [H, N, E]``, ``q_rope [H, P, E]``, ``uk [H, N,
+    R]``, ``uv [H, D, R]``, ``o [E, H, D]``; biases ``down_bias [R]``, ``rope_key_bias [P]``,
+    ``q_nope_bias [H, N]``, ``q_rope_bias [H, P]``, ``o_bias [E]``. Rotary dims are half-split: dim
+    ``j`` pairs with ``j + P/2`` and turns by ``theta [P/2]`` radians per position, which stays
+    float64. ``scale`` multiplies every score. If present, ``query`` replaces ``q_nope`` and
+    ``q_rope``; so does ``norms``, with a different formula for the scores (`KeptNorms`).
 
-    Keys and values need no bias. A constant key shifts every score of a query by the same amount, which the softmax
-    ignores. A constant value reaches the output unchanged, because attention rows sum to one: it is part of ``o_bias``.
+    Keys and values need no bias. A constant key shifts every score of a query by the same amount,
+    which the softmax ignores. A constant value reaches the output unchanged, because attention rows
+    sum to one: it is part of ``o_bias``.
     """
 
     unmapped: ClassVar[tuple[str, ...]] = ("theta",)
@@ -149,9 +167,11 @@ class LatentWeights(Tensors):
 
 @dataclass(frozen=True)
 class Units:
-    """The sizes of inputs, queries, keys, values and outputs, as powers of two; 1 if all elements are zero.
+    """The sizes of inputs, queries, keys, values and outputs, as powers of two; 1 if all elements
+    are zero.
 
-    ``scores``: the size of scores, bounded, because far from one a softmax is saturated or uniform for any error.
+    ``scores``: the size of scores, bounded, because far from one a softmax is saturated or uniform
+    for any error.
     """
 
     inputs: float = 1.0
@@ -162,13 +182,20 @@ class Units:
     scores: float = 1.0
 
 
-def in_units(weights: AttentionWeights, statistics: LayerStatistics) -> tuple[AttentionWeights, LayerStatistics, Units]:
-    """Return the layer and the moments of its inputs in the layer's units, and the units; scores are scaled too.
+def in_units(
+    weights: AttentionWeights, statistics: LayerStatistics
+) -> tuple[AttentionWeights, LayerStatistics, Units]:
+    """Return the layer and the moments of its inputs in the layer's units, and the units; scores
+    are scaled too.
 
     Units are root mean squares, rounded to powers of two and computed without biases.
     """
-    gram, mean = statistics.gram.double(), statistics.mean.double()
-    parts = [part.double().flatten(0, 1).norm(dim=-1).mean() for part in (weights.q, weights.k, weights.v)]
+    gram = statistics.gram.double()
+    mean = statistics.mean.double()
+    parts = [
+        part.double().flatten(0, 1).norm(dim=-1).mean()
+        for part in (weights.q, weights.k, weights.v)
+    ]
     root = weights.o.double().square().mean().sqrt()
     sizes = torch.stack([gram.diagonal().mean().clamp_min(0).sqrt(), *parts, root]).tolist()
     inputs, *rows, outputs = (2.0 ** round(math.log2(size)) if size > 0 else 1.0 for size in sizes)
@@ -176,19 +203,34 @@ def in_units(weights: AttentionWeights, statistics: LayerStatistics) -> tuple[At
     scores = min(max(queries * keys, 1 / _LARGEST_SCORES), _LARGEST_SCORES)
     wide = weights.map(lambda tensor: tensor.to(torch.promote_types(tensor.dtype, torch.float32)))
     factors = {"q": inputs / queries, "k": inputs / keys, "v": inputs / values, "o": 1 / outputs}
-    biases = {"q_bias": 1 / queries, "k_bias": 1 / keys, "v_bias": 1 / values, "o_bias": 1 / values / outputs}
+    biases = {
+        "q_bias": 1 / queries,
+        "k_bias": 1 / keys,
+        "v_bias": 1 / values,
+        "o_bias": 1 / values / outputs,
+    }
     moments = replace(statistics, gram=gram / inputs / inputs, mean=mean / inputs)
-    return _scaled(wide, factors | biases), moments, Units(inputs, queries, keys, values, outputs, scores)
+    return (
+        _scaled(wide, factors | biases),
+        moments,
+        Units(inputs, queries, keys, values, outputs, scores),
+    )
 
 
 def from_units(latent: LatentWeights, units: Units) -> LatentWeights:
-    """Convert a latent fitted to a layer `in_units` to weights on the original inputs; the latent keeps its size."""
+    """Convert a latent fitted to a layer `in_units` to weights on the original inputs; the latent
+    keeps its size.
+    """
     # Shared rotary keys have no unit of their own: the queries that read them include it.
     rotary = units.queries * units.keys
     rows = {"down": 1.0, "rope_key": 1.0, "q_nope": units.queries, "q_rope": rotary}
     factors = {name: unit / units.inputs for name, unit in rows.items()}
     factors |= {"uk": units.keys, "uv": units.values, "o": units.outputs}
-    biases = {"q_nope_bias": units.queries, "q_rope_bias": rotary, "o_bias": units.values * units.outputs}
+    biases = {
+        "q_nope_bias": units.queries,
+        "q_rope_bias": rotary,
+        "o_bias": units.values * units.outputs,
+    }
     return _scaled(latent, factors | biases)
 
 

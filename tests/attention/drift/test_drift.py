@@ -1,4 +1,6 @@
-"""Drift against stock models with plain hooks, on checkpoints against themselves, and with one head disturbed."""
+"""Drift against stock models with plain hooks, on checkpoints against themselves, and with one head
+disturbed.
+"""
 
 import copy
 import json
@@ -23,7 +25,9 @@ def some_tokens() -> Tensor:
     return random_tokens(5, 12)
 
 
-def disturbed(model: PreTrainedModel, scale: float = 0.1, layers: tuple[int, ...] = (0, 1, 2)) -> PreTrainedModel:
+def disturbed(
+    model: PreTrainedModel, scale: float = 0.1, layers: tuple[int, ...] = (0, 1, 2)
+) -> PreTrainedModel:
     torch.manual_seed(7)
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -42,7 +46,10 @@ def test_a_model_against_itself_is_exactly_zero_and_the_floor_is_not(family):
     for layer in report.measured.layers:
         assert layer.attention_local == layer.attention_propagated == 0
         assert layer.residual_local == layer.residual_propagated == layer.row_kl == 0
-        assert all(head.error == head.row_kl == 0 and head.head == head.student_head for head in layer.heads)
+        assert all(
+            head.error == head.row_kl == 0 and head.head == head.student_head
+            for head in layer.heads
+        )
     assert report.floor is not None
     assert (report.floor.dtype, report.floor.reference_dtype) == ("float32", "float64")
     for layer in report.floor.measured.layers:
@@ -62,14 +69,18 @@ def test_a_disturbed_head_stands_out():
     assert first.attention_local == first.residual_propagated == 0
     assert third.attention_local == third.residual_local == third.row_kl == 0
     assert third.attention_propagated > 1e-3 < second.attention_local
-    assert [(head.error > 0, head.row_kl > 0) for head in second.heads] == [(index == 2,) * 2 for index in range(4)]
+    assert [(head.error > 0, head.row_kl > 0) for head in second.heads] == [
+        (index == 2,) * 2 for index in range(4)
+    ]
     assert [head.student_head for head in second.heads] == [0, 1, 2, 3]
     assert second.row_kl == pytest.approx(second.heads[2].row_kl / 4)
     assert report.measured.kl > 1e3 * report.floor.measured.kl > 0
 
 
 def test_heads_are_compared_by_what_they_contribute():
-    """Neither their labels nor the basis of their values matter; a changed value head stands out, its rows do not."""
+    """Neither their labels nor the basis of their values matter; a changed value head stands out,
+    its rows do not.
+    """
     model = tiny(num_key_value_heads=4)
     student = copy.deepcopy(model)
     order = [2, 0, 3, 1]  # head h of the student is the source's order[h]
@@ -90,17 +101,27 @@ def test_heads_are_compared_by_what_they_contribute():
 
 
 class Hooked:
-    """A stock eager model run once with plain hooks: inputs of layers, and outputs and maps of their attention."""
+    """A stock eager model run once with plain hooks: inputs of layers, and outputs and maps of
+    their attention.
+    """
 
     def __init__(self, model: PreTrainedModel, tokens: Tensor) -> None:
-        self.calls, self.attentions, handles = [], [], []
+        self.calls = []
+        self.attentions = []
+        handles = []
         for layer in model.model.layers:
             handles += [
-                layer.register_forward_pre_hook(lambda _, args, kw: self.calls.append((args[0], kw)), with_kwargs=True),
-                layer.self_attn.register_forward_hook(lambda _, args, out: self.attentions.append(out)),
+                layer.register_forward_pre_hook(
+                    lambda _, args, kw: self.calls.append((args[0], kw)), with_kwargs=True
+                ),
+                layer.self_attn.register_forward_hook(
+                    lambda _, args, out: self.attentions.append(out)
+                ),
             ]
         self.logits = model(tokens, use_cache=False).logits
-        self.hidden = [call[0] for call in self.calls[1:]]  # the last layer's is hidden behind the final norm
+        self.hidden = [
+            call[0] for call in self.calls[1:]
+        ]  # the last layer's is hidden behind the final norm
         for handle in handles:
             handle.remove()
 
@@ -112,9 +133,11 @@ def relative(expected: Tensor, found: Tensor) -> float:
 @pytest.mark.parametrize("family", COMPARED)
 @torch.no_grad()
 def test_numbers_are_those_of_two_stock_models_with_hooks(family):
-    source, tokens = tiny(family, attn_implementation="eager").double(), some_tokens()
+    source = tiny(family, attn_implementation="eager").double()
+    tokens = some_tokens()
     student = disturbed(source)
-    teacher, own = Hooked(source, tokens), Hooked(student, tokens)
+    teacher = Hooked(source, tokens)
+    own = Hooked(student, tokens)
     report = measure_drift(source, student, tokens, batch=2, floor=False)
 
     close = {"rel": 1e-9, "abs": 1e-12}
@@ -122,34 +145,47 @@ def test_numbers_are_those_of_two_stock_models_with_hooks(family):
         hidden, arguments = teacher.calls[index]
         seen = []
         module = student.model.layers[index]
-        handle = module.self_attn.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out))
+        handle = module.self_attn.register_forward_hook(
+            lambda _, args, out, seen=seen: seen.append(out)
+        )
         after = module(hidden, **arguments)
         handle.remove()
         (expected, expected_maps), (attention, maps) = teacher.attentions[index], seen[0]
         assert layer.attention_local == pytest.approx(relative(expected, attention), **close)
-        assert layer.attention_propagated == pytest.approx(relative(expected, own.attentions[index][0]), **close)
+        assert layer.attention_propagated == pytest.approx(
+            relative(expected, own.attentions[index][0]), **close
+        )
         if index < 2:
             expected = teacher.hidden[index]
             assert layer.residual_local == pytest.approx(relative(expected, after), **close)
-            assert layer.residual_propagated == pytest.approx(relative(expected, own.hidden[index]), **close)
+            assert layer.residual_propagated == pytest.approx(
+                relative(expected, own.hidden[index]), **close
+            )
         rows = torch.where(maps > 0, expected_maps * (expected_maps / maps).log(), 0).sum(-1)
         # eager attention rounds its maps to float32
-        assert [head.row_kl for head in layer.heads] == pytest.approx(rows.mean((0, 2)).tolist(), rel=1e-4)
+        assert [head.row_kl for head in layer.heads] == pytest.approx(
+            rows.mean((0, 2)).tolist(), rel=1e-4
+        )
         assert layer.row_kl == pytest.approx(rows.mean().item(), rel=1e-4)
 
-    log_p, log_q = teacher.logits[:, :-1].log_softmax(-1), own.logits[:, :-1].log_softmax(-1)
+    log_p = teacher.logits[:, :-1].log_softmax(-1)
+    log_q = own.logits[:, :-1].log_softmax(-1)
     kl = F.kl_div(log_q, log_p, log_target=True, reduction="sum").item() / log_p[..., 0].numel()
     assert report.measured.kl == pytest.approx(kl, rel=1e-9)
     agreement = (log_p.argmax(-1) == log_q.argmax(-1)).double().mean()
     assert report.measured.agreement == pytest.approx(agreement.item())
-    for model, loss in ((source, report.measured.teacher_loss), (student, report.measured.student_loss)):
+    for model, loss in (
+        (source, report.measured.teacher_loss),
+        (student, report.measured.student_loss),
+    ):
         assert loss == pytest.approx(model(tokens, labels=tokens).loss.item(), rel=1e-6)
     perplexity = report.to_dict()["perplexity"]["student"]
     assert perplexity == pytest.approx(math.exp(report.measured.student_loss), rel=1e-9)
 
 
 def test_heads_and_rows_are_compared_where_they_correspond():
-    source, tokens = tiny(num_key_value_heads=4), some_tokens()
+    source = tiny(num_key_value_heads=4)
+    tokens = some_tokens()
     for changes, comparable in (
         ({"num_key_value_heads": 2}, True),
         ({"num_attention_heads": 2, "head_dim": 16}, False),
@@ -160,14 +196,22 @@ def test_heads_and_rows_are_compared_where_they_correspond():
         assert layer.row_kl > 0 if comparable else layer.row_kl is None
         assert layer.attention_local > 0
     # every other layer has a window: rows over other positions have no divergence
-    layers = measure_drift(tiny("gemma2"), tiny("gemma2", sliding_window=3), tokens, floor=False).measured.layers
+    layers = measure_drift(
+        tiny("gemma2"), tiny("gemma2", sliding_window=3), tokens, floor=False
+    ).measured.layers
     assert [layer.row_kl is None for layer in layers] == [True, False, True]
 
 
 def test_the_floor_is_that_of_the_coarser_dtype_and_tells_rounding_from_conversion(tmp_path):
     source = tiny()
-    report = measure_drift(source, disturbed(source, 0.3), some_tokens(), dtype=torch.bfloat16, floor_sequences=2)
-    assert (report.source_dtype, report.floor.dtype, report.floor.sequences) == ("bfloat16", "bfloat16", 2)
+    report = measure_drift(
+        source, disturbed(source, 0.3), some_tokens(), dtype=torch.bfloat16, floor_sequences=2
+    )
+    assert (report.source_dtype, report.floor.dtype, report.floor.sequences) == (
+        "bfloat16",
+        "bfloat16",
+        2,
+    )
     for layer, floor in zip(report.measured.layers, report.floor.measured.layers, strict=True):
         assert 1e-3 < floor.attention_local < 0.05 < layer.attention_local
     source.save_pretrained(tmp_path)
@@ -181,15 +225,19 @@ def test_the_floor_is_that_of_the_coarser_dtype_and_tells_rounding_from_conversi
 
 
 def test_reports_are_deterministic_and_valid_json():
-    source, tokens, steps = tiny(), some_tokens(), []
+    source = tiny()
+    tokens = some_tokens()
+    steps = []
     student = disturbed(source)
     first, second = (
-        measure_drift(source, student, tokens, progress=lambda *step: steps.append(step)) for _ in range(2)
+        measure_drift(source, student, tokens, progress=lambda *step: steps.append(step))
+        for _ in range(2)
     )
     assert steps == [(stage, done, 3) for stage in ("compare", "floor") for done in range(4)] * 2
     assert first == second
     content = json.loads(json.dumps(first.to_dict(), allow_nan=False))
-    own, floor = first.measured, first.floor.measured
+    own = first.measured
+    floor = first.floor.measured
     # batches do not change the numbers
     alone = measure_drift(source, student, tokens, batch=1, floor=False).measured
     assert alone.kl == pytest.approx(own.kl, rel=1e-4)
@@ -209,7 +257,8 @@ def test_reports_are_deterministic_and_valid_json():
 
 
 def test_margins_are_those_of_the_sequences():
-    source, tokens = tiny(), some_tokens()
+    source = tiny()
+    tokens = some_tokens()
     student = disturbed(source)
     whole = measure_drift(source, student, tokens, floor=False, batch=2).measured
     alone = [measure_drift(source, student, row[None], floor=False).measured for row in tokens]
@@ -221,11 +270,14 @@ def test_margins_are_those_of_the_sequences():
     # by Student's t
     for count, quantile in ((8, 2.3646), (16, 2.1314), (101, 1.9840)):
         values = torch.arange(count, dtype=torch.float64)
-        assert margin(values) == pytest.approx(quantile * values.std().item() / math.sqrt(count), rel=5e-3)
+        assert margin(values) == pytest.approx(
+            quantile * values.std().item() / math.sqrt(count), rel=5e-3
+        )
 
 
 def test_heads_are_compared_on_the_first_tokens_alone(monkeypatch):
-    source, tokens = tiny(), some_tokens()
+    source = tiny()
+    tokens = some_tokens()
     student = disturbed(source)
     first = measure_drift(source, student, tokens[:2], floor=False, batch=1).measured
     monkeypatch.setattr("kvfold.attention.drift.compare._HEAD_TOKENS", tokens.shape[1] + 1)
@@ -239,14 +291,16 @@ def test_stretches_of_positions_are_those_of_stock_losses(monkeypatch):
     assert stretch_bounds(300) == [(1, 64), (64, 128), (128, 256), (256, 300)]
     assert stretch_bounds(40) == [(1, 40)]
     monkeypatch.setattr("kvfold.attention.drift.compare._FIRST", 3)
-    source, tokens = tiny(), some_tokens()
+    source = tiny()
+    tokens = some_tokens()
     student = disturbed(source)
     report = measure_drift(source, student, tokens, floor=False, batch=2)
     with torch.no_grad():
         logits = [model(tokens).logits[:, :-1] for model in (source, student)]
     losses = [F.cross_entropy(each.mT, tokens[:, 1:], reduction="none").double() for each in logits]
     log_p, log_q = (each.double().log_softmax(-1) for each in logits)
-    excess, kl = losses[1] - losses[0], (log_p.exp() * (log_p - log_q)).sum(-1)
+    excess = losses[1] - losses[0]
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
     stretches = report.measured.stretches
     assert [(each.start, each.end) for each in stretches] == [(1, 3), (3, 6), (6, 12)]
     for each in stretches:
@@ -254,14 +308,27 @@ def test_stretches_of_positions_are_those_of_stock_losses(monkeypatch):
             of_each = values[:, each.start - 1 : each.end - 1].mean(1)
             assert found == pytest.approx((of_each.mean().item(), margin(of_each)), rel=1e-3)
     first = stretches[0]
-    figures = {"value": first.excess, "margin": first.margin, "kl": first.kl, "kl_margin": first.kl_margin}
-    assert report.to_dict()["excess_by_position"][0] == {"from": 1, "to": 3, **figures, "sequences": len(tokens)}
-    second, third = (f"{each.excess:+.3f} ({each.kl:.3f}) at {each.start}-{each.end}" for each in stretches[1:])
+    figures = {
+        "value": first.excess,
+        "margin": first.margin,
+        "kl": first.kl,
+        "kl_margin": first.kl_margin,
+    }
+    assert report.to_dict()["excess_by_position"][0] == {
+        "from": 1,
+        "to": 3,
+        **figures,
+        "sequences": len(tokens),
+    }
+    second, third = (
+        f"{each.excess:+.3f} ({each.kl:.3f}) at {each.start}-{each.end}" for each in stretches[1:]
+    )
     assert report.positions_text().endswith(f"{second}, {third}")
 
 
 def test_what_cannot_be_compared_is_an_error(refused):
-    source, tokens = tiny(), some_tokens()
+    source = tiny()
+    tokens = some_tokens()
     for student, given, options in (
         ({"num_hidden_layers": 2}, tokens, {}),
         ({"vocab_size": 64}, tokens, {}),
@@ -276,7 +343,8 @@ def test_what_cannot_be_compared_is_an_error(refused):
 
 @pytest.mark.gpu
 def test_a_loaded_model_is_measured_on_the_gpu_when_there_is_one():
-    source, tokens = tiny(), some_tokens()
+    source = tiny()
+    tokens = some_tokens()
     student = disturbed(source)
     on_cpu = measure_drift(source, student, tokens, device="cpu")
     on_gpu = measure_drift(source, student, tokens)

@@ -1,4 +1,6 @@
-"""Loaded models as streams: what stock transformers computes, layer by layer, with the model left as it was."""
+"""Loaded models as streams: what stock transformers computes, layer by layer, with the model left
+as it was.
+"""
 
 import pytest
 import torch
@@ -38,8 +40,12 @@ FAMILIES = {
     "llama": LLAMA,
     "qwen3": LLAMA,
     "mistral": LLAMA | {"sliding_window": 5},
-    "gemma2": LLAMA | {"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
-    "gemma3_text": LLAMA | {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    "gemma2": (
+        LLAMA | {"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0}
+    ),
+    "gemma3_text": (
+        LLAMA | {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+    ),
     "deepseek_v3": LLAMA | MLA,
     "youtu": LLAMA | MLA | {"attention_bias": True},
     "mixtral": LLAMA | {"num_local_experts": 4},
@@ -62,7 +68,8 @@ def some_tokens(rows: int = 2, length: int = 11) -> torch.Tensor:
 
 @torch.no_grad()
 def walk(stream: LayerStream, tokens: torch.Tensor) -> tuple[torch.Tensor, list]:
-    hidden, outputs = stream.embed(tokens), []
+    hidden = stream.embed(tokens)
+    outputs = []
     for index in range(stream.layers):
         with stream.open_layer(index) as layer:
             outputs.append(layer(hidden))
@@ -72,12 +79,16 @@ def walk(stream: LayerStream, tokens: torch.Tensor) -> tuple[torch.Tensor, list]
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_stream_computes_exactly_what_the_model_does(family):
-    model, tokens = tiny(family), some_tokens()
+    model = tiny(family)
+    tokens = some_tokens()
     with torch.no_grad():
         expected = model(tokens, output_hidden_states=True)
     stream = as_stream(model)
     logits, outputs = walk(stream, tokens)
-    assert all((output.query is None) == (output.context is None) == (family in NO_MAPS) for output in outputs)
+    assert all(
+        (output.query is None) == (output.context is None) == (family in NO_MAPS)
+        for output in outputs
+    )
     assert torch.equal(logits, expected.logits)
     for index, output in enumerate(outputs[:-1]):
         assert torch.equal(output.hidden, expected.hidden_states[index + 1])
@@ -89,25 +100,38 @@ def test_a_stream_computes_exactly_what_the_model_does(family):
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - NO_MAPS))
 def test_queries_keys_and_heads_explain_the_attention(family):
-    """Maps from the captured queries and keys are the model's own, and head contributions add up to its output."""
-    model, tokens = tiny(family, attn_implementation="eager"), some_tokens()
+    """Maps from the captured queries and keys are the model's own, and head contributions add up to
+    its output.
+    """
+    model = tiny(family, attn_implementation="eager")
+    tokens = some_tokens()
     with torch.no_grad():
         maps = model(tokens, output_attentions=True).attentions
     _, outputs = walk(as_stream(model), tokens)
     for output, weights in zip(outputs, maps, strict=True):
-        profile = distance_profile(output.query, output.key, output.scale, window=output.window, softcap=output.softcap)
-        rows = torch.stack([weights.mean(0).diagonal(-d, 1, 2).sum(1) for d in range(weights.shape[-1])], 1)
-        torch.testing.assert_close(profile.float(), rows / weights.shape[-1], **precision.ACTIVATIONS)
+        profile = distance_profile(
+            output.query, output.key, output.scale, window=output.window, softcap=output.softcap
+        )
+        rows = torch.stack(
+            [weights.mean(0).diagonal(-d, 1, 2).sum(1) for d in range(weights.shape[-1])], 1
+        )
+        torch.testing.assert_close(
+            profile.float(), rows / weights.shape[-1], **precision.ACTIVATIONS
+        )
         summed = torch.einsum("bthd,ehd->bte", output.context, output.output_weight)
         difference = output.attention - summed
         # all that is left is the output projection's bias, the same everywhere
-        torch.testing.assert_close(difference, difference[:1, :1].expand_as(difference), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            difference, difference[:1, :1].expand_as(difference), rtol=0, atol=1e-5
+        )
 
 
 def test_the_model_is_left_as_it_was():
-    model, tokens = tiny("llama", attention_dropout=0.5).train(), some_tokens()
+    model = tiny("llama", attention_dropout=0.5).train()
+    tokens = some_tokens()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    implementation, layers = model.config._attn_implementation, list(model.model.layers)
+    implementation = model.config._attn_implementation
+    layers = list(model.model.layers)
     walk(as_stream(model, dtype=torch.float64), tokens)
     # without dropout
     assert torch.equal(walk(as_stream(model), tokens)[0], walk(as_stream(model), tokens)[0])
@@ -121,7 +145,8 @@ def test_the_model_is_left_as_it_was():
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", "mixtral"])
 def test_a_stream_in_another_dtype_is_the_model_cast(family, tmp_path):
-    model, tokens = tiny(family), some_tokens()
+    model = tiny(family)
+    tokens = some_tokens()
     model.save_pretrained(tmp_path)
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for dtype, cast, close in ((torch.float64, model, 1e-4), (torch.bfloat16, half, 0)):
@@ -133,8 +158,13 @@ def test_a_stream_in_another_dtype_is_the_model_cast(family, tmp_path):
 
 
 def test_cache_bytes_are_those_of_the_formulas_and_what_the_cache_holds():
-    layers, dim, heads = 3, 8, 4
-    assert as_stream(tiny("llama", num_key_value_heads=1)).cache_bytes_per_token() == 2 * layers * dim * 4
+    layers = 3
+    dim = 8
+    heads = 4
+    assert (
+        as_stream(tiny("llama", num_key_value_heads=1)).cache_bytes_per_token()
+        == 2 * layers * dim * 4
+    )
     assert as_stream(tiny("gpt2")).cache_bytes_per_token() == 2 * layers * heads * dim * 4
     assert as_stream(tiny("llama").bfloat16()).cache_bytes_per_token() == 2 * layers * 2 * dim * 2
     # what transformers caches for latent attention depends on its version

@@ -24,7 +24,9 @@ def attention_map(query, key, scale, window=None, causal=True, softcap=None, sin
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is None:
         return scores.softmax(-1)
-    return torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1).softmax(-1)[..., :-1]
+    return torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1).softmax(-1)[
+        ..., :-1
+    ]
 
 
 def distances(length: int) -> Tensor:
@@ -39,7 +41,9 @@ def naive_sums(maps: Tensor) -> tuple[Tensor, Tensor]:
     return sums / sums.sum(-1, keepdim=True), maps.mean(1).sum(1)
 
 
-def heads(seed: int, batch: int, heads: int, groups: int, length: int, dim: int) -> tuple[Tensor, Tensor]:
+def heads(
+    seed: int, batch: int, heads: int, groups: int, length: int, dim: int
+) -> tuple[Tensor, Tensor]:
     torch.manual_seed(seed)
     query = 2 * torch.randn(batch, heads, length, dim, dtype=torch.float64)
     return query, torch.randn(batch, groups, length, dim, dtype=torch.float64)
@@ -48,11 +52,22 @@ def heads(seed: int, batch: int, heads: int, groups: int, length: int, dim: int)
 @st.composite
 def problems(draw) -> dict:
     """The sizes of ``heads`` and the masks of one call."""
-    groups, share = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    sizes = (draw(st.integers(0, 99)), draw(st.integers(1, 3)), groups * share, groups, draw(st.integers(1, 50)), 4)
+    groups = draw(st.integers(1, 3))
+    share = draw(st.integers(1, 3))
+    sizes = (
+        draw(st.integers(0, 99)),
+        draw(st.integers(1, 3)),
+        groups * share,
+        groups,
+        draw(st.integers(1, 50)),
+        4,
+    )
     window = draw(st.one_of(st.none(), st.integers(1, 60)))
     softcap = draw(st.one_of(st.none(), st.floats(0.5, 50)))
-    return {"sizes": sizes, "masks": {"window": window, "causal": draw(st.booleans()), "softcap": softcap}}
+    return {
+        "sizes": sizes,
+        "masks": {"window": window, "causal": draw(st.booleans()), "softcap": softcap},
+    }
 
 
 @pytest.fixture(params=[1, 500, 1 << 20])
@@ -63,7 +78,9 @@ def budget(request, monkeypatch):
     monkeypatch.setattr(blocked, "_FEWEST_ROWS", 3)
 
 
-QUICKLY = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICKLY = settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @pytest.mark.usefixtures("budget")
@@ -89,7 +106,9 @@ def test_row_kl_is_the_mean_divergence_of_rows(problem):
     found = row_kl(query, key, other_query, other_key, 0.5, 0.3, **masks, other_softcap=4.0)
     other = attention_map(other_query, other_key, 0.3, masks["window"], masks["causal"], 4.0)
     own = attention_map(query, key, 0.5, **masks)
-    terms = torch.where(own > 0, own * (own.clamp_min(1e-300).log() - other.clamp_min(1e-300).log()), 0)
+    terms = torch.where(
+        own > 0, own * (own.clamp_min(1e-300).log() - other.clamp_min(1e-300).log()), 0
+    )
     torch.testing.assert_close(found, terms.sum(-1).mean((0, 2)), rtol=1e-9, atol=1e-14)
 
 
@@ -102,10 +121,13 @@ def test_float32_arithmetic_is_as_exact_as_the_formula_in_float32(dtype):
 
 
 def test_row_kl_is_zero_for_equal_maps_and_keeps_its_digits_for_nearly_equal_ones_in_float32():
-    query, key = (20 * part.float() for part in heads(0, 2, 4, 2, 150, 16))  # weights down to e^-80 and beyond
+    query, key = (
+        20 * part.float() for part in heads(0, 2, 4, 2, 150, 16)
+    )  # weights down to e^-80 and beyond
     assert row_kl(query, key, query.clone(), key.clone(), 0.25, 0.25).tolist() == [0.0] * 4
     query, key = heads(0, 1, 2, 1, 100, 8)
-    query, key = query.float().double(), key.float().double()
+    query = query.float().double()
+    key = key.float().double()
     other = (query * (1 + 1e-4)).float().double()
     exact = row_kl(query, key, other, key, 0.3, 0.3)
     found = row_kl(query.float(), key.float(), other.float(), key.float(), 0.3, 0.3)
@@ -115,7 +137,8 @@ def test_row_kl_is_zero_for_equal_maps_and_keeps_its_digits_for_nearly_equal_one
 
 def test_row_kl_counts_what_only_the_second_map_sees_and_what_is_not_a_number():
     # one key has the whole of p and the other, far below float32's smallest number, the whole of q
-    query, key = torch.tensor([[[[0.0], [1.0]]]]), torch.tensor([[[[0.0], [200.0]]]])
+    query = torch.tensor([[[[0.0], [1.0]]]])
+    key = torch.tensor([[[[0.0], [200.0]]]])
     assert row_kl(query, key, query, -key, 1.0, 1.0).item() == pytest.approx(200 / 2)
     query, key = (part.float() for part in heads(0, 1, 2, 2, 5, 4))
     broken = key.clone()

@@ -1,4 +1,6 @@
-"""One layer run and recorded: attention's outputs, the record of its call, and that nothing stays behind."""
+"""One layer run and recorded: attention's outputs, the record of its call, and that nothing stays
+behind.
+"""
 
 import itertools
 from typing import Any
@@ -22,8 +24,13 @@ def arguments(length: int, keys: int | None = None) -> tuple[Tensor, Tensor, Ten
     return torch.randn(2, 4, length, 8), torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 6)
 
 
-def whole_map(inputs: tuple[Tensor, ...], seen: Tensor, scale: float, softcap=None, sinks=None) -> Tensor:
-    query, (key, value) = inputs[0].double(), (part.double().repeat_interleave(2, 1) for part in inputs[1:])
+def whole_map(
+    inputs: tuple[Tensor, ...], seen: Tensor, scale: float, softcap=None, sinks=None
+) -> Tensor:
+    query, (key, value) = (
+        inputs[0].double(),
+        (part.double().repeat_interleave(2, 1) for part in inputs[1:]),
+    )
     scores = scale * query @ key.mT
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     parts = scores.masked_fill(~seen, -torch.inf).exp()
@@ -34,20 +41,30 @@ def whole_map(inputs: tuple[Tensor, ...], seen: Tensor, scale: float, softcap=No
 @pytest.mark.parametrize(("length", "keys"), [(7, 7), (1, 9), (256, 256), (270, 300)])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_blockwise_attention_is_the_formula(length: int, keys: int, softcap: float | None, with_sinks: bool) -> None:
+def test_blockwise_attention_is_the_formula(
+    length: int, keys: int, softcap: float | None, with_sinks: bool
+) -> None:
     inputs = arguments(length, keys)
     seen = torch.ones(length, keys).tril(keys - length).bool()
     options = {"softcap": softcap, "s_aux": torch.linspace(-1, 2, 4) if with_sinks else None}
     expected = whole_map(inputs, seen, 0.4, *options.values())
     # causality needs no mask
-    masks = [seen[None, None], None] if softcap is None and (with_sinks or length == keys) else [seen[None, None]]
+    masks = (
+        [seen[None, None], None]
+        if softcap is None and (with_sinks or length == keys)
+        else [seen[None, None]]
+    )
     for mask in masks:
-        found = ALL_ATTENTION_FUNCTIONS[BLOCKWISE](Attention(), *inputs, mask, scaling=0.4, **options)[0]
+        found = ALL_ATTENTION_FUNCTIONS[BLOCKWISE](
+            Attention(), *inputs, mask, scaling=0.4, **options
+        )[0]
         torch.testing.assert_close(found.double(), expected, **precision.ACTIVATIONS)
 
 
 @pytest.mark.parametrize("kept", [0, 1 << 20], ids=["weights made again", "weights kept"])
-def test_blockwise_attention_has_the_formulas_gradients(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blockwise_attention_has_the_formulas_gradients(
+    kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blocked, "_KEPT_WEIGHTS", kept)
     sinks = torch.linspace(-1, 2, 4)
     inputs = [tensor.double().requires_grad_() for tensor in (*arguments(3), sinks)]
@@ -73,7 +90,9 @@ class Attention(nn.Module):
         self.given: tuple[Tensor, Tensor, Tensor] = arguments(9)
 
     def forward(self, hidden_states: Tensor, mask: Tensor | None) -> tuple[Tensor, None]:
-        context, _ = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](self, *self.given, mask, **self.options)
+        context, _ = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](
+            self, *self.given, mask, **self.options
+        )
         return context.flatten(2), None
 
 
@@ -101,7 +120,9 @@ def test_what_is_noted_and_what_is_computed(softcap: float | None, window: int |
     attention = Attention(scaling=0.3, softcap=softcap, sliding_window=window)
     found = recorded(attention, seen[None, None])
     expected = whole_map(attention.given, seen, 0.3, softcap)
-    torch.testing.assert_close(found.attention.double(), expected.flatten(2), **precision.ACTIVATIONS)
+    torch.testing.assert_close(
+        found.attention.double(), expected.flatten(2), **precision.ACTIVATIONS
+    )
     assert torch.equal(found.hidden, found.attention * 2)
     assert torch.equal(found.attention_input, HIDDEN + 1)
     assert found.query is attention.given[0]
@@ -114,7 +135,9 @@ def test_without_a_mask_the_modules_word_counts(causal: bool) -> None:
     attention = Attention(is_causal=causal)
     found = recorded(attention, None)
     expected = whole_map(attention.given, CAUSAL | (not causal), 8**-0.5)
-    torch.testing.assert_close(found.attention.double(), expected.flatten(2), **precision.ACTIVATIONS)
+    torch.testing.assert_close(
+        found.attention.double(), expected.flatten(2), **precision.ACTIVATIONS
+    )
     assert (found.causal, found.scale, found.query is None) == (causal, 8**-0.5, False)
 
 
@@ -128,11 +151,23 @@ def test_without_a_mask_the_modules_word_counts(causal: bool) -> None:
         (CAUSAL & (ORDER < 4), None, True, False),  # a window that the layer does not tell
         (CAUSAL, 4, True, False),
         (ORDER.abs() < 4, None, False, False),
-        (CAUSAL & (torch.arange(9) // 4 == (torch.arange(9) // 4)[:, None]), None, True, False),  # chunks
-        (CAUSAL | (torch.arange(9) < 3), None, False, False),  # a prefix that is seen from everywhere
+        (
+            CAUSAL & (torch.arange(9) // 4 == (torch.arange(9) // 4)[:, None]),
+            None,
+            True,
+            False,
+        ),  # chunks
+        (
+            CAUSAL | (torch.arange(9) < 3),
+            None,
+            False,
+            False,
+        ),  # a prefix that is seen from everywhere
     ],
 )
-def test_a_mask_outweighs_the_modules_word(seen: Tensor, window: int | None, causal: bool, plain: bool) -> None:
+def test_a_mask_outweighs_the_modules_word(
+    seen: Tensor, window: int | None, causal: bool, plain: bool
+) -> None:
     seen = seen[None, None]
     added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
     for mask, is_causal in itertools.product((seen, added), (False, True)):
@@ -162,7 +197,10 @@ def test_nothing_is_left_behind_where_a_layer_fails() -> None:
             return hidden_states
 
     skipping = Skipping(Attention())
-    for layer, message in ((Layer(Broken()), "broken"), (skipping, "Skipping never called its attention module")):
+    for layer, message in (
+        (Layer(Broken()), "broken"),
+        (skipping, "Skipping never called its attention module"),
+    ):
         with pytest.raises((RuntimeError, ValueError), match=message):
             OpenLayer(0, layer, lambda _: Arguments((), {}))(HIDDEN)
         assert layer.self_attn.config._attn_implementation == BLOCKWISE
@@ -180,9 +218,13 @@ def test_tensors_take_the_place_of_the_modules_parameters() -> None:
 
     layer = Layer(Projected())
     weight = torch.randn(5, 24, requires_grad=True)
-    found = OpenLayer(0, layer, lambda _: Arguments((), {}), {"self_attn.o_proj.weight": weight})(HIDDEN)
+    found = OpenLayer(0, layer, lambda _: Arguments((), {}), {"self_attn.o_proj.weight": weight})(
+        HIDDEN
+    )
     assert torch.equal(found.output_weight, weight.view(5, 4, 6))
-    torch.testing.assert_close(found.attention, torch.einsum("bthd,ehd->bte", found.context, found.output_weight))
+    torch.testing.assert_close(
+        found.attention, torch.einsum("bthd,ehd->bte", found.context, found.output_weight)
+    )
     found.attention.sum().backward()
     assert weight.grad is not None
     assert layer.self_attn.o_proj.weight.grad is None

@@ -62,7 +62,9 @@ def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("before", ["absent", "empty", "old", "missing parents"])
-def test_the_new_is_there_whole_or_not_at_all(tmp_path: Path, before: str, error: type[BaseException] | None) -> None:
+def test_the_new_is_there_whole_or_not_at_all(
+    tmp_path: Path, before: str, error: type[BaseException] | None
+) -> None:
     out = tmp_path / "one" / "two" / "out" if before == "missing parents" else tmp_path / "out"
     if before in ("empty", "old"):
         out.mkdir()
@@ -85,16 +87,21 @@ def test_the_new_is_there_whole_or_not_at_all(tmp_path: Path, before: str, error
         assert before != "old" or content(out) == "old"
 
 
-def test_a_file_in_place_of_the_folder_made_meanwhile(tmp_path: Path, out: Path, either: None, refused: Any) -> None:
+def test_a_file_in_place_of_the_folder_made_meanwhile(
+    tmp_path: Path, out: Path, either: None, refused: Any
+) -> None:
     with refused(), output_folder(out):
         fill(out, "theirs")
     assert content(out) == "theirs"
     assert names(tmp_path) == ["out"]
 
 
-def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_synced_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events: list[str] = []
-    sync, rename = os.fsync, atomic._renameat2
+    sync = os.fsync
+    rename = atomic._renameat2
 
     def synced(handle: int) -> None:
         events.append(os.readlink(f"/proc/self/fd/{handle}"))
@@ -158,12 +165,21 @@ def test_what_is_no_checkpoint_is_not_overwritten(out: Path, names: str, told: T
 def test_checkpoints_and_empty_folders_are_overwritten(out: Path) -> None:
     out.mkdir()
     assert check_output(out, overwrite=True) == out
-    for name in ("kvfold.json", "config.json", "README.md", "tokenizer.json", "LICENSE", "modeling_kvfold.py"):
+    for name in (
+        "kvfold.json",
+        "config.json",
+        "README.md",
+        "tokenizer.json",
+        "LICENSE",
+        "modeling_kvfold.py",
+    ):
         (out / name).touch()
         assert check_output(out, overwrite=True) == out
     for name in ("spiece.model", "tokenizer.model.v3", "vocab-src.json", "layers.py", "notes.py"):
         (out / name).touch()
-    (out / "config.json").write_text('{"auto_map": {"AutoModel": "layers.Model", "AutoTokenizer": [null, "x--a.B"]}}')
+    (out / "config.json").write_text(
+        '{"auto_map": {"AutoModel": "layers.Model", "AutoTokenizer": [null, "x--a.B"]}}'
+    )
     (out / "kvfold.json").write_text('{"files": {"notes.py": ""}}')
     assert check_output(out, overwrite=True) == out
 
@@ -175,10 +191,15 @@ def test_out_and_model_inside_each_other(tmp_path: Path, overwrite: bool, told: 
     (tmp_path / "link").symlink_to(model)
     for out in (model / "x", tmp_path / "link" / "x", model, tmp_path / "root"):
         told(refusal(out, model=tmp_path / "link", overwrite=overwrite))
-    assert check_output(tmp_path / "root" / "model-gqa", model=model) == tmp_path / "root" / "model-gqa"
+    assert (
+        check_output(tmp_path / "root" / "model-gqa", model=model)
+        == tmp_path / "root" / "model-gqa"
+    )
 
 
-def test_parents_that_cannot_hold_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told, refused) -> None:
+def test_parents_that_cannot_hold_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told, refused
+) -> None:
     (tmp_path / "file").touch()
     told(refusal(tmp_path / "file" / "out"))
     told(refusal(tmp_path / "file" / "further" / "out"))
@@ -198,7 +219,9 @@ def test_names_that_no_folder_can_have(tmp_path: Path, told: Told) -> None:
         told(str(caught.value).partition(" (")[0].replace("\0", "NUL"))  # Python words the reason
 
 
-@pytest.mark.parametrize("name", ["\N{LATIN SMALL LETTER U WITH DIAERESIS}" * 127, "link"], ids=["longest", "link"])
+@pytest.mark.parametrize(
+    "name", ["\N{LATIN SMALL LETTER U WITH DIAERESIS}" * 127, "link"], ids=["longest", "link"]
+)
 def test_the_longest_name_and_a_link_and_the_umask(tmp_path: Path, name: str) -> None:
     if name == "link":
         (tmp_path / "disk").mkdir()
@@ -215,7 +238,9 @@ def test_the_longest_name_and_a_link_and_the_umask(tmp_path: Path, name: str) ->
     assert (tmp_path / name).is_symlink() == (name == "link")
 
 
-def test_a_live_run_is_left_alone_and_a_killed_one_cleaned_up(tmp_path: Path, out: Path, refused: Any) -> None:
+def test_a_live_run_is_left_alone_and_a_killed_one_cleaned_up(
+    tmp_path: Path, out: Path, refused: Any
+) -> None:
     def hold() -> None:
         with output_folder(out) as folder:
             (folder / "begun").touch()
@@ -257,7 +282,10 @@ def test_resuming_what_a_killed_run_left(tmp_path: Path, out: Path) -> None:
 
 def test_a_folder_stays_only_for_a_resume_that_takes_it(tmp_path: Path, out: Path) -> None:
     for taken in (False, True):
-        with suppress(KeyboardInterrupt), output_folder(out, resume=lambda _, taken=taken: taken) as left:
+        with (
+            suppress(KeyboardInterrupt),
+            output_folder(out, resume=lambda _, taken=taken: taken) as left,
+        ):
             fill(left, "new")
             raise KeyboardInterrupt
         assert names(tmp_path) == ([left.name] if taken else [])
@@ -268,7 +296,8 @@ def test_a_folder_stays_only_for_a_resume_that_takes_it(tmp_path: Path, out: Pat
 
 
 def test_a_failed_run_leaves_nothing_though_one_descriptor_is_left(tmp_path: Path) -> None:
-    before, held = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = list[int]()
     try:
         with suppress(InputError), output_folder(tmp_path / "out") as folder:
             (folder / "file").touch()

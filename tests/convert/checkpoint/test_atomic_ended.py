@@ -1,4 +1,6 @@
-"""SIGKILL and SIGTERM at every system call of an output folder's life; ``tests/faults`` kills whole conversions."""
+"""SIGKILL and SIGTERM at every system call of an output folder's life; ``tests/faults`` kills whole
+conversions.
+"""
 
 import fcntl
 import io
@@ -47,7 +49,9 @@ def write(out: Path, kind: str, number: int, ending: signal.Signals, after: bool
 
     @click.command()
     def command() -> None:
-        finished = (lambda folder: (folder / "config.json").exists()) if kind == "resumable" else None
+        finished = (
+            (lambda folder: (folder / "config.json").exists()) if kind == "resumable" else None
+        )
         with output_folder(out, overwrite=kind in OVERWRITING, resume=finished) as folder:
             fill(folder, FILES)
             if kind == "failing":
@@ -61,15 +65,21 @@ def write(out: Path, kind: str, number: int, ending: signal.Signals, after: bool
 
 @pytest.mark.parametrize("kind", mostly_slow(["new", "renamed", "exchange", "aside"], 4))
 def test_killed_at_every_call(tmp_path: Path, kind: str) -> None:
-    """OUT is old, new or absent, never half; the next run cleans up. After a call is as before the next one here."""
+    """OUT is old, new or absent, never half; the next run cleans up. After a call is as before the
+    next one here.
+    """
     seen = set()
     for number in itertools.count(1):
         out = prepared(tmp_path / "root", kind)
         end = forked.run(tmp_path / "log", partial(write, out, kind, number, signal.SIGKILL))
         found = forked.snapshot(out) if out.exists() else None
-        assert found in (FILES, OLD if kind in OVERWRITING else None) or (kind == "aside" and found is None)
+        assert found in (FILES, OLD if kind in OVERWRITING else None) or (
+            kind == "aside" and found is None
+        )
         seen.add("absent" if found is None else found["model.safetensors"].decode())
-        if kind == "aside" and found is None:  # the old one lies aside: even a run that fails puts it back
+        if (
+            kind == "aside" and found is None
+        ):  # the old one lies aside: even a run that fails puts it back
             with suppress(ZeroDivisionError), output_folder(out, overwrite=True):
                 assert forked.snapshot(out) == OLD
                 raise ZeroDivisionError
@@ -83,19 +93,27 @@ def test_killed_at_every_call(tmp_path: Path, kind: str) -> None:
         assert forked.snapshot(out) == {"config.json": b"newer"}
         assert os.listdir(tmp_path / "root") == ["out"]
     assert number > 15
-    assert seen == {"new", *({"old"} if kind in OVERWRITING else {"absent"}), *({"absent"} if kind == "aside" else {})}
+    assert seen == {
+        "new",
+        *({"old"} if kind in OVERWRITING else {"absent"}),
+        *({"absent"} if kind == "aside" else {}),
+    }
 
 
 def terminated(root: Path, kind: str, number: int, after: bool) -> bool:
-    """False if the command ended before its ``number``-th call. OUT is old or new, and nothing else is left."""
-    out, stderr = prepared(root, kind), io.StringIO()
+    """False if the command ended before its ``number``-th call. OUT is old or new, and nothing else
+    is left.
+    """
+    out = prepared(root, kind)
+    stderr = io.StringIO()
     with pytest.MonkeyPatch.context() as patched:
         for call in CALLS:  # restores them
             module, name = (os, call) if isinstance(call, str) else call
             patched.setattr(module, name, getattr(module, name))
         with redirect_stderr(stderr), pytest.raises(SystemExit) as ended:
             write(out, kind, number, signal.SIGTERM, after)
-    said, left = stderr.getvalue(), [path for path in root.iterdir() if not out.is_relative_to(path)]
+    said = stderr.getvalue()
+    left = [path for path in root.iterdir() if not out.is_relative_to(path)]
     interrupted = "error: interrupted" in said
     assert "Traceback" not in said
     assert interrupted or ended.value.code == (2 if kind == "failing" else 0)
@@ -113,12 +131,18 @@ def terminated(root: Path, kind: str, number: int, after: bool) -> bool:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("kind", ["new", "missing parents", "exchange", "aside", "failing", "resumable"])
+@pytest.mark.parametrize(
+    "kind", ["new", "missing parents", "exchange", "aside", "failing", "resumable"]
+)
 def test_terminated_at_every_call(tmp_path: Path, kind: str, after: bool) -> None:
     """One process for all calls: a signal that escaped the command would end it."""
 
     def every_call() -> None:
-        last = next(number for number in itertools.count(1) if not terminated(tmp_path / "root", kind, number, after))
+        last = next(
+            number
+            for number in itertools.count(1)
+            if not terminated(tmp_path / "root", kind, number, after)
+        )
         assert last > 10
 
     end = forked.run(tmp_path / "log", every_call)

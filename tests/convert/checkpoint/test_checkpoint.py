@@ -25,8 +25,14 @@ def raw_file(path: Path, header: Any, data: bytes = b"") -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-def entry(start: int, end: int, dtype: str = "F32", shape: list[int] | None = None) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": [(end - start) // 4] if shape is None else shape, "data_offsets": [start, end]}
+def entry(
+    start: int, end: int, dtype: str = "F32", shape: list[int] | None = None
+) -> dict[str, Any]:
+    return {
+        "dtype": dtype,
+        "shape": [(end - start) // 4] if shape is None else shape,
+        "data_offsets": [start, end],
+    }
 
 
 EMPTY = json.dumps(entry(0, 0)).encode()
@@ -42,7 +48,10 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def sharded(folder: Path) -> Path:
     shards = {
-        "model-00001-of-00002.safetensors": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)},
+        "model-00001-of-00002.safetensors": {
+            "a": torch.arange(6.0).reshape(2, 3),
+            "b": torch.ones(4),
+        },
         "model-00002-of-00002.safetensors": {"c": torch.zeros(2, dtype=torch.int64)},
     }
     for file, tensors in shards.items():
@@ -52,7 +61,9 @@ def sharded(folder: Path) -> Path:
 
 
 def write_index(folder: Path, weight_map: Any) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def problems_of(model: Path | str) -> list[str]:
@@ -67,7 +78,9 @@ def problems_of(model: Path | str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int64", "uint8", "bool", "complex64"])
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float32", "float64", "int64", "uint8", "bool", "complex64"]
+)
 def test_reads_what_safetensors_reads_whole_and_in_chunks(folder: Path, dtype: str) -> None:
     torch.manual_seed(1)
     made = (torch.randn(7, 5) * 9).to(getattr(torch, dtype))
@@ -103,7 +116,9 @@ def test_source_hash_is_of_config_and_of_every_weight_byte(sharded: Path) -> Non
     """It is what ``sha256sum config.json *.safetensors | sha256sum`` prints."""
     found = {open_headers(sharded).source_hash()}
     names = ["config.json", *sorted(path.name for path in sharded.glob("*.safetensors"))]
-    lines = [f"{hashlib.sha256((sharded / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    lines = [
+        f"{hashlib.sha256((sharded / name).read_bytes()).hexdigest()}  {name}\n" for name in names
+    ]
     assert found == {hashlib.sha256("".join(lines).encode()).hexdigest()}
     (sharded / "config.json").write_text('{"model_type": "llama", "x": 1}')
     found.add(open_headers(sharded).source_hash())
@@ -116,7 +131,8 @@ def test_source_hash_is_of_config_and_of_every_weight_byte(sharded: Path) -> Non
 
 @pytest.mark.parametrize("copied_first", [True, False])
 def test_what_was_copied_is_hashed_once_and_in_order(sharded: Path, copied_first: bool) -> None:
-    expected, checkpoint = open_checkpoint(sharded).source_hash(), open_checkpoint(sharded)
+    expected = open_checkpoint(sharded).source_hash()
+    checkpoint = open_checkpoint(sharded)
     with checkpoint.hashing(copied_first=copied_first) as copied:
         for start, end in ((8, 20), (30, 40), (0, 10)):
             copied(next(iter(checkpoint.paths.values())), start, end)
@@ -126,8 +142,14 @@ def test_what_was_copied_is_hashed_once_and_in_order(sharded: Path, copied_first
 
 
 def test_extra_files(sharded: Path) -> None:
-    tokenizers = "sentencepiece.bpe.model special_tokens_map.json tokenizer.json tokenizer.model tokenizer_config.json"
-    others = "LICENSE LICENSE.txt NOTICE.md added_tokens.json chat_template.jinja generation_config.json merges.txt"
+    tokenizers = (
+        "sentencepiece.bpe.model special_tokens_map.json tokenizer.json tokenizer.model"
+        " tokenizer_config.json"
+    )
+    others = (
+        "LICENSE LICENSE.txt NOTICE.md added_tokens.json chat_template.jinja generation_config.json"
+        " merges.txt"
+    )
     passed_on = [*others.split(), "preprocessor_config.json", *tokenizers.split(), "vocab.json"]
     left = "README.md pytorch_model.bin tokenizer.py modeling_x.py tf_model.h5 notes.txt"
     for name in [*passed_on, *left.split()]:
@@ -142,9 +164,21 @@ def test_a_single_file_goes_before_an_index_as_in_transformers(sharded: Path) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["none", "x" * 300, "nul\0character", "../..x/y", "owner/name/more", "config.json", "model.gguf", "empty"]
+    "name",
+    [
+        "none",
+        "x" * 300,
+        "nul\0character",
+        "../..x/y",
+        "owner/name/more",
+        "config.json",
+        "model.gguf",
+        "empty",
+    ],
 )
-def test_what_is_no_checkpoint_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, told: Any, name: str) -> None:
+def test_what_is_no_checkpoint_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, told: Any, name: str
+) -> None:
     (folder / "empty").mkdir()
     (folder / "model.gguf").touch()
     monkeypatch.chdir(folder)
@@ -152,7 +186,8 @@ def test_what_is_no_checkpoint_folder(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "made", ["weights.safetensors", "weights.gguf", "adapter_config.json", "snapshots/0123/config.json"]
+    "made",
+    ["weights.safetensors", "weights.gguf", "adapter_config.json", "snapshots/0123/config.json"],
 )
 def test_folder_without_config(tmp_path: Path, told: Any, made: str) -> None:
     (tmp_path / made).parent.mkdir(parents=True, exist_ok=True)
@@ -232,18 +267,25 @@ def test_files_without_a_header(folder: Path, told: Any, content: bytes) -> None
 
 
 def test_index_and_shards_that_disagree_are_reported_at_once(sharded: Path, told: Any) -> None:
-    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    first = "model-00001-of-00002.safetensors"
+    second = "model-00002-of-00002.safetensors"
     save_file({"b": torch.ones(1), "c": torch.ones(1), "extra": torch.ones(1)}, sharded / second)
     (sharded / "model-00003-of-00009.safetensors").touch()
-    write_index(sharded, {"a": first, "b": first, "c": second, "gone": second, "d": "model-7.safetensors"})
+    write_index(
+        sharded, {"a": first, "b": first, "c": second, "gone": second, "d": "model-7.safetensors"}
+    )
     told("\n".join(sorted(problems_of(sharded))))
 
 
-def test_side_files_that_cannot_be_read(sharded: Path, monkeypatch: pytest.MonkeyPatch, told: Any) -> None:
+def test_side_files_that_cannot_be_read(
+    sharded: Path, monkeypatch: pytest.MonkeyPatch, told: Any
+) -> None:
     opened = os.open
 
     def denied(path: str | Path, *arguments: Any, **options: Any) -> Any:
-        if Path(path).name == "tokenizer.json":  # by its mode it could be: tests may run as root, who reads everything
+        if (
+            Path(path).name == "tokenizer.json"
+        ):  # by its mode it could be: tests may run as root, who reads everything
             raise PermissionError(13, "Permission denied", str(path))
         return opened(path, *arguments, **options)
 
@@ -259,7 +301,11 @@ def test_a_folder_whose_name_is_no_text(sharded: Path) -> None:
 
 
 def test_header_without_metadata_and_with_padding(folder: Path) -> None:
-    raw_file(folder / "model.safetensors", b'{"t":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}     ', bytes(8))
+    raw_file(
+        folder / "model.safetensors",
+        b'{"t":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}     ',
+        bytes(8),
+    )
     assert open_checkpoint(folder).read("t").tolist() == [0, 0]
 
 
@@ -273,7 +319,9 @@ def test_a_file_that_shrinks_after_it_was_opened(folder: Path) -> None:
     save_file({"t": torch.ones(1000)}, folder / "model.safetensors")
     checkpoint = open_checkpoint(folder)
     os.truncate(folder / "model.safetensors", 500)
-    with pytest.raises(InputError, match=r"model.safetensors ends before byte 4\d+: it changed while"):
+    with pytest.raises(
+        InputError, match=r"model.safetensors ends before byte 4\d+: it changed while"
+    ):
         checkpoint.read("t")
 
 
@@ -287,7 +335,9 @@ def test_values_that_are_not_finite_are_counted(dtype: torch.dtype) -> None:
     assert [count_non_finite(torch.zeros(size, dtype=torch.int64)) for size in (0, 3)] == [0, 0]
 
 
-def test_small_files_count_as_changed_by_their_content_and_large_ones_by_their_time(folder: Path, monkeypatch) -> None:
+def test_small_files_count_as_changed_by_their_content_and_large_ones_by_their_time(
+    folder: Path, monkeypatch
+) -> None:
     config = folder / "config.json"
     before = stamps([config, folder / "missing"])
     os.utime(config, (1, 1))

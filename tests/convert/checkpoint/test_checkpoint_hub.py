@@ -1,6 +1,8 @@
-"""Hub ids against a small hub of our own on 127.0.0.1: download whole, read headers by range requests, errors.
+"""Hub ids against a small hub of our own on 127.0.0.1: download whole, read headers by range
+requests, errors.
 
-The hub's library reads its address from the environment when it is imported, so every case is a process of its own.
+The hub's library reads its address from the environment when it is imported, so every case is a
+process of its own.
 """
 
 import base64
@@ -27,7 +29,9 @@ SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves one model, ``team/tiny``, out of a folder; ``served`` records (method, file, bytes sent)."""
+    """Serves one model, ``team/tiny``, out of a folder; ``served`` records (method, file, bytes
+    sent).
+    """
 
     daemon_threads = True
 
@@ -48,11 +52,21 @@ class Handler(BaseHTTPRequestHandler):
         path = self.path.split("?")[0]
         names = sorted(file.name for file in self.server.folder.iterdir())
         if re.fullmatch(rf"/api/models/team/tiny(/revision/(main|v1|{COMMIT}))?", path):
-            self.send_json({"id": "team/tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]})
+            self.send_json(
+                {
+                    "id": "team/tiny",
+                    "sha": COMMIT,
+                    "siblings": [{"rfilename": name} for name in names],
+                }
+            )
         elif path == f"/api/models/team/tiny/tree/{COMMIT}":
             sizes = {name: (self.server.folder / name).stat().st_size for name in names}
-            self.send_json([{"type": "file", "path": n, "size": s, "oid": "0" * 40} for n, s in sizes.items()])
-        elif (found := re.fullmatch(rf"/team/tiny/resolve/{COMMIT}/(.+)", path)) and found[1] in names:
+            self.send_json(
+                [{"type": "file", "path": n, "size": s, "oid": "0" * 40} for n, s in sizes.items()]
+            )
+        elif (found := re.fullmatch(rf"/team/tiny/resolve/{COMMIT}/(.+)", path)) and found[
+            1
+        ] in names:
             self.send_file(self.server.folder / found[1])
         else:
             code = "RevisionNotFound" if "team/tiny" in path else "RepoNotFound"
@@ -64,13 +78,16 @@ class Handler(BaseHTTPRequestHandler):
         self.send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def send_file(self, path: Path) -> None:
-        data, status = path.read_bytes(), 200
+        data = path.read_bytes()
+        status = 200
         headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if asked and self.server.ranges:
-            start, end = int(asked[1]), min(int(asked[2] or len(data)), len(data) - 1)
+            start = int(asked[1])
+            end = min(int(asked[2] or len(data)), len(data) - 1)
             headers["Content-Range"] = f"bytes {start}-{end}/{len(data)}"
-            data, status = data[start : end + 1], 206
+            data = data[start : end + 1]
+            status = 206
         self.server.served.append((self.command, path.name, len(data)))
         self.send(status, data, headers)
 
@@ -96,7 +113,9 @@ def folder(tmp_path: Path) -> Path:
     for index, shard in enumerate(SHARDS):
         save_file({f"w{index}": torch.randn(512, 512), f"b{index}": torch.randn(7)}, folder / shard)
         weight_map.update({f"w{index}": shard, f"b{index}": shard})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return folder
 
 
@@ -111,7 +130,9 @@ def hub(folder: Path) -> Iterator[Hub]:
 
 @pytest.fixture
 def ask(hub: Hub, tmp_path: Path):
-    """Run a script with ``open_checkpoint``, ``open_headers`` and ``show``; returns its last line as JSON."""
+    """Run a script with ``open_checkpoint``, ``open_headers`` and ``show``; returns its last line
+    as JSON.
+    """
     prelude = """
 import json, sys
 from kvfold.convert.errors import InputError
@@ -125,7 +146,9 @@ def show(value): print(json.dumps(value))
             "HF_HOME": str(tmp_path / "home"),
             "HF_HUB_OFFLINE": "0",
         }
-        done = run_python("-c", prelude + script, *arguments, environment={**settings, **environment})
+        done = run_python(
+            "-c", prelude + script, *arguments, environment={**settings, **environment}
+        )
         return json.loads(done.stdout.splitlines()[-1])
 
     return run
@@ -144,7 +167,9 @@ def test_headers_come_by_range_requests(hub: Hub, folder: Path, ask) -> None:
     assert found["origin"] == f"team/tiny@{COMMIT}"
     assert found["config"] == {"model_type": "llama"}
     assert not found["torch"]
-    sent = {shard: sum(size for method, name, size in hub.served if name == shard) for shard in SHARDS}
+    sent = {
+        shard: sum(size for method, name, size in hub.served if name == shard) for shard in SHARDS
+    }
     assert all(0 < size <= 1 << 17 for size in sent.values()), sent
     assert not ask("show(open_headers('team/tiny').chats)")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -162,7 +187,9 @@ def test_headers_come_by_range_requests(hub: Hub, folder: Path, ask) -> None:
 def test_a_download_is_whole_and_then_serves_offline(hub: Hub, folder: Path, ask) -> None:
     stored = 'list(c.raw_path(c.info("b1")).read_bytes()[c.info("b1").start : c.info("b1").end])'
     hashed = DESCRIBE.replace("HASH", "c.source_hash()")
-    script = hashed.replace("OPEN", "open_checkpoint").replace('"torch":', f'"b1": {stored}, "torch":')
+    script = hashed.replace("OPEN", "open_checkpoint").replace(
+        '"torch":', f'"b1": {stored}, "torch":'
+    )
     online = ask(script)
     assert bytes(online["b1"]) == load_file(folder / SHARDS[1])["b1"].numpy().tobytes()
     assert not online["torch"]
@@ -176,7 +203,9 @@ def test_a_download_is_whole_and_then_serves_offline(hub: Hub, folder: Path, ask
 
 
 @pytest.mark.slow
-def test_legacy_files_are_fetched_only_where_there_are_no_safetensors(hub: Hub, folder: Path, ask) -> None:
+def test_legacy_files_are_fetched_only_where_there_are_no_safetensors(
+    hub: Hub, folder: Path, ask
+) -> None:
     torch.save({"w": torch.ones(3)}, folder / "pytorch_model.bin")
     ask("open_checkpoint('team/tiny'); show(0)")
     assert "pytorch_model.bin" not in {name for _, name, _ in hub.served}
@@ -218,7 +247,9 @@ def test_files_on_the_hub_that_are_cut_or_sent_whole(hub: Hub, folder: Path, ask
 
 
 class Receiver(BaseHTTPRequestHandler):
-    """The part of the hub's API that an upload asks: it stores every file of a commit in ``server.files``."""
+    """The part of the hub's API that an upload asks: it stores every file of a commit in
+    ``server.files``.
+    """
 
     def log_message(self, *args: object) -> None:
         pass
@@ -230,15 +261,24 @@ class Receiver(BaseHTTPRequestHandler):
         answer: Any = {"url": f"{server.place}/me/small", "errors": [], "warnings": []}
         status = 200
         if self.headers.get("Authorization") != "Bearer hf_secret":
-            status, answer = 401, {"error": "Invalid credentials"}
+            status = 401
+            answer = {"error": "Invalid credentials"}
         elif "/preupload/" in self.path:
             names = [file["path"] for file in json.loads(body)["files"]]
-            answer = {"files": [{"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names]}
+            answer = {
+                "files": [
+                    {"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names
+                ]
+            }
         elif "/commit/" in self.path:
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            answer = {"success": True, "commitOid": COMMIT, "commitUrl": f"{server.place}/me/small/commit/{COMMIT}"}
+            answer = {
+                "success": True,
+                "commitOid": COMMIT,
+                "commitUrl": f"{server.place}/me/small/commit/{COMMIT}",
+            }
         self.answer(status, answer)
 
     def do_GET(self) -> None:
@@ -255,9 +295,16 @@ class Receiver(BaseHTTPRequestHandler):
 
 def test_a_result_is_verified_and_uploaded(demo_latent: Path, tmp_path: Path) -> None:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
-    server.place, server.files, server.asked = f"http://127.0.0.1:{server.server_port}", {}, []
+    server.place = f"http://127.0.0.1:{server.server_port}"
+    server.files = {}
+    server.asked = []
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    settings = {"HF_ENDPOINT": server.place, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_secret"}
+    settings = {
+        "HF_ENDPOINT": server.place,
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "0",
+        "HF_TOKEN": "hf_secret",
+    }
 
     def push(folder: Path, repo: str, **changes: str) -> Any:
         command = ("-m", "kvfold.convert", "push", folder, repo, "--private")
@@ -266,7 +313,11 @@ def test_a_result_is_verified_and_uploaded(demo_latent: Path, tmp_path: Path) ->
     done = push(demo_latent, "me/small")
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"{server.place}/me/small/commit/{COMMIT}\n")
-    present = {path.name: path.read_bytes() for path in demo_latent.iterdir() if not path.name.startswith(".")}
+    present = {
+        path.name: path.read_bytes()
+        for path in demo_latent.iterdir()
+        if not path.name.startswith(".")
+    }
     assert server.files == present
     refused = push(demo_latent, "me/small", HF_TOKEN="hf_other")
     assert refused.returncode == 2

@@ -37,7 +37,8 @@ def test_values_shared_storage_and_views(folder: Path, zipped: bool) -> None:
     checkpoint = open_checkpoint(folder)
     assert list(checkpoint.tensors) == list(state)
     for name, expected in state.items():
-        found, info = checkpoint.read(name), checkpoint.tensors[name]
+        found = checkpoint.read(name)
+        info = checkpoint.tensors[name]
         assert torch.equal(found, expected)
         assert found.is_contiguous()
         assert not found.requires_grad
@@ -50,12 +51,19 @@ def test_values_shared_storage_and_views(folder: Path, zipped: bool) -> None:
 
 def test_sharded(folder: Path, refused: Any) -> None:
     weight_map = {}
-    for file, name, size in (("pytorch_model-1-of-2.bin", "a", 2), ("pytorch_model-2-of-2.bin", "b", 3)):
+    for file, name, size in (
+        ("pytorch_model-1-of-2.bin", "a", 2),
+        ("pytorch_model-2-of-2.bin", "b", 3),
+    ):
         torch.save({name: torch.ones(size)}, folder / file)
         weight_map[name] = file
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     checkpoint = open_checkpoint(folder)
-    assert [checkpoint.read(name).tolist() for name in ("b", "a", "b")] == [[1, 1, 1], [1, 1], [1, 1, 1]]
+    assert [checkpoint.read(name).tolist() for name in ("b", "a", "b")] == [
+        [1, 1, 1],
+        [1, 1],
+        [1, 1, 1],
+    ]
     checkpoint.close()
     assert checkpoint.read("a").tolist() == [1, 1]
     before = checkpoint.source_hash()
@@ -75,11 +83,20 @@ class Payload:
 @pytest.mark.parametrize("zipped", [True, False])
 def test_nothing_is_executed(folder: Path, monkeypatch: pytest.MonkeyPatch, zipped: bool) -> None:
     monkeypatch.chdir(folder)
-    torch.save({"a": torch.ones(1), "b": Payload()}, "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    with pytest.raises(InputError, match=r"^pytorch_model.bin: not a whole file of plain tensors: it is damaged, or"):
+    torch.save(
+        {"a": torch.ones(1), "b": Payload()},
+        "pytorch_model.bin",
+        _use_new_zipfile_serialization=zipped,
+    )
+    with pytest.raises(
+        InputError,
+        match=r"^pytorch_model.bin: not a whole file of plain tensors: it is damaged, or",
+    ):
         open_checkpoint(folder)
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Payload()))
-    with pytest.raises(InputError, match=r"^pytorch_model.bin: not a whole file of plain tensors: "):
+    with pytest.raises(
+        InputError, match=r"^pytorch_model.bin: not a whole file of plain tensors: "
+    ):
         open_checkpoint(folder)
     assert not (folder / "executed").exists()
 
@@ -96,7 +113,9 @@ def test_truncated(folder: Path, zipped: bool) -> None:
 def test_an_archive_that_unpacks_to_far_more(folder: Path) -> None:
     with zipfile.ZipFile(folder / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(50_000_000))
-    with pytest.raises(InputError, match=r"an archive of .* that unpacks to 50000000; download the file again"):
+    with pytest.raises(
+        InputError, match=r"an archive of .* that unpacks to 50000000; download the file again"
+    ):
         open_checkpoint(folder)
 
 

@@ -55,17 +55,23 @@ def test_links_and_index_entries_inside_the_folder(tmp_path: Path) -> None:
     (model / "notes.txt").symlink_to("/etc/hostname")  # not used, so that it does not matter
     assert open_checkpoint(model).read("w").tolist() == [0, 1, 2]
     (model / "model.safetensors").unlink()
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "below/weights"}}))
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"w": "below/weights"}})
+    )
     assert open_checkpoint(model).read("w").tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", ["snapshot", "folder"])
-def test_links_that_leave_the_checkpoint(snapshot: Path, tmp_path: Path, kind: str, name: str, refused: Any) -> None:
+def test_links_that_leave_the_checkpoint(
+    snapshot: Path, tmp_path: Path, kind: str, name: str, refused: Any
+) -> None:
     """The blobs of another model's cache are elsewhere too."""
-    model, other = (snapshot, tmp_path / "models--team--other" / "blobs")
+    model = snapshot
+    other = tmp_path / "models--team--other" / "blobs"
     if kind == "folder":
-        model, other = tmp_path / "model", tmp_path / "elsewhere"
+        model = tmp_path / "model"
+        other = tmp_path / "elsewhere"
         fill(model)
     fill(other)
     (model / name).unlink()
@@ -86,16 +92,27 @@ def test_a_dangling_link_and_a_pipe(tmp_path: Path, refused: Any) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["../elsewhere/model.safetensors", "sub/../../elsewhere/model.safetensors", "TMP", "a" * 300, "a\0b", "circle"],
+    [
+        "../elsewhere/model.safetensors",
+        "sub/../../elsewhere/model.safetensors",
+        "TMP",
+        "a" * 300,
+        "a\0b",
+        "circle",
+    ],
     ids=["above", "below and above", "absolute", "long", "nul", "circle"],
 )
-def test_index_entries_that_leave_the_folder_or_cannot_be_files(tmp_path: Path, path: str, told: Any) -> None:
+def test_index_entries_that_leave_the_folder_or_cannot_be_files(
+    tmp_path: Path, path: str, told: Any
+) -> None:
     fill(tmp_path / "model")
     fill(tmp_path / "elsewhere")
     (tmp_path / "model" / "model.safetensors").unlink()
     (tmp_path / "model" / "circle").symlink_to("circle")
     path = path.replace("TMP", str(tmp_path / "elsewhere" / "model.safetensors"))
-    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": path}}))
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"w": path}})
+    )
     with pytest.raises(InputError) as caught:
         open_checkpoint(tmp_path / "model")
     told(re.sub(r"\(.*\)", "(REASON)", str(caught.value)))  # Python words the reason
@@ -103,10 +120,18 @@ def test_index_entries_that_leave_the_folder_or_cannot_be_files(tmp_path: Path, 
 
 @pytest.mark.parametrize(
     "name",
-    ["config.json", "tokenizer.json", "README.md", "model.safetensors.index.json", "additional_chat_templates/a.jinja"],
+    [
+        "config.json",
+        "tokenizer.json",
+        "README.md",
+        "model.safetensors.index.json",
+        "additional_chat_templates/a.jinja",
+    ],
 )
 @pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
-def test_every_file_is_regular_and_of_a_sensible_size(tmp_path: Path, name: str, kind: str, refused: Any) -> None:
+def test_every_file_is_regular_and_of_a_sensible_size(
+    tmp_path: Path, name: str, kind: str, refused: Any
+) -> None:
     fill(tmp_path)
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
@@ -135,16 +160,27 @@ def test_a_link_to_a_folder_is_no_part_of_a_result(tmp_path: Path) -> None:
     (tmp_path / "out" / "elsewhere").symlink_to("/etc")
     (tmp_path / "out" / "sub" / "above").symlink_to(tmp_path)
     names = ["elsewhere", "sub/above"]
-    assert list(file_problems(tmp_path / "out", {})) == [f"{name}: kvfold did not write this file" for name in names]
+    assert list(file_problems(tmp_path / "out", {})) == [
+        f"{name}: kvfold did not write this file" for name in names
+    ]
 
 
 @pytest.mark.parametrize(
     "config",
-    [{"num_hidden_layers": 10**9}, {"text_config": {"n_layer": 1025}}, {"head_dim": 10**9}, {"sliding_window": 2**63}],
+    [
+        {"num_hidden_layers": 10**9},
+        {"text_config": {"n_layer": 1025}},
+        {"head_dim": 10**9},
+        {"sliding_window": 2**63},
+    ],
 )
-def test_a_config_of_larger_numbers_than_any_model(tmp_path: Path, config: dict[str, Any], refused: Any) -> None:
+def test_a_config_of_larger_numbers_than_any_model(
+    tmp_path: Path, config: dict[str, Any], refused: Any
+) -> None:
     fill(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 1024, "model_max_length": 10**30}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"num_hidden_layers": 1024, "model_max_length": 10**30})
+    )
     assert open_checkpoint(tmp_path).config["num_hidden_layers"] == 1024
     (tmp_path / "config.json").write_text(json.dumps(config))
     with refused():

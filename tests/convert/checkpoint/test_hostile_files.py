@@ -1,4 +1,6 @@
-"""Files that no trainer writes: each is refused before any work, in words, at the cost of reading it once."""
+"""Files that no trainer writes: each is refused before any work, in words, at the cost of reading
+it once.
+"""
 
 import os
 import resource
@@ -25,7 +27,9 @@ def test_pairs_of_halves_are_characters() -> None:
 
 
 @pytest.mark.parametrize(
-    "row", [f'{{"text": {HALF}}}', f'{{"messages": [{HALF}]}}', "[" * 100_000], ids=["text", "messages", "deep"]
+    "row",
+    [f'{{"text": {HALF}}}', f'{{"messages": [{HALF}]}}', "[" * 100_000],
+    ids=["text", "messages", "deep"],
 )
 def test_a_row_that_is_no_text(tmp_path: Path, row: str, refused: Any) -> None:
     path = tmp_path / "rows.jsonl"
@@ -99,4 +103,6 @@ def test_steps_that_are_no_number(steps: str, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as ended:
         main(["convert", "m", "o", "--to", "mqa", "--refine", steps])
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("error: --refine must be a number of steps or auto, not ")
+    assert capsys.readouterr().err.startswith(
+        "error: --refine must be a number of steps or auto, not "
+    )

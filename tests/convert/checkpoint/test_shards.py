@@ -1,4 +1,6 @@
-"""Shards: where tensors go, what is copied, cast or written, and what a half-written folder is worth."""
+"""Shards: where tensors go, what is copied, cast or written, and what a half-written folder is
+worth.
+"""
 
 import errno
 import json
@@ -44,8 +46,14 @@ def source(folder: Path, files: list[dict[str, torch.Tensor]]) -> Checkpoint:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Checkpoint:
     torch.manual_seed(0)
-    first = {name: torch.randn(16, 8).bfloat16() for name in "abcd"} | {"odd": torch.randn(7).bfloat16()}
-    second = {"mask": torch.ones(3, dtype=torch.bool), "e": torch.randn(5, 5), "none": torch.zeros(0, 4)}
+    first = {name: torch.randn(16, 8).bfloat16() for name in "abcd"} | {
+        "odd": torch.randn(7).bfloat16()
+    }
+    second = {
+        "mask": torch.ones(3, dtype=torch.bool),
+        "e": torch.randn(5, 5),
+        "none": torch.zeros(0, 4),
+    }
     return source(tmp_path / "source", [first, second])
 
 
@@ -58,14 +66,19 @@ def out(tmp_path: Path) -> Path:
 def copies(checkpoint: Checkpoint, **dtypes: str) -> list[OutputTensor]:
     """Outputs that are all copied; ``dtypes`` maps a stored dtype to the one wanted."""
     infos = checkpoint.tensors.values()
-    return [OutputTensor(info.name, dtypes.get(info.dtype, info.dtype), info.shape, info.name) for info in infos]
+    return [
+        OutputTensor(info.name, dtypes.get(info.dtype, info.dtype), info.shape, info.name)
+        for info in infos
+    ]
 
 
 def plan_of(names: str) -> list[Shard]:
     return assign_shards([OutputTensor(name, "F32", (2,), None) for name in names], GB)
 
 
-def copied(checkpoint: Checkpoint, out: Path, outputs: list[OutputTensor]) -> dict[str, torch.Tensor]:
+def copied(
+    checkpoint: Checkpoint, out: Path, outputs: list[OutputTensor]
+) -> dict[str, torch.Tensor]:
     """The tensors of ``outputs``, written from ``checkpoint`` to one file."""
     writer = ShardWriter(out, assign_shards(outputs, GB))
     writer.copy_rest(checkpoint)
@@ -76,7 +89,10 @@ def copied(checkpoint: Checkpoint, out: Path, outputs: list[OutputTensor]) -> di
 
 def with_computed(checkpoint: Checkpoint, name: str) -> list[OutputTensor]:
     """Outputs that are all copied but one."""
-    return [replace(tensor, source=None) if tensor.name == name else tensor for tensor in copies(checkpoint)]
+    return [
+        replace(tensor, source=None) if tensor.name == name else tensor
+        for tensor in copies(checkpoint)
+    ]
 
 
 def total(checkpoint: Checkpoint, without: str = "") -> int:
@@ -85,9 +101,17 @@ def total(checkpoint: Checkpoint, without: str = "") -> int:
 
 def test_computed_tensors_make_the_same_file_as_safetensors(out: Path) -> None:
     """Whatever their names and in whatever order, also views that require gradients."""
-    tensors = {name: torch.randn(4, 3, requires_grad=True).T for name in ("a", "b", 'quote " backslash \\')}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "theirs", {"format": "pt"})
-    writer = ShardWriter(out, assign_shards([OutputTensor(name, "F32", (3, 4), None) for name in tensors], GB))
+    tensors = {
+        name: torch.randn(4, 3, requires_grad=True).T for name in ("a", "b", 'quote " backslash \\')
+    }
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        out / "theirs",
+        {"format": "pt"},
+    )
+    writer = ShardWriter(
+        out, assign_shards([OutputTensor(name, "F32", (3, 4), None) for name in tensors], GB)
+    )
     for name in reversed(tensors):
         writer.write_own({name: tensors[name]})
     writer.finish()
@@ -110,28 +134,47 @@ def test_no_shard_exceeds_the_limit(checkpoint: Checkpoint, out: Path, limit: in
     assert len(list(out.iterdir())) == len(shards) + (len(shards) > 1)
     if len(shards) > 1:
         index = json.loads((out / "model.safetensors.index.json").read_text())
-        assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in copies(checkpoint))}
-        assert index["weight_map"] == {tensor.name: shard.file for shard in shards for tensor in shard.tensors}
+        assert index["metadata"] == {
+            "total_size": sum(tensor.nbytes for tensor in copies(checkpoint))
+        }
+        assert index["weight_map"] == {
+            tensor.name: shard.file for shard in shards for tensor in shard.tensors
+        }
     (out / "config.json").write_text("{}")
     again = open_checkpoint(out)
     assert all(torch.equal(again.read(name), checkpoint.read(name)) for name in checkpoint.tensors)
 
 
-def test_shards_are_filled_in_the_given_order_wide_tensors_come_first_and_computed_ones_last() -> None:
-    """So that each begins at a multiple of its item size, and what is copied is hashed while the rest is computed."""
+def test_shards_are_filled_in_the_given_order_wide_tensors_come_first_and_computed_ones_last() -> (
+    None
+):
+    """So that each begins at a multiple of its item size, and what is copied is hashed while the
+    rest is computed.
+    """
     mixed = [OutputTensor(name, "F32", (2,), name if name in "bd" else None) for name in "abcd"]
     assert [*tensor_places(assign_shards(mixed, GB))] == [*"bdac"]
     shards = assign_shards([OutputTensor(name, "F32", (100,), None) for name in "edcba"], 1200)
-    assert [[tensor.name for tensor in shard.tensors] for shard in shards] == [["e", "d"], ["c", "b"], ["a"]]
+    assert [[tensor.name for tensor in shard.tensors] for shard in shards] == [
+        ["e", "d"],
+        ["c", "b"],
+        ["a"],
+    ]
     assert assign_shards([], 1200) == []
-    outputs = [OutputTensor(str(i), dtype, (3,), None) for i, dtype in enumerate(["U8", "BF16", "F64", "F32", "BF16"])]
+    outputs = [
+        OutputTensor(str(i), dtype, (3,), None)
+        for i, dtype in enumerate(["U8", "BF16", "F64", "F32", "BF16"])
+    ]
     places = tensor_places(assign_shards(outputs, GB))
     assert [*places] == ["2", "3", "1", "4", "0"]
     assert [place.start % (place.tensor.nbytes // 3) for place in places.values()] == [0] * 5
 
 
-def test_tensors_renamed_and_put_together_of_several_and_zeros(checkpoint: Checkpoint, out: Path) -> None:
-    """Their parts are copied in the order of the source's bytes, in one run with their neighbors there, or cast."""
+def test_tensors_renamed_and_put_together_of_several_and_zeros(
+    checkpoint: Checkpoint, out: Path
+) -> None:
+    """Their parts are copied in the order of the source's bytes, in one run with their neighbors
+    there, or cast.
+    """
     outputs = [
         OutputTensor("stack", "BF16", (2, 16, 8), ("d", "a")),
         OutputTensor("cast", "F32", (3, 16, 8), ("b", "a", "c")),
@@ -140,7 +183,8 @@ def test_tensors_renamed_and_put_together_of_several_and_zeros(checkpoint: Check
         OutputTensor("zeros", "BF16", (4, 4), ()),
         OutputTensor("empty", "BF16", (0, 8), ()),
     ]
-    made, read = copied(checkpoint, out, outputs), checkpoint.read
+    made = copied(checkpoint, out, outputs)
+    read = checkpoint.read
     assert torch.equal(made["stack"], torch.stack([read("d"), read("a")]))
     assert torch.equal(made["cast"], torch.stack([read("b"), read("a"), read("c")]).float())
     assert all(torch.equal(made[name], read("b")) for name in ("ünïcode", "again"))
@@ -148,11 +192,15 @@ def test_tensors_renamed_and_put_together_of_several_and_zeros(checkpoint: Check
     assert made["empty"].shape == (0, 8)
 
 
-@pytest.mark.parametrize("refused", [(), ("os.copy_file_range", "mmap.mmap")], ids=["kernel", "read and written"])
+@pytest.mark.parametrize(
+    "refused", [(), ("os.copy_file_range", "mmap.mmap")], ids=["kernel", "read and written"]
+)
 def test_copying_and_hashing_beside_computing(
     checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, refused: tuple[str, ...]
 ) -> None:
-    """Progress counts the source's bytes. Some file systems can neither copy in the kernel nor map a file."""
+    """Progress counts the source's bytes. Some file systems can neither copy in the kernel nor map
+    a file.
+    """
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENODEV, "No such device")
@@ -175,9 +223,12 @@ def test_copying_and_hashing_beside_computing(
     assert max(steps) <= 100
 
 
-def test_an_error_beside_the_copy_stops_it(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_beside_the_copy_stops_it(
+    checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvfold.convert.checkpoint.files.AT_ONCE", 8)
-    begun, steps = threading.Event(), list[int]()
+    begun = threading.Event()
+    steps = list[int]()
 
     def progress(count: int) -> None:
         steps.append(count)
@@ -199,7 +250,9 @@ def test_an_error_beside_the_hashing_stops_it(out: Path) -> None:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_an_error_of_the_copy_reaches_the_next_write_or_the_end(checkpoint: Checkpoint, out: Path, wait: bool) -> None:
+def test_an_error_of_the_copy_reaches_the_next_write_or_the_end(
+    checkpoint: Checkpoint, out: Path, wait: bool
+) -> None:
     (checkpoint.folder / "model-0.safetensors").write_bytes(b"")
 
     writer = ShardWriter(out, assign_shards(with_computed(checkpoint, "e"), GB))
@@ -217,11 +270,15 @@ def test_an_error_of_the_copy_reaches_the_next_write_or_the_end(checkpoint: Chec
 
 
 @pytest.mark.parametrize("dtype", ["F16", "F32", "F64"])
-def test_casts_in_chunks(checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+def test_casts_in_chunks(
+    checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
     monkeypatch.setattr(writing, "_CAST_ELEMENTS", 10)
     for name, tensor in copied(checkpoint, out, copies(checkpoint, BF16=dtype)).items():
         original = checkpoint.read(name)
-        assert DTYPE_NAMES[tensor.dtype] == (dtype if original.dtype == torch.bfloat16 else DTYPE_NAMES[original.dtype])
+        assert DTYPE_NAMES[tensor.dtype] == (
+            dtype if original.dtype == torch.bfloat16 else DTYPE_NAMES[original.dtype]
+        )
         assert torch.equal(tensor, original.to(tensor.dtype))
 
 
@@ -275,7 +332,9 @@ def test_plans_that_are_not_followed(out: Path, refused: Any) -> None:
     ],
     ids=["shape", "integers", "too short", "too long"],
 )
-def test_copies_that_cannot_be(checkpoint: Checkpoint, out: Path, output: OutputTensor, refused: Any) -> None:
+def test_copies_that_cannot_be(
+    checkpoint: Checkpoint, out: Path, output: OutputTensor, refused: Any
+) -> None:
     writer = ShardWriter(out, assign_shards([output], GB))
     with refused(KvfoldError):
         writer.copy_rest(checkpoint)
@@ -293,7 +352,11 @@ def test_a_killed_run_is_carried_on(checkpoint: Checkpoint, out: Path) -> None:
     assert sum(steps) == total(checkpoint, without="ac")
     found = loaded(out)
     assert found["c"].unique().tolist() == [3.0]
-    assert all(torch.equal(found[name], checkpoint.read(name)) for name in checkpoint.tensors if name != "c")
+    assert all(
+        torch.equal(found[name], checkpoint.read(name))
+        for name in checkpoint.tensors
+        if name != "c"
+    )
 
 
 def test_only_the_same_plan_can_be_carried_on(out: Path, refused: Any) -> None:
@@ -317,7 +380,10 @@ def test_a_disk_that_fills_up(
     writer = ShardWriter(out, assign_shards(outputs, GB))
     for call in ("pwrite", "copy_file_range"):
         monkeypatch.setattr(f"os.{call}", full)
-    for write in (lambda: writer.copy_rest(checkpoint), lambda: writer.write_own({name: checkpoint.read(name)})):
+    for write in (
+        lambda: writer.copy_rest(checkpoint),
+        lambda: writer.write_own({name: checkpoint.read(name)}),
+    ):
         with refused(KvfoldError):
             write()
 
@@ -325,7 +391,9 @@ def test_a_disk_that_fills_up(
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 MiB in one (sparse) tensor is copied and cast in half of that."""
     elements = 1 << 24
-    header = json.dumps({"w": {"dtype": "F32", "shape": [elements], "data_offsets": [0, 4 * elements]}}).encode()
+    header = json.dumps(
+        {"w": {"dtype": "F32", "shape": [elements], "data_offsets": [0, 4 * elements]}}
+    ).encode()
     (tmp_path / "config.json").write_text("{}")
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)

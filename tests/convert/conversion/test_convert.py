@@ -1,4 +1,6 @@
-"""Conversions end to end: the written files, that transformers takes it, and that a wrong request writes nothing."""
+"""Conversions end to end: the written files, that transformers takes it, and that a wrong request
+writes nothing.
+"""
 
 import json
 import os
@@ -20,11 +22,20 @@ from kvfold.convert.errors import InputError
 
 @pytest.fixture(scope="session")
 def source(tmp_path_factory):
-    """A tiny Llama in three shards, with a tokenizer, a license and a card, and an old-style config."""
+    """A tiny Llama in three shards, with a tokenizer, a license and a card, and an old-style
+    config.
+    """
     folder = tmp_path_factory.mktemp("models") / "tiny"
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 8}
-    config = LlamaConfig(vocab_size=96, head_dim=8, max_position_embeddings=64, tie_word_embeddings=True, **sizes)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+    }
+    config = LlamaConfig(
+        vocab_size=96, head_dim=8, max_position_embeddings=64, tie_word_embeddings=True, **sizes
+    )
     LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="100KB")
     text = json.loads((folder / "config.json").read_text())
     text["rope_theta"], text["torch_dtype"] = 10000.0, text.pop("dtype")
@@ -66,11 +77,15 @@ def pooled(source, tmp_path_factory):
 
 
 def test_the_record_has_the_hash_of_every_source_byte(source, pooled):
-    assert json.loads((pooled / "kvfold.json").read_text())["source"]["sha256"] == open_checkpoint(source).source_hash()
+    assert (
+        json.loads((pooled / "kvfold.json").read_text())["source"]["sha256"]
+        == open_checkpoint(source).source_hash()
+    )
 
 
 def test_only_keys_and_values_change(source, pooled):
-    before, after = tensors(source), tensors(pooled)
+    before = tensors(source)
+    after = tensors(pooled)
     assert set(before) == set(after)
     for name, value in before.items():
         if "k_proj" in name or "v_proj" in name:
@@ -79,7 +94,9 @@ def test_only_keys_and_values_change(source, pooled):
         else:
             assert torch.equal(after[name], value), name
     # The config is edited, not rewritten.
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, pooled))
+    before, after = (
+        json.loads((folder / "config.json").read_text()) for folder in (source, pooled)
+    )
     assert (before.pop("num_key_value_heads"), after.pop("num_key_value_heads")) == (8, 2)
     assert list(after.items()) == list(before.items())
 
@@ -87,27 +104,38 @@ def test_only_keys_and_values_change(source, pooled):
 def test_side_files(source, pooled):
     assert (pooled / "LICENSE").read_text() == "a license"
     assert (pooled / "tokenizer_config.json").exists()
-    assert (pooled / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
+    assert (pooled / "generation_config.json").read_bytes() == (
+        source / "generation_config.json"
+    ).read_bytes()
     card = (pooled / "README.md").read_text()
     assert "license: mit" in card
     assert "Everything else comes from the source, byte for byte." in card
     record = json.loads((pooled / "kvfold.json").read_text())
     assert record["cache_elements_per_token_per_layer"] == {"from": 128, "to": 32}
-    assert record["tensors"]["model.norm.weight"] == {"origin": "copied", "from": ["model.norm.weight"]}
+    assert record["tensors"]["model.norm.weight"] == {
+        "origin": "copied",
+        "from": ["model.norm.weight"],
+    }
     assert record["tensors"]["model.layers.1.self_attn.k_proj.weight"]["origin"] == "mean"
     assert set(record["tensors"]) == set(tensors(pooled))
 
 
 def test_further_chat_templates_go_along(source, tmp_path):
-    model, out = shutil.copytree(source, tmp_path / "model"), tmp_path / "out"
+    model = shutil.copytree(source, tmp_path / "model")
+    out = tmp_path / "out"
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
     for overwrite in (False, True):
         convert(model, out, kv_heads=2, overwrite=overwrite)
         assert (out / "additional_chat_templates" / "rag.jinja").read_text() == "{{ messages }}"
-    assert "additional_chat_templates/rag.jinja" in json.loads((out / "kvfold.json").read_text())["files"]
+    assert (
+        "additional_chat_templates/rag.jinja"
+        in json.loads((out / "kvfold.json").read_text())["files"]
+    )
     (out / "additional_chat_templates" / "notes.txt").touch()
-    with pytest.raises(InputError, match=r"contains additional_chat_templates/notes\.txt, which kvfold does not"):
+    with pytest.raises(
+        InputError, match=r"contains additional_chat_templates/notes\.txt, which kvfold does not"
+    ):
         convert(model, out, kv_heads=2, overwrite=True)
 
 
@@ -124,7 +152,10 @@ def test_stored_dtype(source, tmp_path):
     assert {value.dtype for value in tensors(tmp_path / "out").values()} == {torch.float16}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["torch_dtype"], "dtype" in config) == ("float16", False)
-    assert "Everything else comes from the source, stored as float16." in (tmp_path / "out" / "README.md").read_text()
+    assert (
+        "Everything else comes from the source, stored as float16."
+        in (tmp_path / "out" / "README.md").read_text()
+    )
 
 
 def test_equal_requests_give_equal_bytes(source, pooled, tmp_path):
@@ -137,15 +168,25 @@ def test_equal_requests_give_equal_bytes(source, pooled, tmp_path):
 def test_shards(source, pooled, tmp_path):
     convert(source, tmp_path / "many", max_shard_size="60KB")
     assert all(file.stat().st_size <= 60_000 for file in (tmp_path / "many").glob("*.safetensors"))
-    one, many = tensors(pooled), tensors(tmp_path / "many")
+    one = tensors(pooled)
+    many = tensors(tmp_path / "many")
     assert all(torch.equal(one[name], many[name]) for name in one)
 
 
 def test_a_fold_has_the_rope_in_the_older_spelling_too(model, tmp_path):
-    table = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    table = {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     table["original_max_position_embeddings"] = 32
-    config, out = json.loads((model / "config.json").read_text()), tmp_path / "out"
-    config = {name: value for name, value in config.items() if name != "rope_theta"} | {"rope_parameters": table}
+    config = json.loads((model / "config.json").read_text())
+    out = tmp_path / "out"
+    config = {name: value for name, value in config.items() if name != "rope_theta"} | {
+        "rope_parameters": table
+    }
     (model / "config.json").write_text(json.dumps(config))
     convert(model, out)
     wrote = json.loads((out / "config.json").read_text())
@@ -178,7 +219,8 @@ def test_gqa_sources_fold_further_and_as_many_heads_as_before_are_bit_identical(
     name = "model.layers.0.self_attn.k_proj.weight"
     torch.testing.assert_close(tensors(tmp_path / "one")[name], tensors(tmp_path / "direct")[name])
     convert(source, tmp_path / "same", kv_heads=8, allow_growth=True)
-    before, after = tensors(source), tensors(tmp_path / "same")
+    before = tensors(source)
+    after = tensors(tmp_path / "same")
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -228,7 +270,10 @@ def test_damaged_tensors_are_all_listed(tmp_path, model, told):
     save_file(values, model / "model.safetensors")
     told(refused(model, tmp_path / "out"))
     del values["model.layers.0.self_attn.k_proj.weight"]
-    values |= {"model.layers.7.mlp.up_proj.weight": torch.zeros(2), "model.norm.weight": torch.zeros(63)}
+    values |= {
+        "model.layers.7.mlp.up_proj.weight": torch.zeros(2),
+        "model.norm.weight": torch.zeros(63),
+    }
     save_file(values, model / "model.safetensors")
     told(refused(model, tmp_path / "out"))
 
@@ -248,13 +293,19 @@ def test_overwrite_replaces(source, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "kv_heads", "expected"), [("mean", 2, 366.552), ("first", 4, 99.299)])
-def test_published_baselines_on_the_reference_model(reference, tmp_path, method, kv_heads, expected):
+@pytest.mark.parametrize(
+    ("method", "kv_heads", "expected"), [("mean", 2, 366.552), ("first", 4, 99.299)]
+)
+def test_published_baselines_on_the_reference_model(
+    reference, tmp_path, method, kv_heads, expected
+):
     """Perplexities of an independent implementation of the baselines on the same model and text."""
     from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
 
     tokenizer = AutoTokenizer.from_pretrained(reference / "llama-mha")
-    tokens = token_windows(tokenizer, (reference / "evaluation.txt").read_text(encoding="utf-8"), 48, 256)
+    tokens = token_windows(
+        tokenizer, (reference / "evaluation.txt").read_text(encoding="utf-8"), 48, 256
+    )
     convert(reference / "llama-mha", tmp_path / "out", method=method, kv_heads=kv_heads)
     assert checkpoint_perplexity(tmp_path / "out", tokens) == pytest.approx(expected, rel=1e-3)
 
@@ -262,7 +313,10 @@ def test_published_baselines_on_the_reference_model(reference, tmp_path, method,
 def test_progress_is_reported_stage_by_stage(source, tmp_path, capsys):
     steps = {}
     request = ConvertRequest(model=str(source), out=str(tmp_path / "out"), to="mqa", method="mean")
-    convert_checkpoint(request, progress=lambda stage, done, total: steps.setdefault(stage, []).append((done, total)))
+    convert_checkpoint(
+        request,
+        progress=lambda stage, done, total: steps.setdefault(stage, []).append((done, total)),
+    )
     size = sum(value.nbytes for value in tensors(tmp_path / "out").values())
     assert steps["convert"] == [(layers, 3) for layers in range(4)]
     assert (steps["write"][0], steps["write"][-1]) == ((0, size), (size, size))
@@ -270,13 +324,17 @@ def test_progress_is_reported_stage_by_stage(source, tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-# A source that changes during a run gives an error and no OUT: its result would belong to neither version.
+# A source that changes during a run gives an error and no OUT: its result would belong to neither
+# version.
 
 
 def exchange(model):
     """Another file with a header of the same layout."""
-    weights, other = min(model.glob("*.safetensors")), model.parent / "other"
-    save_file({name: tensor + 1 for name, tensor in load_file(weights).items()}, other, {"format": "pt"})
+    weights = min(model.glob("*.safetensors"))
+    other = model.parent / "other"
+    save_file(
+        {name: tensor + 1 for name, tensor in load_file(weights).items()}, other, {"format": "pt"}
+    )
     os.replace(other, weights)
 
 
@@ -305,7 +363,9 @@ def link_elsewhere(model):
 )
 def test_a_change_during_the_run(model, change, found):
     (model / "generation_config.json").write_text("{}")
-    request = ConvertRequest(model=str(model), out=str(model.parent / "out"), to="mqa", method="mean")
+    request = ConvertRequest(
+        model=str(model), out=str(model.parent / "out"), to="mqa", method="mean"
+    )
     pending = [change]
 
     def progress(stage, done, total):

@@ -31,12 +31,16 @@ LATENT = {"to": "mla", "kv_rank": 32, "rope_dim": 32}
 
 def convert(out, **options):
     model = options.pop("model", demo_folder())
-    return convert_checkpoint(ConvertRequest(model=str(model), out=str(out), **{**QUICK, **options}))
+    return convert_checkpoint(
+        ConvertRequest(model=str(model), out=str(out), **{**QUICK, **options})
+    )
 
 
 @pytest.fixture(scope="module")
 def held_out():
-    return token_windows(AutoTokenizer.from_pretrained(demo_folder()), read_text("held_out"), 8, 128)
+    return token_windows(
+        AutoTokenizer.from_pretrained(demo_folder()), read_text("held_out"), 8, 128
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +60,14 @@ def latent(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "baseline"),
-    [("folded", {"to": "gqa", "kv_heads": 2, "method": "mean"}), ("latent", {**LATENT, "method": "svd"})],
+    [
+        ("folded", {"to": "gqa", "kv_heads": 2, "method": "mean"}),
+        ("latent", {**LATENT, "method": "svd"}),
+    ],
 )
-def test_principal_loses_a_fraction_of_what_methods_without_text_lose(request, tmp_path, held_out, made, baseline):
+def test_principal_loses_a_fraction_of_what_methods_without_text_lose(
+    request, tmp_path, held_out, made, baseline
+):
     convert(tmp_path / "out", **baseline)
     folders = demo_folder(), tmp_path / "out", request.getfixturevalue(made)
     source, plain, principal = (checkpoint_perplexity(folder, held_out) for folder in folders)
@@ -79,9 +88,12 @@ def test_a_run_with_automatic_lengths_is_the_run_with_the_numbers_that_it_record
 
 def test_the_loss_by_position_is_measured_beyond_the_length_of_the_calibration(folded):
     tokenizer = AutoTokenizer.from_pretrained(demo_folder())
-    tokens = load_calibration(None, tokenizer, QUICK["samples"], QUICK["seq_len"], long_length=512).long
+    tokens = load_calibration(
+        None, tokenizer, QUICK["samples"], QUICK["seq_len"], long_length=512
+    ).long
     models = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in (demo_folder(), folded)
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for folder in (demo_folder(), folded)
     )
     before, after = (token_losses(model, tokens).double() for model in models)
     stretches = json.loads((folded / "kvfold.json").read_text())["drift"]["excess_by_position"]
@@ -90,10 +102,15 @@ def test_the_loss_by_position_is_measured_beyond_the_length_of_the_calibration(f
         part = slice(each["from"] - 1, each["to"] - 1)
         assert each["value"] == pytest.approx((after - before)[:, part].mean().item(), abs=2e-4)
         assert each["sequences"] == 4
-    assert "excess loss (KL) by position, nats per token, on 4 x 512 tokens: " in (folded / "README.md").read_text()
+    assert (
+        "excess loss (KL) by position, nats per token, on 4 x 512 tokens: "
+        in (folded / "README.md").read_text()
+    )
 
 
-def test_a_failing_measurement_of_long_sequences_does_not_cost_the_run(tmp_path, monkeypatch, capsys):
+def test_a_failing_measurement_of_long_sequences_does_not_cost_the_run(
+    tmp_path, monkeypatch, capsys
+):
     def failing(stream, tokens, keep):
         if tokens.shape[1] > QUICK["seq_len"]:
             raise InputError("infinite activations")
@@ -111,7 +128,9 @@ def test_a_calibrated_run_records_its_groups_and_its_drift(folded):
     for groups in record["groups"]:
         assert sorted(head for group in groups for head in group) == list(range(8))
         assert {len(group) for group in groups} == {4}
-    assert any(groups != [[0, 1, 2, 3], [4, 5, 6, 7]] for groups in record["groups"])  # similar is the default
+    assert any(
+        groups != [[0, 1, 2, 3], [4, 5, 6, 7]] for groups in record["groups"]
+    )  # similar is the default
     assert (record["calibration"]["sequences"], record["calibration"]["held_out"]) == (16, 8)
     drift = record["drift"]
     assert len(drift["layers"]) == 4
@@ -144,7 +163,11 @@ def test_requests_that_cannot_be(tmp_path, options, message):
     ("family", "options", "message"),
     [
         ("llama", {"to": "mqa"}, "calibration needs the model's tokenizer"),
-        ("qwen3", {**LATENT, "kv_rank": 8, "rope_dim": 8}, r"fewer than the context .* use --layout kvfold instead"),
+        (
+            "qwen3",
+            {**LATENT, "kv_rank": 8, "rope_dim": 8},
+            r"fewer than the context .* use --layout kvfold instead",
+        ),
         ("stablelm", {**LATENT, "kv_rank": 8, "rope_dim": 8}, "LayerNorm"),
     ],
 )
@@ -166,7 +189,8 @@ def test_latent_checkpoints_are_of_a_stock_class(latent, held_out):
 @pytest.fixture(scope="module")
 def split(tmp_path_factory, tiny_reader):
     """The record of a run with a budget, its config, and the steps of its progress."""
-    out, steps = tmp_path_factory.mktemp("split") / "out", []
+    out = tmp_path_factory.mktemp("split") / "out"
+    steps = []
     request = ConvertRequest(model=tiny_reader, out=out, to="mla", budget=8, **LITTLE, quiet=True)
     record = convert_checkpoint(request, progress=lambda *step: steps.append(step)).record
     return record, json.loads((out / "config.json").read_text()), steps
@@ -176,9 +200,17 @@ def test_a_budget_takes_the_split_that_drifts_least(split):
     record, config, steps = split
     assert [each["rope_dim"] for each in record["splits"]] == [2, 4, 6]
     best = min(record["splits"], key=lambda each: each["kl"])
-    assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (best["kv_rank"], best["rope_dim"])
+    assert (config["kv_lora_rank"], config["qk_rope_head_dim"]) == (
+        best["kv_rank"],
+        best["rope_dim"],
+    )
     assert record["drift"]["kl"]["value"] == pytest.approx(best["kl"], rel=1e-6)
-    assert list(dict.fromkeys(stage for stage, *_ in steps)) == ["survey", "splits", "write", "convert"]
+    assert list(dict.fromkeys(stage for stage, *_ in steps)) == [
+        "survey",
+        "splits",
+        "write",
+        "convert",
+    ]
     assert [step[1:] for step in steps if step[0] == "splits"] == [(done, 3) for done in range(4)]
 
 
@@ -186,7 +218,10 @@ def test_a_budget_takes_the_split_that_drifts_least(split):
 def test_a_sweep_chooses_the_same_split_of_a_budget(split, tiny_reader):
     (row,) = sweep_checkpoint(tiny_reader, "mla:8", **LITTLE, quiet=True).rows
     record = split[0]
-    assert ([each.to_dict() for each in row.splits], row.kind) == (record["splits"], record["attention"]["to"])
+    assert ([each.to_dict() for each in row.splits], row.kind) == (
+        record["splits"],
+        record["attention"]["to"],
+    )
     assert row.measured.kl == record["drift"]["kl"]["value"]
 
 
@@ -198,13 +233,18 @@ def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, split, tiny_rea
     refined = done.record["splits"]
     assert [each["kl"] for each in refined] == [each["kl"] for each in split[0]["splits"]]
     finals = [each for each in refined if "refined_kl" in each]
-    assert finals == [each for each in refined if each in sorted(refined, key=lambda each: each["kl"])[:2]]
+    assert finals == [
+        each for each in refined if each in sorted(refined, key=lambda each: each["kl"])[:2]
+    ]
     assert all(each["refined_kl"] != each["kl"] for each in finals)
     assert done.split[1] == min(finals, key=lambda each: each["refined_kl"])["rope_dim"]
     # The attributes are the record's values.
     record = json.loads((tmp_path / "refined" / "kvfold.json").read_text())
     assert [each.to_dict() for each in done.splits] == record["splits"] == refined
-    changes = {"attention": done.attention, "cache_elements_per_token_per_layer": done.cache_elements}
+    changes = {
+        "attention": done.attention,
+        "cache_elements_per_token_per_layer": done.cache_elements,
+    }
     assert {name: record[name] for name in changes} == {
         name: {"from": change.before, "to": change.after} for name, change in changes.items()
     }
@@ -213,14 +253,27 @@ def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, split, tiny_rea
     assert vars(done.rotary_worth) == record["rotary_worth"]
     assert vars(done.latent_spectrum) == record["latent_spectrum"]
     drift = record["drift"]
-    assert (done.drift.kl, done.drift.excess) == tuple(drift[name]["value"] for name in ("kl", "excess"))
+    assert (done.drift.kl, done.drift.excess) == tuple(
+        drift[name]["value"] for name in ("kl", "excess")
+    )
 
 
 def tried(rank, rope, kl, layout="free", dim=128):
     """A candidate of a llama with heads of ``dim`` dims."""
-    config = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 64, "num_hidden_layers": 2}
-    config |= {"num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 99, "head_dim": dim}
-    model, target = model_of(config), LatentTarget(rank, rope, layout=layout)
+    config = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    }
+    config |= {
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 99,
+        "head_dim": dim,
+    }
+    model = model_of(config)
+    target = LatentTarget(rank, rope, layout=layout)
     plan = Mock(engines=verdicts(latent_result_of(model, target)), geometry=model.geometry)
     plan.request = Mock(refine=1, quiet=True)
     return splits.Candidate(plan, target, Mock(), kl)
@@ -230,19 +283,29 @@ def tried(rank, rope, kl, layout="free", dim=128):
     ("served", "best", "taken"),
     [(0.0104, 0.0100, (512, 64)), (0.0106, 0.0100, (448, 128)), (math.nan, math.nan, (384, 192))],
 )
-def test_a_split_that_more_engines_serve_is_taken_where_it_costs_at_most_5_percent(served, best, taken):
+def test_a_split_that_more_engines_serve_is_taken_where_it_costs_at_most_5_percent(
+    served, best, taken
+):
     candidates = [tried(448, 128, best), tried(384, 192, 0.02), tried(512, 64, served)]
     target = splits.preferred(candidates).target
     assert (target.kv_rank, target.rope_dim) == taken
     # A refined drift comes before one as fitted.
-    refined = [replace(tried(384, 192, 0.5), refined_kl=0.4), replace(tried(320, 256, 0.6), refined_kl=0.3)]
+    refined = [
+        replace(tried(384, 192, 0.5), refined_kl=0.4),
+        replace(tried(320, 256, 0.6), refined_kl=0.3),
+    ]
     assert splits.preferred([*candidates, *refined]) is refined[1]
 
 
 @pytest.mark.parametrize(
     ("rank", "dim", "layout", "preferred"),
     [
-        (448, 64, "free", False),  # on GPUs vLLM's prefill takes no such heads, and on CPUs no such cache
+        (
+            448,
+            64,
+            "free",
+            False,
+        ),  # on GPUs vLLM's prefill takes no such heads, and on CPUs no such cache
         (512, 64, "free", True),  # on CPUs
         (448, 80, "engine", True),  # its heads are padded
         (400, 128, "engine", False),  # the other engines serve every split
@@ -250,10 +313,13 @@ def test_a_split_that_more_engines_serve_is_taken_where_it_costs_at_most_5_perce
 )
 def test_a_split_is_preferred_by_the_verdict_on_it(rank, dim, layout, preferred, monkeypatch):
     """It is then refined too, though others have a lower KL."""
-    other, size = tried(rank - 64, 128, 0.01, layout, dim), tried(rank, 64, 0.0101, layout, dim)
+    other = tried(rank - 64, 128, 0.01, layout, dim)
+    size = tried(rank, 64, 0.0101, layout, dim)
     assert (splits.preferred([other, size]) is size) is preferred
     better = [tried(40 - rope, rope, 0.001 * rope, layout, dim) for rope in (2, 4, 6, 8)]
-    monkeypatch.setattr(splits, "trial", lambda each, _, refine=False: replace(each, refined_kl=refine or None))
+    monkeypatch.setattr(
+        splits, "trial", lambda each, _, refine=False: replace(each, refined_kl=refine or None)
+    )
     compared = splits.compare_splits([size, *better], Mock(), Stages(None, quiet=True))
     assert (compared[0].refined_kl is not None) is preferred
 
@@ -268,14 +334,20 @@ def engine(tmp_path_factory, tiny_reader):
 
 def test_engine_layout_has_no_attention_bias_and_plain_rope(engine):
     out, record = engine
-    config, stored = json.loads((out / "config.json").read_text()), tensors(out)
+    config = json.loads((out / "config.json").read_text())
+    stored = tensors(out)
     assert config["attention_bias"] is False
-    assert (config["rope_scaling"]["rope_type"], config["rope_scaling"]["factor"]) == ("yarn", 1)  # plain RoPE
+    assert (config["rope_scaling"]["rope_type"], config["rope_scaling"]["factor"]) == (
+        "yarn",
+        1,
+    )  # plain RoPE
     assert config["tie_word_embeddings"] is False
     assert not any(name.endswith("bias") for name in stored)
     assert "lm_head.weight" in stored
     assert sum(record["rotary_slots_per_pair"]) == 2
-    assert re.search(r"\| llama.cpp .* \| yes \| 28 \| with \"q_lora_rank\": 0", (out / "README.md").read_text())
+    assert re.search(
+        r"\| llama.cpp .* \| yes \| 28 \| with \"q_lora_rank\": 0", (out / "README.md").read_text()
+    )
 
 
 @pytest.mark.slow
@@ -283,7 +355,9 @@ def test_layout_engine_loses_little_more_than_free(tmp_path, held_out, latent):
     convert(tmp_path / "out", **LATENT, layout="engine")
     stored = tensors(tmp_path / "out")
     assert torch.equal(stored["lm_head.weight"], stored["model.embed_tokens.weight"])
-    assert checkpoint_perplexity(tmp_path / "out", held_out) < 2 * checkpoint_perplexity(latent, held_out)
+    assert checkpoint_perplexity(tmp_path / "out", held_out) < 2 * checkpoint_perplexity(
+        latent, held_out
+    )
 
 
 ROPE = {"rope_theta": 700.0}
@@ -291,10 +365,13 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 
 
 def test_dynamic_rope_is_folded_as_the_rope_of_short_texts_that_it_is(tiny_reader, tmp_path):
-    """Up to ``max_position_embeddings`` tokens the two are one model, so that every weight comes out the same."""
+    """Up to ``max_position_embeddings`` tokens the two are one model, so that every weight comes
+    out the same.
+    """
     written = []
     for name, rope in (("dynamic", DYNAMIC | ROPE), ("plain", {"rope_type": "default"} | ROPE)):
-        model, out = shutil.copytree(tiny_reader, tmp_path / name), tmp_path / f"{name}-folded"
+        model = shutil.copytree(tiny_reader, tmp_path / name)
+        out = tmp_path / f"{name}-folded"
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
         convert_checkpoint(ConvertRequest(model, out, to="mqa", samples=4, seq_len=32, quiet=True))
@@ -310,15 +387,25 @@ def test_a_chat_model_also_calibrates_on_dialogues_that_it_writes(tmp_path, capf
     (model / "chat_template.jinja").write_text(template)
     options = {"model": model, "to": "mqa", "group": "contiguous", **LITTLE, "quiet": False}
     done = convert(tmp_path / "out", **options)
-    text, drift = done.record["calibration"], done.record["drift"]
+    text = done.record["calibration"]
+    drift = done.record["drift"]
     assert text["source"] == "the built-in standard-library text + self:0.5"
     assert [row["sequences"] for row in drift["texts"]] == [3, 5]
-    assert sum(row["kl"] * row["sequences"] for row in drift["texts"]) == pytest.approx(8 * done.drift.kl)
-    assert sum(row["excess"] * row["sequences"] for row in drift["texts"]) == pytest.approx(8 * done.drift.excess)
+    assert sum(row["kl"] * row["sequences"] for row in drift["texts"]) == pytest.approx(
+        8 * done.drift.kl
+    )
+    assert sum(row["excess"] * row["sequences"] for row in drift["texts"]) == pytest.approx(
+        8 * done.drift.excess
+    )
     assert "text that the source wrote itself: KL " in done.summary()
     told = capfd.readouterr().err
-    assert "plain text without `messages`, but the model has a chat template; dialogues that it writes" in told
+    assert (
+        "plain text without `messages`, but the model has a chat template; dialogues that it writes"
+        in told
+    )
     plain = convert(tmp_path / "plain", **options, calibration="self:0").record
     assert plain["calibration"]["source"] == "the built-in standard-library text"
     assert "texts" not in plain["drift"]
-    assert "plain text without `messages`, but the model has a chat template" in capfd.readouterr().err
+    assert (
+        "plain text without `messages`, but the model has a chat template" in capfd.readouterr().err
+    )

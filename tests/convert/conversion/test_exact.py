@@ -1,4 +1,6 @@
-"""Exact conversions of extreme models: weights at the ends of what numbers hold, and norms on queries and keys."""
+"""Exact conversions of extreme models: weights at the ends of what numbers hold, and norms on
+queries and keys.
+"""
 
 import json
 
@@ -47,15 +49,19 @@ def qwen3(kv_heads, seed=0, eps=1e-6):
 
 @pytest.fixture(scope="module")
 def steady(tmp_path_factory):
-    """All queries and keys have one length, so their norms do nothing: turned inputs of a norm without weights.
+    """All queries and keys have one length, so their norms do nothing: turned inputs of a norm
+    without weights.
 
-    The usual eps of that norm would let the lengths of the embeddings vary by 3e-6, and the logits by 9e-5.
+    The usual eps of that norm would let the lengths of the embeddings vary by 3e-6, and the logits
+    by 9e-5.
     """
     model = qwen3(kv_heads=2, eps=1e-12)
     with torch.no_grad():
         for layer in model.model.layers:
             for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-                projection.weight.copy_(torch.linalg.qr(torch.randn(2, WIDTH, WIDTH)).Q.flatten(0, 1))
+                projection.weight.copy_(
+                    torch.linalg.qr(torch.randn(2, WIDTH, WIDTH)).Q.flatten(0, 1)
+                )
     return save(tmp_path_factory.mktemp("steady"), model)
 
 
@@ -96,7 +102,9 @@ def test_the_record_says_what_the_norms_cost(normed, tmp_path, layout):
     spread = [layer["key_spread"] for layer in layers]
     facts = inspect_checkpoint(out)
     assert facts.head_norms is not None
-    assert facts.head_norms["key_spread"] == pytest.approx((min(spread), sum(spread) / 2, max(spread)))
+    assert facts.head_norms["key_spread"] == pytest.approx(
+        (min(spread), sum(spread) / 2, max(spread))
+    )
     assert f"{100 * min(spread):.1f} to {100 * max(spread):.1f} %" in facts.summary()
     huge = dict.fromkeys(("query_spread", "key_spread", "query_missed", "key_missed"), 10**400)
     (out / "kvfold.json").write_text(json.dumps({"head_norms": [huge]}))
@@ -110,15 +118,18 @@ def test_identical_heads_fold_exactly_behind_their_norms(tmp_path):
         for layer in model.model.layers:
             for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
                 projection.weight[WIDTH:] = projection.weight[:WIDTH]
-    source, out = save(tmp_path / "source", model), tmp_path / "out"
+    source = save(tmp_path / "source", model)
+    out = tmp_path / "out"
     record = convert(source, out, to="mqa")
     precision.assert_same_function(stock_model(out), stock_model(source), of_tokens)
     assert all(layer["key_missed"] > 1e-3 for layer in record["head_norms"])
 
 
-# Finite weights at the ends of what numbers hold: the result is finite, and exact where the source is.
+# Finite weights at the ends of what numbers hold: the result is finite, and exact where the source
+# is.
 
-ATTENTION, TEXT = "qkvo", {"samples": 4, "seq_len": 24}
+ATTENTION = "qkvo"
+TEXT = {"samples": 4, "seq_len": 24}
 WHOLE = {"to": "mla", "kv_rank": 17, "rope_dim": 16, "allow_growth": True}
 HALF = {"to": "mla", "kv_rank": 8, "rope_dim": 8}
 CASES = {  # what is multiplied by what, and conversions that lose nothing then
@@ -135,7 +146,12 @@ CASES = {  # what is multiplied by what, and conversions that lose nothing then
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     config = LlamaConfig(vocab_size=2048, num_hidden_layers=2, initializer_range=0.2, **sizes)
     return LlamaForCausalLM(config).state_dict(), config
 
@@ -145,12 +161,20 @@ def logits(folder):
     return of_tokens(stock_model(folder))
 
 
-@pytest.mark.parametrize(("part", "factor", "conversions"), mostly_slow(CASES.values(), 3), ids=CASES)
-def test_results_are_finite_and_exact_where_the_source_is(model, tmp_path, part, factor, conversions):
+@pytest.mark.parametrize(
+    ("part", "factor", "conversions"), mostly_slow(CASES.values(), 3), ids=CASES
+)
+def test_results_are_finite_and_exact_where_the_source_is(
+    model, tmp_path, part, factor, conversions
+):
     tensors, config = model
     names = [f"{each}_proj" for each in part] if part == ATTENTION else [part]
     changed = LlamaForCausalLM(config)
-    scaled = {name: tensor * factor for name, tensor in tensors.items() if any(each in name for each in names)}
+    scaled = {
+        name: tensor * factor
+        for name, tensor in tensors.items()
+        if any(each in name for each in names)
+    }
     changed.load_state_dict({**tensors, **scaled})
     changed.save_pretrained(tmp_path / "model")
     add_demo_tokenizer(tmp_path / "model")
@@ -158,6 +182,12 @@ def test_results_are_finite_and_exact_where_the_source_is(model, tmp_path, part,
     assert expected.isfinite().all()
     for number, options in enumerate(conversions):
         out = tmp_path / str(number)
-        convert_checkpoint(ConvertRequest(model=str(tmp_path / "model"), out=str(out), quiet=True, **options, **TEXT))
+        convert_checkpoint(
+            ConvertRequest(
+                model=str(tmp_path / "model"), out=str(out), quiet=True, **options, **TEXT
+            )
+        )
         assert verify_checkpoint(out).problems == []
-        torch.testing.assert_close(logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            logits(out), expected, rtol=0, atol=1e-5 * float(expected.abs().max())
+        )

@@ -1,4 +1,6 @@
-"""The memory that a plan announces is what a run takes, ``--spill`` changes no byte; a dry run needs no weights."""
+"""The memory that a plan announces is what a run takes, ``--spill`` changes no byte; a dry run
+needs no weights.
+"""
 
 import json
 from contextlib import closing
@@ -67,34 +69,51 @@ def needs(folder, **options):
 
 
 def test_hidden_states_are_in_memory_or_on_disk(config_only, monkeypatch):
-    few, many = needs(config_only), needs(config_only, samples=4096)
+    few = needs(config_only)
+    many = needs(config_only, samples=4096)
     assert many.memory > few.memory + 4 * 3 * (4096 - 128) * 512 * 4096  # three copies in float32
     assert few.spilled == few.scratch == 0
-    latent, split = {"to": "mla", "kv_heads": None}, {"kv_rank": 512, "rope_dim": 64}
-    assert needs(config_only, **latent, **split).scratch == 0 < needs(config_only, **latent, budget=576).scratch
-    some, more = needs(config_only, spill="."), needs(config_only, samples=4096, spill=".")
+    latent = {"to": "mla", "kv_heads": None}
+    split = {"kv_rank": 512, "rope_dim": 64}
+    assert (
+        needs(config_only, **latent, **split).scratch
+        == 0
+        < needs(config_only, **latent, budget=576).scratch
+    )
+    some = needs(config_only, spill=".")
+    more = needs(config_only, samples=4096, spill=".")
     assert more.memory == some.memory < few.memory
     assert more.spilled == pytest.approx(32 * some.spilled)
     monkeypatch.setattr(memory.processes, "count", lambda: 4)
     assert needs(config_only, samples=4096, spill=".").spilled < more.spilled / 2
 
 
-def test_every_interval_that_is_kept_takes_the_room_of_a_checkpoint(config_only, tmp_path, monkeypatch):
+def test_every_interval_that_is_kept_takes_the_room_of_a_checkpoint(
+    config_only, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    one, options = needs(config_only, polish="1M").disk, {"polish": "1M", "keep_intervals": True}
-    assert needs(config_only, **options).disk == pytest.approx(3 * one, rel=1e-3)  # 200k, 500k and the end
+    one = needs(config_only, polish="1M").disk
+    options = {"polish": "1M", "keep_intervals": True}
+    assert needs(config_only, **options).disk == pytest.approx(
+        3 * one, rel=1e-3
+    )  # 200k, 500k and the end
     (tmp_path / "OUT.200k").mkdir()  # an interrupted run has left it
     assert needs(config_only, **options).disk == pytest.approx(2 * one, rel=1e-3)
 
 
 def test_polishing_and_text_of_the_source_hold_the_whole_model(config_only):
-    polished, written = needs(config_only, polish=100), needs(config_only, calibration="self")
-    assert needs(config_only).memory < 4 * 6.4e9 < min(polished.memory, written.memory)  # Llama-2-7B in float32
+    polished = needs(config_only, polish=100)
+    written = needs(config_only, calibration="self")
+    assert (
+        needs(config_only).memory < 4 * 6.4e9 < min(polished.memory, written.memory)
+    )  # Llama-2-7B in float32
 
 
 def test_a_gpu_computes_more_at_once(config_only):
     many = {"samples": 1024, "spill": "."}
-    on_cpu, on_gpu = (needs(config_only, device=device, **many).memory for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (
+        needs(config_only, device=device, **many).memory for device in ("cpu", "cuda")
+    )
     assert on_gpu >= on_cpu + (32768 - 4096) * 4096 * 68
     assert memory._LOGITS == (compare._CPU_LOGITS, compare._GPU_LOGITS)
     assert memory._TOKENS == (passes._CPU_TOKENS, passes._GPU_TOKENS)
@@ -104,15 +123,24 @@ def test_a_gpu_computes_more_at_once(config_only):
 def wide(tmp_path_factory):
     """A model of width 768, whose fits take more than the libraries, with the tokenizer that ships."""
     folder = tmp_path_factory.mktemp("wide")
-    sizes = {"hidden_size": 768, "intermediate_size": 1024, "num_attention_heads": 12, "num_hidden_layers": 1}
+    sizes = {
+        "hidden_size": 768,
+        "intermediate_size": 1024,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 1,
+    }
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=2048, **sizes)).to(torch.bfloat16).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(vocab_size=2048, **sizes)).to(torch.bfloat16).save_pretrained(
+        folder
+    )
     add_demo_tokenizer(folder)
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="the peak is read from Linux's /proc"
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -122,8 +150,16 @@ def wide(tmp_path_factory):
     ids=["latent", "polished"],
 )
 def test_the_peak_is_what_was_announced(options, wide, tmp_path):
-    request = {"model": str(wide), "out": str(tmp_path / "out"), "quiet": True, "samples": 4, **options}
-    announced = convert_checkpoint(ConvertRequest(**request, dry_run=True)).to_dict()["memory_bytes"]
+    request = {
+        "model": str(wide),
+        "out": str(tmp_path / "out"),
+        "quiet": True,
+        "samples": 4,
+        **options,
+    }
+    announced = convert_checkpoint(ConvertRequest(**request, dry_run=True)).to_dict()[
+        "memory_bytes"
+    ]
     peak = int(run_python("-c", ALONE, json.dumps(request)).stdout)
     print(f"peak {peak / 1e6:.0f} MB, announced {announced / 1e6:.0f} MB")
     assert peak < announced < 2.5 * peak
@@ -139,14 +175,19 @@ TARGETS = [
 
 def request(tmp_path, model=None, **options):
     text = {"samples": 4, "seq_len": 24, "quiet": True}
-    return ConvertRequest(model=model or demo_folder(), **{"out": tmp_path / "out", "to": "mqa", **text, **options})
+    return ConvertRequest(
+        model=model or demo_folder(), **{"out": tmp_path / "out", "to": "mqa", **text, **options}
+    )
 
 
 @pytest.mark.parametrize("target", mostly_slow(TARGETS, 2), ids=["gqa", "mla, refined"])
 def test_a_spill_changes_no_byte_and_has_no_name(target, tiny_reader, tmp_path, monkeypatch):
-    """With chunks of two sequences. A file without a name is gone with its process, however that ends."""
+    """With chunks of two sequences. A file without a name is gone with its process, however that
+    ends.
+    """
     monkeypatch.setattr(passes, "_CPU_TOKENS", 48)
-    folder, stored = tmp_path / "spill", []
+    folder = tmp_path / "spill"
+    stored = []
     folder.mkdir()
     store = Spill.store
 
@@ -171,7 +212,9 @@ def test_a_folder_without_room_is_told_before_any_work(tmp_path, monkeypatch):
         assert not (tmp_path / "out").exists()
         return str(caught.value)
 
-    assert f"--spill {tmp_path / 'none'}: there is no such folder for hidden states" in refused(spill=tmp_path / "none")
+    assert f"--spill {tmp_path / 'none'}: there is no such folder for hidden states" in refused(
+        spill=tmp_path / "none"
+    )
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     assert "too little disk space: hidden states need" in refused(spill=tmp_path)
     assert "--spill has no effect" in refused(spill=tmp_path, method="mean")
@@ -180,4 +223,6 @@ def test_a_folder_without_room_is_told_before_any_work(tmp_path, monkeypatch):
 def test_a_run_resumes_with_another_spill(tmp_path):
     with closing(open_checkpoint(str(demo_folder()))) as checkpoint:
         plan = make_plan(request(tmp_path), checkpoint)
-        assert run_settings(replace(plan, request=request(tmp_path, spill=tmp_path))) == run_settings(plan)
+        assert run_settings(
+            replace(plan, request=request(tmp_path, spill=tmp_path))
+        ) == run_settings(plan)

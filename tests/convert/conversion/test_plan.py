@@ -19,10 +19,14 @@ CONFIG = SIZES | {"model_type": "llama", "num_key_value_heads": 4}
 
 def headers(layers: int) -> Checkpoint:
     """A checkpoint whose weights nobody may read."""
-    config, position, infos = {**CONFIG, "num_hidden_layers": layers}, 0, {}
+    config = {**CONFIG, "num_hidden_layers": layers}
+    position = 0
+    infos = {}
     for tensor in model_of(config).tensors.values():
         end = position + 2 * math.prod(tensor.shape)
-        infos[tensor.name] = TensorInfo(tensor.name, "BF16", tensor.shape, "model.safetensors", position, end)
+        infos[tensor.name] = TensorInfo(
+            tensor.name, "BF16", tensor.shape, "model.safetensors", position, end
+        )
         position = end
     return Checkpoint(Path(), config, infos, "hollow", {}, SimpleNamespace(keepable={}), {})
 
@@ -36,7 +40,9 @@ def test_weights_of_whole_numbers_are_refused(refused):
 
 
 def test_fewer_sequences_than_processes_are_refused(monkeypatch, refused):
-    plan = make_plan(ConvertRequest(model="m", out="o", to="mqa", samples=3, seq_len=64), headers(2))
+    plan = make_plan(
+        ConvertRequest(model="m", out="o", to="mqa", samples=3, seq_len=64), headers(2)
+    )
     check_processes(plan)
     monkeypatch.setattr(processes, "count", lambda: 4)
     with refused():

@@ -43,7 +43,10 @@ def requests(tiny_reader, tmp_path):
 
     def make(name, options):
         (tmp_path / name).mkdir()
-        return [{"model": str(tiny_reader), "out": str(tmp_path / name / key), **each} for key, each in options.items()]
+        return [
+            {"model": str(tiny_reader), "out": str(tmp_path / name / key), **each}
+            for key, each in options.items()
+        ]
 
     return make
 
@@ -72,26 +75,37 @@ def test_two_processes_of_torchrun_write_the_bytes_of_one(requests, tmp_path):
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     run_python(*command, tmp_path / "script.py", json.dumps(requests("two", POOLED)))
     for name in POOLED:
-        one, two = forked.snapshot(tmp_path / "one" / name), forked.snapshot(tmp_path / "two" / name)
+        one = forked.snapshot(tmp_path / "one" / name)
+        two = forked.snapshot(tmp_path / "two" / name)
         assert one.keys() == two.keys()
         assert [file for file in one if one[file] != two[file]] == []
 
 
 @pytest.mark.slow
 def test_two_processes_calibrate_as_one(requests, tmp_path):
-    """Statistics and gradients are sums over all sequences: nothing differs but the order of their terms."""
+    """Statistics and gradients are sums over all sequences: nothing differs but the order of their
+    terms.
+    """
     convert(requests("one", CALIBRATED))
     convert_together(tmp_path / "two log", requests("two", CALIBRATED))
     for name in CALIBRATED:
-        one, two = (json.loads((tmp_path / ranks / name / "kvfold.json").read_text()) for ranks in ("one", "two"))
+        one, two = (
+            json.loads((tmp_path / ranks / name / "kvfold.json").read_text())
+            for ranks in ("one", "two")
+        )
         assert two["calibration"] == one["calibration"]
         same = {"rel": 1e-5}  # weights are stored in float32
         for value in ("kl", "excess"):
-            assert two["drift"][value]["value"] == pytest.approx(one["drift"][value]["value"], **same)
+            assert two["drift"][value]["value"] == pytest.approx(
+                one["drift"][value]["value"], **same
+            )
         for layer, expected in zip(two["drift"]["layers"], one["drift"]["layers"], strict=True):
-            assert layer["attention_local"]["value"] == pytest.approx(expected["attention_local"]["value"], **same)
+            assert layer["attention_local"]["value"] == pytest.approx(
+                expected["attention_local"]["value"], **same
+            )
     convert_together(tmp_path / "again log", requests("again", {"refined": CALIBRATED["refined"]}))
-    again, two = forked.snapshot(tmp_path / "again" / "refined"), forked.snapshot(tmp_path / "two" / "refined")
+    again = forked.snapshot(tmp_path / "again" / "refined")
+    two = forked.snapshot(tmp_path / "two" / "refined")
     assert again == two, "as many processes, other bytes"
 
 
@@ -136,7 +150,9 @@ def test_processes_that_were_killed_go_on_after_the_last_finished_layer(requests
 
 
 def test_a_process_that_dies_ends_the_others_and_leaves_no_out(requests, tmp_path):
-    """The first dies in the sums of calibration, where the others wait for as long as work may take."""
+    """The first dies in the sums of calibration, where the others wait for as long as work may
+    take.
+    """
     made = requests("out", {"gqa": CALIBRATED["gqa"]})
 
     def work():
@@ -146,7 +162,8 @@ def test_a_process_that_dies_ends_the_others_and_leaves_no_out(requests, tmp_pat
                 os.kill(os.getpid(), signal.SIGKILL)
             add_up(tensors)
 
-        add_up, processes.add_up = processes.add_up, killed
+        add_up = processes.add_up
+        processes.add_up = killed
         with processes.joined("cpu"):
             convert(made)
 

@@ -39,12 +39,18 @@ def convert(out, model, **options):
     [
         LATENT,
         pytest.param({"to": "mqa", "method": "mean"}, marks=pytest.mark.slow),
-        pytest.param({**LATENT, "rope_dim": 4, "layout": "engine", "refine": 1}, marks=pytest.mark.slow),
-        pytest.param({**LATENT, "method": "svd", "q_rank": 48, "dtype": "float16"}, marks=pytest.mark.slow),
+        pytest.param(
+            {**LATENT, "rope_dim": 4, "layout": "engine", "refine": 1}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {**LATENT, "method": "svd", "q_rank": 48, "dtype": "float16"}, marks=pytest.mark.slow
+        ),
     ],
     ids=["latent", "mean", "engine", "svd"],
 )
-def test_polishing_brings_the_model_closer_and_changes_attention_alone(tiny_reader, tmp_path, options, monkeypatch):
+def test_polishing_brings_the_model_closer_and_changes_attention_alone(
+    tiny_reader, tmp_path, options, monkeypatch
+):
     monkeypatch.setattr(latent, "_TRIAL_STEPS", 1)
     record = convert(tmp_path / "polished", tiny_reader, **options, polish=4)
     polish = record["polish"]
@@ -53,7 +59,8 @@ def test_polishing_brings_the_model_closer_and_changes_attention_alone(tiny_read
     assert polish["after"] < 0.99 * polish["before"]
     # the drift is of the files, without the last position of each sequence
     assert record["drift"]["kl"]["value"] == pytest.approx(polish["after"], rel=0.1)
-    found, source = tensors(tmp_path / "polished"), tensors(tiny_reader)
+    found = tensors(tmp_path / "polished")
+    source = tensors(tiny_reader)
     for name, entry in record["tensors"].items():
         if entry["origin"] == "copied":
             assert torch.equal(found[name], source[entry["from"][0]])
@@ -63,24 +70,35 @@ def test_polishing_brings_the_model_closer_and_changes_attention_alone(tiny_read
         assert not found[f"{module}.kv_a_proj_with_mqa.weight"][23].any()
         assert found[f"{module}.kv_a_layernorm.weight"].tolist() == [norm_weight(24)] * 24
     card = (tmp_path / "polished" / "README.md").read_text()
-    assert "attention was trained together for 4 steps to reproduce the next-token distributions of the source" in card
+    assert (
+        "attention was trained together for 4 steps to reproduce the next-token distributions of"
+        " the source" in card
+    )
 
 
 def test_norms_are_trained_when_asked_for(tiny_reader, tmp_path):
     record = convert(tmp_path / "out", tiny_reader, **MQA, polish=2, train="norms")
-    found, source = tensors(tmp_path / "out"), tensors(tiny_reader)
+    found = tensors(tmp_path / "out")
+    source = tensors(tiny_reader)
     changed = {name for name, entry in record["tensors"].items() if entry["origin"] == "trained"}
     assert changed == {name for name in source if "norm" in name}
     for name, entry in record["tensors"].items():
-        assert torch.equal(found[name], source.get(name, found[name])) == (entry["origin"] == "copied"), name
-    assert "all norms were trained together for 2 steps" in (tmp_path / "out" / "README.md").read_text()
+        assert torch.equal(found[name], source.get(name, found[name])) == (
+            entry["origin"] == "copied"
+        ), name
+    assert (
+        "all norms were trained together for 2 steps"
+        in (tmp_path / "out" / "README.md").read_text()
+    )
 
 
 def test_a_text_with_fewer_tokens_is_polished_on_again_only_when_asked_for(tiny_reader, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text(" ".join(map(str, range(900))))
     options = {**MQA, "calibration": str(path), "polish": "3k"}
-    with pytest.raises(InputError, match=r"short\.txt: too little text: \d+ tokens .*, or add --repeat-text"):
+    with pytest.raises(
+        InputError, match=r"short\.txt: too little text: \d+ tokens .*, or add --repeat-text"
+    ):
         convert(tmp_path / "out", tiny_reader, **options)
     assert not (tmp_path / "out").exists()
     polish = convert(tmp_path / "out", tiny_reader, **options, repeat_text=True)["polish"]
@@ -91,11 +109,15 @@ def test_a_text_with_fewer_tokens_is_polished_on_again_only_when_asked_for(tiny_
 def test_another_model_teaches(tiny_reader, tmp_path):
     teacher = shutil.copytree(tiny_reader, tmp_path / "teacher")
     (weights,) = teacher.glob("*.safetensors")
-    save_file({name: 1.1 * each for name, each in tensors(tiny_reader).items()}, weights, {"format": "pt"})
+    save_file(
+        {name: 1.1 * each for name, each in tensors(tiny_reader).items()}, weights, {"format": "pt"}
+    )
     record = convert(tmp_path / "out", tiny_reader, **MQA, polish=2, teacher=str(teacher))
     plain = convert(tmp_path / "plain", tiny_reader, **MQA, polish=2)["polish"]
     assert (record["polish"]["teacher"], record["request"].get("teacher")) == ("teacher", None)
-    assert record["polish"]["before"] != pytest.approx(plain["before"], rel=0.01)  # from another distribution
+    assert record["polish"]["before"] != pytest.approx(
+        plain["before"], rel=0.01
+    )  # from another distribution
     # by the labels, both are the same model
     assert record["polish"]["curve"][0]["loss"] == pytest.approx(plain["curve"][0]["loss"])
     card = (tmp_path / "out" / "README.md").read_text()
@@ -104,17 +126,27 @@ def test_another_model_teaches(tiny_reader, tmp_path):
 
 
 def test_a_teacher_that_is_not_there_is_told_by_a_dry_run_too(tmp_path):
-    request = {"model": demo_folder(), "out": tmp_path / "out", "polish": 2, "teacher": str(tmp_path / "no")}
+    request = {
+        "model": demo_folder(),
+        "out": tmp_path / "out",
+        "polish": 2,
+        "teacher": str(tmp_path / "no"),
+    }
     with pytest.raises(InputError, match="no: no such folder"):
         convert_checkpoint(ConvertRequest(**request, **MQA, dry_run=True))
 
 
 def test_a_changed_teacher_is_another_run(tiny_reader, tmp_path):
     teacher = shutil.copytree(tiny_reader, tmp_path / "teacher")
-    request = ConvertRequest(tiny_reader, tmp_path / "out", **QUICK, **MQA, polish=2, teacher=str(teacher))
+    request = ConvertRequest(
+        tiny_reader, tmp_path / "out", **QUICK, **MQA, polish=2, teacher=str(teacher)
+    )
     with closing(open_checkpoint(tiny_reader)) as checkpoint:
         before = run_settings(make_plan(request, checkpoint))
-        save_file({name: 2 * each for name, each in tensors(tiny_reader).items()}, teacher / "model.safetensors")
+        save_file(
+            {name: 2 * each for name, each in tensors(tiny_reader).items()},
+            teacher / "model.safetensors",
+        )
         assert run_settings(make_plan(request, checkpoint))["files"] != before["files"]
 
 
@@ -125,7 +157,9 @@ def test_a_teacher_with_another_tokenizer_is_refused(tiny_reader, tmp_path):
     vocabulary["zz"] = vocabulary.pop(next(token for token, id in vocabulary.items() if id == 700))
     tokenizer["model"]["merges"] = []
     (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(InputError, match=r"--teacher teacher: its tokenizer differs from that of reader: "):
+    with pytest.raises(
+        InputError, match=r"--teacher teacher: its tokenizer differs from that of reader: "
+    ):
         convert(tmp_path / "out", tiny_reader, **MQA, polish=2, teacher=str(teacher))
     assert not (tmp_path / "out").exists()
 
@@ -154,7 +188,9 @@ def test_checkpoints_of_intervals_are_complete(tiny_reader, tmp_path):
 
 
 @pytest.mark.usefixtures("short_intervals")
-def test_the_checkpoint_of_an_interval_has_the_best_weights_so_far(tiny_reader, tmp_path, monkeypatch):
+def test_the_checkpoint_of_an_interval_has_the_best_weights_so_far(
+    tiny_reader, tmp_path, monkeypatch
+):
     monkeypatch.setattr(training, "polishing_rate", lambda *_: 3.0)  # every round makes it worse
     convert(tmp_path / "out", tiny_reader, **MQA, polish=4, keep_intervals=True)
     kept = json.loads((tmp_path / "out.2k" / "kvfold.json").read_text())
@@ -171,7 +207,9 @@ def test_polishing_improves_a_trained_model(tmp_path):
 def test_the_rate_of_lossless_starts_and_deep_models():
     # Of an exact start rounding may give a negative error.
     assert training.polishing_rate(-1.7e-8, 64, 4) == 0.0 < training.polishing_rate(1e-4, 64, 4)
-    assert training.polishing_rate(0.15, 576, 30) == pytest.approx(training.polishing_rate(0.15, 576, 15) / 2)
+    assert training.polishing_rate(0.15, 576, 30) == pytest.approx(
+        training.polishing_rate(0.15, 576, 15) / 2
+    )
 
 
 def test_weights_that_get_no_better_stay_as_they_are(tiny_reader, tmp_path, monkeypatch, capsys):
@@ -179,9 +217,13 @@ def test_weights_that_get_no_better_stay_as_they_are(tiny_reader, tmp_path, monk
     record = convert(tmp_path / "polished", tiny_reader, **MQA, polish=2, quiet=False)
     assert record["polish"]["kept"] == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("polished")]
-    assert [line.split(":")[0] for line in lines] == ["polished 0/2 steps, 0 tokens", "polished 2/2 steps, 2048 tokens"]
+    assert [line.split(":")[0] for line in lines] == [
+        "polished 0/2 steps, 0 tokens",
+        "polished 2/2 steps, 2048 tokens",
+    ]
     convert(tmp_path / "plain", tiny_reader, **MQA)
-    polished, plain = tensors(tmp_path / "polished"), tensors(tmp_path / "plain")
+    polished = tensors(tmp_path / "polished")
+    plain = tensors(tmp_path / "plain")
     assert all(torch.equal(polished[name], plain[name]) for name in plain)
     assert "trained together" not in (tmp_path / "polished" / "README.md").read_text()
 
@@ -210,9 +252,12 @@ def unbroken(tiny_reader, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", mostly_slow(["in a round", "while the result is written"], 2))
-def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_path, monkeypatch, killed):
+def test_a_killed_run_goes_on_from_its_last_round(
+    tiny_reader, unbroken, tmp_path, monkeypatch, killed
+):
     monkeypatch.setattr(training, "POLISH_ROUND", 2)
-    backward, steps = training.ModelTrainee.backward, []
+    backward = training.ModelTrainee.backward
+    steps = []
 
     def counted(self, text, batch):
         if killed == "in a round" and len(steps) == 3:
@@ -229,7 +274,9 @@ def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_pat
     steps += [None]
     monkeypatch.setattr(training.ModelTrainee, "backward", counted)
     convert(tmp_path / "out", tiny_reader, **POLISHED)
-    assert len(steps[steps.index(None) + 1 :]) == (3 if killed == "in a round" else 0)  # the third step once more
+    assert len(steps[steps.index(None) + 1 :]) == (
+        3 if killed == "in a round" else 0
+    )  # the third step once more
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == unbroken
 
 
@@ -237,7 +284,8 @@ def test_a_model_that_does_not_fit_into_memory_is_refused_before_any_work(tmp_pa
     monkeypatch.setattr(memory, "free_bytes", lambda plan: 50 << 20)
     options = {"model": str(demo_folder()), "out": str(tmp_path / "out"), **MQA, "polish": "auto"}
     with pytest.raises(
-        InputError, match=r"--polish needs the whole model in memory: about .*, but only 52.4 MB are free"
+        InputError,
+        match=r"--polish needs the whole model in memory: about .*, but only 52.4 MB are free",
     ):
         convert_checkpoint(ConvertRequest(**options))
 
@@ -256,7 +304,10 @@ def test_refinement_brings_a_trained_model_closer(tmp_path, options):
 
 @pytest.mark.parametrize(
     "options",
-    mostly_slow([{"to": "mqa", "method": "mean"}, {**TINY, "method": "svd"}, {**TINY, "layout": "engine"}], 3),
+    mostly_slow(
+        [{"to": "mqa", "method": "mean"}, {**TINY, "method": "svd"}, {**TINY, "layout": "engine"}],
+        3,
+    ),
     ids=["mean", "svd", "engine"],
 )
 def test_any_start_can_be_refined(tiny_reader, tmp_path, options, monkeypatch):
@@ -275,7 +326,9 @@ def test_the_constant_channel_stays_what_it_is(tiny_reader, tmp_path, dtype):
     for layer in range(2):
         for projection, norm, rank in (("kv_a_proj_with_mqa", "kv_a", 8), ("q_a_proj", "q_a", 16)):
             module = f"model.layers.{layer}.self_attn"
-            weight, bias = (found[f"{module}.{projection}.{kind}"].float() for kind in ("weight", "bias"))
+            weight, bias = (
+                found[f"{module}.{projection}.{kind}"].float() for kind in ("weight", "bias")
+            )
             gain = found[f"{module}.{norm}_layernorm.weight"].float()
             assert bias[rank - 1] == CONSTANT
             assert not weight[rank - 1].any()
@@ -288,6 +341,11 @@ def test_the_constant_channel_stays_what_it_is(tiny_reader, tmp_path, dtype):
 
 def test_the_error_of_every_layer_is_printed(tiny_reader, tmp_path, capsys):
     convert(tmp_path / "out", tiny_reader, **GQA, refine=1, quiet=False)
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("refined layer")]
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("refined layer")
+    ]
     assert [line.split(":")[0] for line in lines] == [f"refined layer {n}/2" for n in (1, 2)]
-    assert all(re.search(r": relative squared error \d\.\d+ -> \d\.\d+ \((step|unchanged)", line) for line in lines)
+    assert all(
+        re.search(r": relative squared error \d\.\d+ -> \d\.\d+ \((step|unchanged)", line)
+        for line in lines
+    )

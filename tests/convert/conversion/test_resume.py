@@ -39,7 +39,8 @@ def child(tmp_path_factory):
 
     def run(options, layers):
         def work():
-            note, made = journal.Journal.note, [0]
+            note = journal.Journal.note
+            made = [0]
 
             def noted(self, notes):
                 if made[0] == layers:
@@ -63,7 +64,13 @@ def child(tmp_path_factory):
 @pytest.fixture
 def request_of(tiny_reader, tmp_path):
     """``request_of("mqa")``: options of a run of some seconds that writes ``tmp_path / "out"``."""
-    fixed = {"model": str(tiny_reader), "out": str(tmp_path / "out"), "samples": 4, "seq_len": 24, "quiet": True}
+    fixed = {
+        "model": str(tiny_reader),
+        "out": str(tmp_path / "out"),
+        "samples": 4,
+        "seq_len": 24,
+        "quiet": True,
+    }
     return lambda name, **options: {**fixed, **OPTIONS[name], **options}
 
 
@@ -76,8 +83,11 @@ KILLS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(OPTIONS, 3))
-def test_a_killed_run_goes_on_at_its_last_finished_layer(tmp_path, tmp_path_factory, request_of, child, name):
-    options, unbroken = request_of(name), tmp_path_factory.mktemp("unbroken") / "out"
+def test_a_killed_run_goes_on_at_its_last_finished_layer(
+    tmp_path, tmp_path_factory, request_of, child, name
+):
+    options = request_of(name)
+    unbroken = tmp_path_factory.mktemp("unbroken") / "out"
     record = convert_checkpoint(ConvertRequest(**{**options, "out": str(unbroken)})).record
     for layers, made in KILLS[name]:
         killed = child(options, layers)
@@ -90,15 +100,34 @@ def test_a_killed_run_goes_on_at_its_last_finished_layer(tmp_path, tmp_path_fact
     assert forked.snapshot(tmp_path / "out") == forked.snapshot(unbroken)
     if name == "self":
         text = record["calibration"]
-        assert (text["source"], text["sequences"], text["held_out"], text["tokens_each"]) == ("self", 4, 8, 24)
-        assert "held-out tokens of text that the source wrote itself." in (unbroken / "README.md").read_text()
+        assert (text["source"], text["sequences"], text["held_out"], text["tokens_each"]) == (
+            "self",
+            4,
+            8,
+            24,
+        )
+        assert (
+            "held-out tokens of text that the source wrote itself."
+            in (unbroken / "README.md").read_text()
+        )
 
 
-def test_text_that_the_source_cannot_write_is_said_before_anything_is_written(tmp_path, monkeypatch):
+def test_text_that_the_source_cannot_write_is_said_before_anything_is_written(
+    tmp_path, monkeypatch
+):
     def refused(text, **options):
-        request = {"to": "mqa", "calibration": "self", "samples": 6, "seq_len": 24, "quiet": True, **options}
+        request = {
+            "to": "mqa",
+            "calibration": "self",
+            "samples": 6,
+            "seq_len": 24,
+            "quiet": True,
+            **options,
+        }
         with pytest.raises(InputError, match=text):
-            convert_checkpoint(ConvertRequest(**{"model": demo_folder(), "out": tmp_path / "out", **request}))
+            convert_checkpoint(
+                ConvertRequest(**{"model": demo_folder(), "out": tmp_path / "out", **request})
+            )
 
     model = shutil.copytree(demo_folder(), tmp_path / "model")
     settings = json.loads((model / "tokenizer_config.json").read_text())
@@ -109,20 +138,32 @@ def test_text_that_the_source_cannot_write_is_said_before_anything_is_written(tm
     refused("--seq-len 2 must exceed 2, the length of every text's prefix; raise it", seq_len=2)
     monkeypatch.setattr(memory, "free_bytes", lambda plan: 1 << 20)
     refused(
-        "--calibration self, default of chat models. needs the whole model in memory: about .* --calibration self:0"
+        "--calibration self, default of chat models. needs the whole model in memory: about .*"
+        " --calibration self:0"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
 def test_what_only_a_resumed_run_needs_is_removed_half_written_files_too(tmp_path):
-    for name in ("config.json", ".journal.json", ".journal.json.new", ".text.pt.new", ".precision", ".polish.pt.new"):
+    for name in (
+        "config.json",
+        ".journal.json",
+        ".journal.json.new",
+        ".text.pt.new",
+        ".precision",
+        ".polish.pt.new",
+    ):
         (tmp_path / name).touch()
     journal.forget(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_only_an_equal_request_for_the_same_model_goes_on(tmp_path, request_of, monkeypatch, capsys):
-    options, noted, note = request_of("mqa", quiet=False), [], journal.Journal.note
+def test_only_an_equal_request_for_the_same_model_goes_on(
+    tmp_path, request_of, monkeypatch, capsys
+):
+    options = request_of("mqa", quiet=False)
+    noted = []
+    note = journal.Journal.note
     options["model"] = shutil.copytree(options["model"], tmp_path / "model")
 
     def stop(self, notes):
@@ -150,7 +191,9 @@ def test_only_an_equal_request_for_the_same_model_goes_on(tmp_path, request_of, 
     refused("--seed 0, not --seed 1", seed=1)
     refused("--polish 0, not --polish 3", polish=3)
     refused("--method principal, not --method mean", method="mean", refine=0)
-    assert "resuming after layer 1 of 2 of the interrupted run (--fresh starts over)" in stopped(1, resume=True)
+    assert "resuming after layer 1 of 2 of the interrupted run (--fresh starts over)" in stopped(
+        1, resume=True
+    )
     assert "resuming" not in stopped(0, fresh=True, seed=1)
     other = shutil.copytree(tmp_path / "model", tmp_path / "other")
     refused(f"another model, {tmp_path / 'model'}", model=str(other), seed=1)
@@ -163,8 +206,11 @@ def test_only_an_equal_request_for_the_same_model_goes_on(tmp_path, request_of, 
     assert "model.safetensors changed since then; starting over" in said
 
 
-def test_a_resumed_run_computes_with_as_many_threads_as_before(tmp_path, request_of, monkeypatch, capsys):
-    threads, note = torch.get_num_threads(), journal.Journal.note
+def test_a_resumed_run_computes_with_as_many_threads_as_before(
+    tmp_path, request_of, monkeypatch, capsys
+):
+    threads = torch.get_num_threads()
+    note = journal.Journal.note
     with monkeypatch.context() as patch:
         patch.setattr(journal.Journal, "note", lambda self, notes: note(self, notes) or 1 / 0)
         torch.set_num_threads(2)
@@ -180,8 +226,12 @@ def test_a_resumed_run_computes_with_as_many_threads_as_before(tmp_path, request
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("damage", "damaged"), mostly_slow([("bytes", 2), (None, 0), ("size", 1)], 3))
-def test_layers_that_were_damaged_since_a_failed_run_are_made_again(tmp_path, request_of, capsys, damage, damaged):
+@pytest.mark.parametrize(
+    ("damage", "damaged"), mostly_slow([("bytes", 2), (None, 0), ("size", 1)], 3)
+)
+def test_layers_that_were_damaged_since_a_failed_run_are_made_again(
+    tmp_path, request_of, capsys, damage, damaged
+):
     options = request_of("mqa") | {"refine": 0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "model_card", Mock(side_effect=RuntimeError("the disk went away")))
@@ -194,16 +244,27 @@ def test_layers_that_were_damaged_since_a_failed_run_are_made_again(tmp_path, re
             file.truncate(left.stat().st_size - 1)
         elif damage == "bytes":
             name = "model.layers.1.self_attn.k_proj.weight"
-            file.seek(next(info.start for info in read_header(left, left.name).tensors if info.name == name))
+            file.seek(
+                next(
+                    info.start for info in read_header(left, left.name).tensors if info.name == name
+                )
+            )
             file.write(b"\x01\x02\x03")
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
-        surveyed, gather = [], walk.gather
-        patch.setattr(walk, "gather", lambda *given: surveyed.append(given[1].index) or gather(*given))
+        surveyed = []
+        gather = walk.gather
+        patch.setattr(
+            walk, "gather", lambda *given: surveyed.append(given[1].index) or gather(*given)
+        )
         convert_checkpoint(ConvertRequest(**options))
-    assert surveyed == {"bytes": [1], "size": [0, 1], None: []}[damage]  # only layers that are fitted
+    assert (
+        surveyed == {"bytes": [1], "size": [0, 1], None: []}[damage]
+    )  # only layers that are fitted
     said = capsys.readouterr().err
-    assert said.startswith(f"layer {damaged} of the interrupted run is damaged;") or (not damage and not said)
+    assert said.startswith(f"layer {damaged} of the interrupted run is damaged;") or (
+        not damage and not said
+    )
     convert_checkpoint(ConvertRequest(**{**options, "out": str(tmp_path / "unbroken")}))
     assert forked.snapshot(tmp_path / "out") == forked.snapshot(tmp_path / "unbroken")
 
@@ -218,8 +279,11 @@ class Torn(writer.ShardWriter):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left", ["polished", "torn", "no state", "damaged state"])
-def test_a_run_that_failed_after_polishing_takes_the_weights_of_its_state(tmp_path, request_of, capsys, left):
-    options, ran = request_of("mqa", polish=3, repeat_text=True), []
+def test_a_run_that_failed_after_polishing_takes_the_weights_of_its_state(
+    tmp_path, request_of, capsys, left
+):
+    options = request_of("mqa", polish=3, repeat_text=True)
+    ran = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "model_card", Mock(side_effect=RuntimeError("the disk went away")))
         if left == "torn":
@@ -227,7 +291,9 @@ def test_a_run_that_failed_after_polishing_takes_the_weights_of_its_state(tmp_pa
         with pytest.raises(RuntimeError, match="went away"):
             convert_checkpoint(ConvertRequest(**options))
     (state,) = tmp_path.glob(".out.kvfold-*/.polish.pt")
-    assert torch.load(state, weights_only=True)["kept"] > 0  # else the files have the layers as they were fitted
+    assert (
+        torch.load(state, weights_only=True)["kept"] > 0
+    )  # else the files have the layers as they were fitted
     if left == "no state":
         state.unlink()
     elif left == "damaged state":
@@ -240,7 +306,9 @@ def test_a_run_that_failed_after_polishing_takes_the_weights_of_its_state(tmp_pa
     said = capsys.readouterr().err
     if "state" in left:
         assert len(ran) == 3
-        assert said.startswith("the state of polishing, which replaced the fitted layers, is missing or damaged; conv")
+        assert said.startswith(
+            "the state of polishing, which replaced the fitted layers, is missing or damaged; conv"
+        )
     else:
         assert (len(ran), said) == (0, "")
     convert_checkpoint(ConvertRequest(**{**options, "out": str(tmp_path / "unbroken")}))
@@ -267,14 +335,31 @@ def test_a_method_without_layers_to_go_on_from_starts(tmp_path):
         3,
     ),
 )
-def test_sigterm_leaves_nothing_but_finished_layers_to_resume(tmp_path, tmp_path_factory, options, pattern, kept):
+def test_sigterm_leaves_nothing_but_finished_layers_to_resume(
+    tmp_path, tmp_path_factory, options, pattern, kept
+):
     torch.set_num_threads(1)  # a fork has one thread
     log = tmp_path_factory.mktemp("log")
-    text = ["--to", "mqa", "--group", "contiguous", "--samples", "12", "--seq-len", "48", "--refine", "100"]
-    child = forked.start(log, lambda: main(["convert", str(demo_folder()), str(tmp_path / "out"), *text, *options]))
+    text = [
+        "--to",
+        "mqa",
+        "--group",
+        "contiguous",
+        "--samples",
+        "12",
+        "--seq-len",
+        "48",
+        "--refine",
+        "100",
+    ]
+    child = forked.start(
+        log, lambda: main(["convert", str(demo_folder()), str(tmp_path / "out"), *text, *options])
+    )
     until = time.monotonic() + forked.PATIENCE
     while not list(tmp_path.glob(pattern)):
-        assert os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None, forked.ended(log, child)
+        assert os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None, (
+            forked.ended(log, child)
+        )
         assert time.monotonic() < until
         time.sleep(0.01)
     os.kill(child, signal.SIGTERM)

@@ -1,4 +1,6 @@
-"""Losses on trained models, on text that was not calibrated on: bounds on the reference model and on a real one."""
+"""Losses on trained models, on text that was not calibrated on: bounds on the reference model and
+on a real one.
+"""
 
 import math
 from functools import cache
@@ -47,7 +49,9 @@ def test_principal_loses_little(reference_excess, kv_heads, limit):
 @pytest.fixture(scope="module")
 def real_excess(real, tmp_path_factory):
     """On code that ships with kvfold."""
-    return excess_of(real, read_text("held_out"), tmp_path_factory.mktemp("real"), 8, samples=16, seq_len=256)
+    return excess_of(
+        real, read_text("held_out"), tmp_path_factory.mktemp("real"), 8, samples=16, seq_len=256
+    )
 
 
 def test_half_of_the_cache_costs_little(real_excess):

@@ -1,4 +1,6 @@
-"""Reading configs: spellings, defaults of the stock classes, errors that name the key, and problems with tensors."""
+"""Reading configs: spellings, defaults of the stock classes, errors that name the key, and problems
+with tensors.
+"""
 
 import json
 from dataclasses import dataclass
@@ -32,27 +34,41 @@ def headers(config: dict) -> dict[str, Header]:
 
 @pytest.mark.parametrize("name", supported())
 def test_missing_keys_have_the_defaults_of_the_stock_class(name):
-    """A config with only the sizes that kvfold insists on means to kvfold what it means to transformers."""
+    """A config with only the sizes that kvfold insists on means to kvfold what it means to
+    transformers.
+    """
     tiny_models.skip_unknown(name)
-    sizes = {key: LLAMA[key] for key in LLAMA if key not in ("model_type", "architectures")} | {"pad_token_id": 0}
+    sizes = {key: LLAMA[key] for key in LLAMA if key not in ("model_type", "architectures")} | {
+        "pad_token_id": 0
+    }
     if name == "helium":  # whose class has 20 key/value heads by default
         sizes |= {"num_attention_heads": 40, "hidden_size": 5120}
     stock = AutoConfig.for_model(name, **sizes)
     config = {"model_type": name, **sizes}
     model = model_of(config)
-    geometry, values = model.geometry, model.values
+    geometry = model.geometry
+    values = model.values
     heads = 1 if name == "falcon" else stock.num_attention_heads
     assert geometry.kv_heads == (getattr(stock, "num_key_value_heads", None) or heads)
     assert geometry.head_dim == (getattr(stock, "head_dim", None) or 128)
-    assert geometry.positions == getattr(stock, "max_position_embeddings", 2048)  # bloom and mpt have ALiBi
+    assert geometry.positions == getattr(
+        stock, "max_position_embeddings", 2048
+    )  # bloom and mpt have ALiBi
     for key in model.family.config:
-        if hasattr(stock, key) and key not in ("layer_types", "no_rope_layers", "mlp_only_layers", "sliding_window"):
+        if hasattr(stock, key) and key not in (
+            "layer_types",
+            "no_rope_layers",
+            "mlp_only_layers",
+            "sliding_window",
+        ):
             assert values[key] == (getattr(stock, key) or values[key]), key
     types = getattr(stock, "layer_types", None) or [None] * geometry.layers
     assert [model.layers[index].type for index in range(geometry.layers)] == types
 
 
-@pytest.mark.parametrize(("name", "alias"), [("mixtral", "num_experts"), ("qwen3_moe", "num_local_experts")])
+@pytest.mark.parametrize(
+    ("name", "alias"), [("mixtral", "num_experts"), ("qwen3_moe", "num_local_experts")]
+)
 def test_either_spelling_of_the_number_of_experts(name, alias, tiny_family):
     config = json.loads((tiny_family(name) / "config.json").read_text())
     expected = model_of(config).tensors
@@ -111,9 +127,14 @@ def test_an_unsupported_model_is_told_what_is_missing(config, refused):
 
 
 def test_tensor_problems_are_all_listed_in_the_terms_of_the_files(told):
-    experts = {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 8, "num_local_experts": 2}
+    experts = {
+        "architectures": ["MixtralForCausalLM"],
+        "num_key_value_heads": 8,
+        "num_local_experts": 2,
+    }
     config = {**LLAMA, "model_type": "mixtral", **experts}
-    model, tensors = model_of(config), headers(config)
+    model = model_of(config)
+    tensors = headers(config)
     assert model.tensor_problems(tensors) == []
     del tensors["model.layers.1.block_sparse_moe.experts.1.w1.weight"], tensors["lm_head.weight"]
     tensors["model.layers.0.self_attn.k_proj.weight"] = Header((512, 4096))
@@ -124,7 +145,8 @@ def test_tensor_problems_are_all_listed_in_the_terms_of_the_files(told):
 
 def test_a_tied_head_may_be_in_the_file_or_not():
     config = {**LLAMA, "tie_word_embeddings": True}
-    model, tensors = model_of(config), headers(config)
+    model = model_of(config)
+    tensors = headers(config)
     assert "lm_head.weight" not in tensors
     assert model.tensor_problems({**tensors, "lm_head.weight": Header((32000, 4096))}) == []
     untied = model_of({**config, "tie_word_embeddings": False})
@@ -133,7 +155,11 @@ def test_a_tied_head_may_be_in_the_file_or_not():
 
 def test_windows_that_a_saved_qwen2_moe_does_not_use_are_zero(tiny_family):
     config = json.loads((tiny_family("qwen2_moe") / "config.json").read_text())
-    config |= {"use_sliding_window": False, "sliding_window": 0, "layer_types": None}  # as transformers 5.23 saves it
+    config |= {
+        "use_sliding_window": False,
+        "sliding_window": 0,
+        "layer_types": None,
+    }  # as transformers 5.23 saves it
     model = model_of(config)
     model.check_values()
     assert {layer.window for layer in model.layers} == {None}

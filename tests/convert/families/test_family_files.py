@@ -33,7 +33,9 @@ def test_a_file_is_named_for_its_model_type_and_holds_differences_only(name):
     for section, value in data.items():
         taken = base.get(section, {})
         if isinstance(value, dict):
-            assert [entry for entry in value if entry in taken and value[entry] == taken[entry]] == []
+            assert [
+                entry for entry in value if entry in taken and value[entry] == taken[entry]
+            ] == []
         else:
             assert value != base.get(section)
 
@@ -50,7 +52,9 @@ def test_sections_merge_entry_by_entry_or_say_what_is_wrong(tmp_path):
     assert schema.read_table(tmp_path / "second.json") == merged
     assert schema.read_table(tmp_path / "third.json") == {**merged, "kind": "c", "rest": {"q": 1}}
     write(second={"extends": "first", "block": {"gone": None}})
-    with pytest.raises(ValueError, match=r"^second.json: block: .* has no 'gone' to remove with null$"):
+    with pytest.raises(
+        ValueError, match=r"^second.json: block: .* has no 'gone' to remove with null$"
+    ):
         schema.read_table(tmp_path / "second.json")
 
 
@@ -79,7 +83,9 @@ def test_an_unknown_key_is_an_error_that_names_its_place(place, told):
 def test_a_missing_key_and_an_unknown_role_are_errors_that_name_their_place():
     data = table("llama")
     data["tensors"]["colour"] = data["tensors"]["gate"]
-    with pytest.raises(ValueError, match=r"^x.json: tensors: unknown role 'colour'; known: embedding, positions, "):
+    with pytest.raises(
+        ValueError, match=r"^x.json: tensors: unknown role 'colour'; known: embedding, positions, "
+    ):
         schema.parse_family(data, "x.json")
     del data["attention"]["scale"], data["attention"]["o"], data["tensors"]["colour"]
     with pytest.raises(ValueError, match=r"^x.json: attention: missing key 'o', 'scale'$"):
@@ -89,8 +95,16 @@ def test_a_missing_key_and_an_unknown_role_are_errors_that_name_their_place():
 def parts_of(part: Any) -> list[Any]:
     """The sections of a family, itself included, however deep."""
     if isinstance(part, dict | tuple):
-        return [each for entry in (part.values() if isinstance(part, dict) else part) for each in parts_of(entry)]
-    own = [each for item in fields(part) for each in parts_of(getattr(part, item.name))] if is_dataclass(part) else []
+        return [
+            each
+            for entry in (part.values() if isinstance(part, dict) else part)
+            for each in parts_of(entry)
+        ]
+    own = (
+        [each for item in fields(part) for each in parts_of(getattr(part, item.name))]
+        if is_dataclass(part)
+        else []
+    )
     return [part, *own] if is_dataclass(part) else own
 
 
@@ -109,21 +123,34 @@ def test_every_option_of_the_schema_is_used_by_some_family():
     by_class = defaultdict(list)
     for part in parts_of(FAMILIES):
         by_class[type(part)].append(part)
-    idle = [f"type {kind}" for kind in TYPES if kind not in {key.type for key in by_class[schema.Key]}]
+    idle = [
+        f"type {kind}" for kind in TYPES if kind not in {key.type for key in by_class[schema.Key]}
+    ]
     for spec, parts in by_class.items():
         for option in fields(spec):
             used = [getattr(part, option.name) for part in parts]
-            idle += [f"{spec.__name__}.{option.name}"] * all(value == option.default for value in used)
+            idle += [f"{spec.__name__}.{option.name}"] * all(
+                value == option.default for value in used
+            )
     roles = {role for family in FAMILIES.values() for role in family.tensors}
     assert idle + sorted(set(get_args(schema.BlockRole)) - roles) == []
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_expressions_refer_to_keys_of_the_file_and_to_all_of_them(name):
-    family, used = FAMILIES[name], {FAMILIES[name].sizes.kv_heads}
+    family = FAMILIES[name]
+    used = {FAMILIES[name].sizes.kv_heads}
     for part in parts_of(family):
-        marked = [option for option, hint in get_type_hints(type(part)).items() if hint is Any or "Any" in str(hint)]
-        for value in (getattr(part, option) for option in marked if option not in ("default", "requires", "table")):
+        marked = [
+            option
+            for option, hint in get_type_hints(type(part)).items()
+            if hint is Any or "Any" in str(hint)
+        ]
+        for value in (
+            getattr(part, option)
+            for option in marked
+            if option not in ("default", "requires", "table")
+        ):
             for expression in value if isinstance(value, tuple) else (value,):
                 used |= set() if expression is schema.ABSENT else values.names_in(expression)
     assert used - {"layer", "layer_type", "sparse", None} == set(family.config)
@@ -131,7 +158,15 @@ def test_expressions_refer_to_keys_of_the_file_and_to_all_of_them(name):
 
 NAMES = {"a": 2, "b": 3, "items": ["x", "y", "z"]}
 EXPRESSIONS = [
-    *("a * b + 1", "2 ** a // b", "-a % b", "a / b", "items[a] if a < b <= 3 else None", "not a or items", "a and 0"),
+    *(
+        "a * b + 1",
+        "2 ** a // b",
+        "-a % b",
+        "a / b",
+        "items[a] if a < b <= 3 else None",
+        "not a or items",
+        "a and 0",
+    ),
     *("'x' in items and 'q' not in items", "missing if a is None else 1"),
 ]
 
@@ -146,7 +181,9 @@ def test_what_is_no_string_stands_for_itself(literal):
     assert values.evaluate(literal, NAMES) is literal
 
 
-@pytest.mark.parametrize("expression", ["__import__('os')", "a.b", "[1 for x in y]", "lambda: 1", "f'{a}'", "a @ b"])
+@pytest.mark.parametrize(
+    "expression", ["__import__('os')", "a.b", "[1 for x in y]", "lambda: 1", "f'{a}'", "a @ b"]
+)
 def test_nothing_else_is_allowed(expression):
     for use in (values.names_in, lambda text: values.evaluate(text, {"a": 1})):
         with pytest.raises(ValueError, match="is not allowed in family-file expressions"):
@@ -160,9 +197,9 @@ def test_a_malformed_expression_is_named():
 
 def test_reading_families_and_wrappers_imports_neither_torch_nor_transformers():
     code = (
-        "import sys; from kvfold.convert.families.model import model_of; "
-        "from kvfold.convert.families.family import load_family, supported; [load_family(n) for n in supported()]; "
-        "model_of({'model_type': 'llava', 'text_config': {}, 'vision_config': {}}).tensors; "
-        "sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+        "import sys; from kvfold.convert.families.model import model_of; from"
+        " kvfold.convert.families.family import load_family, supported; [load_family(n) for n in"
+        " supported()]; model_of({'model_type': 'llava', 'text_config': {}, 'vision_config':"
+        " {}}).tensors; sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     run_python("-c", code)

@@ -1,6 +1,7 @@
 """A decoder written from nothing but the family files computes what the stock class computes.
 
-So the files are right about scales, windows, soft caps, norms, rotary embeddings and the order of a layer's parts.
+So the files are right about scales, windows, soft caps, norms, rotary embeddings and the order of a
+layer's parts.
 """
 
 import json
@@ -37,9 +38,13 @@ def head_norm(x: Tensor, norm) -> Tensor:  # [B, T, heads, D]
 
 
 def rotate(x: Tensor, rotary) -> Tensor:  # [B, T, heads, D], half-split
-    angles = torch.arange(x.shape[1], dtype=torch.float64)[:, None, None] * rotary.theta  # [T, 1, D_rot / 2]
-    cos, sin = (rotary.amplitude * angles.cos()).float(), (rotary.amplitude * angles.sin()).float()
-    a, b = x[..., : rotary.dims // 2], x[..., rotary.dims // 2 : rotary.dims]
+    angles = (
+        torch.arange(x.shape[1], dtype=torch.float64)[:, None, None] * rotary.theta
+    )  # [T, 1, D_rot / 2]
+    cos = (rotary.amplitude * angles.cos()).float()
+    sin = (rotary.amplitude * angles.sin()).float()
+    a = x[..., : rotary.dims // 2]
+    b = x[..., rotary.dims // 2 : rotary.dims]
     return torch.cat((a * cos - b * sin, a * sin + b * cos, x[..., rotary.dims :]), -1)
 
 
@@ -47,7 +52,8 @@ class Decoder:
     def __init__(self, folder, stock):
         self.model = model_of(json.loads((folder / "config.json").read_text()))
         self.tensors = load_file(folder / "model.safetensors")
-        self.block, self.names = self.model.block, self.model.names
+        self.block = self.model.block
+        self.names = self.model.names
         self.stock = stock
 
     def role(self, role: str, layer: int | None = None) -> Tensor | None:
@@ -68,7 +74,8 @@ class Decoder:
 
     def attention(self, x: Tensor, layer: int) -> Tensor:
         weights = read_layer(self.model, layer, self.tensors.__getitem__)
-        how, rotary = self.model.layers[layer], layer_rotary(self.model, layer)
+        how = self.model.layers[layer]
+        rotary = layer_rotary(self.model, layer)
 
         def project(weight: Tensor, bias: Tensor | None) -> Tensor:
             y = torch.einsum("bte,hde->bthd", x, weight) + (0 if bias is None else bias)
@@ -76,7 +83,9 @@ class Decoder:
 
         def placed(x: Tensor, norm) -> Tensor:
             after = norm is not None and norm.after_rotary
-            return head_norm(rotate(x, rotary), norm) if after else rotate(head_norm(x, norm), rotary)
+            return (
+                head_norm(rotate(x, rotary), norm) if after else rotate(head_norm(x, norm), rotary)
+            )
 
         q = placed(project(weights.q, weights.q_bias), weights.q_norm)
         k = placed(project(weights.k, weights.k_bias), weights.k_norm)
@@ -95,7 +104,9 @@ class Decoder:
         hidden = (distance >= (how.window or math.inf)) | (distance < 0)
         scores = scores.masked_fill(hidden, -torch.inf)
         if weights.sinks is not None:  # the score of one more key, without a value
-            scores = torch.cat([scores, weights.sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+            scores = torch.cat(
+                [scores, weights.sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1
+            )
         mixed = torch.einsum("bhts,bshd->bthd", scores.softmax(-1)[..., : x.shape[1]], v)
         out = torch.einsum("bthd,ehd->bte", mixed, weights.o)
         return out if weights.o_bias is None else out + weights.o_bias
@@ -112,26 +123,36 @@ class Decoder:
         if self.block.mlp == "gated_fused":
             gate, up = self.linear(x, "gate_up", layer).chunk(2, -1)
         else:
-            gate, up = self.linear(x, "gate", layer), self.linear(x, "up", layer)
+            gate = self.linear(x, "gate", layer)
+            up = self.linear(x, "up", layer)
         return self.linear(act(gate) * up, "down", layer)
 
     def layer(self, x: Tensor, layer: int) -> Tensor:
-        order, scale = self.block.order, self.block.residual_scale
+        order = self.block.order
+        scale = self.block.residual_scale
         if order == "parallel":
             normed = self.norm(x, "attention_norm", layer)
             other = self.norm(x, "mlp_norm", layer) if ("mlp_norm", layer) in self.names else normed
             if ("mlp_own_norm", layer) in self.names:  # falcon
-                normed, other = (self.norm(x, f"{part}_own_norm", layer) for part in ("attention", "mlp"))
+                normed, other = (
+                    self.norm(x, f"{part}_own_norm", layer) for part in ("attention", "mlp")
+                )
             return x + self.attention(normed, layer) + self.mlp(other, layer)
         for name, part in (("attention", self.attention), ("mlp", self.mlp)):
-            y = part(x if order in ("post", "outer") else self.norm(x, f"{name}_norm", layer), layer)
-            x = x + scale * (self.norm(y, f"{name}_post_norm", layer) if order in ("post", "sandwich") else y)
+            y = part(
+                x if order in ("post", "outer") else self.norm(x, f"{name}_norm", layer), layer
+            )
+            x = x + scale * (
+                self.norm(y, f"{name}_post_norm", layer) if order in ("post", "sandwich") else y
+            )
             x = self.norm(x, f"{name}_norm", layer) if order == "outer" else x
         return x
 
     def unnormed_end(self) -> bool:
         """Whether nothing follows the last layer: where its norms are behind everything (opt)."""
-        return self.block.order == "outer" or bool(self.model.config.get("_remove_final_layer_norm"))
+        return self.block.order == "outer" or bool(
+            self.model.config.get("_remove_final_layer_norm")
+        )
 
     def __call__(self, tokens: Tensor) -> Tensor:
         x = self.role("embedding")[tokens] * self.block.embedding_scale
@@ -144,7 +165,9 @@ class Decoder:
             x = self.layer(x, layer)
         head = self.role("embedding") if self.block.tied else self.role("head")
         normed = x if self.unnormed_end() else self.norm(x, "final_norm")
-        normed = self.linear(normed, "project_out") if ("project_out", None) in self.names else normed
+        normed = (
+            self.linear(normed, "project_out") if ("project_out", None) in self.names else normed
+        )
         logits = functional.linear(normed, head, self.role("head_bias")) * self.block.logit_scale
         cap = self.block.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -156,7 +179,10 @@ VARIANTS = [
     ("qwen2_moe", {"qkv_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1}),
     ("qwen3", {"attention_bias": True, "layer_types": ["sliding_attention", "full_attention"]}),
     ("gemma", {"tie_word_embeddings": False, "hidden_act": "gelu"}),
-    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}),
+    (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
     ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     ("gemma3_text", {"final_logit_softcapping": 3.0, "sliding_window_pattern": 1}),
     ("phi", {"qk_layernorm": False, "partial_rotary_factor": 0.75}),
@@ -169,17 +195,30 @@ VARIANTS = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
     ("gpt_neox", {"use_parallel_residual": False, "rotary_emb_base": 500, "rotary_pct": 1.0}),
     ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
-    ("falcon", {"new_decoder_architecture": False, "multi_query": True, "bias": False, "parallel_attn": False}),
+    (
+        "falcon",
+        {
+            "new_decoder_architecture": False,
+            "multi_query": True,
+            "bias": False,
+            "parallel_attn": False,
+        },
+    ),
     ("falcon", {"num_kv_heads": 2}),
     ("mpt", {"attn_config": {"softmax_scale": 0.2, "clip_qkv": 0.8}, "tie_word_embeddings": False}),
 ]
 
 
-ALL = [*((name, changes) for name in supported() for changes in ({}, {"num_key_value_heads": 2})), *VARIANTS]
+ALL = [
+    *((name, changes) for name in supported() for changes in ({}, {"num_key_value_heads": 2})),
+    *VARIANTS,
+]
 
 
 def check(folder: Path) -> None:
-    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    stock = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     tokens = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(6))
     decoder = Decoder(folder, stock)
     assert decoder.model.tensor_problems(decoder.tensors) == []
@@ -188,9 +227,17 @@ def check(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "changes"), ALL, ids=str)
-def test_a_decoder_written_from_the_family_file_agrees_with_the_stock_class(name, changes, tiny_family):
-    if changes.get("hidden_act") == "gelu" and AutoConfig.for_model(name, hidden_act="gelu").hidden_act == "gelu":
-        pytest.skip("below transformers 5.23 gelu of an old gemma is not the approximation that it was trained with")
+def test_a_decoder_written_from_the_family_file_agrees_with_the_stock_class(
+    name, changes, tiny_family
+):
+    if (
+        changes.get("hidden_act") == "gelu"
+        and AutoConfig.for_model(name, hidden_act="gelu").hidden_act == "gelu"
+    ):
+        pytest.skip(
+            "below transformers 5.23 gelu of an old gemma is not the approximation that it was"
+            " trained with"
+        )
     check(tiny_family(name, **changes))
 
 
@@ -198,7 +245,17 @@ def test_a_decoder_written_from_the_family_file_agrees_with_the_stock_class(name
 def test_it_agrees_with_every_flag_the_other_way_and_an_eps_that_is_felt(name, tiny_family):
     config = json.loads((tiny_family(name) / "config.json").read_text())
     keys = family_of(config).config
-    flags = {key: not config.get(key, entry.default) for key, entry in keys.items() if entry.type == "flag"}
-    if name == "falcon":  # eager attention adds ALiBi twice, and the newer architecture is always parallel
+    flags = {
+        key: not config.get(key, entry.default)
+        for key, entry in keys.items()
+        if entry.type == "flag"
+    }
+    if (
+        name == "falcon"
+    ):  # eager attention adds ALiBi twice, and the newer architecture is always parallel
         flags |= {"alibi": False, "parallel_attn": True}
-    check(tiny_family(name, **flags, **{key: 0.2 for key in keys if key.endswith(("_eps", "_epsilon"))}))
+    check(
+        tiny_family(
+            name, **flags, **{key: 0.2 for key in keys if key.endswith(("_eps", "_epsilon"))}
+        )
+    )

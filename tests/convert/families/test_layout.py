@@ -25,12 +25,15 @@ def test_roles_select_what_is_written_in_the_stored_dtype():
     tensors = {name: tensor.bfloat16() for name, tensor in stored(model).items()}
     written = write_layer(model, 0, read_layer(model, 0, tensors.__getitem__), roles={"k", "o"})
     name = "model.layers.0.self_attn."
-    assert set(written) == {f"{name}{part}_proj.{kind}" for part in "ko" for kind in ("weight", "bias")}
+    assert set(written) == {
+        f"{name}{part}_proj.{kind}" for part in "ko" for kind in ("weight", "bias")
+    }
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
 
 
 def test_biases_and_norms_without_a_place_are_refused(refused):
-    model, normed = bound("llama"), bound("qwen3")
+    model = bound("llama")
+    normed = bound("qwen3")
     weights, others = (read_layer(each, 0, stored(each).__getitem__) for each in (model, normed))
     differing = replace(others.k_norm, weight=torch.randn(8, 8))
     for place, layer in (

@@ -1,6 +1,8 @@
-"""Every family against transformers: the names and shapes of its files, and what its conversions compute.
+"""Every family against transformers: the names and shapes of its files, and what its conversions
+compute.
 
-Folds to the means of groups are the stock model with these means repeated; latent attention of full size loses nothing.
+Folds to the means of groups are the stock model with these means repeated; latent attention of full
+size loses nothing.
 """
 
 import json
@@ -25,8 +27,14 @@ from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.transforms.fold import pool
 
 FULL = ["full_attention", "full_attention"]
-PLAIN = {"mlp_bias": False, "residual_multiplier": 1.0, "embedding_multiplier": 1.0, "logits_scaling": 1.0}
-# What a model of the family must be like for the latent class to express it, and one context for all its layers.
+PLAIN = {
+    "mlp_bias": False,
+    "residual_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+# What a model of the family must be like for the latent class to express it, and one context for
+# all its layers.
 LATENT = {
     "llama": {"mlp_bias": False},
     "mistral": {"sliding_window": None},
@@ -44,8 +52,10 @@ LATENT = {
     "ministral": {"layer_types": FULL},
     "ministral3": {
         "sliding_window": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.0}
-        | {"original_max_position_embeddings": 16},
+        "rope_parameters": (
+            {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.0}
+            | {"original_max_position_embeddings": 16}
+        ),
     },
     "seed_oss": {"mlp_bias": False},
 }
@@ -56,7 +66,13 @@ LATENT_VARIANTS = [
     ("phi3", {"sliding_window": None, "partial_rotary_factor": 0.5}),
     ("smollm3", {"use_sliding_window": False, "no_rope_layers": [1, 0]}),
     *(
-        ("llama", {"mlp_bias": False, "rope_parameters": {**ROPE, "rope_type": kind, "factor": 4.0, **others}})
+        (
+            "llama",
+            {
+                "mlp_bias": False,
+                "rope_parameters": {**ROPE, "rope_type": kind, "factor": 4.0, **others},
+            },
+        )
         for kind, others in {
             "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
             "linear": {},
@@ -66,9 +82,12 @@ LATENT_VARIANTS = [
     ),
 ]
 EXPERTS = ("mixtral", "qwen3_moe", "olmoe")  # see targets/test_experts.py
-# Logits of up to three, after layers without norms on queries and keys; without AVX-512 they differ by 1.3e-5.
+# Logits of up to three, after layers without norms on queries and keys; without AVX-512 they differ
+# by 1.3e-5.
 TOLERANCE = {"rtol": 3 * precision.FLOAT32, "atol": 3 * precision.FLOAT32}
-APPROXIMATED = ("qwen3",)  # linear maps stand in for its norms on queries and keys: never without loss
+APPROXIMATED = (
+    "qwen3",
+)  # linear maps stand in for its norms on queries and keys: never without loss
 
 
 def tiny_model(folder: Path) -> tuple[Model, dict[str, torch.Tensor]]:
@@ -82,14 +101,18 @@ def logits(folder: Path, **options) -> torch.Tensor:
 
 
 def convert(source: Path, out: Path, **options) -> Path:
-    convert_checkpoint(ConvertRequest(model=str(source), out=str(out), allow_growth=True, quiet=True, **options))
+    convert_checkpoint(
+        ConvertRequest(model=str(source), out=str(out), allow_growth=True, quiet=True, **options)
+    )
     return out
 
 
 @pytest.mark.parametrize("name", supported())
 def test_expected_tensors_are_those_of_the_stock_file_and_keep_their_bits(name, tiny_family):
     model, stored = tiny_model(tiny_family(name))
-    assert {key: each.shape for key, each in model.tensors.items()} == {k: tuple(t.shape) for k, t in stored.items()}
+    assert {key: each.shape for key, each in model.tensors.items()} == {
+        k: tuple(t.shape) for k, t in stored.items()
+    }
     named = [name for names in model.names.values() for name in names]
     fused = [name for name, tensor in model.tensors.items() if len(tensor.roles) > 1]
     assert set(named) == set(stored), "a tensor has no role"
@@ -97,15 +120,22 @@ def test_expected_tensors_are_those_of_the_stock_file_and_keep_their_bits(name, 
     for layer in range(model.geometry.layers):
         written = write_layer(model, layer, read_layer(model, layer, stored.__getitem__))
         assert sorted(written) == sorted(model.attention_names(layer))
-        assert all(torch.equal(tensor, stored[key]) and tensor.is_contiguous() for key, tensor in written.items())
+        assert all(
+            torch.equal(tensor, stored[key]) and tensor.is_contiguous()
+            for key, tensor in written.items()
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "heads", "groups"),
     mostly_slow(((name, *((8, 1), (4, 2))[at % 2]) for at, name in enumerate(supported())), 7),
 )
-def test_mean_pooling_is_the_stock_class_with_repeated_group_means(name, heads, groups, tiny_family, tmp_path):
-    """From sources that share heads, and that do not; classes that cannot share them become layout ``kvfold``."""
+def test_mean_pooling_is_the_stock_class_with_repeated_group_means(
+    name, heads, groups, tiny_family, tmp_path
+):
+    """From sources that share heads, and that do not; classes that cannot share them become layout
+    ``kvfold``.
+    """
     register_models()
     source = tiny_family(name, **({} if name in CLASSICS else {"num_key_value_heads": heads}))
     model, stored = tiny_model(source)
@@ -113,16 +143,24 @@ def test_mean_pooling_is_the_stock_class_with_repeated_group_means(name, heads, 
         weights = pool.mean(read_layer(model, layer, stored.__getitem__), groups)
         size = model.geometry.kv_heads // groups
         sides = {role: getattr(weights, role) for role in ("k", "v", "k_bias", "v_bias")}
-        repeated = {role: rows.repeat_interleave(size, 0) for role, rows in sides.items() if rows is not None}
+        repeated = {
+            role: rows.repeat_interleave(size, 0)
+            for role, rows in sides.items()
+            if rows is not None
+        }
         if weights.k_norm is not None:
-            repeated["k_norm"] = weights.k_norm.map(lambda rows, times=size: rows.repeat_interleave(times, 0))
+            repeated["k_norm"] = weights.k_norm.map(
+                lambda rows, times=size: rows.repeat_interleave(times, 0)
+            )
         stored |= write_layer(model, layer, type(weights)(**{**vars(weights), **repeated}))
     shutil.copytree(source, tmp_path / "repeated")
     save_file(stored, tmp_path / "repeated" / "model.safetensors", {"format": "pt"})
     expected = logits(tmp_path / "repeated")
     out = convert(source, tmp_path / "out", to="gqa", kv_heads=groups, method="mean")
     torch.testing.assert_close(logits(out), expected, **TOLERANCE)
-    assert not torch.allclose(expected, logits(source), rtol=1e-2, atol=1e-2), "pooling changed nothing to see"
+    assert not torch.allclose(expected, logits(source), rtol=1e-2, atol=1e-2), (
+        "pooling changed nothing to see"
+    )
 
 
 def full_latent(source: Path, out: Path, **options) -> Path:
@@ -131,7 +169,9 @@ def full_latent(source: Path, out: Path, **options) -> Path:
     return convert(source, out, to="mla", method="svd", **split, **options)
 
 
-@pytest.mark.parametrize(("name", "changes"), mostly_slow([*LATENT.items(), *LATENT_VARIANTS], 5), ids=str)
+@pytest.mark.parametrize(
+    ("name", "changes"), mostly_slow([*LATENT.items(), *LATENT_VARIANTS], 5), ids=str
+)
 def test_latent_attention_of_full_size_loses_nothing(name, changes, tiny_family, tmp_path):
     source = tiny_family(name, **{"num_key_value_heads": 2, **changes})
     out = full_latent(source, tmp_path / "out")
@@ -142,13 +182,22 @@ def test_latent_attention_of_full_size_loses_nothing(name, changes, tiny_family,
 def test_low_precision_changes_a_latent_no_more_than_the_source(dtype, tiny_family, tmp_path):
     source = tiny_family("llama", num_key_value_heads=2, mlp_bias=False)
     out = full_latent(source, tmp_path / "out", dtype=str(dtype).removeprefix("torch."))
-    low, floor = ((logits(folder, dtype=dtype).float() - logits(source)).norm() for folder in (out, source))
+    low, floor = (
+        (logits(folder, dtype=dtype).float() - logits(source)).norm() for folder in (out, source)
+    )
     assert low < 2 * floor
 
 
 def test_the_latent_class_expresses_no_other_family():
     """Whatever their options: tiny models of them have a problem that no option removes."""
-    lasting = ("LayerNorm", "RMSNorm variant", "without a gate", "norm placement", "experts", "after their rotary")
+    lasting = (
+        "LayerNorm",
+        "RMSNorm variant",
+        "without a gate",
+        "norm placement",
+        "experts",
+        "after their rotary",
+    )
     for name in set(supported()) - {*LATENT, *EXPERTS, *APPROXIMATED}:
         config = json.loads(tiny_config(name, {}).to_json_string(use_diff=False))
         found = " ".join(latent_problems(model_of(config), LatentTarget(8, 4)))
@@ -156,11 +205,19 @@ def test_the_latent_class_expresses_no_other_family():
 
 
 def test_queries_that_grow_with_their_position_are_no_latent_queries(told):
-    config = json.loads(tiny_config("ministral3", {"sliding_window": None}).to_json_string(use_diff=False))
+    config = json.loads(
+        tiny_config("ministral3", {"sliding_window": None}).to_json_string(use_diff=False)
+    )
     (problem,) = latent_problems(model_of(config), LatentTarget(8, 4))
     told(problem)
 
 
 def test_keys_normalized_behind_their_rotation_are_pooled_only(tiny_family, tmp_path, refused):
     with refused():
-        convert(tiny_family("hunyuan_v1_dense"), tmp_path / "out", to="gqa", kv_heads=4, method="principal")
+        convert(
+            tiny_family("hunyuan_v1_dense"),
+            tmp_path / "out",
+            to="gqa",
+            kv_heads=4,
+            method="principal",
+        )

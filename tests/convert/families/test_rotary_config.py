@@ -69,11 +69,15 @@ def test_without_a_word_in_the_config_the_class_decides(name):
         kind = model.layers[layer].type
         if not model.layers[layer].rotates:
             continue
-        parameters = getattr(stock, "rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})  # gptj has none
+        parameters = getattr(
+            stock, "rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}
+        )  # gptj has none
         table = parameters[kind] if model.family.rotary.by_type else parameters
         if table["rope_type"] != "default":
             expected, _ = ROPE_INIT_FUNCTIONS[table["rope_type"]](stock, None)
-            torch.testing.assert_close(layer_rotary(model, layer).theta, expected.double(), **FREQUENCIES)
+            torch.testing.assert_close(
+                layer_rotary(model, layer).theta, expected.double(), **FREQUENCIES
+            )
             continue
         dims = int(64 * table.get("partial_rotary_factor", 1.0))
         expected = table["rope_theta"] ** -(torch.arange(0, dims, 2, dtype=torch.float64) / dims)
@@ -81,7 +85,10 @@ def test_without_a_word_in_the_config_the_class_decides(name):
 
 
 HALF = {"partial_rotary_factor": 0.5}
-PHI3 = {"short_factor": [1.0 + i / 4 for i in range(24)], "long_factor": [1.0 + i / 4 for i in range(24)]}
+PHI3 = {
+    "short_factor": [1.0 + i / 4 for i in range(24)],
+    "long_factor": [1.0 + i / 4 for i in range(24)],
+}
 CASES = [
     *(("llama", kind, table, {}) for kind, table in SCALED.items()),
     *(("qwen2", "yarn", {**SCALED["yarn"], **extra}, {}) for extra in YARNS),
@@ -105,17 +112,32 @@ SHORTER = {"original_max_position_embeddings": 512}
 
 
 @pytest.mark.parametrize(
-    ("kind", "original"), [("longrope", {}), ("longrope", SHORTER), ("su", SHORTER), ("yarn", SHORTER)]
+    ("kind", "original"),
+    [("longrope", {}), ("longrope", SHORTER), ("su", SHORTER), ("yarn", SHORTER)],
 )
 def test_phi3_has_one_scaled_type_under_three_names_and_its_own_original_length(kind, original):
-    config = {"model_type": "phi3", **SIZES, "pad_token_id": 0, "partial_rotary_factor": 0.75, **original}
-    config |= {"max_position_embeddings": 131072, "rope_scaling": {"type": kind, **PHI3, **original}}
+    config = {
+        "model_type": "phi3",
+        **SIZES,
+        "pad_token_id": 0,
+        "partial_rotary_factor": 0.75,
+        **original,
+    }
+    config |= {
+        "max_position_embeddings": 131072,
+        "rope_scaling": {"type": kind, **PHI3, **original},
+    }
     stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
     check(config, *ROPE_INIT_FUNCTIONS["longrope"](stock, None))
 
 
 def test_longrope_with_two_sets_needs_a_choice(refused):
-    table = {"rope_type": "longrope", "rope_theta": 1e4, **SCALED["longrope"], "long_factor": [3.0] * 32}
+    table = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        **SCALED["longrope"],
+        "long_factor": [3.0] * 32,
+    }
     config = {"model_type": "llama", **SIZES, "rope_parameters": table}
     model = model_of(config)
     with refused():
@@ -146,7 +168,9 @@ def test_gemma3_scales_its_global_layers_alone():
         torch.testing.assert_close(layer_rotary(model_of(spelling), 0).theta, 5000.0**exponents)
         torch.testing.assert_close(layer_rotary(model_of(spelling), 5).theta, 2e6**exponents / 8)
         expected, _ = ROPE_INIT_FUNCTIONS["linear"](stock, None, layer_type="full_attention")
-        torch.testing.assert_close(layer_rotary(model_of(spelling), 5).theta, expected.double(), **FREQUENCIES)
+        torch.testing.assert_close(
+            layer_rotary(model_of(spelling), 5).theta, expected.double(), **FREQUENCIES
+        )
 
 
 LLAMA3 = {"type": "llama3", **SCALED["llama3"], "high_freq_factor": 1.0}

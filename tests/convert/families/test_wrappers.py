@@ -48,7 +48,9 @@ def wrapper(tmp_path_factory):
 
 def convert(source, out, kv_heads=None, **options):
     options = {"to": "gqa", "kv_heads": kv_heads, "method": "mean", **options}
-    request = ConvertRequest(model=str(source), out=str(out), allow_growth=True, quiet=True, **options)
+    request = ConvertRequest(
+        model=str(source), out=str(out), allow_growth=True, quiet=True, **options
+    )
     convert_checkpoint(request)
     return out
 
@@ -56,7 +58,9 @@ def convert(source, out, kv_heads=None, **options):
 def same(found: Path, expected: Path, given: dict[str, torch.Tensor]) -> None:
     """Both wrappers have the same logits, with an image too."""
     tolerance = {"rtol": precision.CONVERTED, "atol": precision.CONVERTED}
-    torch.testing.assert_close(wrappers.logits(found, given), wrappers.logits(expected, given), **tolerance)
+    torch.testing.assert_close(
+        wrappers.logits(found, given), wrappers.logits(expected, given), **tolerance
+    )
 
 
 def configs(*folders: Path) -> list[dict]:
@@ -65,13 +69,19 @@ def configs(*folders: Path) -> list[dict]:
 
 @pytest.mark.parametrize("name", mostly_slow(WRAPPERS, 4))
 def test_only_keys_and_values_of_the_language_model_change(name, wrapper, tmp_path):
-    source, out = wrapper(name), convert(wrapper(name), tmp_path / "out", 2)
-    before, after = tensors(source), tensors(out)
+    source = wrapper(name)
+    out = convert(wrapper(name), tmp_path / "out", 2)
+    before = tensors(source)
+    after = tensors(out)
     (old, new), model = configs(source, out), model_of(configs(source)[0], before)
     assert set(before) == set(after)
     changed = {key for key in before if not torch.equal(before[key], after[key])}
-    assert changed <= {key for layer in range(2) for key in model.attention_names(layer, {"k", "v"})}
-    assert {key for key in before if before[key].shape != after[key].shape} == {k for k in changed if "norm" not in k}
+    assert changed <= {
+        key for layer in range(2) for key in model.attention_names(layer, {"k", "v"})
+    }
+    assert {key for key in before if before[key].shape != after[key].shape} == {
+        k for k in changed if "norm" not in k
+    }
     assert new == {**old, "text_config": {**old["text_config"], "num_key_value_heads": 2}}
 
 
@@ -82,10 +92,14 @@ def test_images_and_text_give_the_logits_of_the_source(wrapper, tmp_path):
         same(convert(wrapper(name), tmp_path / f"{name}-same", 4), wrapper(name), given)
         folded = wrappers.logits(convert(wrapper(name), tmp_path / f"{name}-two", 2), given)
         assert folded.isfinite().all()
-        assert (folded - wrappers.logits(wrapper(name), given)).abs().max() > 1e-2, "folding changed nothing to see"
+        assert (folded - wrappers.logits(wrapper(name), given)).abs().max() > 1e-2, (
+            "folding changed nothing to see"
+        )
         if "pixel_values" in given:
             other = {**given, "pixel_values": given["pixel_values"] + 1}
-            assert (wrappers.logits(tmp_path / f"{name}-two", other) - folded).abs().max() > 1e-2, "no image arrives"
+            assert (wrappers.logits(tmp_path / f"{name}-two", other) - folded).abs().max() > 1e-2, (
+                "no image arrives"
+            )
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
@@ -105,7 +119,9 @@ def test_the_stream_is_the_wrapper_on_text(name, wrapper):
             hidden = layer(hidden).hidden
     found = stream.logits(hidden)
     checkpoint.close()
-    stock = AutoModelForImageTextToText.from_pretrained(wrapper(name), dtype=torch.float32, attn_implementation="eager")
+    stock = AutoModelForImageTextToText.from_pretrained(
+        wrapper(name), dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.no_grad():
         expected = stock.eval()(tokens).logits
     torch.testing.assert_close(found, expected, rtol=precision.CONVERTED, atol=precision.CONVERTED)
@@ -118,12 +134,19 @@ LATENT = {"to": "mla", "kv_heads": None, "kv_rank": 65, "rope_dim": 32}
 
 @pytest.mark.slow  # three calibrations and generated text
 def test_a_wrapper_is_calibrated_on_text_alone(tmp_path):
-    source, given = tmp_path / "source", wrappers.inputs("llava")
+    source = tmp_path / "source"
+    given = wrappers.inputs("llava")
     wrappers.make_wrapper("llava", source, vocab_size=2048)
     add_demo_tokenizer(source)
     text = tmp_path / "text.txt"
     text.write_text(read_text("calibration")[:40_000])  # a phrase repeated: ill-conditioned
-    options = {"method": "principal", "calibration": str(text), "samples": 4, "seq_len": 32, "refine": 1}
+    options = {
+        "method": "principal",
+        "calibration": str(text),
+        "samples": 4,
+        "seq_len": 32,
+        "refine": 1,
+    }
     same(convert(source, tmp_path / "out", 4, **options), source, given)
     folded = convert(source, tmp_path / "two", 2, **{**options, "calibration": "self"})
     report = drift_checkpoints(str(source), str(folded), text=str(text), samples=4, seq_len=32)
@@ -133,12 +156,16 @@ def test_a_wrapper_is_calibrated_on_text_alone(tmp_path):
 
 @pytest.mark.parametrize("name", ["llava", "internvl", "mistral3"])
 def test_wrappers_that_build_any_language_model_hold_a_latent_one(name, tmp_path):
-    """Nothing is lost at full rank, with an image too; what surrounds the language model keeps its bytes."""
-    source, given = tmp_path / "source", wrappers.inputs(name)
+    """Nothing is lost at full rank, with an image too; what surrounds the language model keeps its
+    bytes.
+    """
+    source = tmp_path / "source"
+    given = wrappers.inputs(name)
     wrappers.make_wrapper(name, source, sliding_window=None, use_sliding_window=False)
     out = convert(source, tmp_path / "out", **{**LATENT, "method": "svd"})
     same(out, source, given)
-    before, after = tensors(source), tensors(out)
+    before = tensors(source)
+    after = tensors(out)
     kept = {key for key in before if "language_model" not in key}
     assert kept
     assert all(torch.equal(before[key], after[key]) for key in kept)
@@ -155,7 +182,11 @@ def test_wrappers_that_build_any_language_model_hold_a_latent_one(name, tmp_path
 
 def test_layout_engine_is_refused_in_a_wrapper(wrapper, tmp_path, refused):
     with refused():
-        convert(wrapper("llava"), tmp_path / "out", **{**LATENT, "method": "principal", "layout": "engine"})
+        convert(
+            wrapper("llava"),
+            tmp_path / "out",
+            **{**LATENT, "method": "principal", "layout": "engine"},
+        )
 
 
 def test_the_older_flat_config_of_qwen2_vl(wrapper, tmp_path):
@@ -163,7 +194,10 @@ def test_the_older_flat_config_of_qwen2_vl(wrapper, tmp_path):
     (config,) = configs(source)
     inner = config.pop("text_config")
     table = inner.pop("rope_parameters")
-    inner |= {"rope_theta": table["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    inner |= {
+        "rope_theta": table["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+    }
     (source / "config.json").write_text(json.dumps({**inner, **config}))
     given = wrappers.inputs("qwen2_vl")
     same(source, wrapper("qwen2_vl"), given)
@@ -184,9 +218,13 @@ def test_names_of_files_written_by_transformers_5_too(wrapper, tmp_path):
     }
 
     def moved(key):
-        return next(new + key.removeprefix(old) for old, new in renamed.items() if key.startswith(old))
+        return next(
+            new + key.removeprefix(old) for old, new in renamed.items() if key.startswith(old)
+        )
 
-    save_file({moved(key): value for key, value in tensors(source).items()}, source / "model.safetensors")
+    save_file(
+        {moved(key): value for key, value in tensors(source).items()}, source / "model.safetensors"
+    )
     out = convert(source, tmp_path / "new", 2)
     same(out, convert(wrapper("llava"), tmp_path / "old", 2), wrappers.inputs("llava"))
 
@@ -194,13 +232,19 @@ def test_names_of_files_written_by_transformers_5_too(wrapper, tmp_path):
 def test_dtype_is_that_of_all_parts(wrapper, tmp_path):
     out = convert(wrapper("gemma3"), tmp_path / "out", 2, dtype="bfloat16")
     (config,) = configs(out)
-    assert {config["dtype"], *(config[part]["dtype"] for part in ("text_config", "vision_config"))} == {"bfloat16"}
+    assert {
+        config["dtype"],
+        *(config[part]["dtype"] for part in ("text_config", "vision_config")),
+    } == {"bfloat16"}
     assert {value.dtype for value in tensors(out).values()} == {torch.bfloat16}
 
 
 def test_inspect_names_the_wrapper_and_what_it_cannot_become(wrapper, told):
     facts = inspect_checkpoint(str(wrapper("qwen2_5_vl")))
-    assert (facts.family, facts.architecture) == ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration")
+    assert (facts.family, facts.architecture) == (
+        "qwen2_5_vl",
+        "Qwen2_5_VLForConditionalGeneration",
+    )
     assert (facts.kv_heads, facts.heads) == (4, 8)
     (reason,) = facts.latent.because
     told(reason)
@@ -209,7 +253,9 @@ def test_inspect_names_the_wrapper_and_what_it_cannot_become(wrapper, told):
 
 
 def test_uptraining_refuses_a_wrapper_before_it_begins(wrapper, tmp_path):
-    request = UptrainRequest(model=str(wrapper("llava")), out=str(tmp_path / "out"), text=str(tmp_path / "none.txt"))
+    request = UptrainRequest(
+        model=str(wrapper("llava")), out=str(tmp_path / "out"), text=str(tmp_path / "none.txt")
+    )
     with pytest.raises(InputError, match="llava"):
         uptrain_checkpoint(request)
 
@@ -228,5 +274,8 @@ def test_a_wrapper_can_teach_a_plain_model(tmp_path):
     wrappers.make_wrapper("llava", tmp_path / "llava", vocab_size=2048)
     add_demo_tokenizer(tmp_path / "llava")
     tokenizer = AutoTokenizer.from_pretrained(demo_folder())
-    with closing(open_checkpoint(tmp_path / "llava")) as teacher, closing(open_checkpoint(demo_folder())) as student:
+    with (
+        closing(open_checkpoint(tmp_path / "llava")) as teacher,
+        closing(open_checkpoint(demo_folder())) as student,
+    ):
         check_teacher(teacher, student, tokenizer, trust_remote_code=False)

@@ -9,7 +9,9 @@ from helpers.checkpoints import add_demo_tokenizer
 
 @pytest.fixture(scope="session")
 def reader(tmp_path_factory, tiny_family):
-    """64 cache elements per token and layer: four heads, where the tiny models of the families have eight."""
+    """64 cache elements per token and layer: four heads, where the tiny models of the families have
+    eight.
+    """
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 2048}
     made = tiny_family("llama", **sizes, mlp_bias=False)
     folder = Path(shutil.copytree(made, tmp_path_factory.mktemp("reader") / "model"))

@@ -21,7 +21,14 @@ from kvfold.convert.measure.bench import step_costs, subjects
 from kvfold.convert.request import BenchRequest
 
 RUN_IN_PROCESS = bench.run_in_process  # the fixture below replaces it for the whole module
-SHORT = {"contexts": [16], "device": "cpu", "dtype": "float32", "prefill_tokens": 0, "seconds": 1e-3, "threads": 1}
+SHORT = {
+    "contexts": [16],
+    "device": "cpu",
+    "dtype": "float32",
+    "prefill_tokens": 0,
+    "seconds": 1e-3,
+    "threads": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +69,9 @@ def test_every_kind_of_a_shape_is_measured(report):
     assert found["MHA", 2] == 2 * 32 * 2 * 64 * 4  # K and V, slots, sequences, numbers, bytes
     assert found["GQA-2", 2] * 4 == found["MHA", 2]
     *_, note = report.table().splitlines()
-    assert note.startswith("stock: as transformers loads it; absorbed: after kvfold.attention.absorb(model), which")
+    assert note.startswith(
+        "stock: as transformers loads it; absorbed: after kvfold.attention.absorb(model), which"
+    )
     assert found["MLA 32 + 4, absorbed", 1] == 32 * (32 + 4) * 4
 
 
@@ -94,19 +103,24 @@ def test_costs_of_a_step_of_a_known_shape():
     assert memory[0] == pytest.approx(1.05 * (2.62 + 8 + 4) + 0.59, rel=0.01)
     assert memory[3] < memory[1] < memory[2]
     stock, absorbed = (step_costs(kind, (10, 7), 4, 50, 3) for kind in kinds[2:])
-    assert absorbed.attention_operations == 300 * 2 * 32 * (2 * 512 + 64)  # 2 layers, 50 slots, 3 sequences
+    assert absorbed.attention_operations == 300 * 2 * 32 * (
+        2 * 512 + 64
+    )  # 2 layers, 50 slots, 3 sequences
     assert absorbed.operations == absorbed.attention_operations + 2 * 3 * 7
     assert absorbed.read_bytes == 300 * 576 * 4 + 28
     assert stock.attention_operations == 300 * 2 * 32 * (256 * 512 + 128 + 64 + 128)
     config = worker.AutoConfig.for_model(**shape("tiny")[3].config)
     model = worker.make_model(shape("tiny")[3], config, torch.float32, torch.device("cpu"))
     assert type(model.model.layers[0].self_attn).__name__ == "AbsorbedYoutuAttention"
-    total, read = worker.count_parameters(worker.AutoConfig.for_model(**shape("llama-2-7b")[0].config))
+    total, read = worker.count_parameters(
+        worker.AutoConfig.for_model(**shape("llama-2-7b")[0].config)
+    )
     assert (total, total - read) == (6_738_415_616, 32000 * 4096)
 
 
 def test_quantized_checkpoints_are_timed_dequantized(tiny_family, tmp_path):
-    source, block = tiny_family("qwen3"), (16, 16)
+    source = tiny_family("qwen3")
+    block = (16, 16)
     twin = quantized_copy(source, tmp_path / "fp8", fp8_settings(block), fp8_blocks(block))
     (subject,) = subjects(BenchRequest([str(tmp_path / "fp8")]))
     assert "quantization_config" not in subject.config
@@ -119,7 +133,11 @@ def test_quantized_checkpoints_are_timed_dequantized(tiny_family, tmp_path):
 @pytest.mark.parametrize(
     ("family", "target", "forms"),
     [
-        ("llama", {"to": "mla", "kv_rank": 12, "rope_dim": 4, "method": "svd"}, ["stock", "absorbed"]),
+        (
+            "llama",
+            {"to": "mla", "kv_rank": 12, "rope_dim": 4, "method": "svd"},
+            ["stock", "absorbed"],
+        ),
         ("gpt2", {"to": "mqa", "method": "mean"}, ["stock"]),
         ("gpt_neox", {"to": "mla", "kv_rank": 12, "rope_dim": 4, "method": "svd"}, ["stock"]),
     ],
@@ -127,7 +145,8 @@ def test_quantized_checkpoints_are_timed_dequantized(tiny_family, tmp_path):
 def test_sources_and_results_are_timed_whatever_their_config_calls_the_sizes(
     tiny_family, tmp_path, family, target, forms
 ):
-    source, out = str(tiny_family(family, **({"mlp_bias": False} if family == "llama" else {}))), str(tmp_path / "out")
+    source = str(tiny_family(family, **({"mlp_bias": False} if family == "llama" else {})))
+    out = str(tmp_path / "out")
     convert_checkpoint(ConvertRequest(model=source, out=out, quiet=True, **target))
     rows = measured([source, out]).rows
     assert [row.form for row in rows] == ["stock", *forms]
@@ -138,13 +157,18 @@ def test_sources_and_results_are_timed_whatever_their_config_calls_the_sizes(
 
 @pytest.mark.slow
 def test_a_model_whose_process_fails_costs_no_other_its_rows(tiny_family, tmp_path, monkeypatch):
-    """The example of ``bench_checkpoints`` has a process that succeeds; here the second refuses its model."""
+    """The example of ``bench_checkpoints`` has a process that succeeds; here the second refuses its
+    model.
+    """
     monkeypatch.setattr(
         bench,
         "run_in_process",
-        lambda subject, *settings: (RUN_IN_PROCESS if subject.name.endswith("bad") else worker.run)(subject, *settings),
+        lambda subject, *settings: (RUN_IN_PROCESS if subject.name.endswith("bad") else worker.run)(
+            subject, *settings
+        ),
     )
-    good, bad = tiny_family("llama"), tmp_path / "bad"
+    good = tiny_family("llama")
+    bad = tmp_path / "bad"
     shutil.copytree(good, bad)
     config = json.loads((bad / "config.json").read_text())
     (bad / "config.json").write_text(json.dumps(config | {"model_type": "nothing"}))
@@ -153,7 +177,11 @@ def test_a_model_whose_process_fails_costs_no_other_its_rows(tiny_family, tmp_pa
     done = CliRunner().invoke(kvfold, list(map(str, [*command, "--json", out])))
     assert done.exit_code == 0, done.output
     first, second = json.loads(out.read_text())["rows"]
-    assert (first["model"], first["cache_bytes"], first["ratio"]) == (str(good), 2 * 16 * 64 * 2 * 4, 1.0)
+    assert (first["model"], first["cache_bytes"], first["ratio"]) == (
+        str(good),
+        2 * 16 * 64 * 2 * 4,
+        1.0,
+    )
     reason = "config.json: the installed transformers does not support model_type 'nothing'"
     assert second["failed"] == f"{bad}: {reason}"
     assert f"does not run: {reason}" in done.output
@@ -168,7 +196,9 @@ def test_where_all_models_fail_the_error_is_the_first(monkeypatch):
         measured(shape="tiny")
 
 
-@pytest.mark.parametrize("options", ["", "--shape gpt-9", "--shape tiny --context 8,x", "m --layers 2"])
+@pytest.mark.parametrize(
+    "options", ["", "--shape gpt-9", "--shape tiny --context 8,x", "m --layers 2"]
+)
 def test_wrong_requests(options, told):
     found = CliRunner().invoke(kvfold, ["bench", *options.split()]).exception
     assert isinstance(found, InputError)
@@ -177,11 +207,15 @@ def test_wrong_requests(options, told):
 
 def test_a_second_sitting_measures_the_missing_rows(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[3] / "recipes/benchmarks")
-    script, path, shown = importlib.import_module("measured"), tmp_path / "rows.json", []
+    script = importlib.import_module("measured")
+    path = tmp_path / "rows.json"
+    shown = []
 
     def rows(names, end=None):
         def missing(done):
-            yield from ({"name": name} for name in names if name not in [row["name"] for row in done])
+            yield from (
+                {"name": name} for name in names if name not in [row["name"] for row in done]
+            )
             if end is not None:
                 raise end
 
@@ -191,4 +225,7 @@ def test_a_second_sitting_measures_the_missing_rows(tmp_path, monkeypatch):
         script.continue_rows(path, {"model": "m"}, rows("ab", KeyboardInterrupt()), shown.append)
     script.continue_rows(path, {"model": "m"}, rows("abc"), shown.append)
     assert [row["name"] for row in shown] == ["a", "b", "a", "b", "c"]
-    assert json.loads(path.read_text()) == {"model": "m", "rows": [{"name": name} for name in "abc"]}
+    assert json.loads(path.read_text()) == {
+        "model": "m",
+        "rows": [{"name": name} for name in "abc"],
+    }

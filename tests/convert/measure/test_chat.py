@@ -1,4 +1,6 @@
-"""`kvfold chat`: answers equal those of transformers, absorbed where there is a latent, side by side."""
+"""`kvfold chat`: answers equal those of transformers, absorbed where there is a latent, side by
+side.
+"""
 
 import io
 import shutil
@@ -15,13 +17,18 @@ from kvfold.convert.measure.chat import Speaker, chat_models, open_speaker, side
 from kvfold.convert.request import ChatRequest
 
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt"
+    " %}A:{% endif %}"
 )
 
 
 def test_texts_stand_side_by_side():
     shown = side_by_side(["one two three four five six", "seven\n\neight"], 35)
-    assert shown.splitlines() == ["one two three    | seven", "four five six    |", "                 | eight"]
+    assert shown.splitlines() == [
+        "one two three    | seven",
+        "four five six    |",
+        "                 | eight",
+    ]
     assert side_by_side(["a b"], 80) == "a b"
 
 
@@ -46,7 +53,9 @@ def test_a_model_keeps_the_conversation_and_its_latent_is_absorbed(chatty):
     speaker.remember("And a set?", second)
     asked = ["What is a list?", first, "And a set?", second]
     assert [each["content"] for each in speaker.messages] == asked
-    text = speaker.tokenizer.apply_chat_template(speaker.messages[:3], add_generation_prompt=True, tokenize=False)
+    text = speaker.tokenizer.apply_chat_template(
+        speaker.messages[:3], add_generation_prompt=True, tokenize=False
+    )
     inputs = speaker.tokenizer(text, return_tensors="pt", add_special_tokens=False)
     expected = speaker.model.generate(inputs["input_ids"], max_new_tokens=4, do_sample=False)
     assert second == speaker.tokenizer.decode(expected[0, inputs["input_ids"].shape[1] :]).strip()
@@ -54,7 +63,9 @@ def test_a_model_keeps_the_conversation_and_its_latent_is_absorbed(chatty):
 
 def test_two_models_answer_every_line(chatty, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
-    request = ChatRequest(model=str(chatty), against=str(demo_folder()), max_new_tokens=3, device="cpu")
+    request = ChatRequest(
+        model=str(chatty), against=str(demo_folder()), max_new_tokens=3, device="cpu"
+    )
     chat_models(request, io.StringIO("The list\n\nThe set\n"))
     shown = capsys.readouterr()
     heads = [line for line in shown.out.splitlines() if "tokens/s" in line]
@@ -80,8 +91,11 @@ class Terminal(io.StringIO):
         return line
 
 
-def test_ctrl_c_stops_an_answer_in_a_terminal_and_at_the_prompt_it_ends_the_chat(chatty, capsys, monkeypatch):
-    answer, asked = Speaker.answer, []
+def test_ctrl_c_stops_an_answer_in_a_terminal_and_at_the_prompt_it_ends_the_chat(
+    chatty, capsys, monkeypatch
+):
+    answer = Speaker.answer
+    asked = []
 
     def interrupted(self, prompt, most):
         asked.append([each["content"] for each in self.messages])
@@ -90,7 +104,10 @@ def test_ctrl_c_stops_an_answer_in_a_terminal_and_at_the_prompt_it_ends_the_chat
         return answer(self, prompt, most)
 
     monkeypatch.setattr(Speaker, "answer", interrupted)
-    chat_models(ChatRequest(model=str(chatty), max_new_tokens=3, device="cpu"), Terminal("first\nsecond\nthird\n"))
+    chat_models(
+        ChatRequest(model=str(chatty), max_new_tokens=3, device="cpu"),
+        Terminal("first\nsecond\nthird\n"),
+    )
     shown = capsys.readouterr()
     assert "Ctrl-C stops an answer" in shown.err
     assert shown.err.count("(stopped)") == 1

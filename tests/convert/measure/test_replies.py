@@ -1,4 +1,6 @@
-"""The built-in tasks of `kvfold eval` for which models write: prompts, generation in batches, scores and rows."""
+"""The built-in tasks of `kvfold eval` for which models write: prompts, generation in batches,
+scores and rows.
+"""
 
 import json
 from pathlib import Path
@@ -54,7 +56,9 @@ def test_sums_and_copies_expect_what_they_ask_for():
         *_, asked = prompt.text.splitlines()
         assert f"{eval(asked)}" == prompt.expected[0]
         assert prompt.opening == f"{asked} ="
-    assert all(prompt.text.endswith(" ".join(prompt.expected)) for prompt in draw_prompts("copying", 3, 0))
+    assert all(
+        prompt.text.endswith(" ".join(prompt.expected)) for prompt in draw_prompts("copying", 3, 0)
+    )
     asked = [prompt.text for prompt in draw_prompts("replies", 32, 0)]
     assert len({*asked}) == 32
     assert (
@@ -82,14 +86,26 @@ def test_replies_are_scored(task, reply, expected, share):
 
 
 def test_letters_stand_alone():
-    assert [letter(each) for each in (" C", "(D)", "About A.", "CAB", "")] == ["C", "D", "A", "none", "none"]
+    assert [letter(each) for each in (" C", "(D)", "About A.", "CAB", "")] == [
+        "C",
+        "D",
+        "A",
+        "none",
+        "none",
+    ]
 
 
 def test_batches_write_what_single_prompts_write(tokenizer, model):
-    asked = [torch.tensor(tokenizer(text)["input_ids"]) for text in ("The list", "Return the first item of the", "A")]
+    asked = [
+        torch.tensor(tokenizer(text)["input_ids"])
+        for text in ("The list", "Return the first item of the", "A")
+    ]
     done: list[int] = []
     together = write_replies(model, tokenizer, asked, 12, 2, done.append)
-    alone = [model.generate(each[None], do_sample=False, max_new_tokens=12)[0, len(each) :] for each in asked]
+    alone = [
+        model.generate(each[None], do_sample=False, max_new_tokens=12)[0, len(each) :]
+        for each in asked
+    ]
     assert [each.tolist() for each in together] == [each.tolist() for each in alone]
     assert done == [2, 1]
     # The third token ends a reply, as if it were the end token
@@ -109,15 +125,25 @@ def test_prompts_use_the_chat_template(tokenizer):
 
 
 def test_replies_are_compared_with_those_of_the_source():
-    replies = [torch.tensor(each) for each in ([5, 6, 7, 8, 9, 1], [5, 6, 7, 8], [2, 2, 2, 2, 2, 2])]
+    replies = [
+        torch.tensor(each) for each in ([5, 6, 7, 8, 9, 1], [5, 6, 7, 8], [2, 2, 2, 2, 2, 2])
+    ]
     others = [torch.tensor(each) for each in ([5, 6, 0, 8, 9], [5, 6, 7, 8], [2, 2, 2, 2, 2, 1])]
-    p, q = torch.tensor([[[0.5, 0.5, 0.0]]]), torch.tensor([[[0.25, 0.25, 0.5]]])
-    rows = {metric: (one.tolist(), other.tolist()) for _, metric, one, other in reply_scores(replies, others, (p, q))}
+    p = torch.tensor([[[0.5, 0.5, 0.0]]])
+    q = torch.tensor([[[0.25, 0.25, 0.5]]])
+    rows = {
+        metric: (one.tolist(), other.tolist())
+        for _, metric, one, other in reply_scores(replies, others, (p, q))
+    }
     assert rows["first_difference"] == ([6, 4, 6], [2, 4, 5])
-    # 8 and 9 of three places after the first difference; the third reply differs only in its last token
+    # 8 and 9 of three places after the first difference; the third reply differs only in its last
+    # token
     assert rows["equal_after_it"] == ([1.0], [pytest.approx(2 / 3)])
     assert rows["draft_acceptance"] == ([1.0], [0.5])
-    assert rows["repetition"] == ([0.0, 0.0, pytest.approx(2 / 3)], [0.0, 0.0, pytest.approx(1 / 3)])
+    assert rows["repetition"] == (
+        [0.0, 0.0, pytest.approx(2 / 3)],
+        [0.0, 0.0, pytest.approx(1 / 3)],
+    )
     assert rows["length"] == ([6, 4, 6], [5, 4, 6])
 
 
@@ -140,14 +166,30 @@ def test_a_source_that_does_not_beat_chance_guesses():
 @pytest.mark.slow
 def test_the_command_runs_built_in_tasks(capsys):
     tasks = "replies,choice,arithmetic,copying,niah_single_1"
-    line = ["eval", demo_folder(), demo_folder(), "--tasks", tasks, "--samples", 2, "--lengths", 300, "--no-retrieval"]
+    line = [
+        "eval",
+        demo_folder(),
+        demo_folder(),
+        "--tasks",
+        tasks,
+        "--samples",
+        2,
+        "--lengths",
+        300,
+        "--no-retrieval",
+    ]
     with pytest.raises(SystemExit) as end:
         main([*map(str, line), "--json", "-"])
     shown = capsys.readouterr()
     assert end.value.code == 0, shown.err
     found = json.loads(shown.out)
     asked = [(row["task"], row["length"], row["difference"]) for row in found["answers"]]
-    assert asked == [("choice", None, 0), ("arithmetic", None, 0), ("copying", None, 0), ("niah_single_1", 300, 0)]
+    assert asked == [
+        ("choice", None, 0),
+        ("arithmetic", None, 0),
+        ("copying", None, 0),
+        ("niah_single_1", 300, 0),
+    ]
     rows = {row["metric"]: row for row in found["tasks"]}
     assert rows["draft_acceptance"]["student"] == pytest.approx(1, abs=1e-3)
     assert rows["first_difference"]["difference"] == rows["length"]["difference"] == 0
@@ -171,7 +213,10 @@ def test_the_evidence_of_the_documents_is_what_was_measured():
     for row in (row for row in found if row["group"] == "writing"):
         assert row["date"] in text
         for each in row["answers"]:
-            shown = f"{100 * each['student']:.1f} % ({100 * each['difference']:+.1f} ± {100 * each['margin']:.1f})"
+            shown = (
+                f"{100 * each['student']:.1f} % ({100 * each['difference']:+.1f} ±"
+                f" {100 * each['margin']:.1f})"
+            )
             line = next(
                 line
                 for line in text.splitlines()
@@ -181,6 +226,7 @@ def test_the_evidence_of_the_documents_is_what_was_measured():
         for each in row["tasks"]:
             digits = 1 if each["metric"] in ("first_difference", "length") else 2
             assert (
-                f"{each['student']:.{digits}f} ({each['difference']:+.{digits}f} ± {each['margin']:.{digits}f})" in text
+                f"{each['student']:.{digits}f} ({each['difference']:+.{digits}f} ±"
+                f" {each['margin']:.{digits}f})" in text
             )
         assert ", ".join(map(str, row["letters"]["result"].values())) in text

@@ -1,4 +1,6 @@
-"""The RULER tasks that `kvfold eval` builds: what is hidden, what is expected, and how long the prompts are."""
+"""The RULER tasks that `kvfold eval` builds: what is hidden, what is expected, and how long the
+prompts are.
+"""
 
 import re
 from collections import Counter
@@ -22,7 +24,9 @@ def test_prompts_fill_their_length(task, length):
     sizes = [words(prompt) + prompt.most for prompt in prompts]
     assert all(0.85 * length < size <= length for size in sizes)
     assert len({prompt.text for prompt in prompts}) == 3
-    assert [prompt.text for prompt in draw_ruler(task, length, 3, 0, words)] == [prompt.text for prompt in prompts]
+    assert [prompt.text for prompt in draw_ruler(task, length, 3, 0, words)] == [
+        prompt.text for prompt in prompts
+    ]
     assert draw_ruler(task, length, 1, 1, words)[0].text != prompts[0].text
 
 
@@ -36,7 +40,8 @@ def test_one_needle_is_asked_for(task):
         others = [line for line in lines[1:-1] if line != needle]
         if task == "niah_single_1":
             assert {*others} == {
-                "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+                "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back"
+                " again."
             }
             assert prompt.chance == 0
         else:
@@ -44,7 +49,9 @@ def test_one_needle_is_asked_for(task):
             assert all(line.startswith("One of the special magic") for line in others)
             assert prompt.chance == 1 / (len(others) + 1)
         assert len(prompt.expected[0]) == (36 if task == "niah_multikey_3" else 7)
-        assert prompt.opening.endswith(f"magic {key[1]} for {key[2]} mentioned in the provided text is")
+        assert prompt.opening.endswith(
+            f"magic {key[1]} for {key[2]} mentioned in the provided text is"
+        )
 
 
 def test_a_chain_of_variables_holds_one_value():

@@ -1,4 +1,6 @@
-"""Many targets in one walk: each is what its conversion alone would be, and the smallest within a loss is named."""
+"""Many targets in one walk: each is what its conversion alone would be, and the smallest within a
+loss is named.
+"""
 
 import math
 import os
@@ -33,7 +35,9 @@ def with_losses(found, losses, margin=0.005):
     rows = []
     for row, loss in zip(found.rows, losses, strict=True):
         student = row.measured.teacher_loss + loss
-        rows.append(replace(row, measured=replace(row.measured, student_loss=student, excess_margin=margin)))
+        rows.append(
+            replace(row, measured=replace(row.measured, student_loss=student, excess_margin=margin))
+        )
     return replace(found, rows=tuple(rows))
 
 
@@ -41,16 +45,25 @@ def with_losses(found, losses, margin=0.005):
 def test_a_target_is_what_its_conversion_alone_would_be(tmp_path, swept, place):
     row = swept.rows[place]
     done = convert_checkpoint(replace(row.request, out=str(tmp_path / "out")))
-    alone, measured = done.record["drift"], row.measured
+    alone = done.record["drift"]
+    measured = row.measured
     assert alone["kl"]["value"] == measured.kl
-    assert (alone["excess"]["value"], alone["excess"]["margin"]) == (measured.excess, measured.excess_margin)
+    assert (alone["excess"]["value"], alone["excess"]["margin"]) == (
+        measured.excess,
+        measured.excess_margin,
+    )
     assert alone["agreement"]["value"] == measured.agreement
-    assert tuple(layer["residual_propagated"]["value"] for layer in alone["layers"]) == row.distances
+    assert (
+        tuple(layer["residual_propagated"]["value"] for layer in alone["layers"]) == row.distances
+    )
     assert (done.plan.layout.kind, done.plan.layout.cache_elements) == (row.kind, row.elements)
 
 
 def test_targets_are_fitted_in_the_requested_precision(reader):
-    wide, short = (sweep_checkpoint(str(reader), "mqa", **TEXT, precision=name) for name in ("float32", "bfloat16"))
+    wide, short = (
+        sweep_checkpoint(str(reader), "mqa", **TEXT, precision=name)
+        for name in ("float32", "bfloat16")
+    )
     assert (wide.rows[0].precision, short.rows[0].precision) == ("float32", "bfloat16")
     assert wide.rows[0].measured.kl != short.rows[0].measured.kl
     assert "--precision bfloat16" in short.rows[0].command("MODEL", "OUT")
@@ -62,8 +75,14 @@ def test_a_budget_gets_a_split_and_its_request_names_it(swept):
     assert {split.kv_rank + split.rope_dim for split in row.splits} == {8}
     best = min(row.splits, key=lambda split: split.kl)
     request = row.request
-    assert (request.budget, request.kv_rank, request.rope_dim) == (None, best.kv_rank, best.rope_dim)
-    assert f"--kv-rank {best.kv_rank} --rope-dim {best.rope_dim} --samples 4" in row.command("MODEL", "OUT")
+    assert (request.budget, request.kv_rank, request.rope_dim) == (
+        None,
+        best.kv_rank,
+        best.rope_dim,
+    )
+    assert f"--kv-rank {best.kv_rank} --rope-dim {best.rope_dim} --samples 4" in row.command(
+        "MODEL", "OUT"
+    )
 
 
 def test_the_smallest_target_within_a_loss_is_named_with_its_command(swept, told):
@@ -78,7 +97,9 @@ def test_where_none_is_within_the_loss_the_nearest_is_named_and_nothing_is_writt
     assert found.smallest(0.01) is None
     told(found.decision(0.01))
     told(with_losses(swept, (0.1, 0.2, 0.3, 0.4), margin=0.3).decision(0.01))
-    with pytest.raises(KvfoldError, match="OUT: nothing was written; no target is within 1 % perplexity"):
+    with pytest.raises(
+        KvfoldError, match="OUT: nothing was written; no target is within 1 % perplexity"
+    ):
         found.convert(0.01)
     assert with_losses(swept, (math.nan, 0.3, 0.2, math.nan)).nearest().excess == pytest.approx(0.2)
 
@@ -86,7 +107,11 @@ def test_where_none_is_within_the_loss_the_nearest_is_named_and_nothing_is_writt
 def test_without_a_usable_cache_folder_a_sweep_ends_as_with_one(reader, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     with closing(open_checkpoint(reader)) as checkpoint:
-        kept = KeptRows(make_plan(ConvertRequest(model=reader, out="OUT", to="mqa", **TEXT), checkpoint), {}, False)
+        kept = KeptRows(
+            make_plan(ConvertRequest(model=reader, out="OUT", to="mqa", **TEXT), checkpoint),
+            {},
+            False,
+        )
     kept.add("mqa", {"kl": 1})
     kept.forget()
     assert "finished rows are not kept (Not a directory)" in capsys.readouterr().err
@@ -101,7 +126,9 @@ def test_the_table_has_a_line_per_target_largest_cache_first(swept):
     assert "75.0 %" in row
 
 
-def test_an_interrupted_sweep_shows_its_rows_and_continues_after_them(reader, tmp_path, monkeypatch, capsys, swept):
+def test_an_interrupted_sweep_shows_its_rows_and_continues_after_them(
+    reader, tmp_path, monkeypatch, capsys, swept
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = shutil.copytree(reader, tmp_path / "model")
     options = {**TEXT, "quiet": False, "model": str(model), "targets": "mla:8 gqa:2 mqa"}
@@ -116,15 +143,22 @@ def test_an_interrupted_sweep_shows_its_rows_and_continues_after_them(reader, tm
         assert raised.value.__notes__ == ["finished rows kept for the same request: 2"]
         assert "MQA: 75.0 % less cache, " in capsys.readouterr().err
         with pytest.raises(KeyboardInterrupt):
-            sweep_checkpoint(**options | {"samples": 5, "targets": "mla:8"})  # another sweep, which has no rows
+            sweep_checkpoint(
+                **options | {"samples": 5, "targets": "mla:8"}
+            )  # another sweep, which has no rows
         with pytest.raises(KeyboardInterrupt):
-            sweep_checkpoint(**options | {"layout": "free"})  # another too, though its folds have no layout
+            sweep_checkpoint(
+                **options | {"layout": "free"}
+            )  # another too, though its folds have no layout
         assert len(list((tmp_path / "cache").rglob("*.json"))) == 2
     fitted = Mock(side_effect=sweep.fitted_fold)
     monkeypatch.setattr(sweep, "fitted_fold", fitted)
     found = sweep_checkpoint(**options)
     assert not fitted.called
-    assert "resuming after 2 of 3 targets of the interrupted sweep (--fresh starts over)" in capsys.readouterr().err
+    assert (
+        "resuming after 2 of 3 targets of the interrupted sweep (--fresh starts over)"
+        in capsys.readouterr().err
+    )
     assert [row.target for row in found.rows] == ["mla:8", "gqa:2", "mqa"]
     for row, same in zip(found.rows, (swept.rows[3], *swept.rows[:2]), strict=True):
         assert (row.excess, row.interval, row.kl, row.distances) == (
@@ -153,12 +187,19 @@ def test_rows_of_an_interrupted_sweep_are_discarded_when_the_model_changed_or_on
         with (model / "config.json").open("a") as config:
             config.write("\n")
         assert KeptRows(plan, options, False).rows == {}
-    assert "discarding the rows (1) of an interrupted sweep: config.json changed since then" in capsys.readouterr().err
+    assert (
+        "discarding the rows (1) of an interrupted sweep: config.json changed since then"
+        in capsys.readouterr().err
+    )
 
 
 def test_targets_are_spelled_with_commas_or_blanks():
     spelling = ["gqa:4", "gqa:2", "mqa", "mla:576", "mla:512+64"]
-    for words in (["gqa:4,2", "mqa", "mla:576,512+64"], "gqa:4,2,mqa,mla:576 512+64 mqa", ["GQA:4", *spelling]):
+    for words in (
+        ["gqa:4,2", "mqa", "mla:576,512+64"],
+        "gqa:4,2,mqa,mla:576 512+64 mqa",
+        ["GQA:4", *spelling],
+    ):
         assert [spelled(options) for options in parse_targets(words)] == spelling
 
 
@@ -176,7 +217,9 @@ def test_an_impossible_target_ends_the_sweep_before_it_begins(reader, refused):
 
 
 def test_targets_given_several_times_are_all_read():
-    done = CliRunner().invoke(kvfold, ["sweep", str(demo_folder()), "--targets", "gpa:3", "--targets", "mqa", "gqa:4"])
+    done = CliRunner().invoke(
+        kvfold, ["sweep", str(demo_folder()), "--targets", "gpa:3", "--targets", "mqa", "gqa:4"]
+    )
     assert "--targets gpa:3 must be" in str(done.exception)
 
 
@@ -185,16 +228,38 @@ def test_targets_that_suit_a_model_are_the_default(tiny_family):
         checkpoint = open_checkpoint(str(folder))
         for options in default_targets(model_of(checkpoint.config, checkpoint.tensors), layout):
             given = {"layout": layout} if options["to"] == "mla" else {}
-            make_plan(ConvertRequest(str(folder), "OUT", **options, **given), checkpoint)  # none is refused
-        return [spelled(each) for each in default_targets(model_of(checkpoint.config, checkpoint.tensors), layout)]
+            make_plan(
+                ConvertRequest(str(folder), "OUT", **options, **given), checkpoint
+            )  # none is refused
+        return [
+            spelled(each)
+            for each in default_targets(model_of(checkpoint.config, checkpoint.tensors), layout)
+        ]
 
-    assert defaults(demo_folder()) == ["gqa:4", "gqa:2", "mqa", "mla:256", "mla:170", "mla:128", "mla:64"]
+    assert defaults(demo_folder()) == [
+        "gqa:4",
+        "gqa:2",
+        "mqa",
+        "mla:256",
+        "mla:170",
+        "mla:128",
+        "mla:64",
+    ]
     assert defaults(tiny_family("phi")) == ["gqa:4", "gqa:2", "mqa"]  # no stock class holds its MLA
-    assert defaults(tiny_family("phi"), "kvfold") == ["gqa:4", "gqa:2", "mqa"]  # its norms have biases
+    assert defaults(tiny_family("phi"), "kvfold") == [
+        "gqa:4",
+        "gqa:2",
+        "mqa",
+    ]  # its norms have biases
     assert any(each.startswith("mla:") for each in defaults(tiny_family("olmo2"), "kvfold"))
-    for family, sizes in {"gpt2": {"n_embd": 512, "n_head": 8}, "gpt_neox": {"hidden_size": 512}}.items():
+    for family, sizes in {
+        "gpt2": {"n_embd": 512, "n_head": 8},
+        "gpt_neox": {"hidden_size": 512},
+    }.items():
         assert any(each.startswith("mla:") for each in defaults(tiny_family(family, **sizes)))
-        assert not any(each.startswith("mla:") for each in defaults(tiny_family(family, **sizes), "engine"))
+        assert not any(
+            each.startswith("mla:") for each in defaults(tiny_family(family, **sizes), "engine")
+        )
     assert defaults(tiny_family("gpt_oss"), "kvfold") == defaults(tiny_family("gpt_oss"))
     wide = tiny_family("llama", head_dim=128, num_hidden_layers=1, mlp_bias=False)  # 2048 elements
     assert defaults(wide) == ["gqa:4", "gqa:2", "mqa", "mla:512+64", "mla:448+64", "mla:256+64"]

@@ -71,7 +71,9 @@ def test_tensors_that_are_not_the_configs_or_not_finite(out, told, refused):
         check_verified(done)
 
 
-@pytest.mark.parametrize("content", ["[", '{"files": 3}', '{"files": {"x": 1}}', '{"files": {"../x": "a"}}'])
+@pytest.mark.parametrize(
+    "content", ["[", '{"files": 3}', '{"files": {"x": 1}}', '{"files": {"../x": "a"}}']
+)
 def test_a_record_that_is_none(out, content):
     (out / "kvfold.json").write_text(content)
     with pytest.raises(InputError, match=r"kvfold\.json"):

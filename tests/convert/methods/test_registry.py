@@ -22,7 +22,9 @@ FEW = {"to": "mqa", "samples": 4, "seq_len": 32, "group": "contiguous"}
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The folder of the toys on the path, as PYTHONPATH puts it, and what they register gone after a test."""
+    """The folder of the toys on the path, as PYTHONPATH puts it, and what they register gone after
+    a test.
+    """
     monkeypatch.syspath_prepend(Path(__file__).parent)
     methods_of()
     for names in ("_methods", "_objectives"):
@@ -33,18 +35,30 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def converted(way: str, out: Path, **options: Any) -> str:
-    """Convert the shipped model into ``out``; returns the lines on stdout, of which Python has none."""
+    """Convert the shipped model into ``out``; returns the lines on stdout, of which Python has
+    none.
+    """
     if way == "python":
         convert_checkpoint(ConvertRequest(demo_folder(), out, quiet=True, **options))
         return ""
-    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    done = CliRunner().invoke(cli.kvfold, ["convert", str(demo_folder()), str(out), *words], catch_exceptions=False)
+    words = [
+        word
+        for name, value in options.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    done = CliRunner().invoke(
+        cli.kvfold, ["convert", str(demo_folder()), str(out), *words], catch_exceptions=False
+    )
     assert done.exit_code == 0, done.output
     return done.stdout
 
 
 def test_the_methods_that_ship() -> None:
-    for to, shipped in (("gqa", {"mean", "first", "random"}), ("mqa", {"mean", "first", "random"}), ("mla", {"svd"})):
+    for to, shipped in (
+        ("gqa", {"mean", "first", "random"}),
+        ("mqa", {"mean", "first", "random"}),
+        ("mla", {"svd"}),
+    ):
         assert methods_of(to)[0] == "principal"  # the default
         assert shipped <= {*methods_of(to)}
     assert [quick_method(to) for to in ("gqa", "mla")] == ["mean", "svd"]
@@ -53,14 +67,18 @@ def test_the_methods_that_ship() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_method_of_a_module(tmp_path, way: str) -> None:
-    out, name = tmp_path / "out", "toy_method:loudest"
+    out = tmp_path / "out"
+    name = "toy_method:loudest"
     said = converted(way, out, to="gqa", kv_heads=2, method=name)
     assert way == "python" or "method toy_method:loudest" in said
     assert json.loads((out / "kvfold.json").read_text())["request"]["method"] == name
     card = (out / "README.md").read_text()
     assert "Each group keeps its loudest head." in card
     assert f"--method {name}" in card
-    keys = [tensors(folder)["model.layers.0.self_attn.k_proj.weight"].float() for folder in (demo_folder(), out)]
+    keys = [
+        tensors(folder)["model.layers.0.self_attn.k_proj.weight"].float()
+        for folder in (demo_folder(), out)
+    ]
     heads = keys[0].view(2, 4, 32, -1)
     loudest = torch.stack([group[group.norm(dim=(1, 2)).argmax()] for group in heads])
     torch.testing.assert_close(keys[1].view(2, 32, -1), loudest)
@@ -70,7 +88,9 @@ def test_a_method_from_python_may_start_a_refinement(tiny_reader, tmp_path) -> N
     import toy_method  # noqa: F401  # registers its name
 
     text = {"samples": 4, "seq_len": 32, "refine": 2, "quiet": True}
-    done = convert_checkpoint(ConvertRequest(tiny_reader, tmp_path / "out", to="mqa", method="loudest", **text))
+    done = convert_checkpoint(
+        ConvertRequest(tiny_reader, tmp_path / "out", to="mqa", method="loudest", **text)
+    )
     assert done.record["groups"] == [[list(range(8))]] * 2
     assert len(done.record["refinement"]) == 2
 
@@ -85,26 +105,43 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_objective_of_a_module(usual: Path, tmp_path, way: str) -> None:
-    out, name = tmp_path / "out", "toy_objective:nearest-keys"
+    out = tmp_path / "out"
+    name = "toy_objective:nearest-keys"
     converted(way, out, objective=name, **FEW)
     assert json.loads((out / "kvfold.json").read_text())["request"]["objective"] == name
     assert "objective" not in json.loads((usual / "kvfold.json").read_text())["request"]
-    before, after = tensors(usual), tensors(out)
+    before = tensors(usual)
+    after = tensors(out)
     keys, values = (f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "kv")
     assert not torch.equal(after[keys], before[keys])
     torch.testing.assert_close(after[values], before[values])
     # Once its module is imported, its name is enough.
-    assert ConvertRequest(demo_folder(), tmp_path, objective="nearest-keys", to="mqa").objective == "nearest-keys"
+    assert (
+        ConvertRequest(demo_folder(), tmp_path, objective="nearest-keys", to="mqa").objective
+        == "nearest-keys"
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "no_such_file:toy"}, "--method no_such_file:toy: cannot import module 'no_such_file'"),
-        ({"method": "toy_method:loudly"}, r"is not available with --to mqa; use one of .*did you mean loudest"),
-        ({"objective": "score"}, r"--objective must be one of scores, or MODULE:NAME .did you mean scores"),
+        (
+            {"method": "no_such_file:toy"},
+            "--method no_such_file:toy: cannot import module 'no_such_file'",
+        ),
+        (
+            {"method": "toy_method:loudly"},
+            r"is not available with --to mqa; use one of .*did you mean loudest",
+        ),
+        (
+            {"objective": "score"},
+            r"--objective must be one of scores, or MODULE:NAME .did you mean scores",
+        ),
         ({"objective": "scores", "method": "mean"}, "--objective has no effect with --method mean"),
-        ({"objective": "scores", "to": "mla", "budget": 48}, "--objective needs --to gqa or --to mqa"),
+        (
+            {"objective": "scores", "to": "mla", "budget": 48},
+            "--objective needs --to gqa or --to mqa",
+        ),
     ],
 )
 def test_names_are_checked_with_the_request(options: dict[str, Any], message: str) -> None:

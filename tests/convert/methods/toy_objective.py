@@ -1,4 +1,6 @@
-"""An objective in one file: shared keys that are near the members' keys, whatever the queries read of them."""
+"""An objective in one file: shared keys that are near the members' keys, whatever the queries read
+of them.
+"""
 
 import torch
 

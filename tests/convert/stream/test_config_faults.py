@@ -1,4 +1,6 @@
-"""A config.json with a wrong value ends a calibrated conversion with an error that names it, whoever reads it first."""
+"""A config.json with a wrong value ends a calibrated conversion with an error that names it,
+whoever reads it first.
+"""
 
 import json
 import shutil
@@ -22,7 +24,13 @@ def with_config(source, folder, **changes):
 
 
 def convert(model, out, **options):
-    options = {"to": "mqa", "group": "contiguous", "samples": 1, "seq_len": 8, "quiet": True} | options
+    options = {
+        "to": "mqa",
+        "group": "contiguous",
+        "samples": 1,
+        "seq_len": 8,
+        "quiet": True,
+    } | options
     return convert_checkpoint(ConvertRequest(str(model), str(out), **options))
 
 
@@ -68,9 +76,13 @@ def test_what_only_some_families_have(tmp_path, tiny_family, family, changes, to
 
 
 def test_the_auxiliary_loss_of_experts_is_not_requested(tmp_path, tiny_family):
-    model = with_config(tiny_family("mixtral", vocab_size=2048), tmp_path / "model", output_router_logits=True)
+    model = with_config(
+        tiny_family("mixtral", vocab_size=2048), tmp_path / "model", output_router_logits=True
+    )
     convert(model, tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["output_router_logits"] is True
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["output_router_logits"] is True
+    )
 
 
 def test_a_method_that_reads_no_text_checks_types_too(tmp_path, refused):
@@ -81,5 +93,7 @@ def test_a_method_that_reads_no_text_checks_types_too(tmp_path, refused):
 
 def test_drift_says_whose_config_it_is(tmp_path):
     bad = with_config(demo_folder(), tmp_path / "bad", hidden_act="nope")
-    with pytest.raises(InputError, match=r"bad: config.json: hidden_act must be an activation that transformers"):
+    with pytest.raises(
+        InputError, match=r"bad: config.json: hidden_act must be an activation that transformers"
+    ):
         drift_checkpoints(str(demo_folder()), str(bad), samples=1, seq_len=16)

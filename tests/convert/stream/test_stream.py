@@ -1,4 +1,6 @@
-"""A checkpoint's stream computes what the stock model computes, for every family, one layer at a time."""
+"""A checkpoint's stream computes what the stock model computes, for every family, one layer at a
+time.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,28 @@ from kvfold.convert.stream.stream import CheckpointStream
 SMALL = tiny_models.SIZES | {"hidden_size": 48, "num_hidden_layers": 3}
 SMALL |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64}
 WINDOW = {"sliding_window": 5}
-LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW},
-    "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 0.5, **WINDOW},
-    "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window_pattern": 3, **WINDOW},
+    "gemma2": {
+        "head_dim": 12,
+        "query_pre_attn_scalar": 12,
+        "attn_logit_softcapping": 0.5,
+        **WINDOW,
+    },
+    "gemma3_text": {
+        "head_dim": 12,
+        "query_pre_attn_scalar": 12,
+        "sliding_window_pattern": 3,
+        **WINDOW,
+    },
     "youtu": {**LATENT, "q_lora_rank": 20, "attention_bias": True},
     "deepseek_v3": {
         **LATENT,
@@ -54,7 +72,9 @@ def tiny(family: str, **changes: Any) -> tuple[Any, dict[str, Any], dict[str, Te
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SMALL, **MODELS[family], **changes})
     # Below 5.23 the default of transformers for gemma2 leaves out its softcap.
-    model = AutoModelForCausalLM.from_config(config, **({"attn_implementation": "eager"} if family == "gemma2" else {}))
+    model = AutoModelForCausalLM.from_config(
+        config, **({"attn_implementation": "eager"} if family == "gemma2" else {})
+    )
     model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -62,7 +82,11 @@ def tiny(family: str, **changes: Any) -> tuple[Any, dict[str, Any], dict[str, Te
     stored = revert_weight_conversion(model, model.state_dict())
     if config.tie_word_embeddings:
         stored.pop("lm_head.weight")
-    return model, config.to_dict(), {name: tensor.detach().clone() for name, tensor in stored.items()}
+    return (
+        model,
+        config.to_dict(),
+        {name: tensor.detach().clone() for name, tensor in stored.items()},
+    )
 
 
 def run(stream: CheckpointStream, tokens: Tensor) -> Tensor:
@@ -75,7 +99,9 @@ def run(stream: CheckpointStream, tokens: Tensor) -> Tensor:
 
 @pytest.fixture
 def tokens() -> Tensor:
-    return torch.randint(0, SMALL["vocab_size"], (3, 17), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        0, SMALL["vocab_size"], (3, 17), generator=torch.Generator().manual_seed(1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,11 +116,15 @@ def tokens() -> Tensor:
     ],
     ids=str,
 )
-def test_logits_of_every_family_equal_the_stock_forward(family: str, changes: Any, tiny_family: Any) -> None:
+def test_logits_of_every_family_equal_the_stock_forward(
+    family: str, changes: Any, tiny_family: Any
+) -> None:
     folder = tiny_family(family, **changes)
     tokens = torch.randint(3, 97, (3, 17), generator=torch.Generator().manual_seed(1))
     # eager: with some transformers, gemma2's default attention leaves out its soft cap
-    stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    stock = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         expected = stock(tokens).logits
     checkpoint = open_checkpoint(str(folder))
@@ -106,7 +136,9 @@ def test_logits_of_every_family_equal_the_stock_forward(family: str, changes: An
 
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_and_cache_of_latent_and_expert_models(family: str, tokens: Tensor) -> None:
-    """As the stock model has them; float64 is nearer to the truth; its dtype does not change what the cache holds."""
+    """As the stock model has them; float64 is nearer to the truth; its dtype does not change what
+    the cache holds.
+    """
     model, config, stored = tiny(family)
     short = tokens[:1, :2]
     with torch.no_grad():
@@ -118,7 +150,9 @@ def test_logits_and_cache_of_latent_and_expert_models(family: str, tokens: Tenso
     exact = run(stream.to(dtype=torch.float64), tokens)
     assert exact.dtype == torch.float64
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
-    held = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
+    held = sum(
+        t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values)
+    )
     assert stream.cache_bytes_per_token() == held // short.numel()
     assert stream.to(dtype=torch.bfloat16).cache_bytes_per_token() == held // short.numel()
     halved = CheckpointStream({**config, "dtype": "bfloat16"}, stored.__getitem__, stored)
@@ -127,7 +161,9 @@ def test_logits_and_cache_of_latent_and_expert_models(family: str, tokens: Tenso
 
 @pytest.mark.parametrize("kind", ROPE)
 def test_rotary_frequencies_are_those_of_the_stock_model(kind: str, tokens: Tensor) -> None:
-    model, config, stored = tiny("llama", rope_parameters={"rope_type": kind, "rope_theta": 100.0, **ROPE[kind]})
+    model, config, stored = tiny(
+        "llama", rope_parameters={"rope_type": kind, "rope_theta": 100.0, **ROPE[kind]}
+    )
     stream = CheckpointStream(config, stored.__getitem__, stored)
     plain = CheckpointStream(tiny("llama")[1], stored.__getitem__, stored)
     with torch.no_grad():
@@ -160,7 +196,9 @@ def test_only_the_open_layer_is_in_memory(tokens: Tensor) -> None:
 @pytest.mark.parametrize(
     ("family", "shared"), [("llama", "mlp.up_proj.weight"), ("mixtral", "mlp.experts.gate_up_proj")]
 )
-def test_a_student_reads_its_own_tensors_first_and_shares_the_rest(family: str, shared: str, tokens: Tensor) -> None:
+def test_a_student_reads_its_own_tensors_first_and_shares_the_rest(
+    family: str, shared: str, tokens: Tensor
+) -> None:
     source_model, config, stored = tiny(family)
     others = dict(source_model.named_parameters())
     expected_model, changed_config, changed = tiny(family, num_key_value_heads=3)
@@ -180,7 +218,9 @@ def test_a_student_reads_its_own_tensors_first_and_shares_the_rest(family: str, 
         for name, parameter in expected_model.named_parameters():
             if "self_attn" not in name:
                 parameter.copy_(others[name])
-        torch.testing.assert_close(run(student, tokens), expected_model(tokens).logits, **precision.LOGITS)
+        torch.testing.assert_close(
+            run(student, tokens), expected_model(tokens).logits, **precision.LOGITS
+        )
 
 
 def test_a_longer_text_after_a_shorter_one_gets_its_own_masks(tokens: Tensor) -> None:
@@ -191,12 +231,16 @@ def test_a_longer_text_after_a_shorter_one_gets_its_own_masks(tokens: Tensor) ->
             torch.testing.assert_close(run(stream, part), model(part).logits, **precision.LOGITS)
 
 
-def test_lower_precision_is_the_stock_model_loaded_in_that_precision(tmp_path: Path, tokens: Tensor) -> None:
+def test_lower_precision_is_the_stock_model_loaded_in_that_precision(
+    tmp_path: Path, tokens: Tensor
+) -> None:
     model, config, stored = tiny("llama")
     model.save_pretrained(tmp_path)
     stream = CheckpointStream(config, stored.__getitem__, stored).to(dtype=torch.bfloat16)
     with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)(tokens).logits
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)(
+            tokens
+        ).logits
     torch.testing.assert_close(run(stream, tokens), expected)
 
 

@@ -16,11 +16,21 @@ from kvfold.convert.stream import weights as weights_of
 from kvfold.convert.stream.stock import empty_model, load_config
 from kvfold.convert.stream.weights import WeightMap, load_model
 
-SIZES = {"vocab_size": 7, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 7,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 CONFIG = LlamaConfig(**SIZES).to_dict()
 FUSED = WeightConverter(
     source_patterns="self_attn.qkv.weight",
-    target_patterns=["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+    target_patterns=[
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+    ],
     operations=[Chunk(dim=0)],
 )
 JOINED = WeightConverter(
@@ -44,17 +54,22 @@ def tensors(model: Any) -> dict[str, Tensor]:
 @pytest.fixture
 def conversions(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``conversions(*entries)``: transformers has these conversions for the model."""
-    return lambda *entries: monkeypatch.setattr(weights_of, "get_model_conversion_mapping", lambda model: list(entries))
+    return lambda *entries: monkeypatch.setattr(
+        weights_of, "get_model_conversion_mapping", lambda model: list(entries)
+    )
 
 
 def load(model: Any, tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    weights, found = WeightMap(model, tensors), dict[str, Tensor]()
+    weights = WeightMap(model, tensors)
+    found = dict[str, Tensor]()
     for source in weights.under(prefix):
         found |= weights.load(source, tensors.__getitem__, torch.float32, "cpu")
     return found
 
 
-def test_a_fused_tensor_gives_several_parameters(model: Any, tensors: dict[str, Tensor], conversions: Any) -> None:
+def test_a_fused_tensor_gives_several_parameters(
+    model: Any, tensors: dict[str, Tensor], conversions: Any
+) -> None:
     conversions(FUSED)
     parts = [tensors.pop(f"model.layers.1.self_attn.{name}_proj.weight") for name in "qkv"]
     tensors["model.layers.1.self_attn.qkv.weight"] = torch.cat(parts)
@@ -67,7 +82,9 @@ def test_a_fused_tensor_gives_several_parameters(model: Any, tensors: dict[str, 
 def test_a_base_models_file_lacks_the_prefix(model: Any, tensors: dict[str, Tensor]) -> None:
     tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     found = load(model, tensors, "model.layers.1.")
-    assert torch.equal(found["model.layers.1.mlp.up_proj.weight"], tensors["layers.1.mlp.up_proj.weight"])
+    assert torch.equal(
+        found["model.layers.1.mlp.up_proj.weight"], tensors["layers.1.mlp.up_proj.weight"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,13 +92,17 @@ def test_a_base_models_file_lacks_the_prefix(model: Any, tensors: dict[str, Tens
     [(WeightRenaming(".feed_forward.", ".mlp."), "feed_forward.up_proj"), (JOINED, "mlp.low")],
     ids=["renamed", "joined"],
 )
-def test_two_ways_to_one_parameter_are_refused(model: Any, tensors: Any, conversions: Any, conversion, name, refused):
+def test_two_ways_to_one_parameter_are_refused(
+    model: Any, tensors: Any, conversions: Any, conversion, name, refused
+):
     conversions(conversion)
     with refused(KvfoldError):
         WeightMap(model, [*tensors, f"model.layers.0.{name}.weight"])
 
 
-def test_a_split_of_the_wrong_size_is_refused(model: Any, tensors: dict[str, Tensor], refused: Any) -> None:
+def test_a_split_of_the_wrong_size_is_refused(
+    model: Any, tensors: dict[str, Tensor], refused: Any
+) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     tensors[name] = tensors[name].T
     with refused():
@@ -94,12 +115,20 @@ def test_tied_parameters_come_from_each_other() -> None:
     weights = WeightMap(tied, names)
     assert weights.source_of("lm_head.weight").names == ("model.embed_tokens.weight",)
     with pytest.raises(InputError, match="lacks tensors for 1 parameters of LlamaForCausalLM"):
-        WeightMap(tied, [name for name in names if "norm" not in name]).source_of("model.norm.weight")
+        WeightMap(tied, [name for name in names if "norm" not in name]).source_of(
+            "model.norm.weight"
+        )
 
 
-@pytest.mark.parametrize("changes", [{"num_hidden_layers": 3}, {"intermediate_size": 40}, {"num_experts_per_tok": 9}])
-def test_a_model_is_loaded_only_if_its_tensors_are_those_of_its_config(changes, tiny_family, tmp_path, refused) -> None:
-    """transformers puts random numbers in the place of what is missing, and notices other values when it runs."""
+@pytest.mark.parametrize(
+    "changes", [{"num_hidden_layers": 3}, {"intermediate_size": 40}, {"num_experts_per_tok": 9}]
+)
+def test_a_model_is_loaded_only_if_its_tensors_are_those_of_its_config(
+    changes, tiny_family, tmp_path, refused
+) -> None:
+    """transformers puts random numbers in the place of what is missing, and notices other values
+    when it runs.
+    """
     family = "mixtral" if "num_experts_per_tok" in changes else "llama"
     model = shutil.copytree(tiny_family(family), tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
@@ -108,7 +137,9 @@ def test_a_model_is_loaded_only_if_its_tensors_are_those_of_its_config(changes, 
         load_model(open_checkpoint(model), torch.float32, False)
 
 
-def test_a_value_that_transformers_refuses_is_an_error_of_the_checkpoint(tiny_family, tmp_path, refused) -> None:
+def test_a_value_that_transformers_refuses_is_an_error_of_the_checkpoint(
+    tiny_family, tmp_path, refused
+) -> None:
     model = shutil.copytree(tiny_family("llama"), tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"use_cache": 2}))

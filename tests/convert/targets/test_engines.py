@@ -26,20 +26,31 @@ def answers(source, rank, rope, layout, heads=None):
     target = LatentTarget(rank, rope, layout=layout)
     result = en.latent_result_of(source, target)
     result = result if heads is None else replace(result, heads=heads)
-    return {verdict.engine: verdict for verdict in en.verdicts(result, en.alternatives(source, target))}
+    return {
+        verdict.engine: verdict for verdict in en.verdicts(result, en.alternatives(source, target))
+    }
 
 
 def test_a_fold_is_served_everywhere_at_its_own_cache():
     found = en.verdicts(en.folded_result(model(), 2))
-    assert [(verdict.serves, verdict.cache, verdict.instead) for verdict in found] == [(True, 512, None)] * 5
+    assert [(verdict.serves, verdict.cache, verdict.instead) for verdict in found] == [
+        (True, 512, None)
+    ] * 5
 
 
 def refusals(source, kv_heads):
-    return {each.engine for each in en.verdicts(en.folded_result(source, kv_heads)) if not each.serves}
+    return {
+        each.engine for each in en.verdicts(en.folded_result(source, kv_heads)) if not each.serves
+    }
 
 
 def test_folds_of_families_that_an_engine_reads_in_another_way():
-    phi = {"model_type": "phi", "num_key_value_heads": 32, "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"}
+    phi = {
+        "model_type": "phi",
+        "num_key_value_heads": 32,
+        "partial_rotary_factor": 0.5,
+        "hidden_act": "gelu_new",
+    }
     assert refusals(model(**phi), 32) == set()
     assert refusals(model(**phi), 8) == {"SGLang", "llama.cpp"}
     assert refusals(model(model_type="olmo"), 4) == {"SGLang", "mlx-lm"}
@@ -59,7 +70,9 @@ def test_folds_of_layout_kvfold_are_served_by_vllm_where_the_plug_in_has_them(ti
 
 
 def test_a_fold_of_a_checkpoint_without_rope_theta_is_written_with_one():
-    """Checkpoints that transformers 5 wrote have it in ``rope_parameters`` only; tables by layer type stay alone."""
+    """Checkpoints that transformers 5 wrote have it in ``rope_parameters`` only; tables by layer
+    type stay alone.
+    """
     plain = {"rope_type": "default", "rope_theta": 500000.0}
     config = {name: value for name, value in LLAMA.items() if name != "rope_theta"}
     assert refusals(model(config, rope_parameters=plain), 4) == set()
@@ -109,7 +122,11 @@ def test_what_is_proposed_instead_is_served_and_possible(source, layout, split):
 @pytest.mark.parametrize(
     ("source", "engine", "instead"),
     [
-        (LLAMA, "mlx-lm", "--to mla --kv-rank 476 --rope-dim 104 --layout engine"),  # the same split
+        (
+            LLAMA,
+            "mlx-lm",
+            "--to mla --kv-rank 476 --rope-dim 104 --layout engine",
+        ),  # the same split
         (LLAMA, "vLLM", "--to mla --kv-rank 512 --rope-dim 64 --layout engine"),
         (QWEN, "mlx-lm", "--to mqa"),  # its biases
     ],
@@ -125,28 +142,46 @@ def test_the_heads_of_a_layout_free_checkpoint_decide_where_vllm_serves_it():
     narrow = model(num_attention_heads=64, num_key_value_heads=16)
     on_cpu = answers(narrow, 512, 64, "free")["vLLM"]
     assert on_cpu.serves
-    assert "on CPUs only: on GPUs its MLA prefill supports head dims 128+64/128, 64+64/128" in on_cpu.how
+    assert (
+        "on CPUs only: on GPUs its MLA prefill supports head dims 128+64/128, 64+64/128"
+        in on_cpu.how
+    )
     assert on_cpu.how.endswith("this model has 64+64/64")
     ran = {rank: answers(model(), rank, 64, "free")["vLLM"].ran for rank in (512, 448, 256)}
     assert ran == {512: True, 448: False, 256: False}  # what it serves on GPUs only was not run
     refused = answers(narrow, 448, 64, "free")["vLLM"]
-    assert (refused.serves, refused.instead) == (False, "--to mla --kv-rank 448 --rope-dim 64 --layout engine")
+    assert (refused.serves, refused.instead) == (
+        False,
+        "--to mla --kv-rank 448 --rope-dim 64 --layout engine",
+    )
 
 
 def test_mlx_lm_needs_the_older_spelling_of_the_rotary_base():
-    target, theta = LatentTarget(512, 64, layout="engine"), [500000.0 ** (-i / 32) for i in range(32)]
+    target = LatentTarget(512, 64, layout="engine")
+    theta = [500000.0 ** (-i / 32) for i in range(32)]
     config = mla_config(model(), target, theta, dtype="bfloat16")
-    saved = {name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")}
-    for each, serves in ((config, True), (saved, False)):  # as kvfold writes it, and as transformers saves it
+    saved = {
+        name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")
+    }
+    for each, serves in (
+        (config, True),
+        (saved, False),
+    ):  # as kvfold writes it, and as transformers saves it
         result = en.latent_result(each)
         assert result.kind == "engine"
-        assert {verdict.engine: verdict.serves for verdict in en.verdicts(result)}["mlx-lm"] is serves
+        assert {verdict.engine: verdict.serves for verdict in en.verdicts(result)}[
+            "mlx-lm"
+        ] is serves
 
 
 def test_llama_cpp_needs_an_edit_where_queries_have_no_latent():
     assert '"q_lora_rank": 0' in answers(model(), 96, 32, "engine")["llama.cpp"].how
-    assert "q_lora_rank" not in answers(model(num_hidden_layers=27), 96, 32, "engine")["llama.cpp"].how
-    assert "q_lora_rank" not in answers(model(num_hidden_layers=48), 96, 32, "engine")["llama.cpp"].how
+    assert (
+        "q_lora_rank" not in answers(model(num_hidden_layers=27), 96, 32, "engine")["llama.cpp"].how
+    )
+    assert (
+        "q_lora_rank" not in answers(model(num_hidden_layers=48), 96, 32, "engine")["llama.cpp"].how
+    )
     target = LatentTarget(96, 32, q_rank=64, layout="engine")
     for layers, serves in {26: False, 27: False, 32: True, 48: False}.items():
         result = en.latent_result_of(model(num_hidden_layers=layers), target)
@@ -163,13 +198,20 @@ def test_a_latent_is_whole_on_every_rank_and_heads_are_shared_out():
 
 
 def test_a_conversion_and_an_inspection_say_who_serves_it(tmp_path):
-    out, options = tmp_path / "out", {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd", "quiet": True}
+    out = tmp_path / "out"
+    options = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd", "quiet": True}
     done = convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(out), **options))
     refusal = "Model type youtu not supported; instead: "
     lines = done.summary().splitlines()
-    served = f"served by transformers; not by vLLM, SGLang, llama.cpp, mlx-lm; {out}/README.md says how, and why not"
+    served = (
+        f"served by transformers; not by vLLM, SGLang, llama.cpp, mlx-lm; {out}/README.md says how,"
+        " and why not"
+    )
     assert served in lines
-    assert any(line.startswith("in transformers, call kvfold.attention.absorb(model) before") for line in lines)
+    assert any(
+        line.startswith("in transformers, call kvfold.attention.absorb(model) before")
+        for line in lines
+    )
     assert "2.9 M -> 2.5 M parameters" in done.summary()
     assert "128 -> 32 on each of 4, 64 -> 32 on each of 8 ranks" in done.summary()
     record = json.loads((out / "kvfold.json").read_text())
@@ -183,14 +225,20 @@ def test_a_conversion_and_an_inspection_say_who_serves_it(tmp_path):
     assert "mlx-lm        no, Model type youtu not supported" in facts.summary()
     # A model that kvfold did not write may have anything that was never tried: it gets no verdict.
     config = json.loads((out / "config.json").read_text())
-    for change in ({"attention_bias": False}, {"model_type": "deepseek_v2"}, {"model_type": "deepseek_v3"}):
+    for change in (
+        {"attention_bias": False},
+        {"model_type": "deepseek_v2"},
+        {"model_type": "deepseek_v3"},
+    ):
         (out / "config.json").write_text(json.dumps(config | change))
         assert inspect_checkpoint(str(out)).engines == []
 
 
 def test_inspection_proposes_the_splits_that_engines_serve():
     lines = inspect_checkpoint(str(demo_folder())).summary().splitlines()
-    split, ranks = (line for line in lines if line.startswith("  --to mla --kv-rank 256 --rope-dim 64 --layout"))
+    split, ranks = (
+        line for line in lines if line.startswith("  --to mla --kv-rank 256 --rope-dim 64 --layout")
+    )
     assert split.endswith("transformers, vLLM*, SGLang*, llama.cpp, mlx-lm")
     assert "  * according to the engine's source code; not run" in lines
     assert ranks.split()[-4:] == ["320"] * 4  # on 1, 2, 4 and 8 ranks
@@ -198,10 +246,14 @@ def test_inspection_proposes_the_splits_that_engines_serve():
 
 @pytest.mark.parametrize("layout", ["free", "engine"])
 def test_no_layout_names_a_pad_token_that_its_class_would_zero(layout, tmp_path):
-    """The class of layout ``free`` zeroes that row of the embedding, which may be a tied head, as it loads."""
+    """The class of layout ``free`` zeroes that row of the embedding, which may be a tied head, as
+    it loads.
+    """
     config = model_of(json.loads((demo_folder() / "config.json").read_text()))
     assert config.config["pad_token_id"] == 2
-    wrote = mla_config(config, LatentTarget(24, 8, layout=layout), [1.0, 0.1, 0.01, 0.001], dtype="bfloat16")
+    wrote = mla_config(
+        config, LatentTarget(24, 8, layout=layout), [1.0, 0.1, 0.01, 0.001], dtype="bfloat16"
+    )
     stock = AutoModelForCausalLM.from_config(AutoConfig.for_model(**wrote))
     with torch.no_grad():
         stock.get_input_embeddings().weight.fill_(0.5)

@@ -1,4 +1,6 @@
-"""Models with experts as stock ``Mistral4ForCausalLM``: all but the attention is the source's, byte for byte."""
+"""Models with experts as stock ``Mistral4ForCausalLM``: all but the attention is the source's, byte
+for byte.
+"""
 
 import json
 
@@ -18,7 +20,14 @@ from kvfold.convert.targets.mla.layout import mla_shapes
 from kvfold.convert.targets.mla.problems import model_problems
 
 MIXTRAL = {"sliding_window": None, "num_key_value_heads": 4}
-LOSSLESS = {"to": "mla", "kv_rank": 65, "rope_dim": 32, "method": "svd", "allow_growth": True, "quiet": True}
+LOSSLESS = {
+    "to": "mla",
+    "kv_rank": 65,
+    "rope_dim": 32,
+    "method": "svd",
+    "allow_growth": True,
+    "quiet": True,
+}
 TOKENS = torch.randint(3, 97, (2, 30), generator=torch.Generator().manual_seed(2))
 NORMED = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(3))
 
@@ -26,19 +35,31 @@ NORMED = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(3))
 def config_of(name, **changes):
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
     experts = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 24}
-    values = {**sizes, **experts, "num_hidden_layers": 3, "vocab_size": 50, "intermediate_size": 40, **changes}
-    known = {key: value for key, value in values.items() if hasattr(AutoConfig.for_model(name), key)}
+    values = {
+        **sizes,
+        **experts,
+        "num_hidden_layers": 3,
+        "vocab_size": 50,
+        "intermediate_size": 40,
+        **changes,
+    }
+    known = {
+        key: value for key, value in values.items() if hasattr(AutoConfig.for_model(name), key)
+    }
     return json.loads(AutoConfig.for_model(name, **known).to_json_string(use_diff=False))
 
 
 def greedy(model, tokens=TOKENS):
-    return model.generate(tokens, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return model.generate(
+        tokens, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
 
 
 @pytest.fixture(scope="module")
 def mixtral(tiny_family, tmp_path_factory):
     """A tiny Mixtral, and what it becomes at full rank."""
-    source, out = tiny_family("mixtral", **MIXTRAL), tmp_path_factory.mktemp("experts") / "out"
+    source = tiny_family("mixtral", **MIXTRAL)
+    out = tmp_path_factory.mktemp("experts") / "out"
     convert_checkpoint(ConvertRequest(model=str(source), out=str(out), **LOSSLESS))
     return source, out
 
@@ -46,7 +67,9 @@ def mixtral(tiny_family, tmp_path_factory):
 def test_a_lossless_conversion_is_its_source_in_stock_transformers_and_absorbed(mixtral):
     source, out = mixtral
     original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    stock, info = Mistral4ForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+    stock, info = Mistral4ForCausalLM.from_pretrained(
+        out, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(info.values()), info
     with torch.no_grad():
         expected = original(TOKENS).logits
@@ -65,9 +88,15 @@ def test_a_lossless_conversion_is_its_source_in_stock_transformers_and_absorbed(
         ("olmoe", {"clip_qkv": None}),
     ],
 )
-def test_experts_beside_normed_queries_and_keys_generate_alike_absorbed_and_not(name, changes, tiny_family, tmp_path):
-    """The norms are fitted, which is another matter; what the router and the experts do is the source's."""
-    source = tiny_family(name, num_key_value_heads=4, sliding_window=None, use_sliding_window=False, **changes)
+def test_experts_beside_normed_queries_and_keys_generate_alike_absorbed_and_not(
+    name, changes, tiny_family, tmp_path
+):
+    """The norms are fitted, which is another matter; what the router and the experts do is the
+    source's.
+    """
+    source = tiny_family(
+        name, num_key_value_heads=4, sliding_window=None, use_sliding_window=False, **changes
+    )
     request = LOSSLESS | {"kv_rank": 40, "rope_dim": 8, "out": str(tmp_path / "out")}
     convert_checkpoint(ConvertRequest(model=str(source), **request))
     stock = CompletedAuto.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
@@ -79,11 +108,17 @@ def test_experts_beside_normed_queries_and_keys_generate_alike_absorbed_and_not(
 
 def test_experts_are_the_bytes_of_the_source(mixtral):
     source, out = mixtral
-    stored, made = tensors(source), tensors(out)
+    stored = tensors(source)
+    made = tensors(out)
     name = "model.layers.1.block_sparse_moe"
-    each = [[stored[f"{name}.experts.{i}.{part}.weight"] for part in ("w1", "w3", "w2")] for i in range(4)]
+    each = [
+        [stored[f"{name}.experts.{i}.{part}.weight"] for part in ("w1", "w3", "w2")]
+        for i in range(4)
+    ]
     experts = "model.layers.1.mlp.experts"
-    assert torch.equal(made[f"{experts}.gate_up_proj"], torch.stack([torch.cat([g, u]) for g, u, _ in each]))
+    assert torch.equal(
+        made[f"{experts}.gate_up_proj"], torch.stack([torch.cat([g, u]) for g, u, _ in each])
+    )
     assert torch.equal(made[f"{experts}.down_proj"], torch.stack([down for *_, down in each]))
     assert torch.equal(made["model.layers.1.mlp.gate.weight"], stored[f"{name}.gate.weight"])
     origins = json.loads((out / "kvfold.json").read_text())["tensors"]
@@ -91,7 +126,10 @@ def test_experts_are_the_bytes_of_the_source(mixtral):
         "origin": "copied",
         "from": [f"{name}.experts.{i}.w2.weight" for i in range(4)],
     }
-    assert origins["model.layers.1.mlp.shared_experts.up_proj.weight"] == {"origin": "zeros", "from": []}
+    assert origins["model.layers.1.mlp.shared_experts.up_proj.weight"] == {
+        "origin": "zeros",
+        "from": [],
+    }
 
 
 @pytest.mark.slow
@@ -100,10 +138,24 @@ def test_a_calibrated_conversion_trains_attention_only(layout, tiny_family, tmp_
     source = tmp_path / "source"
     source.symlink_to(tiny_family("mixtral", **MIXTRAL, vocab_size=2048))
     add_demo_tokenizer(source)
-    request = {"to": "mla", "kv_rank": 40, "rope_dim": 8, "layout": layout, "samples": 4, "seq_len": 64, "refine": 2}
-    done = convert_checkpoint(ConvertRequest(model=str(source), out=str(tmp_path / "out"), quiet=True, **request))
+    request = {
+        "to": "mla",
+        "kv_rank": 40,
+        "rope_dim": 8,
+        "layout": layout,
+        "samples": 4,
+        "seq_len": 64,
+        "refine": 2,
+    }
+    done = convert_checkpoint(
+        ConvertRequest(model=str(source), out=str(tmp_path / "out"), quiet=True, **request)
+    )
     assert done.record["drift"]["kl"]["value"] < 0.5
-    others = {tensor["origin"] for name, tensor in done.record["tensors"].items() if "self_attn" not in name}
+    others = {
+        tensor["origin"]
+        for name, tensor in done.record["tensors"].items()
+        if "self_attn" not in name
+    }
     assert others == {"copied", "zeros"}
     stock = CompletedAuto.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     assert torch.equal(greedy(stock), greedy(absorb(stock)))
@@ -120,14 +172,19 @@ def test_a_calibrated_conversion_trains_attention_only(layout, tiny_family, tmp_
     ],
 )
 def test_shapes_and_routing_are_those_of_the_stock_class(name, changes, layout):
-    source, target = model_of(config_of(name, **changes)), LatentTarget(40, 8, layout=layout)
-    config = AutoConfig.for_model(**mla_config(source, target, [1.0, 0.1, 0.01, 0.001], dtype="float32"))
+    source = model_of(config_of(name, **changes))
+    target = LatentTarget(40, 8, layout=layout)
+    config = AutoConfig.for_model(
+        **mla_config(source, target, [1.0, 0.1, 0.01, 0.001], dtype="float32")
+    )
     with torch.device("meta"):
         stock = CompletedAuto.from_config(config)
     expected = {name: tuple(tensor.shape) for name, tensor in stock.state_dict().items()}
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     shapes = mla_shapes(source, target)
-    assert {name: shape for name, (shape, _) in shapes.items()} == {k: v for k, v in expected.items() if k not in tied}
+    assert {name: shape for name, (shape, _) in shapes.items()} == {
+        k: v for k, v in expected.items() if k not in tied
+    }
     router = stock.model.layers[-1].mlp.gate
     assert router.norm_topk_prob is changes.get("norm_topk_prob", True)
     assert router.top_k == source.values["num_experts_per_tok"]
@@ -145,7 +202,9 @@ def test_shapes_and_routing_are_those_of_the_stock_class(name, changes, layout):
     ],
 )
 def test_experts_that_the_stock_class_cannot_hold(name, changes, told):
-    (problem,) = (each for each in model_problems(model_of(config_of(name, **changes))) if "expert" in each)
+    (problem,) = (
+        each for each in model_problems(model_of(config_of(name, **changes))) if "expert" in each
+    )
     told(problem)
 
 
@@ -158,14 +217,19 @@ def test_experts_that_the_stock_class_cannot_hold(name, changes, told):
     ],
 )
 def test_who_serves_experts(split, layout, served):
-    source, target = model_of(config_of("mixtral", hidden_size=4096, head_dim=128)), LatentTarget(*split, layout=layout)
+    source = model_of(config_of("mixtral", hidden_size=4096, head_dim=128))
+    target = LatentTarget(*split, layout=layout)
     result = latent_result_of(source, target)
     theta = [1e4 ** (-index / 32) for index in range(target.rope_dim // 2)]
     assert latent_result(mla_config(source, target, theta, dtype="bfloat16")) == result
     found = {each.engine: each for each in verdicts(result, alternatives(source, target))}
     assert {name for name, verdict in found.items() if verdict.serves} == served
     assert "Mistral4" in found["SGLang"].how
-    assert {name for name in served if found[name].ran} >= {"transformers", "llama.cpp", "mlx-lm"} & served
+    assert {name for name in served if found[name].ran} >= {
+        "transformers",
+        "llama.cpp",
+        "mlx-lm",
+    } & served
     assert "Mistral4ForCausalLM" in found["transformers"].how
     if layout == "engine":
         assert '"architectures": ["Mistral3ForConditionalGeneration"]' in found["llama.cpp"].how

@@ -7,12 +7,20 @@ from tiny_models import SIZES
 from transformers import AutoConfig
 
 from kvfold.convert.families.model import model_of
-from kvfold.convert.targets.mla.config import LatentTarget, context, mla_config, plain_base, stored_rope
+from kvfold.convert.targets.mla.config import (
+    LatentTarget,
+    context,
+    mla_config,
+    plain_base,
+    stored_rope,
+)
 from kvfold.convert.targets.mla.problems import latent_problems
 
 
 def config_of(model_type, **changes):
-    config = AutoConfig.for_model(model_type, **{**SIZES, "num_key_value_heads": 4, "pad_token_id": None, **changes})
+    config = AutoConfig.for_model(
+        model_type, **{**SIZES, "num_key_value_heads": 4, "pad_token_id": None, **changes}
+    )
     return json.loads(config.to_json_string(use_diff=False))
 
 
@@ -23,7 +31,11 @@ def problems(model_type="llama", target=None, *, allow_growth=False, **changes):
 
 
 def test_a_llama_can_become_both_layouts():
-    assert problems(target=LatentTarget(16, 8)) == problems(target=LatentTarget(16, 8, layout="engine")) == []
+    assert (
+        problems(target=LatentTarget(16, 8))
+        == problems(target=LatentTarget(16, 8, layout="engine"))
+        == []
+    )
     assert problems(target=LatentTarget(64, 32), allow_growth=True) == []
 
 
@@ -65,10 +77,16 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
         ("llama", {"hidden_act": "gelu"}, ["engine"]),
     ],
     ids=lambda value: (
-        None if isinstance(value, list) else value if isinstance(value, str) else "-".join(value) or "as is"
+        None
+        if isinstance(value, list)
+        else value
+        if isinstance(value, str)
+        else "-".join(value) or "as is"
     ),
 )
-def test_models_that_a_layout_cannot_hold_are_told_why_and_what_works(model_type, changes, layouts, told):
+def test_models_that_a_layout_cannot_hold_are_told_why_and_what_works(
+    model_type, changes, layouts, told
+):
     for layout in layouts:
         found = problems(model_type, LatentTarget(16, 8, layout=layout), **changes)
         assert found
@@ -79,21 +97,31 @@ def test_models_that_a_layout_cannot_hold_are_told_why_and_what_works(model_type
 
 
 def test_longrope_is_cut_to_its_short_range_unless_both_are_equal():
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-    short, long = [1.0] * 4, [2.0] * 4
-    config = config_of("llama", rope_parameters={**rope, "short_factor": short, "long_factor": long})
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    short = [1.0] * 4
+    long = [2.0] * 4
+    config = config_of(
+        "llama", rope_parameters={**rope, "short_factor": short, "long_factor": long}
+    )
     assert context(model_of(config)) == 32
-    config = config_of("llama", rope_parameters={**rope, "short_factor": short, "long_factor": short})
+    config = config_of(
+        "llama", rope_parameters={**rope, "short_factor": short, "long_factor": short}
+    )
     assert context(model_of(config)) == 128
 
 
 THETA = [1.0, 0.1, 0.01, 0.001]
 
 
-# What the DeepSeek loaders of inference engines read of the config of a dense model without a query latent:
-#   vLLM       vllm/model_executor/models/deepseek_v2.py       at 002d6073aa03
-#   SGLang     python/sglang/srt/models/deepseek_v2.py         at 00114aef19bb
-#   llama.cpp  conversion/deepseek.py                          at 01a723dc630d
+# What the DeepSeek loaders of inference engines read of the config of a dense model without a query
+# latent: vLLM       vllm/model_executor/models/deepseek_v2.py       at 002d6073aa03 SGLang
+# python/sglang/srt/models/deepseek_v2.py         at 00114aef19bb llama.cpp  conversion/deepseek.py
+# at 01a723dc630d
 ENGINE_KEYS = """
     first_k_dense_replace hidden_act hidden_size intermediate_size kv_lora_rank max_position_embeddings
     moe_intermediate_size moe_layer_freq n_group n_routed_experts n_shared_experts norm_topk_prob num_attention_heads
@@ -104,15 +132,22 @@ ENGINE_KEYS = """
 
 def test_engine_config_answers_every_key_that_the_loaders_ask():
     config = config_of("llama", tie_word_embeddings=True)
-    written = mla_config(model_of(config), LatentTarget(16, 8, layout="engine"), THETA, dtype="bfloat16")
+    written = mla_config(
+        model_of(config), LatentTarget(16, 8, layout="engine"), THETA, dtype="bfloat16"
+    )
     assert [key for key in ENGINE_KEYS.split() if key not in written] == []
-    # The conditions under which each of them makes a layer dense, its rope plain and its attention multi-head.
+    # The conditions under which each of them makes a layer dense, its rope plain and its attention
+    # multi-head.
     assert written["first_k_dense_replace"] == written["num_hidden_layers"] == 2
     rope = written["rope_parameters"]
     assert (rope["rope_type"], rope["factor"]) == ("yarn", 1.0)
     assert {**written["rope_scaling"], "rope_theta": rope["rope_theta"]} == {**rope, "type": "yarn"}
     assert written["num_key_value_heads"] == written["num_attention_heads"] == 8
-    assert (written["hidden_act"], written["attention_bias"], written["tie_word_embeddings"]) == ("silu", False, False)
+    assert (written["hidden_act"], written["attention_bias"], written["tie_word_embeddings"]) == (
+        "silu",
+        False,
+        False,
+    )
 
 
 def test_plain_rope_is_recognized_and_anything_else_is_longrope():
@@ -123,7 +158,9 @@ def test_plain_rope_is_recognized_and_anything_else_is_longrope():
         assert plain_base(other) is None
         table = stored_rope(other, 512)
         assert table["short_factor"] == table["long_factor"]
-        inverse = [1 / (f * 10000.0 ** (i / len(other))) for i, f in enumerate(table["short_factor"])]
+        inverse = [
+            1 / (f * 10000.0 ** (i / len(other))) for i, f in enumerate(table["short_factor"])
+        ]
         assert inverse == pytest.approx(other, rel=1e-12)
 
 

@@ -1,4 +1,6 @@
-"""Latent weights in the stock class of either layout: what transformers computes is their formula, in float64 here."""
+"""Latent weights in the stock class of either layout: what transformers computes is their formula,
+in float64 here.
+"""
 
 import json
 import math
@@ -29,7 +31,8 @@ class LatentAttention(nn.Module):
 
     def __init__(self, latent, normed):
         super().__init__()
-        self.latent, self.normed = latent.map(torch.Tensor.double), normed
+        self.latent = latent.map(torch.Tensor.double)
+        self.normed = normed
 
     def forward(self, hidden_states, **_):
         return attend_latent(self.latent, hidden_states, self.normed), None
@@ -39,14 +42,21 @@ SMALL = SimpleNamespace(heads=2, head_dim=8, model_dim=16)
 
 
 def random_latent(size, target, seed=0):
-    """Weights for inputs of about one, with all biases that the layout has a place for; latents of unit energy."""
+    """Weights for inputs of about one, with all biases that the layout has a place for; latents of
+    unit energy.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def rand(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64) / math.sqrt(shape[-1])
 
-    heads, dim, width, rank, rope = size.heads, size.head_dim, size.model_dim, target.channels, target.rope_kept(8)
-    free, inner = target.constant, None if target.q_rank is None else target.q_rank - target.constant
+    heads = size.heads
+    dim = size.head_dim
+    width = size.model_dim
+    rank = target.channels
+    rope = target.rope_kept(8)
+    free = target.constant
+    inner = None if target.q_rank is None else target.q_rank - target.constant
     # Layout engine spells plain frequencies; layout free any.
     theta = [10000.0 ** (-2 * i / rope) if not free else 1 / (1 + 3 * i) for i in range(rope // 2)]
     return LatentWeights(
@@ -64,27 +74,48 @@ def random_latent(size, target, seed=0):
         q_nope_bias=rand(heads, dim) if free and inner else None,
         q_rope_bias=rand(heads, rope) if free and inner else None,
         o_bias=rand(width) if free else None,
-        query=QueryLatent(rand(inner, width), rand(heads, dim, inner), rand(heads, rope, inner)) if inner else None,
+        query=(
+            QueryLatent(rand(inner, width), rand(heads, dim, inner), rand(heads, rope, inner))
+            if inner
+            else None
+        ),
     )
 
 
 @pytest.fixture
 def written(tiny_family, tmp_path):
-    """``written(target)``: random latents, the stock model of their files in ``tmp_path``, and the formula's logits."""
+    """``written(target)``: random latents, the stock model of their files in ``tmp_path``, and the
+    formula's logits.
+    """
 
     def make(target):
         changes = {"mlp_bias": False, "attention_bias": False, "tie_word_embeddings": True}
         source = tiny_family("llama", num_key_value_heads=2, **changes)
-        bound, stored = model_of(json.loads((source / "config.json").read_text())), tensors(source)
-        latents = [random_latent(bound.geometry, target, seed) for seed in range(bound.geometry.layers)]
-        made = {k: v for layer, latent in enumerate(latents) for k, v in mla_tensors(latent, layer, target).items()}
-        made |= {name: stored[of].clone() for name, (_, of) in mla_shapes(bound, target).items() if of is not None}
+        bound = model_of(json.loads((source / "config.json").read_text()))
+        stored = tensors(source)
+        latents = [
+            random_latent(bound.geometry, target, seed) for seed in range(bound.geometry.layers)
+        ]
+        made = {
+            k: v
+            for layer, latent in enumerate(latents)
+            for k, v in mla_tensors(latent, layer, target).items()
+        }
+        made |= {
+            name: stored[of].clone()
+            for name, (_, of) in mla_shapes(bound, target).items()
+            if of is not None
+        }
         save_file(
-            {name: value.float() for name, value in made.items()}, tmp_path / "model.safetensors", {"format": "pt"}
+            {name: value.float() for name, value in made.items()},
+            tmp_path / "model.safetensors",
+            {"format": "pt"},
         )
         config = mla_config(bound, target, latents[0].theta.tolist(), dtype="float32")
         (tmp_path / "config.json").write_text(json.dumps(config))
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64, attn_implementation="eager").eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float64, attn_implementation="eager"
+        ).eval()
         for layer, latent in zip(model.model.layers, latents, strict=True):
             layer.self_attn = LatentAttention(latent, normed=not target.constant)
         return bound, latents, stock_model(tmp_path), logits(model)
@@ -122,15 +153,22 @@ def test_the_stock_class_computes_what_latent_weights_say(target, written, small
     assert rotary.attention_scaling == 1.0
     assert loaded.config.q_lora_rank == target.q_rank
     if target.layout == "engine":
-        assert (loaded.config.rope_parameters["rope_type"], loaded.config.rope_parameters["factor"]) == ("yarn", 1.0)
+        assert (
+            loaded.config.rope_parameters["rope_type"],
+            loaded.config.rope_parameters["factor"],
+        ) == ("yarn", 1.0)
         assert [name for name, _ in loaded.named_parameters() if name.endswith("bias")] == []
     elif target.has_kernels:
-        assert loaded.config.head_dim == 80  # vLLM's Transformers backend takes it for the size of the cache
+        assert (
+            loaded.config.head_dim == 80
+        )  # vLLM's Transformers backend takes it for the size of the cache
 
 
 @pytest.mark.parametrize("q_rank", [None, 20])
 def test_padded_heads_change_nothing(q_rank, written, small_kernels):
-    """At 16 + 64 cached elements heads of 8 dims, all rotary, get the sizes of a kernel: 64, 64 and 128."""
+    """At 16 + 64 cached elements heads of 8 dims, all rotary, get the sizes of a kernel: 64, 64 and
+    128.
+    """
     target = LatentTarget(16, 64, q_rank, "engine")
     bound, latents, loaded, expected = written(target)
     sizes = loaded.config.qk_nope_head_dim, loaded.config.qk_rope_head_dim, loaded.config.v_head_dim
@@ -141,13 +179,21 @@ def test_padded_heads_change_nothing(q_rank, written, small_kernels):
     assert sum(int((value == 0).sum()) for value in stored) == padding(bound, target)
     loaded.requires_grad_(True)(input_ids=TOKENS).logits.square().sum().backward()
     matrices = [value for value in stored if value.dim() == 2]
-    assert not any(value.grad[value == 0].any() for value in matrices)  # so training leaves the padding alone
+    assert not any(
+        value.grad[value == 0].any() for value in matrices
+    )  # so training leaves the padding alone
     assert (logits(loaded.requires_grad_(False)) - expected).abs().max() < precision.CONVERTED
 
 
 def test_generates_the_same_with_and_without_its_small_cache(written):
-    loaded, prompt = written(LatentTarget(17, 12))[2], TOKENS[:, :9]
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
+    loaded = written(LatentTarget(17, 12))[2]
+    prompt = TOKENS[:, :9]
+    options = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(prompt),
+    }
     cached = loaded.generate(prompt, use_cache=True, **options)
     assert cached.shape[1] > 9
     assert torch.equal(cached, loaded.generate(prompt, use_cache=False, **options))
@@ -165,19 +211,37 @@ def test_it_is_loaded_and_saved_like_any_stock_model(written, tmp_path, caplog, 
     captured = capfd.readouterr()
     said = (captured.out + captured.err).lower()
     assert [record.getMessage() for record in caplog.records] == []
-    assert not [word for word in ("warn", "unexpected", "missing", "not initialized") if word in said]
+    assert not [
+        word for word in ("warn", "unexpected", "missing", "not initialized") if word in said
+    ]
     first.save_pretrained(tmp_path / "second")
     assert torch.equal(logits(stock_model(tmp_path / "second")), logits(first))
-    wrote, read = json.loads((tmp_path / "config.json").read_text()), AutoConfig.from_pretrained(tmp_path)
-    respelled = {"architectures", "dtype", "torch_dtype", "rope_scaling", "rope_parameters", "rope_theta"}
+    wrote = json.loads((tmp_path / "config.json").read_text())
+    read = AutoConfig.from_pretrained(tmp_path)
+    respelled = {
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "rope_scaling",
+        "rope_parameters",
+        "rope_theta",
+    }
     assert {key for key in wrote.keys() - respelled if getattr(read, key) != wrote[key]} == set()
-    assert {key: read.rope_parameters[key] for key in wrote["rope_parameters"]} == wrote["rope_parameters"]
+    assert {key: read.rope_parameters[key] for key in wrote["rope_parameters"]} == wrote[
+        "rope_parameters"
+    ]
 
 
 def test_scaled_rope_in_a_deepseek_model_is_nothing_that_engines_were_tried_with(written, tmp_path):
     written(LatentTarget(9, 8, layout="engine"))
     found = {each.engine: each.serves for each in inspect_checkpoint(str(tmp_path)).engines}
-    assert found == {"transformers": True, "vLLM": False, "SGLang": True, "llama.cpp": True, "mlx-lm": True}
+    assert found == {
+        "transformers": True,
+        "vLLM": False,
+        "SGLang": True,
+        "llama.cpp": True,
+        "mlx-lm": True,
+    }
     config = json.loads((tmp_path / "config.json").read_text())
     config["rope_parameters"]["factor"] = 4.0
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -194,7 +258,10 @@ def test_low_precision_holds_the_constant_and_its_norm_exactly(rank, dtype):
     assert 0.7 < remainder < 1.42
     target = LatentTarget(rank + 1, 4)
     stored = mla_tensors(random_latent(SMALL, target), 0, target)
-    assert stored["model.layers.0.self_attn.kv_a_proj_with_mqa.bias"][rank].to(dtype).item() == CONSTANT
+    assert (
+        stored["model.layers.0.self_attn.kv_a_proj_with_mqa.bias"][rank].to(dtype).item()
+        == CONSTANT
+    )
     assert not stored["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"][rank].any()
     assert (stored["model.layers.0.self_attn.kv_a_layernorm.weight"] == weight).all()
 

@@ -1,4 +1,6 @@
-"""Layout ``kvfold``: families whose stock class cannot share heads, in checkpoints that bring their attention along."""
+"""Layout ``kvfold``: families whose stock class cannot share heads, in checkpoints that bring their
+attention along.
+"""
 
 import inspect
 import json
@@ -41,7 +43,8 @@ from kvfold.convert.targets.own_code import CODE
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.trainer import prepare_model
 
-# Logits of up to three, after layers without norms on queries and keys; without AVX-512 they differ by 1.3e-5.
+# Logits of up to three, after layers without norms on queries and keys; without AVX-512 they differ
+# by 1.3e-5.
 TOLERANCE = {"rtol": 3 * precision.FLOAT32, "atol": 3 * precision.FLOAT32}
 CHANGES = {  # further models of a family
     "bloom": {"tie_word_embeddings": False},
@@ -68,7 +71,9 @@ LATENT = {  # whose stock class shares heads but no latent: what nothing may be 
     "phi3": {},
     "falcon": {"num_kv_heads": 2},
     "qwen2_moe": {"num_key_value_heads": 2},
-    "apertus": {"num_key_value_heads": 4},  # from here on, as of cohere and stablelm, queries and keys are normed
+    "apertus": {
+        "num_key_value_heads": 4
+    },  # from here on, as of cohere and stablelm, queries and keys are normed
     "exaone4": {"num_key_value_heads": 4},
     "gemma3_text": {"num_key_value_heads": 2},
     "olmo2": {"num_key_value_heads": 4},
@@ -76,7 +81,12 @@ LATENT = {  # whose stock class shares heads but no latent: what nothing may be 
     "olmoe": {},
     "qwen3": {},
     "qwen3_moe": {"num_key_value_heads": 4},
-    "falcon-rw": {"alibi": True, "new_decoder_architecture": False, "multi_query": False, "parallel_attn": False},
+    "falcon-rw": {
+        "alibi": True,
+        "new_decoder_architecture": False,
+        "multi_query": False,
+        "parallel_attn": False,
+    },
 }
 USE = """
 import json, sys, torch
@@ -138,7 +148,12 @@ def convert(source: Path, out: Path, **options) -> Path:
 def full_split(source: Path) -> dict:
     """Options of latent attention with which nothing is lost."""
     size = model_of(json.loads((source / "config.json").read_text())).geometry
-    return {"to": "mla", "method": "svd", "kv_rank": size.model_dim, "rope_dim": size.rotary_dims * size.kv_heads}
+    return {
+        "to": "mla",
+        "method": "svd",
+        "kv_rank": size.model_dim,
+        "rope_dim": size.rotary_dims * size.kv_heads,
+    }
 
 
 def readable(model: Path, folder: Path) -> Path:
@@ -150,12 +165,16 @@ def readable(model: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def latents(tiny_family, tmp_path_factory) -> Callable[[str], tuple[Path, Path]]:
-    """A family of ``LATENT``, or of ``CLASSICS`` as it is, and the same in layout kvfold with nothing lost."""
+    """A family of ``LATENT``, or of ``CLASSICS`` as it is, and the same in layout kvfold with
+    nothing lost.
+    """
 
     @cache
     def pair(name: str) -> tuple[Path, Path]:
         source = tiny_family(name.removesuffix("-rw"), **LATENT.get(name, {}))
-        return source, convert(source, tmp_path_factory.mktemp(name) / "out", layout="kvfold", **full_split(source))
+        return source, convert(
+            source, tmp_path_factory.mktemp(name) / "out", layout="kvfold", **full_split(source)
+        )
 
     return pair
 
@@ -167,27 +186,44 @@ def tokens() -> torch.Tensor:
 def test_the_registered_families_are_those_with_their_own_code():
     own = sorted(SOURCES)
     assert set(own) <= {*supported()}
-    assert sorted(CLASSICS) == [name for name in supported() if load_family(name).sizes.kv_heads is None]
-    table = (Path(__file__).parents[3] / "docs" / "families.md").read_text().split("## Families of layout")[1]
+    assert sorted(CLASSICS) == [
+        name for name in supported() if load_family(name).sizes.kv_heads is None
+    ]
+    table = (
+        (Path(__file__).parents[3] / "docs" / "families.md")
+        .read_text()
+        .split("## Families of layout")[1]
+    )
     assert [line.split()[1] for line in table.splitlines() if line.startswith("| ")][1:] == own
 
 
-@pytest.mark.slow  # two fresh processes, which import transformers and load the models of many families
+# two fresh processes, which import transformers and load the models of many families
+@pytest.mark.slow
 @pytest.mark.parametrize("remote", [True, False])
-def test_nothing_is_lost_with_as_many_heads_and_it_works_as_a_stock_model_does(remote, tiny_family, latents, tmp_path):
+def test_nothing_is_lost_with_as_many_heads_and_it_works_as_a_stock_model_does(
+    remote, tiny_family, latents, tmp_path
+):
     """With the checkpoint's own code, and for a few families with that of the installed package."""
     classics, shared = (CLASSICS, ["gemma3_text", "qwen2_moe"]) if remote else (["gpt2"], ["qwen3"])
     folds = [(tiny_family(name), {"kv_heads": 8}) for name in [*classics][::3]]
     folds += [(latents("falcon-rw")[0], {"kv_heads": 8})] if remote else []
-    changed = [(source, full_split(source)) for source in (tiny_family(name, **CHANGES[name]) for name in classics)]
-    pairs = [(source, convert(source, tmp_path / f"{at}", **how)) for at, (source, how) in enumerate(folds + changed)]
+    changed = [
+        (source, full_split(source))
+        for source in (tiny_family(name, **CHANGES[name]) for name in classics)
+    ]
+    pairs = [
+        (source, convert(source, tmp_path / f"{at}", **how))
+        for at, (source, how) in enumerate(folds + changed)
+    ]
     (tmp_path / "saved").mkdir()
     if not remote:
         (pairs[0][1] / "modeling_kvfold.py").write_text("raise SystemExit(1)")  # never run
     given = json.dumps([list(map(str, pair)) for pair in (*pairs, *map(latents, shared))])
     done = json.loads(run_python("-c", USE, given, json.dumps(remote), tmp_path / "saved").stdout)
     for found in done:
-        assert {name: value for name, value in found.items() if not value < precision.CONVERTED} == {}
+        assert {
+            name: value for name, value in found.items() if not value < precision.CONVERTED
+        } == {}
 
 
 @pytest.mark.parametrize(
@@ -202,14 +238,19 @@ def test_nothing_is_lost_with_as_many_heads_and_it_works_as_a_stock_model_does(r
     ),
 )
 @torch.no_grad()
-def test_latents_of_full_size_are_the_stock_model_at_every_split_of_a_text(name, implementation, latents):
+def test_latents_of_full_size_are_the_stock_model_at_every_split_of_a_text(
+    name, implementation, latents
+):
     register_models()
     (source, out), text = latents(name), tokens()
     model = stock_model(out, attn_implementation=implementation)
     expected = stock_model(source)(text).logits
     torch.testing.assert_close(model(text).logits, expected, **TOLERANCE)
-    cache, parts = None, []
-    for part in text.split([1, 8, 1, 12, 1, 1], 1):  # several tokens over the latents, and single ones
+    cache = None
+    parts = []
+    for part in text.split(
+        [1, 8, 1, 12, 1, 1], 1
+    ):  # several tokens over the latents, and single ones
         done = model(part, past_key_values=cache, use_cache=True)
         cache = done.past_key_values
         parts.append(done.logits)
@@ -233,7 +274,10 @@ def test_latents_of_full_size_are_the_stock_model_at_every_split_of_a_text(name,
 def test_attention_that_cannot_run_latents_is_refused_and_soft_caps_are_kept(latents):
     register_models()
     _, out = latents("gemma2")
-    with pytest.raises(ValueError, match="'flex_attention' does not support latent attention; use 'sdpa' or 'eager'"):
+    with pytest.raises(
+        ValueError,
+        match="'flex_attention' does not support latent attention; use 'sdpa' or 'eager'",
+    ):
         stock_model(out, attn_implementation="flex_attention")
     assert stock_model(out).config._attn_implementation == "eager"
 
@@ -245,15 +289,29 @@ def test_trainer_device_map_and_static_cache_take_it(name, latents, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(out, device_map="auto")
     assert {parameter.device.type for parameter in model.parameters()} == {stock_device()}
     text = tokens().to(stock_device())
-    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "disable_compile": True}
+    options = {
+        "max_new_tokens": 6,
+        "min_new_tokens": 6,
+        "do_sample": False,
+        "disable_compile": True,
+    }
     expected = stock_model(source).generate(tokens(), **options)
-    found = model.generate(text, cache_implementation="static", **options)  # windows: a static cache of their own
+    found = model.generate(
+        text, cache_implementation="static", **options
+    )  # windows: a static cache of their own
     assert torch.equal(found.cpu(), expected)
     settings = TrainingArguments(
-        str(tmp_path), max_steps=3, learning_rate=1e-2, gradient_checkpointing=True, save_strategy="no", report_to=[]
+        str(tmp_path),
+        max_steps=3,
+        learning_rate=1e-2,
+        gradient_checkpointing=True,
+        save_strategy="no",
+        report_to=[],
     )
     before = model(text, labels=text).loss.item()
-    trainer = Trainer(model, settings, train_dataset=[{"input_ids": row, "labels": row} for row in tokens()])
+    trainer = Trainer(
+        model, settings, train_dataset=[{"input_ids": row, "labels": row} for row in tokens()]
+    )
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     saved = stock_model(tmp_path / "saved", trust_remote_code=False).to(text.device)
@@ -274,45 +332,67 @@ MLA = {"to": "mla", "kv_rank": 12, "method": None, "refine": 2}
     ("name", "options", "attention", "elements"),
     mostly_slow(
         [
-            *((name, {"to": "mqa", "method": "principal", "layout": "kvfold"}, "MQA", 16) for name in sorted(CLASSICS)),
+            *(
+                (name, {"to": "mqa", "method": "principal", "layout": "kvfold"}, "MQA", 16)
+                for name in sorted(CLASSICS)
+            ),
             ("gpt2", {**MLA, "rope_dim": 0}, "MLA 12+0", 12),
             ("gpt_neox", {**MLA, "rope_dim": 4}, "MLA 12+4", 16),
         ],
         7,
     ),
 )
-def test_conversions_are_calibrated_checked_and_described(name, options, attention, elements, tiny_family, tmp_path):
+def test_conversions_are_calibrated_checked_and_described(
+    name, options, attention, elements, tiny_family, tmp_path
+):
     source = readable(tiny_family(name, vocab_size=2048), tmp_path)
     out = convert(source, tmp_path / "out", samples=4, seq_len=32, **options)
-    record, file = json.loads((out / "kvfold.json").read_text()), CODE.rpartition(".")[2] + ".py"
+    record = json.loads((out / "kvfold.json").read_text())
+    file = CODE.rpartition(".")[2] + ".py"
     assert (record["attention"]["to"], record["request"]["layout"]) == (attention, "kvfold")
     assert {each["engine"]: each["serves"] for each in record["engines"]}["transformers"] is True
     assert record["drift"]["cache_bytes_per_token"] == {"source": 1024, "student": 2 * 4 * elements}
-    assert (out / file).read_bytes() == (Path(__file__).parents[3] / "attention/checkpoints" / file).read_bytes()
+    assert (out / file).read_bytes() == (
+        Path(__file__).parents[3] / "attention/checkpoints" / file
+    ).read_bytes()
     assert file in record["files"]
     assert "trust_remote_code=True" in (out / "README.md").read_text()
     assert verify_checkpoint(str(out)).problems == []
     facts = inspect_checkpoint(str(out))
     assert (facts.family, facts.attention) == (f"kvfold_{name}", attention[:3])
     assert facts.cache.numbers_per_token_and_layer == elements
-    with pytest.raises(InputError, match="is output of kvfold in layout kvfold, which cannot be converted again"):
+    with pytest.raises(
+        InputError, match="is output of kvfold in layout kvfold, which cannot be converted again"
+    ):
         convert(out, tmp_path / "again", kv_heads=1)
 
 
 @pytest.mark.slow  # a calibration of 64 channels
 @torch.no_grad()
 def test_norms_are_exact_after_calibration_too_and_their_divisors_count(tiny_family, tmp_path):
-    """Constant parts of keys, from biases, dims without rotation and centered norms, are divided as well."""
+    """Constant parts of keys, from biases, dims without rotation and centered norms, are divided as
+    well.
+    """
     register_models()
     source = readable(tiny_family("stablelm", vocab_size=2048, **LATENT["stablelm"]), tmp_path)
-    options = {"to": "mla", "layout": "kvfold", "kv_rank": 64, "rope_dim": 16, "samples": 4, "seq_len": 32}
+    options = {
+        "to": "mla",
+        "layout": "kvfold",
+        "kv_rank": 64,
+        "rope_dim": 16,
+        "samples": 4,
+        "seq_len": 32,
+    }
     out = convert(source, tmp_path / "out", **options | {"method": "principal"})
     text = demo_tokens(source)
     expected = stock_model(source)(text).logits
     torch.testing.assert_close(stock_model(out)(text).logits, expected, rtol=1e-4, atol=1e-4)
     record = json.loads((out / "kvfold.json").read_text())
     assert record["attention"] == {"from": "GQA-4", "to": "MLA 64+16+4"}
-    assert record["drift"]["cache_bytes_per_token"] == {"source": 512, "student": 2 * 4 * (64 + 16 + 4)}
+    assert record["drift"]["cache_bytes_per_token"] == {
+        "source": 512,
+        "student": 2 * 4 * (64 + 16 + 4),
+    }
     assert "head_norms" not in record
 
 
@@ -332,22 +412,34 @@ def test_a_budget_holds_the_divisors_of_norms(name, divisors, tiny_family):
 @pytest.mark.slow  # two conversions of each family
 @pytest.mark.parametrize("name", ["gemma3_text", "mixtral"])
 @torch.no_grad()
-def test_calibration_makes_better_latents_of_models_that_no_stock_class_holds(name, tiny_family, tmp_path):
-    """With windows, soft caps, layers without rotary embedding or with one of their own, norms, experts."""
+def test_calibration_makes_better_latents_of_models_that_no_stock_class_holds(
+    name, tiny_family, tmp_path
+):
+    """With windows, soft caps, layers without rotary embedding or with one of their own, norms,
+    experts.
+    """
     register_models()
     source = readable(tiny_family(name, vocab_size=2048, **LATENT[name]), tmp_path)
     options = {"to": "mla", "layout": "kvfold", "kv_rank": 16, "rope_dim": 8}
     svd = convert(source, tmp_path / "svd", method="svd", **options)
-    fitted = convert(source, tmp_path / "fitted", method="principal", samples=16, seq_len=64, **options)
+    fitted = convert(
+        source, tmp_path / "fitted", method="principal", samples=16, seq_len=64, **options
+    )
     text = demo_tokens(source)
-    expected, *found = (stock_model(folder)(text).logits.log_softmax(-1) for folder in (source, svd, fitted))
+    expected, *found = (
+        stock_model(folder)(text).logits.log_softmax(-1) for folder in (source, svd, fitted)
+    )
     baseline, kl = ((expected.exp() * (expected - each)).sum(-1).mean() for each in found)
     assert kl < 0.8 * baseline
 
 
 def demo_tokens(folder: Path) -> torch.Tensor:
     """Held-out text that ships, ``[8, 64]``."""
-    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("".join(read_documents("held_out"))[:4000]).ids
+    ids = (
+        Tokenizer.from_file(str(folder / "tokenizer.json"))
+        .encode("".join(read_documents("held_out"))[:4000])
+        .ids
+    )
     return torch.tensor(ids[:512]).view(8, 64)
 
 
@@ -361,8 +453,14 @@ def demo_tokens(folder: Path) -> torch.Tensor:
     ],
     ids=["rotary-key", "layernorm", "no-such-layout", "stock-class-fits"],
 )
-def test_requests_for_another_layout_are_told_which_works(name, options, tiny_family, tmp_path, refused):
-    sizes = {"kv_rank": 12, "rope_dim": 4, "method": "svd"} if options["to"] == "mla" else {"kv_heads": 4}
+def test_requests_for_another_layout_are_told_which_works(
+    name, options, tiny_family, tmp_path, refused
+):
+    sizes = (
+        {"kv_rank": 12, "rope_dim": 4, "method": "svd"}
+        if options["to"] == "mla"
+        else {"kv_heads": 4}
+    )
     with refused():
         convert(tiny_family(name), tmp_path / "out", **sizes, **options)
 
@@ -372,7 +470,11 @@ def test_attention_alone_is_trained_under_any_name(tiny_family, tmp_path):
         source = open_checkpoint(str(convert(tiny_family(name), tmp_path / name, kv_heads=4)))
         model = load_model(source, torch.float32, False)
         request = UptrainRequest(
-            model=str(source.folder), out=str(tmp_path / "trained"), text="text.txt", train="attention", device="cpu"
+            model=str(source.folder),
+            out=str(tmp_path / "trained"),
+            text="text.txt",
+            train="attention",
+            device="cpu",
         )
         assert prepare_model(model, source, request) == {}
         assert model.config._attn_implementation == BLOCKWISE
@@ -395,7 +497,9 @@ def test_files_may_leave_the_prefix_out_and_hold_masks(tiny_family, tmp_path):
     assert "h.0.attn.q_proj.weight" in names
     assert "h.0.attn.bias" not in names
     with torch.no_grad():
-        torch.testing.assert_close(stock_model(out)(tokens()).logits, stock_model(source)(tokens()).logits, **TOLERANCE)
+        torch.testing.assert_close(
+            stock_model(out)(tokens()).logits, stock_model(source)(tokens()).logits, **TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("kv_heads", [3, 2])
@@ -411,37 +515,61 @@ def test_a_config_that_kvfold_did_not_write_is_named(kv_heads, tiny_family, tmp_
 @pytest.fixture
 def plug_in(monkeypatch):
     """vLLM's plug-in; what it sets is removed after the test, since others run in this process."""
-    for source, name in {"GPT2": "LMHeadModel", "GPTNeoX": "ForCausalLM", "OPT": "ForCausalLM"}.items():
+    for source, name in {
+        "GPT2": "LMHeadModel",
+        "GPTNeoX": "ForCausalLM",
+        "OPT": "ForCausalLM",
+    }.items():
         config = getattr(modeling_kvfold, f"Kvfold{source}Config")
         monkeypatch.setattr(config, "num_key_value_heads", None, raising=False)
         monkeypatch.setattr(transformers, f"Kvfold{source}{name}", None, raising=False)
     monkeypatch.setattr(modeling_kvfold, "VARIANTS", {**modeling_kvfold.VARIANTS})
-    entry = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["entry-points"]
-    return EntryPoint("kvfold", entry["vllm.general_plugins"]["kvfold"], "vllm.general_plugins").load()
+    entry = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"][
+        "entry-points"
+    ]
+    return EntryPoint(
+        "kvfold", entry["vllm.general_plugins"]["kvfold"], "vllm.general_plugins"
+    ).load()
 
 
 def test_vllm_finds_folds_of_layout_kvfold_by_the_plug_in(plug_in):
-    """vLLM's Transformers backend reads a class from transformers, and the key/value heads from its config."""
+    """vLLM's Transformers backend reads a class from transformers, and the key/value heads from its
+    config.
+    """
     for _ in range(2):  # vLLM calls it in each of its processes, perhaps twice
         plug_in()
-    found = {name.removeprefix("Kvfold") for name in vars(transformers) if name.startswith("Kvfold")}
+    found = {
+        name.removeprefix("Kvfold") for name in vars(transformers) if name.startswith("Kvfold")
+    }
     assert found == {"GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM"}
-    stated = {"kvfold": {"variant": "grouped", "kv_heads": 2}, "num_key_value_heads": 8}  # the source's
+    stated = {
+        "kvfold": {"variant": "grouped", "kv_heads": 2},
+        "num_key_value_heads": 8,
+    }  # the source's
     config = transformers.AutoConfig.for_model("kvfold_gpt_neox", **stated)
     assert config.num_key_value_heads == 2
     config.kvfold = {"variant": "latent"}
-    with pytest.raises(ValueError, match=r"no kernels for MLA of layout kvfold .kvfold_gpt_neox.; convert the source"):
+    with pytest.raises(
+        ValueError,
+        match=r"no kernels for MLA of layout kvfold .kvfold_gpt_neox.; convert the source",
+    ):
         _ = config.num_key_value_heads
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "opt"])
 @torch.no_grad()
-def test_attention_of_the_plug_in_is_that_of_the_checkpoint(name, plug_in, tiny_family, tmp_path, monkeypatch):
-    """Over a function that takes and returns what vLLM's does, in the one place where vLLM looks for its call."""
+def test_attention_of_the_plug_in_is_that_of_the_checkpoint(
+    name, plug_in, tiny_family, tmp_path, monkeypatch
+):
+    """Over a function that takes and returns what vLLM's does, in the one place where vLLM looks
+    for its call.
+    """
 
     def pages(module, query, key, value, mask, scaling):
         assert mask is None
-        context = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        context = scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
         return context.transpose(1, 2).flatten(2)[0], None
 
     out = convert(tiny_family(name), tmp_path / "out", kv_heads=2)
@@ -450,7 +578,11 @@ def test_attention_of_the_plug_in_is_that_of_the_checkpoint(name, plug_in, tiny_
     plug_in()
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "vllm", pages)
     served = stock_model(out, attn_implementation="vllm")
-    kinds = [type(module) for module in served.modules() if isinstance(module, modeling_kvfold.SelfAttention)]
+    kinds = [
+        type(module)
+        for module in served.modules()
+        if isinstance(module, modeling_kvfold.SelfAttention)
+    ]
     assert len(kinds) == 2
     assert all("ALL_ATTENTION_FUNCTIONS" in inspect.getsource(kind.forward) for kind in kinds)
     torch.testing.assert_close(served(tokens()[:1], use_cache=False).logits, expected, **TOLERANCE)

@@ -1,4 +1,6 @@
-"""Text that a model writes itself: where it begins, that it is the model's, and that it is the seed's."""
+"""Text that a model writes itself: where it begins, that it is the model's, and that it is the
+seed's.
+"""
 
 from collections import Counter
 from functools import partial
@@ -27,8 +29,11 @@ def test_text_begins_with_the_chat_template_or_the_bos_token():
     turns = turns_of(tokenizer, "m")
     assert tokenizer.decode(turns.start).rstrip() == "<|user|>"
     assert turns.asked == turns.answered == ()  # they do not begin with a special token
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
-    turns, end = turns_of(tokenizer, "m"), tokenizer.eos_token
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
+    )
+    turns = turns_of(tokenizer, "m")
+    end = tokenizer.eos_token
     found = [tokenizer.decode(tokens) for tokens in (turns.start, turns.asked, turns.answered)]
     assert found == ["user: ", f"{end}\nassistant: ", f"{end}\n"]
     tokenizer.bos_token = tokenizer.convert_ids_to_tokens(7)
@@ -36,12 +41,16 @@ def test_text_begins_with_the_chat_template_or_the_bos_token():
         tokenizer.chat_template = template
         assert turns_of(tokenizer, "m") == Turns([7])
     tokenizer.bos_token = None
-    with pytest.raises(InputError, match=r"m has neither a chat template nor a BOS token to sample from; use"):
+    with pytest.raises(
+        InputError, match=r"m has neither a chat template nor a BOS token to sample from; use"
+    ):
         turns_of(tokenizer, "m")
 
 
 def test_the_template_is_completed_after_each_turn(model):
-    """Whatever the model draws: after a turn's last token come the template's tokens up to the next turn."""
+    """Whatever the model draws: after a turn's last token come the template's tokens up to the next
+    turn.
+    """
     free = write_sequences(model, Turns([5]), 1, 200, seed=0)[0].tolist()
     end = next(token for token, _ in Counter(free).most_common() if token not in (3, 4, 5, 6))
     turns = Turns([5], (end, 3, 4), (end, 6))
@@ -71,7 +80,8 @@ def test_a_chat_template_that_does_not_end_is_named(template, tmp_path, monkeypa
     corpus = open_corpus(str(rows), partial(text_tokenizer.render, tokenizer), 0)
     for use in (lambda: turns_of(tokenizer, "m"), lambda: corpus.documents(100)):
         with pytest.raises(
-            InputError, match=r"demo: the chat template \(chat_template.jinja or .* characters for a doc"
+            InputError,
+            match=r"demo: the chat template \(chat_template.jinja or .* characters for a doc",
         ):
             use()
 
@@ -79,7 +89,9 @@ def test_a_chat_template_that_does_not_end_is_named(template, tmp_path, monkeypa
 def test_equal_seeds_give_equal_text_in_steps_of_the_batch(model, monkeypatch):
     monkeypatch.setattr(self_written, "SELF_TOKENS", 24)
     told = []
-    first, again, other = (write_sequences(model, Turns([5, 6]), 3, 12, seed, told.append) for seed in (1, 1, 2))
+    first, again, other = (
+        write_sequences(model, Turns([5, 6]), 3, 12, seed, told.append) for seed in (1, 1, 2)
+    )
     assert first.shape == (3, 12)
     assert first[:, :2].tolist() == [[5, 6]] * 3
     assert torch.equal(first, again)
@@ -95,5 +107,7 @@ def test_tokens_are_drawn_from_the_models_distribution(model):
     tokens = torch.tensor([[5]])
     for _ in range(7):
         predicted = model(input_ids=tokens).logits[:, -1].softmax(-1)
-        tokens = torch.cat([tokens, torch.multinomial(predicted.detach(), 1, generator=generator)], dim=1)
+        tokens = torch.cat(
+            [tokens, torch.multinomial(predicted.detach(), 1, generator=generator)], dim=1
+        )
     assert torch.equal(longer, tokens)

@@ -1,4 +1,6 @@
-"""Calibration text: documents drawn from files, beginnings and ends of sequences, and refused texts."""
+"""Calibration text: documents drawn from files, beginnings and ends of sequences, and refused
+texts.
+"""
 
 import hashlib
 import json
@@ -18,14 +20,23 @@ from kvfold.convert.request import held_out_count
 from kvfold.convert.text import corpus
 from kvfold.convert.text import tokenizer as tokens_of
 from kvfold.convert.text import windows as text
-from kvfold.convert.text.corpus import BUILT_IN, calibration_texts, check_seq_len, check_sources, open_corpus
+from kvfold.convert.text.corpus import (
+    BUILT_IN,
+    calibration_texts,
+    check_seq_len,
+    check_sources,
+    open_corpus,
+)
 from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration, share_counts
 
-BOS, EOS = 256, 257
+BOS = 256
+EOS = 257
 
 
-def byte_tokenizer(bos: bool = True, eos: bool = True, closes: bool = False, chat: bool = False) -> Any:
+def byte_tokenizer(
+    bos: bool = True, eos: bool = True, closes: bool = False, chat: bool = False
+) -> Any:
     """One token per byte; ``closes`` also ends every text with EOS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: index for index, char in enumerate(alphabet)} | {"<s>": BOS, "</s>": EOS}
@@ -38,11 +49,15 @@ def byte_tokenizer(bos: bool = True, eos: bool = True, closes: bool = False, cha
             single=template, special_tokens=[("<s>", BOS), ("</s>", EOS)]
         )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>" if eos else None, model_max_length=64
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>" if eos else None,
+        model_max_length=64,
     )
     if chat:
         tokenizer.chat_template = (
-            "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{{ eos_token }}"
+            "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor"
+            " %}{{ eos_token }}"
         )
     return tokenizer
 
@@ -67,10 +82,14 @@ def lines(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
-def test_sequences_begin_with_bos_and_are_pieces_of_the_text_that_never_overlap(tmp_path: Path, tokenizer: Any) -> None:
+def test_sequences_begin_with_bos_and_are_pieces_of_the_text_that_never_overlap(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     path = tmp_path / "some.txt"
     path.write_text(numbers(400))
-    found, again, other = (load_calibration(str(path), tokenizer, 20, 62, seed=seed) for seed in (1, 1, 2))
+    found, again, other = (
+        load_calibration(str(path), tokenizer, 20, 62, seed=seed) for seed in (1, 1, 2)
+    )
     everything = torch.cat([found.calibration, found.held_out])
     assert everything.shape == (20 + held_out_count(20), 62)
     assert everything.dtype == torch.int64
@@ -87,13 +106,18 @@ def test_sequences_begin_with_bos_and_are_pieces_of_the_text_that_never_overlap(
 def test_further_sequences_leave_the_others_as_they_are(tmp_path, tokenizer):
     path = tmp_path / "text.txt"
     path.write_text(numbers(2000), encoding="utf-8")
-    plain, more = (load_calibration(str(path), tokenizer, 5, 31, held_out=3, further=count) for count in (0, 20))
+    plain, more = (
+        load_calibration(str(path), tokenizer, 5, 31, held_out=3, further=count)
+        for count in (0, 20)
+    )
     assert torch.equal(more.held_out, plain.held_out)
     assert torch.equal(plain.training, plain.calibration)
     assert torch.equal(more.training, torch.cat([plain.calibration, more.further]))
     assert len(torch.cat([more.training, more.held_out]).unique(dim=0)) == 5 + 3 + 20
     every = load_calibration(str(path), tokenizer, 5, 31, held_out=3, further=10**6)
-    assert len(every.training) + 3 == 12000 // 30  # characters; a sequence begins with the BOS token
+    assert (
+        len(every.training) + 3 == 12000 // 30
+    )  # characters; a sequence begins with the BOS token
 
 
 def test_long_sequences_are_further_text_and_leave_the_others_as_they_are(tmp_path, tokenizer):
@@ -101,38 +125,60 @@ def test_long_sequences_are_further_text_and_leave_the_others_as_they_are(tmp_pa
         (tmp_path / f"{name}.txt").write_text(numbers(count, 3000 * len(name)), encoding="utf-8")
     path = str(tmp_path / "long.txt")
     plain, found = (
-        load_calibration(path, tokenizer, 5, 31, held_out=3, further=10**6, long_length=long) for long in (0, 100)
+        load_calibration(path, tokenizer, 5, 31, held_out=3, further=10**6, long_length=long)
+        for long in (0, 100)
     )
     assert (len(plain.long), found.long.shape, found.long.dtype) == (0, (4, 100), torch.int64)
     assert torch.equal(found.calibration, plain.calibration)
     assert torch.equal(found.held_out, plain.held_out)
-    text, rows = (tmp_path / "long.txt").read_text(), [*found.training, *found.held_out, *found.long]
+    text = (tmp_path / "long.txt").read_text()
+    rows = [*found.training, *found.held_out, *found.long]
     places = sorted(
-        (text.index(piece), len(piece)) for piece in (tokenizer.decode(row[1:]).removesuffix("</s>") for row in rows)
+        (text.index(piece), len(piece))
+        for piece in (tokenizer.decode(row[1:]).removesuffix("</s>") for row in rows)
     )
     assert all(place + length <= after for (place, length), (after, _) in pairwise(places))
     assert all(row[0] == BOS for row in rows)
     # Further sequences stay as they are while there is other text.
-    few = [load_calibration(path, tokenizer, 5, 31, held_out=3, further=20, long_length=long) for long in (0, 100)]
+    few = [
+        load_calibration(path, tokenizer, 5, 31, held_out=3, further=20, long_length=long)
+        for long in (0, 100)
+    ]
     assert torch.equal(few[0].further, few[1].further)
     # What is left of a short text has a place for one of them, or none; then there are none.
     for length in (100, 200):
-        assert not len(load_calibration(str(tmp_path / "short.txt"), tokenizer, 4, 31, 0, 1, long_length=length).long)
+        assert not len(
+            load_calibration(
+                str(tmp_path / "short.txt"), tokenizer, 4, 31, 0, 1, long_length=length
+            ).long
+        )
     # A mixture has them of its other texts, by their shares.
     spec = [f"{path}:3", f"{tmp_path}/other.txt:1", "self:4"]
-    mixed = load_calibration(spec, tokenizer, 8, 31, long_length=100, write=lambda count: torch.zeros(count, 31))
-    of_other = [tokenizer.decode(row[1:]) in (tmp_path / "other.txt").read_text() for row in mixed.long]
+    mixed = load_calibration(
+        spec, tokenizer, 8, 31, long_length=100, write=lambda count: torch.zeros(count, 31)
+    )
+    of_other = [
+        tokenizer.decode(row[1:]) in (tmp_path / "other.txt").read_text() for row in mixed.long
+    ]
     assert sorted(of_other) == [False, False, False, True]
 
 
-@pytest.mark.parametrize(("options", "prefix"), [({}, [BOS]), ({"closes": True}, [BOS]), ({"bos": False}, [])])
-def test_windows_for_perplexity_begin_with_the_prefix_alone(options: dict[str, bool], prefix: list[int]) -> None:
-    tokenizer, words = byte_tokenizer(**options), numbers(100)
+@pytest.mark.parametrize(
+    ("options", "prefix"), [({}, [BOS]), ({"closes": True}, [BOS]), ({"bos": False}, [])]
+)
+def test_windows_for_perplexity_begin_with_the_prefix_alone(
+    options: dict[str, bool], prefix: list[int]
+) -> None:
+    tokenizer = byte_tokenizer(**options)
+    words = numbers(100)
     assert prefix_tokens(tokenizer) == prefix
     found = token_windows(tokenizer, words, 5, 41)
     assert found.shape == (5, 41)
     assert found[:, : len(prefix)].tolist() == [prefix] * 5
-    assert "".join(tokenizer.decode(row[len(prefix) :]) for row in found) == words[: 5 * (41 - len(prefix))]
+    assert (
+        "".join(tokenizer.decode(row[len(prefix) :]) for row in found)
+        == words[: 5 * (41 - len(prefix))]
+    )
     assert token_windows(tokenizer, words, 99, 41).shape == (len(words) // (41 - len(prefix)), 41)
 
 
@@ -153,7 +199,8 @@ def test_short_documents_are_packed_with_eos_between(tmp_path: Path, tokenizer: 
 
 
 def test_the_rest_of_a_long_document_is_packed_too(tokenizer: Any) -> None:
-    long, short = torch.arange(25), torch.arange(100, 103)
+    long = torch.arange(25)
+    short = torch.arange(100, 103)
     windows = text.cut([long, short], 10, EOS)
     assert windows[:2].tolist() == [list(range(10)), list(range(10, 20))]
     assert windows[2:].tolist() == [[20, 21, 22, 23, 24, EOS, 100, 101, 102, EOS]]
@@ -181,9 +228,20 @@ def test_messages_go_through_the_chat_template_and_get_one_bos(tmp_path: Path) -
         b"",
         b'{"text": "short"}\n' * 40,
     ],
-    ids=["broken", "list", "other fields", "number", "no chat template", "latin-1", "empty", "short"],
+    ids=[
+        "broken",
+        "list",
+        "other fields",
+        "number",
+        "no chat template",
+        "latin-1",
+        "empty",
+        "short",
+    ],
 )
-def test_rows_that_give_no_text_are_named_with_their_line(tmp_path: Path, content: bytes, refused: Any) -> None:
+def test_rows_that_give_no_text_are_named_with_their_line(
+    tmp_path: Path, content: bytes, refused: Any
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     with refused():
@@ -196,7 +254,9 @@ def test_a_file_without_rows_is_refused_before_a_model_is_read(tmp_path: Path) -
         check_sources([f"{tmp_path / 'rows.jsonl'}:3"])
 
 
-def test_too_little_text_and_sequences_that_cannot_be(tmp_path: Path, tokenizer: Any, refused: Any) -> None:
+def test_too_little_text_and_sequences_that_cannot_be(
+    tmp_path: Path, tokenizer: Any, refused: Any
+) -> None:
     (tmp_path / "short.txt").write_text("x" * 1000)
     (tmp_path / "bytes.txt").write_bytes(b"plain\nmore\ncaf\xe9\n")
     for work in (
@@ -216,13 +276,31 @@ def test_too_little_text_and_sequences_that_cannot_be(tmp_path: Path, tokenizer:
 
 
 @pytest.mark.parametrize(
-    "name", ["no.txt", "some.csv", "some.json", "empty.md", "folder", "folder.txt", "a/b", "some.txt:3", "utf16.txt"]
+    "name",
+    [
+        "no.txt",
+        "some.csv",
+        "some.json",
+        "empty.md",
+        "folder",
+        "folder.txt",
+        "a/b",
+        "some.txt:3",
+        "utf16.txt",
+    ],
 )
-def test_refused_texts_name_the_option_that_gave_them(tmp_path, monkeypatch, tokenizer, name, told) -> None:
+def test_refused_texts_name_the_option_that_gave_them(
+    tmp_path, monkeypatch, tokenizer, name, told
+) -> None:
     """Only calibration texts have shares."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.chdir(tmp_path)
-    for made, content in (("some.csv", b"a,\0b"), ("some.json", b"[]"), ("empty.md", b""), ("some.txt", b"words")):
+    for made, content in (
+        ("some.csv", b"a,\0b"),
+        ("some.json", b"[]"),
+        ("empty.md", b""),
+        ("some.txt", b"words"),
+    ):
         (tmp_path / made).write_bytes(content)
     (tmp_path / "utf16.txt").write_text("words", encoding="utf-16")
     for folder in ("folder", "folder.txt"):
@@ -238,11 +316,15 @@ def test_refused_texts_name_the_option_that_gave_them(tmp_path, monkeypatch, tok
     told(raised.value)
 
 
-def test_plain_text_may_have_any_suffix_and_a_byte_order_mark(tmp_path: Path, tokenizer: Any) -> None:
+def test_plain_text_may_have_any_suffix_and_a_byte_order_mark(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     content = (numbers(200) + " ü" * (1 << 16)).encode()  # a character is cut where the look ends
     (tmp_path / "some.md").write_bytes(content)
     (tmp_path / "some.txt").write_bytes(b"\xef\xbb\xbf" + content)
-    plain, other = (load_calibration(str(tmp_path / f"some.{kind}"), tokenizer, 3, 31) for kind in ("txt", "md"))
+    plain, other = (
+        load_calibration(str(tmp_path / f"some.{kind}"), tokenizer, 3, 31) for kind in ("txt", "md")
+    )
     assert torch.equal(plain.calibration, other.calibration)
 
 
@@ -256,12 +338,18 @@ def test_several_texts_are_mixed_in_equal_shares(tmp_path: Path, tokenizer: Any)
 
     def shares(tokens: torch.Tensor) -> str:
         pieces = [tokenizer.decode(row[1:]) for row in tokens]
-        return "".join("a" if piece in texts["a.txt"] else "b" for piece in pieces if piece in "".join(texts.values()))
+        return "".join(
+            "a" if piece in texts["a.txt"] else "b"
+            for piece in pieces
+            if piece in "".join(texts.values())
+        )
 
     calibration, held_out, further = map(shares, (found.calibration, found.held_out, found.further))
     assert calibration != "".join(sorted(calibration)) == 11 * "a" + 10 * "b"
     assert ("".join(sorted(held_out)), "".join(sorted(further))) == ("aaaabbbb", "aabb")
-    again, other = (load_calibration(names, tokenizer, 21, 31, seed=seed, further=4) for seed in (0, 1))
+    again, other = (
+        load_calibration(names, tokenizer, 21, 31, seed=seed, further=4) for seed in (0, 1)
+    )
     assert torch.equal(again.calibration, found.calibration)
     assert not torch.equal(other.calibration, found.calibration)
     assert other.digest == found.digest != load_calibration(names[0], tokenizer, 1, 31).digest
@@ -297,7 +385,9 @@ def test_texts_are_mixed_in_the_shares_given(tmp_path: Path, tokenizer: Any, tol
     ],
     ids=str,
 )
-def test_a_chat_model_writes_a_third_of_the_text_unless_told_otherwise(given: Any, chats: bool, texts: Any) -> None:
+def test_a_chat_model_writes_a_third_of_the_text_unless_told_otherwise(
+    given: Any, chats: bool, texts: Any
+) -> None:
     assert calibration_texts(given, chats) == texts
 
 
@@ -323,20 +413,26 @@ def test_written_sequences_take_their_share_of_every_set(tmp_path: Path, tokeniz
 
 
 @pytest.mark.parametrize(
-    ("count", "weights", "parts"), [(7, [1, 1, 1], [3, 2, 2]), (10, [3, 1], [8, 2]), (2, [1, 9], [0, 2])]
+    ("count", "weights", "parts"),
+    [(7, [1, 1, 1], [3, 2, 2]), (10, [3, 1], [8, 2]), (2, [1, 9], [0, 2])],
 )
 def test_what_rounding_leaves_goes_to_the_largest_remainders(count, weights, parts) -> None:
     assert share_counts(count, weights) == parts
 
 
-def test_a_text_that_is_too_short_is_told_with_all_that_was_asked_of_it(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_text_that_is_too_short_is_told_with_all_that_was_asked_of_it(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     path = tmp_path / "short.txt"
     path.write_text(numbers(100))
-    with pytest.raises(InputError, match=r"of 113 sequences of 8 tokens \(100 to calibrate on, 13 held out\); give"):
+    with pytest.raises(
+        InputError, match=r"of 113 sequences of 8 tokens \(100 to calibrate on, 13 held out\); give"
+    ):
         load_calibration(str(path), tokenizer, 100, 8)
     path.write_text(numbers(300))
     with pytest.raises(
-        InputError, match=r"13 held out, 400 more to polish on\); .* lower --polish to 1k tokens at most"
+        InputError,
+        match=r"13 held out, 400 more to polish on\); .* lower --polish to 1k tokens at most",
     ):
         load_calibration(str(path), tokenizer, 100, 8, further=400, fewer=False)
 
@@ -363,7 +459,9 @@ class FakeDatasets(list):
         return self
 
 
-def test_a_dataset_is_streamed_shuffled_by_the_seed(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_is_streamed_shuffled_by_the_seed(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake = FakeDatasets({"text": numbers(20, 100 * n)} for n in range(50))
     monkeypatch.setitem(sys.modules, "datasets", fake)
     found = load_calibration("someone/something:v2", tokenizer, 4, 31, seed=7)
@@ -374,7 +472,9 @@ def test_a_dataset_is_streamed_shuffled_by_the_seed(tokenizer: Any, monkeypatch:
 
 
 @pytest.mark.parametrize("rows", [[], [{"body": 1}]], ids=["no dataset", "other fields"])
-def test_a_dataset_that_is_not_there_or_has_other_fields(tokenizer: Any, monkeypatch, rows, refused) -> None:
+def test_a_dataset_that_is_not_there_or_has_other_fields(
+    tokenizer: Any, monkeypatch, rows, refused
+) -> None:
     monkeypatch.setitem(sys.modules, "datasets", FakeDatasets(rows))
     with refused():
         load_calibration("someone/something", tokenizer, 1, 8)
@@ -388,9 +488,18 @@ def test_a_big_file_is_read_in_parts_from_all_over(
     monkeypatch.setattr(text, "_READ_AT_LEAST", 1 << 14)
     path = tmp_path / name
     rows = [numbers(10, 10 * n) for n in range(4000)]
-    path.write_text("".join(f"{row}\n" if name == "big.txt" else json.dumps({"text": row}) + "\n" for row in rows))
-    seen, parse = [], corpus.TextFile._parse
-    monkeypatch.setattr(corpus.TextFile, "_parse", lambda file, *cell: seen.append(len(cell[1])) or parse(file, *cell))
+    path.write_text(
+        "".join(
+            f"{row}\n" if name == "big.txt" else json.dumps({"text": row}) + "\n" for row in rows
+        )
+    )
+    seen = []
+    parse = corpus.TextFile._parse
+    monkeypatch.setattr(
+        corpus.TextFile,
+        "_parse",
+        lambda file, *cell: seen.append(len(cell[1])) or parse(file, *cell),
+    )
     found = load_calibration(str(path), tokenizer, 8, 61)
     assert sum(seen) <= 1 << 14 < path.stat().st_size / 10
     everything = "\n".join(rows)
@@ -412,7 +521,9 @@ def test_more_of_a_big_file_is_read_when_the_first_parts_are_too_little(
     assert load_calibration(str(path), tokenizer, 40, 31).calibration.shape == (40, 31)
 
 
-def test_long_texts_are_tokenized_in_blocks_without_loss(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_tokenized_in_blocks_without_loss(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokens_of, "_BLOCK", 50)
     for whole in (numbers(100), "x" * 333, "line\n" * 77):
         blocks = list(tokens_of._blocks(whole))

@@ -17,7 +17,13 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.targets.mla.tensors import CONSTANT, norm_weight
 from kvfold.convert.training.fit import next_token_loss
-from kvfold.convert.training.steps import check_constant, has_constant, hold_constant, scale_gradients, scale_steps
+from kvfold.convert.training.steps import (
+    check_constant,
+    has_constant,
+    hold_constant,
+    scale_gradients,
+    scale_steps,
+)
 
 RANKS = {"kv_a_proj_with_mqa": 24, "q_a_proj": 40}
 CHANNEL = "model.layers.1.self_attn.kv_a_proj_with_mqa.bias"
@@ -30,7 +36,14 @@ def latent(tiny_family, tmp_path_factory):
     """A tiny model in layout ``free``, with a query latent."""
     out = tmp_path_factory.mktemp("constant") / "latent"
     source = tiny_family("llama", attention_bias=False, mlp_bias=False)
-    request = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "q_rank": 40, "method": "svd", "quiet": True}
+    request = {
+        "to": "mla",
+        "kv_rank": 24,
+        "rope_dim": 8,
+        "q_rank": 40,
+        "method": "svd",
+        "quiet": True,
+    }
     convert_checkpoint(ConvertRequest(model=str(source), out=str(out), **request))
     return out
 
@@ -42,16 +55,22 @@ def batches(steps):
 
 def adam(model, held, **options):
     """An optimizer that holds the slices, and takes its steps otherwise as they are."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3, **options)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=5e-3, **options
+    )
     sizes = dict.fromkeys(dict(model.named_parameters()), 1.0)
     scale_steps(optimizer, lambda: dict(model.named_parameters()), sizes, held)
     return optimizer
 
 
 def trained(folder, dtype, steps=6, decay=0.1):
-    """The model after some steps with every tensor of the optimizer in ``dtype``, weight decay on all of them."""
+    """The model after some steps with every tensor of the optimizer in ``dtype``, weight decay on
+    all of them.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    optimizer = adam(model, hold_constant(dict(model.named_parameters())), weight_decay=decay, eps=1e-4)
+    optimizer = adam(
+        model, hold_constant(dict(model.named_parameters())), weight_decay=decay, eps=1e-4
+    )
     losses = []
     for tokens in batches(1) * steps:
         loss = next_token_loss(model(input_ids=tokens).logits, tokens)
@@ -70,24 +89,33 @@ def test_the_norm_still_does_nothing(latent, dtype):
     seen = []
     for layer in model.model.layers:
         for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
-            norm.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0].float(), output.float())))
+            norm.register_forward_hook(
+                lambda _, inputs, output: seen.append((inputs[0].float(), output.float()))
+            )
     with torch.no_grad():
         model(input_ids=batches(2)[1])
     assert len(seen) == 4
     for latents, normed in seen:
         rank = latents.shape[-1]
         factor = (normed / latents)[..., -1] / (norm_weight(rank) * rank**0.5 / CONSTANT)
-        # the whole latent beside the constant moves the norm by |c|^2 / 2 B^2; the rest is the dtype's rounding
+        # the whole latent beside the constant moves the norm by |c|^2 / 2 B^2; the rest is the
+        # dtype's rounding
         others = latents[..., :-1].square().sum(-1).max().item()
         assert others < 1e-3 * CONSTANT**2
-        assert (factor - 1).abs().max().item() <= others / (2 * CONSTANT**2) + 2 * torch.finfo(dtype).eps
+        assert (factor - 1).abs().max().item() <= others / (2 * CONSTANT**2) + 2 * torch.finfo(
+            dtype
+        ).eps
 
 
 def test_readers_of_the_channel_move_by_as_much_less_as_it_is_larger(latent):
     start = AutoModelForCausalLM.from_pretrained(latent)
     held, _ = trained(latent, torch.float32, steps=1, decay=0.0)
-    moved = held.model.layers[0].self_attn.kv_b_proj.weight - start.model.layers[0].self_attn.kv_b_proj.weight
-    usual, slow = moved[:, :-1].abs().median(), moved[:, -1].abs().median()
+    moved = (
+        held.model.layers[0].self_attn.kv_b_proj.weight
+        - start.model.layers[0].self_attn.kv_b_proj.weight
+    )
+    usual = moved[:, :-1].abs().median()
+    slow = moved[:, -1].abs().median()
     assert 0 < slow < 4 * usual / CONSTANT
 
 
@@ -100,7 +128,8 @@ def test_gradients_are_those_of_the_model_but_for_what_is_held(latent):
         next_token_loss(model(input_ids=tokens).logits, tokens).backward()
     scale_gradients(named, slices)
     for name, value in plain.named_parameters():
-        expected, kind = value.grad, name.split(".")[-2]
+        expected = value.grad
+        kind = name.split(".")[-2]
         if kind.endswith("a_layernorm"):
             assert held.get_parameter(name).grad is None
             continue
@@ -108,12 +137,16 @@ def test_gradients_are_those_of_the_model_but_for_what_is_held(latent):
             expected[RANKS[kind] - 1] = 0
         if kind in ("kv_b_proj", "q_b_proj"):
             expected[:, -1] /= CONSTANT
-        torch.testing.assert_close(held.get_parameter(name).grad, expected, rtol=1e-5, atol=1e-7, msg=name)
+        torch.testing.assert_close(
+            held.get_parameter(name).grad, expected, rtol=1e-5, atol=1e-7, msg=name
+        )
 
 
 def test_which_checkpoints_have_the_channel(latent, tiny_family, tmp_path):
     assert has_constant(open_checkpoint(latent))
-    assert not has_constant(open_checkpoint(tiny_family("llama", attention_bias=False, mlp_bias=False)))
+    assert not has_constant(
+        open_checkpoint(tiny_family("llama", attention_bias=False, mlp_bias=False))
+    )
     biased = shutil.copytree(latent, tmp_path / "a-latent-model-with-biases")
     tensors = load_file(biased / "model.safetensors")
     tensors[CHANNEL][23] = 0.3
@@ -126,14 +159,19 @@ def test_a_channel_that_moved_is_not_written(latent, name):
     checkpoint = open_checkpoint(latent)
     state = {name: checkpoint.read(name) for name in checkpoint.tensors}
     state[name] = state[name] + 1
-    with pytest.raises(KvfoldError, match=f"{name}: training changed the constant channel, which must stay fixed"):
+    with pytest.raises(
+        KvfoldError, match=f"{name}: training changed the constant channel, which must stay fixed"
+    ):
         check_constant(state, checkpoint)
 
 
 def train_rank(folder, out, is_sharded):
-    """Four steps of one of several processes, with its part of the batches; the first writes the weights to ``out``."""
+    """Four steps of one of several processes, with its part of the batches; the first writes the
+    weights to ``out``.
+    """
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     model = AutoModelForCausalLM.from_pretrained(folder)
     held = hold_constant(dict(model.named_parameters()))
     if is_sharded:
@@ -147,7 +185,10 @@ def train_rank(folder, out, is_sharded):
         scale_gradients(dict(model.named_parameters()), held)
         optimizer.step()
         optimizer.zero_grad()
-    state = {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in model.named_parameters()}
+    state = {
+        n: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+        for n, p in model.named_parameters()
+    }
     if rank == 0:
         torch.save(state, out)
     dist.destroy_process_group()
@@ -155,7 +196,9 @@ def train_rank(folder, out, is_sharded):
 
 @pytest.mark.slow
 def test_sharded_weights_are_held_too(latent, tmp_path):
-    """Two processes, each with half of every tensor (FSDP version 2), train as one does with the whole."""
+    """Two processes, each with half of every tensor (FSDP version 2), train as one does with the
+    whole.
+    """
     torch.set_num_threads(1)  # a fork has one thread
     for processes, way in ((1, "whole"), (2, "sharded")):
         work = partial(train_rank, latent, tmp_path / way, way == "sharded")

@@ -1,4 +1,6 @@
-"""Polishing: the model that is trained, the loss, and the learning rate after rounds that gained nothing."""
+"""Polishing: the model that is trained, the loss, and the learning rate after rounds that gained
+nothing.
+"""
 
 from itertools import islice
 
@@ -18,10 +20,14 @@ TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(0
 
 
 def trainee(folder, stored=torch.float32, change=lambda name, tensor: tensor, **options):
-    """The model of a checkpoint, its tensors changed, whose attention, but for its norms, is trained by default."""
+    """The model of a checkpoint, its tensors changed, whose attention, but for its norms, is
+    trained by default.
+    """
     checkpoint = open_checkpoint(folder)
     model = model_of(checkpoint.config)
-    attention = [name for layer in range(model.geometry.layers) for name in model.attention_names(layer)]
+    attention = [
+        name for layer in range(model.geometry.layers) for name in model.attention_names(layer)
+    ]
 
     def read(name):
         return change(name, checkpoint.read(name))
@@ -43,10 +49,15 @@ def training(model: ModelTrainee) -> TrainingText:
     return TrainingText(TOKENS, lambda indices: states[indices])
 
 
-def test_states_are_computed_for_blocks_of_steps_when_one_is_trained_on(monkeypatch: pytest.MonkeyPatch):
+def test_states_are_computed_for_blocks_of_steps_when_one_is_trained_on(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(module, "BLOCK_STEPS", 2)
-    computed, states = [], torch.randn(8, 3, 2)
-    text = TrainingText(torch.arange(24).view(8, 3), lambda indices: computed.append(indices) or states[indices])
+    computed = []
+    states = torch.randn(8, 3, 2)
+    text = TrainingText(
+        torch.arange(24).view(8, 3), lambda indices: computed.append(indices) or states[indices]
+    )
     batches = text.announced(iter([[0, 1], [4, 3], [7, 0], [5, 2], [7, 1]]))
     for batch in islice(batches, 2, None):  # a resumed run skips steps
         tokens, found = text.batch(batch)
@@ -56,11 +67,24 @@ def test_states_are_computed_for_blocks_of_steps_when_one_is_trained_on(monkeypa
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "mixtral", "gemma2", "gemma3_text", "phi3", "granite", "cohere", "olmo2", "qwen3"]
+    "family",
+    [
+        "llama",
+        "mistral",
+        "mixtral",
+        "gemma2",
+        "gemma3_text",
+        "phi3",
+        "granite",
+        "cohere",
+        "olmo2",
+        "qwen3",
+    ],
 )
 def test_logits_and_gradients_are_those_of_the_stock_model(tiny_family, family):
     folder = tiny_family(family)
-    ours, stock = trainee(folder), stock_model(folder)
+    ours = trainee(folder)
+    stock = stock_model(folder)
     logits = ours.logits(ours.hidden(TOKENS))
     expected = stock(input_ids=TOKENS, use_cache=False).logits
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
@@ -70,13 +94,18 @@ def test_logits_and_gradients_are_those_of_the_stock_model(tiny_family, family):
     for source in ours.sources:
         (name,) = source.names
         expected = stock.get_parameter(source.target).grad
-        torch.testing.assert_close(ours.masters[name].grad, expected, atol=1e-4, rtol=1e-3, msg=name)
+        torch.testing.assert_close(
+            ours.masters[name].grad, expected, atol=1e-4, rtol=1e-3, msg=name
+        )
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2", "olmo2"])  # tied, experts in one, norms around
+@pytest.mark.parametrize(
+    "family", ["llama", "mixtral", "gemma2", "olmo2"]
+)  # tied, experts in one, norms around
 def test_gradients_of_all_weights_are_those_of_the_stock_model(tiny_family, family):
     folder = tiny_family(family)
-    stock, head = stock_model(folder), torch.randn(97, 64, generator=torch.Generator().manual_seed(1))
+    stock = stock_model(folder)
+    head = torch.randn(97, 64, generator=torch.Generator().manual_seed(1))
     states = torch.randn(*TOKENS.shape, 64, generator=torch.Generator().manual_seed(2))
     ours = trainee(folder, train="all", expected=lambda taught: taught @ head.T)
     text = TrainingText(TOKENS, lambda indices: states[indices])
@@ -85,9 +114,13 @@ def test_gradients_of_all_weights_are_those_of_the_stock_model(tiny_family, fami
     logits = stock(input_ids=TOKENS, use_cache=False).logits.flatten(0, 1)
     (divergence(logits, (states @ head.T).flatten(0, 1)) / TOKENS.numel()).backward()
     sources = [source for source in ours.sources if source.converter is None]
-    assert {source.target for source in sources} >= {"model.embed_tokens.weight", "model.norm.weight"}
+    assert {source.target for source in sources} >= {
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+    }
     for source in sources:
-        expected, found = stock.get_parameter(source.target).grad, ours.masters[source.names[0]].grad
+        expected = stock.get_parameter(source.target).grad
+        found = ours.masters[source.names[0]].grad
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3, msg=source.target)
 
 
@@ -97,7 +130,10 @@ def test_what_is_trained(tiny_family):
         trainee(folder, train=what).masters.keys() for what in ("attention", "norms", "all")
     )
     assert {name for name in norms - attention if "norm" not in name} == set()
-    assert {"model.norm.weight", "model.layers.0.post_feedforward_layernorm.weight"} <= norms - attention
+    assert {
+        "model.norm.weight",
+        "model.layers.0.post_feedforward_layernorm.weight",
+    } <= norms - attention
     assert everything == open_checkpoint(folder).tensors.keys()
 
 
@@ -115,10 +151,14 @@ def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_fami
     assert found[torch.float32] > 1e-5
 
 
-def test_each_round_takes_the_rate_that_the_rounds_before_leave(tiny_family, monkeypatch: pytest.MonkeyPatch):
+def test_each_round_takes_the_rate_that_the_rounds_before_leave(
+    tiny_family, monkeypatch: pytest.MonkeyPatch
+):
     ours = trainee(tiny_family("llama"))
     monkeypatch.setattr(module, "POLISH_ROUND", 5)
-    monkeypatch.setattr(module, "slowdown", lambda errors, steps: 1.0 if len(errors) == 1 else 1e-30)
+    monkeypatch.setattr(
+        module, "slowdown", lambda errors, steps: 1.0 if len(errors) == 1 else 1e-30
+    )
     found = polish(ours, training(ours), text(ours), 15)
     assert found.errors[1] != found.errors[0]
     assert found.errors[1] == found.errors[2] == found.errors[3]
@@ -141,7 +181,10 @@ def test_small_rows_move_in_proportion(tiny_family):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_divergence_and_its_gradient_are_those_of_the_formula(dtype):
     generator = torch.Generator().manual_seed(0)
-    logits, teacher = ((3 * torch.randn(5, 11, generator=generator, dtype=torch.float64)).to(dtype) for _ in range(2))
+    logits, teacher = (
+        (3 * torch.randn(5, 11, generator=generator, dtype=torch.float64)).to(dtype)
+        for _ in range(2)
+    )
     logits.requires_grad_()
     found = divergence(logits, teacher)
     wide = torch.promote_types(dtype, torch.float32)
@@ -149,7 +192,9 @@ def test_divergence_and_its_gradient_are_those_of_the_formula(dtype):
     expected = kl_div(log_q, log_p, log_target=True, reduction="sum")
     assert found.dtype == wide
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(2 * each, logits)[0] for each in (found, expected)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(2 * each, logits)[0] for each in (found, expected))
+    )
 
 
 def test_losses_of_next_tokens_and_of_distillation():
@@ -157,7 +202,9 @@ def test_losses_of_next_tokens_and_of_distillation():
     student, teacher = (torch.randn(2, 5, 7, generator=generator) for _ in range(2))
     tokens = torch.randint(7, (2, 5), generator=generator)
     p, q = ((x / 2.0).softmax(-1)[:, :-1] for x in (teacher, student))
-    torch.testing.assert_close(distillation_loss(student, teacher, 2.0), 4 * (p * (p.log() - q.log())).sum(-1).mean())
+    torch.testing.assert_close(
+        distillation_loss(student, teacher, 2.0), 4 * (p * (p.log() - q.log())).sum(-1).mean()
+    )
     chosen = student.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])
     torch.testing.assert_close(next_token_loss(student, tokens), -chosen.mean())
 
@@ -175,15 +222,20 @@ def test_intervals_are_ends_of_rounds_at_round_numbers_of_tokens():
 
 
 def test_figures_are_those_of_the_stock_models_logits(tiny_family):
-    ours, stock = trainee(tiny_family("llama")), stock_model(tiny_family("llama"))
+    ours = trainee(tiny_family("llama"))
+    stock = stock_model(tiny_family("llama"))
     held_out = text(ours)
     found = ours.figures(held_out)
     with torch.no_grad():
         log_q = stock(input_ids=TOKENS, use_cache=False).logits[:, :-1].log_softmax(-1)
         log_p = ours.logits(held_out.states)[:, :-1].log_softmax(-1)
     losses = [-each.gather(-1, TOKENS[:, 1:, None]).mean() for each in (log_q, log_p)]
-    assert found["kl"] == pytest.approx(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), rel=1e-4)
-    assert (found["loss"], found["excess"]) == pytest.approx((float(losses[0]), float(losses[0] - losses[1])), rel=1e-4)
+    assert found["kl"] == pytest.approx(
+        float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), rel=1e-4
+    )
+    assert (found["loss"], found["excess"]) == pytest.approx(
+        (float(losses[0]), float(losses[0] - losses[1])), rel=1e-4
+    )
     assert found["top_1_agreement"] == (log_p.argmax(-1) == log_q.argmax(-1)).float().mean()
 
 

@@ -40,7 +40,15 @@ AFTER_ATTENTION = {
 
 def plan_of(folder, **options):
     request = ConvertRequest(
-        **{"model": str(folder), "out": "unused", "to": "mqa", "method": "mean", "refine": 30, "quiet": True, **options}
+        **{
+            "model": str(folder),
+            "out": "unused",
+            "to": "mqa",
+            "method": "mean",
+            "refine": 30,
+            "quiet": True,
+            **options,
+        }
     )
     return make_plan(request, open_checkpoint(request.model))
 
@@ -76,7 +84,12 @@ def refined(llama, **changes):
     """The result on the first layer, and the steps after which progress was told."""
     plan, step, tensors = llama
     told = []
-    return refine_layer(step, tensors, task_of(plan, **changes), lambda fitted: told.append(fitted.steps)), told
+    return (
+        refine_layer(
+            step, tensors, task_of(plan, **changes), lambda fitted: told.append(fitted.steps)
+        ),
+        told,
+    )
 
 
 @pytest.mark.parametrize("family", AFTER_ATTENTION)
@@ -99,25 +112,35 @@ def test_the_error_falls_in_every_family(tiny_family, family):
     plan = plan_of(tiny_family(family))
     _steps, step, tensors = first_step(plan)
     errors = []
-    found = refine_layer(step, tensors, task_of(plan), lambda fitted: errors.append(fitted.errors[-1]))
+    found = refine_layer(
+        step, tensors, task_of(plan), lambda fitted: errors.append(fitted.errors[-1])
+    )
     assert found.before == errors[0]
     assert found.after == min(errors) < 0.95 * found.before
-    assert {name: t.shape for name, t in found.tensors.items()} == {name: t.shape for name, t in tensors.items()}
+    assert {name: t.shape for name, t in found.tensors.items()} == {
+        name: t.shape for name, t in tensors.items()
+    }
     for name in tensors:
-        assert not name.endswith(".weight") or not torch.equal(found.tensors[name].float(), tensors[name].float())
+        assert not name.endswith(".weight") or not torch.equal(
+            found.tensors[name].float(), tensors[name].float()
+        )
 
 
 def test_twenty_steps_halve_the_error_of_a_trained_layer():
     """The first layer of the model that ships, pooled to MQA."""
     plan = plan_of(demo_folder())
-    text = AutoTokenizer.from_pretrained(demo_folder())(read_text("calibration")[:8000])["input_ids"]
+    text = AutoTokenizer.from_pretrained(demo_folder())(read_text("calibration")[:8000])[
+        "input_ids"
+    ]
     _steps, step, tensors = first_step(plan, tokens=torch.tensor(text[: 36 * 48]).view(36, 48))
     found = refine_layer(step, tensors, task_of(plan, steps=20))
     assert found.after < 0.5 * found.before
 
 
 @pytest.mark.parametrize("massive", ["both", "student"])
-def test_targets_correct_earlier_errors_and_every_token_counts_relative_to_its_residual(llama, massive):
+def test_targets_correct_earlier_errors_and_every_token_counts_relative_to_its_residual(
+    llama, massive
+):
     plan, step, _ = llama
     update = task_of(plan).update
     hidden = [chunk.clone() for chunk in step.held_out]
@@ -128,7 +151,9 @@ def test_targets_correct_earlier_errors_and_every_token_counts_relative_to_its_r
     with torch.no_grad():
         after = hidden[0] + update.of(step.teacher, step.teacher.attend(hidden[0]))
     torch.testing.assert_close(found.targets[0] + student[0], after, rtol=0, atol=1e-4)
-    sizes = torch.maximum(*((found.weights[0] * each).square().mean(-1) for each in (after, student[0])))
+    sizes = torch.maximum(
+        *((found.weights[0] * each).square().mean(-1) for each in (after, student[0]))
+    )
     torch.testing.assert_close(sizes, torch.ones_like(sizes))
     share = (found.weights[0][0, 0] * (hidden[0] - student[0])[0, 0]).square().mean()
     if massive == "both":  # 1 % of it, as of any other token
@@ -144,7 +169,9 @@ def test_equal_seeds_give_equal_weights_and_other_seeds_others(llama):
 
 
 @pytest.mark.parametrize(("rate", "tries"), [(0.05, 1), (8.0, 3), (1e38, None)])
-def test_a_layer_that_got_no_better_is_tried_again_more_slowly_or_keeps_its_weights(llama, monkeypatch, rate, tries):
+def test_a_layer_that_got_no_better_is_tried_again_more_slowly_or_keeps_its_weights(
+    llama, monkeypatch, rate, tries
+):
     monkeypatch.setattr(refining, "refining_rate", lambda width, error: rate)
     found, told = refined(llama)
     assert told == [0, 30] * (tries or 3)
@@ -161,10 +188,14 @@ def test_schedules_fall_to_zero(share, steps):
     """``auto`` takes the rate down once a round gains less than one percent, and ends in any case."""
     assert [decay(4, done, [1.0]) for done in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
     rates = []
-    while (rate := decay("auto", len(rates), [share**n for n in range(len(rates) // REFINE_ROUND + 1)])) > 0:
+    while (
+        rate := decay("auto", len(rates), [share**n for n in range(len(rates) // REFINE_ROUND + 1)])
+    ) > 0:
         rates.append(rate)
     assert len(rates) == steps
-    assert rates[-REFINE_ROUND:] == pytest.approx([1 - done / REFINE_ROUND for done in range(REFINE_ROUND)])
+    assert rates[-REFINE_ROUND:] == pytest.approx(
+        [1 - done / REFINE_ROUND for done in range(REFINE_ROUND)]
+    )
 
 
 def test_auto_refines_until_it_has_settled(llama, monkeypatch):

@@ -14,7 +14,9 @@ def outer(rows: list[float], columns: list[float]) -> torch.Tensor:
 
 
 def products(named, held=None):
-    return {name: rows * columns for name, (rows, columns) in channel_scales(named, held or {}).items()}
+    return {
+        name: rows * columns for name, (rows, columns) in channel_scales(named, held or {}).items()
+    }
 
 
 def test_every_tensor_learns_in_proportion_to_its_size():
@@ -25,7 +27,8 @@ def test_every_tensor_learns_in_proportion_to_its_size():
     }
     held = {"a.weight": HeldSlice(1, 2, 1 / CONSTANT)}
     sizes = tensor_sizes(named, held)
-    # Neither zeros, as of padded heads, nor the constant channel count; zeros can learn all the same.
+    # Neither zeros, as of padded heads, nor the constant channel count; zeros can learn all the
+    # same.
     assert sizes == pytest.approx({"a.weight": 12.5**0.5, "a.bias": 12.5**0.5, "b.weight": 1e-6})
     assert tensor_sizes(named, {})["a.weight"] > 500
     optimizer = torch.optim.AdamW([{"params": list(named.values()), "weight_decay": 0.1}], lr=0.01)
@@ -37,9 +40,12 @@ def test_every_tensor_learns_in_proportion_to_its_size():
 
 
 def test_elements_move_by_a_share_of_their_size_or_of_the_mean_where_that_is_less():
-    """Of a matrix whose rows and columns differ a hundredfold, under Adam, whose own steps are alike."""
+    """Of a matrix whose rows and columns differ a hundredfold, under Adam, whose own steps are
+    alike.
+    """
     weight = nn.Parameter(outer([0.01, 1.0], [0.1, 1.0, 10.0]))
-    named, before = {"proj.weight": weight}, weight.detach().clone()
+    named = {"proj.weight": weight}
+    before = weight.detach().clone()
     size = float(before.square().mean().sqrt())
     optimizer = torch.optim.Adam([weight], lr=0.01, eps=1e-12)
     scale_steps(optimizer, lambda: named, tensor_sizes(named, {}), {}, channel_scales(named, {}))
@@ -55,15 +61,23 @@ def test_elements_move_by_a_share_of_their_size_or_of_the_mean_where_that_is_les
 def test_zeros_of_padded_heads_do_not_count():
     inner = outer([0.2, 1.0], [1.0, 2.0, 3.0])
     padded = nn.functional.pad(inner, (0, 3, 1, 2))
-    found = products({"padded.weight": padded, "inner.weight": inner, "zero.weight": torch.zeros(2, 2)})
+    found = products(
+        {"padded.weight": padded, "inner.weight": inner, "zero.weight": torch.zeros(2, 2)}
+    )
     torch.testing.assert_close(found["padded.weight"][1:3, :3], found["inner.weight"])
     assert found["zero.weight"].isfinite().all()
 
 
 def test_a_bias_and_the_reader_of_the_constant_channel_move_as_the_rows_of_their_matrix():
     """The reader is zero where there was no bias to fold in, and must learn all the same."""
-    named = {"a.weight": outer([0.5, 2.0], [1.0, 1.0, 0.0]), "a.bias": torch.zeros(2), "norm.weight": torch.ones(3)}
-    found = products(named, {"a.weight": HeldSlice(1, 2, 1 / CONSTANT), "a.bias": HeldSlice(0, 1, 0.0)})
+    named = {
+        "a.weight": outer([0.5, 2.0], [1.0, 1.0, 0.0]),
+        "a.bias": torch.zeros(2),
+        "norm.weight": torch.ones(3),
+    }
+    found = products(
+        named, {"a.weight": HeldSlice(1, 2, 1 / CONSTANT), "a.bias": HeldSlice(0, 1, 0.0)}
+    )
     assert found.keys() == {"a.weight", "a.bias"}
     assert float(found["a.bias"][1] / found["a.bias"][0]) == pytest.approx(4)
     torch.testing.assert_close(found["a.weight"], found["a.bias"][:, None].expand(2, 3))

@@ -15,15 +15,24 @@ from kvfold.convert.transforms.latent import slots
 from kvfold.convert.transforms.latent.latent import to_latent
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, Rotary
 
-LAYER, LENGTH, CONTEXT = 1, 128, 512
-HEADS, DIMS = 8, 32
+LAYER = 1
+LENGTH = 128
+CONTEXT = 512
+HEADS = 8
+DIMS = 32
 
 
 @pytest.fixture(scope="module")
 def layer():
-    """Weights, statistics and rotary frequencies of a layer, and its attention inputs ``[12, T, E]``, float64."""
-    model = AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32, attn_implementation="eager")
-    tokens = AutoTokenizer.from_pretrained(demo_folder())(read_text("calibration")[:12000])["input_ids"]
+    """Weights, statistics and rotary frequencies of a layer, and its attention inputs ``[12, T,
+    E]``, float64.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        demo_folder(), dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens = AutoTokenizer.from_pretrained(demo_folder())(read_text("calibration")[:12000])[
+        "input_ids"
+    ]
     tokens = torch.tensor(tokens[: 12 * LENGTH]).view(12, LENGTH)
     attention = model.model.layers[LAYER].self_attn
     inputs = []
@@ -33,25 +42,36 @@ def layer():
     with torch.no_grad():
         maps = model(tokens, output_attentions=True).attentions[LAYER].double()  # [12, H, T, T]
     x = inputs[0].double()
-    profile = torch.stack([maps.diagonal(-distance, 2, 3).sum((0, 2)) for distance in range(LENGTH)], 1)
+    profile = torch.stack(
+        [maps.diagonal(-distance, 2, 3).sum((0, 2)) for distance in range(LENGTH)], 1
+    )
     q, k, v, o = (getattr(attention, f"{name}_proj").weight.detach().double() for name in "qkvo")
-    weights = AttentionWeights(*(rows.view(HEADS, DIMS, -1) for rows in (q, k, v)), o.view(-1, HEADS, DIMS))
+    weights = AttentionWeights(
+        *(rows.view(HEADS, DIMS, -1) for rows in (q, k, v)), o.view(-1, HEADS, DIMS)
+    )
     statistics = replace(statistics_of(x, HEADS), profile=profile / x[..., 0].numel())
     return weights, statistics, Rotary(model.model.rotary_emb.inv_freq.double()), x
 
 
 def latent(layer, rank=24, rope_dim=8, **options):
     weights, statistics, rotary, _ = layer
-    chosen = slots.choose_slots([slots.survey_layer(weights, statistics, rotary, CONTEXT)], rope_dim)
+    chosen = slots.choose_slots(
+        [slots.survey_layer(weights, statistics, rotary, CONTEXT)], rope_dim
+    )
     return to_latent(weights, statistics, rotary, chosen, rank, context=CONTEXT, **options)
 
 
 def value_error(layer):
-    """Of the values that the latent gives back, about their mean, as the output projection sees them."""
+    """Of the values that the latent gives back, about their mean, as the output projection sees
+    them.
+    """
     weights, _, _, x = layer
-    found, flat = latent(layer), x.flatten(0, 1) - x.mean((0, 1))
+    found = latent(layer)
+    flat = x.flatten(0, 1) - x.mean((0, 1))
     o = weights.o.permute(1, 0, 2)
-    return relative_error(o @ found.uv.double() @ found.down.double() @ flat.T, o @ weights.v @ flat.T)
+    return relative_error(
+        o @ found.uv.double() @ found.down.double() @ flat.T, o @ weights.v @ flat.T
+    )
 
 
 def score_error(layer):
@@ -74,7 +94,11 @@ def test_shared_keys_of_a_trained_layer_lose_less_when_their_members_are_divided
     weights, statistics, rotary, x = layer
 
     def norm(rows):
-        return HeadNorm("rms", (rows @ statistics.gram * rows).sum(-1).mean().sqrt().expand(HEADS, DIMS), shared=True)
+        return HeadNorm(
+            "rms",
+            (rows @ statistics.gram * rows).sum(-1).mean().sqrt().expand(HEADS, DIMS),
+            shared=True,
+        )
 
     weights = replace(weights, q_norm=norm(weights.q), k_norm=norm(weights.k))
     gathered = normed_statistics(weights, x)

@@ -1,4 +1,6 @@
-"""The distances that count: the mixture written out, and averages of rotations against sums over distances."""
+"""The distances that count: the mixture written out, and averages of rotations against sums over
+distances.
+"""
 
 import math
 
@@ -32,5 +34,7 @@ def test_moments_are_sums_over_the_mixture(monkeypatch, uniform):
         for a, first in enumerate(speed.tolist()):
             for b, second in enumerate(speed.tolist()):
                 angles = [(first - second) * distance for distance in range(40)]
-                expected = sum(p * complex(math.cos(x), -math.sin(x)) for p, x in zip(row, angles, strict=True))
+                expected = sum(
+                    p * complex(math.cos(x), -math.sin(x)) for p, x in zip(row, angles, strict=True)
+                )
                 assert abs(moments[head, a, b].item() - expected) < 1e-12

@@ -13,7 +13,9 @@ from kvfold.convert.transforms.fold.principal import layer_moments
 from kvfold.convert.transforms.fold.score_fit import fit_scores, principal_keys, score_losses
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 
-E, D, TOKENS = 48, 8, 20
+E = 48
+D = 8
+TOKENS = 20
 ROTARY = plain_rotary(D)
 PAIRS = ((0, 5), (1, 3), (2, 7), (4, 6))
 
@@ -25,16 +27,24 @@ def rows(seed: int, *shape: int) -> Tensor:
 def alike(groups: tuple[tuple[int, ...], ...], repeat: int = 1) -> AttentionWeights:
     """Random heads of which those of a group hold the same keys and values, up to a little noise."""
     kv_heads = sum(map(len, groups))
-    k, v = rows(1, kv_heads, D, E), rows(2, kv_heads, D, E)
+    k = rows(1, kv_heads, D, E)
+    v = rows(2, kv_heads, D, E)
     for first, *others in groups:
         k[others], v[others] = k[first] + 0.01 * k[others], v[first] + 0.01 * v[others]
-    return AttentionWeights(q=rows(0, kv_heads * repeat, D, E), k=k, v=v, o=rows(3, E, kv_heads * repeat, D))
+    return AttentionWeights(
+        q=rows(0, kv_heads * repeat, D, E), k=k, v=v, o=rows(3, E, kv_heads * repeat, D)
+    )
 
 
 def statistics(heads: int) -> LayerStatistics:
     mix = rows(4, E, E)
-    profile = torch.rand(heads, TOKENS, generator=torch.Generator().manual_seed(5), dtype=torch.float64) ** 4
-    return LayerStatistics(mix @ mix.T + torch.eye(E) / 50, rows(6, E), 1000, profile / profile.sum(1, keepdim=True))
+    profile = (
+        torch.rand(heads, TOKENS, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        ** 4
+    )
+    return LayerStatistics(
+        mix @ mix.T + torch.eye(E) / 50, rows(6, E), 1000, profile / profile.sum(1, keepdim=True)
+    )
 
 
 def pairs_of(weights: AttentionWeights, context: int = 0) -> grouping.Pairs:
@@ -68,7 +78,9 @@ def test_candidates_are_few_distinct_partitions(groups: int):
 def test_similar_is_the_judged_best_of_the_candidates():
     weights = alike(PAIRS)
     wanted = principal.fold(weights, statistics(8), ROTARY, PAIRS, context=100)
-    choice = grouping.similar(pairs_of(weights, 100), 4, lambda folded: (folded.k - wanted.k).norm().item())
+    choice = grouping.similar(
+        pairs_of(weights, 100), 4, lambda folded: (folded.k - wanted.k).norm().item()
+    )
     assert choice.groups == PAIRS
     assert torch.equal(choice.weights.k, wanted.k)
     assert choice.errors[grouping.contiguous(8, 4)] > 0

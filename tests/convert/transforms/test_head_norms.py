@@ -11,7 +11,11 @@ from torch import Tensor
 from kvfold.convert.transforms.head_norms import linear_heads, norms_note, project
 from kvfold.convert.transforms.weights import AttentionWeights, blank_statistics
 
-E, D, H, G, TOKENS = 32, 8, 8, 4, 24
+E = 32
+D = 8
+H = 8
+G = 4
+TOKENS = 24
 
 
 def make(norm: str, bias: bool = False) -> AttentionWeights:
@@ -22,7 +26,9 @@ def make(norm: str, bias: bool = False) -> AttentionWeights:
 
 
 def inputs(seed: int = 11, sequences: int = 40) -> Tensor:
-    """Tokens of six sorts, some longer than others, with a little noise: what a norm divides by follows the sort."""
+    """Tokens of six sorts, some longer than others, with a little noise: what a norm divides by
+    follows the sort.
+    """
     sorts = normal(12, 6, E) * torch.linspace(0.5, 3.0, 6, dtype=torch.float64)[:, None]
     drawn = torch.randint(6, (sequences, TOKENS), generator=torch.Generator().manual_seed(seed))
     return sorts[drawn] + 0.3 * normal(seed, sequences, TOKENS, E)
@@ -38,7 +44,8 @@ def keys(weights: AttentionWeights, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_projections_are_those_of_the_definition(norm: str, bias: bool) -> None:
-    weights, x = make(norm, bias), inputs(sequences=2)
+    weights = make(norm, bias)
+    x = inputs(sequences=2)
     rows, _ = project(weights, x.flatten(0, 1))
     found = rows[:, H:].unflatten(0, x.shape[:2]).transpose(1, 2)
     torch.testing.assert_close(found, keys(weights, x))
@@ -48,7 +55,8 @@ def test_projections_are_those_of_the_definition(norm: str, bias: bool) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_map_misses_far_less_than_one_number_per_head(norm: str, bias: bool) -> None:
     """Keys of inputs that the fit has not seen."""
-    weights, x = make(norm, bias), inputs()
+    weights = make(norm, bias)
+    x = inputs()
     gathered = normed_statistics(weights, x)
     fitted = linear_heads(weights, gathered)
     divided = linear_heads(weights, replace(gathered, normed=None))
@@ -56,29 +64,43 @@ def test_the_map_misses_far_less_than_one_number_per_head(norm: str, bias: bool)
     assert (fitted.k_bias is None) == (weights.k_bias is None)
     seen = inputs(13)
     wanted = keys(weights, seen)
-    assert relative_error(keys(fitted, seen), wanted) < 0.6 * relative_error(keys(divided, seen), wanted)
+    assert relative_error(keys(fitted, seen), wanted) < 0.6 * relative_error(
+        keys(divided, seen), wanted
+    )
 
 
 def test_short_text_draws_the_map_to_one_number_per_head() -> None:
-    """Hardly more tokens than channels, of inputs without order: least squares alone would fit their noise."""
-    weights, x = make("rms one row"), normal(11, 1, E + 2, E)
+    """Hardly more tokens than channels, of inputs without order: least squares alone would fit
+    their noise.
+    """
+    weights = make("rms one row")
+    x = normal(11, 1, E + 2, E)
     gathered = normed_statistics(weights, x)
     seen = normal(13, 40, TOKENS, E)
     wanted = keys(weights, seen)
 
-    drawn, plain = (linear_heads(weights, each) for each in (gathered, replace(gathered, tokens=10**9)))
-    assert relative_error(keys(drawn, seen), wanted) < 0.5 * relative_error(keys(plain, seen), wanted)
+    drawn, plain = (
+        linear_heads(weights, each) for each in (gathered, replace(gathered, tokens=10**9))
+    )
+    assert relative_error(keys(drawn, seen), wanted) < 0.5 * relative_error(
+        keys(plain, seen), wanted
+    )
 
 
 def test_a_constant_for_keys_serves_them() -> None:
-    weights, x = make("rms one row"), inputs()
+    weights = make("rms one row")
+    x = inputs()
     gathered = normed_statistics(weights, x)
-    without, with_constant = (linear_heads(weights, gathered, key_constant=given) for given in (False, True))
+    without, with_constant = (
+        linear_heads(weights, gathered, key_constant=given) for given in (False, True)
+    )
     assert without.k_bias is None
     assert with_constant.k_bias is not None
     assert with_constant.q_bias is None
     wanted = keys(weights, x)
-    assert relative_error(keys(with_constant, x), wanted) < 0.95 * relative_error(keys(without, x), wanted)
+    assert relative_error(keys(with_constant, x), wanted) < 0.95 * relative_error(
+        keys(without, x), wanted
+    )
 
 
 def test_without_text_a_map_is_the_projection_over_one_number_per_head() -> None:
@@ -91,12 +113,15 @@ def test_without_text_a_map_is_the_projection_over_one_number_per_head() -> None
 
 
 def test_what_is_missed_is_the_error_of_the_maps() -> None:
-    weights, x = make("rms one row"), inputs()
+    weights = make("rms one row")
+    x = inputs()
     gathered = normed_statistics(weights, x)
     linear = linear_heads(weights, gathered)
     found = norms_note(weights, gathered)["head_norms"]
     wanted = keys(weights, x)
-    assert found["key_missed"] == pytest.approx(relative_error(keys(linear, x), wanted) ** 2, rel=1e-6)
+    assert found["key_missed"] == pytest.approx(
+        relative_error(keys(linear, x), wanted) ** 2, rel=1e-6
+    )
     divisors = torch.einsum("hde,bte->bthd", weights.k, x).square().mean(-1).sqrt().flatten(0, 1)
     spread = divisors.std(0, correction=0) / divisors.mean(0)
     assert found["key_spread"] == pytest.approx(float(spread.mean()), rel=1e-3)

@@ -1,10 +1,19 @@
-"""Latent attention from statistics: moments against drawn samples, identities, and that fitting fits."""
+"""Latent attention from statistics: moments against drawn samples, identities, and that fitting
+fits.
+"""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers.layers import attend, attend_latent, dense_distances, random_layer, relative_error, turned
+from helpers.layers import (
+    attend,
+    attend_latent,
+    dense_distances,
+    random_layer,
+    relative_error,
+    turned,
+)
 
 from kvfold.convert.transforms.distances import Distances
 from kvfold.convert.transforms.latent import als as latent_fit
@@ -18,7 +27,9 @@ THETA = torch.tensor([1.0, 0.3, 0.05, 0.01], dtype=torch.float64)
 
 
 def convert(weights, statistics, rotary, rope_dim, rank, **options):
-    slots = rope_slots.choose_slots([rope_slots.survey_layer(weights, statistics, rotary)], rope_dim)
+    slots = rope_slots.choose_slots(
+        [rope_slots.survey_layer(weights, statistics, rotary)], rope_dim
+    )
     return to_latent(weights, statistics, rotary, slots, rank, **options)
 
 
@@ -34,21 +45,28 @@ def test_moments_are_those_of_inputs_at_random_distances():
     other = torch.randn(3, 5, generator=generator, dtype=torch.float64)
     profile = torch.rand(1, 9, generator=generator, dtype=torch.float64)
     profile = profile / profile.sum()
-    left, right = (
-        RotaryRows.of(torch.tensor([0.9, 0.2], dtype=torch.float64), 3),
-        RotaryRows.of(torch.tensor([0.5], dtype=torch.float64), 1),
-    )
-    seen_left, seen_right, weight = [], [], []
+    left = RotaryRows.of(torch.tensor([0.9, 0.2], dtype=torch.float64), 3)
+    right = RotaryRows.of(torch.tensor([0.5], dtype=torch.float64), 1)
+    seen_left = []
+    seen_right = []
+    weight = []
     for distance, p in enumerate(profile[0]):
         for layout, matrix, seen in ((left, rows, seen_left), (right, other, seen_right)):
             angle = layout.omega * distance
-            seen.append(x @ (angle.cos()[:, None] * matrix + angle.sin()[:, None] * layout.turn(matrix)).T)
+            seen.append(
+                x @ (angle.cos()[:, None] * matrix + angle.sin()[:, None] * layout.turn(matrix)).T
+            )
         weight.append(torch.full((40,), p / 40, dtype=torch.float64))
-    y, z, weight = torch.cat(seen_left), torch.cat(seen_right), torch.cat(weight)
+    y = torch.cat(seen_left)
+    z = torch.cat(seen_right)
+    weight = torch.cat(weight)
     expected = (y * weight[:, None]).T @ z - torch.outer(weight @ y, weight @ z)
-    mean, covariance = x.mean(0), torch.cov(x.T, correction=0)
+    mean = x.mean(0)
+    covariance = torch.cov(x.T, correction=0)
     kernel = kernels(drawn(profile), left, right)[0][1]
-    torch.testing.assert_close(kernel.apply(rows @ covariance @ other.T, rows @ mean, other @ mean), expected)
+    torch.testing.assert_close(
+        kernel.apply(rows @ covariance @ other.T, rows @ mean, other @ mean), expected
+    )
 
 
 def test_pull_is_the_adjoint_of_the_moments():
@@ -56,7 +74,9 @@ def test_pull_is_the_adjoint_of_the_moments():
     layout = RotaryRows.of(torch.tensor([0.9, 0.2], dtype=torch.float64), 2)
     distances = drawn(torch.rand(1, 5, generator=generator, dtype=torch.float64))
     kernel = kernels(distances, layout, layout)[0][0]
-    weight, product, rows = (torch.randn(6, 6, generator=generator, dtype=torch.float64) for _ in range(3))
+    weight, product, rows = (
+        torch.randn(6, 6, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     zero = torch.zeros(6, dtype=torch.float64)
     of_products, of_means = kernel.adjoint(weight)
     left = (weight * kernel.apply(product @ rows.T, zero, zero)).sum()
@@ -68,14 +88,21 @@ def test_pull_is_the_adjoint_of_the_moments():
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rotary", [Rotary(THETA), Rotary(THETA[:2], amplitude=1.2), Rotary(THETA[:0])])
+@pytest.mark.parametrize(
+    "rotary", [Rotary(THETA), Rotary(THETA[:2], amplitude=1.2), Rotary(THETA[:0])]
+)
 def test_enough_rank_is_exact(kv_heads, bias, rotary):
     weights, statistics, x = random_layer(kv_heads=kv_heads, bias=bias)
-    slots = rope_slots.Slots((kv_heads,) * len(rotary.theta), rotary.theta.repeat_interleave(kv_heads))
+    slots = rope_slots.Slots(
+        (kv_heads,) * len(rotary.theta), rotary.theta.repeat_interleave(kv_heads)
+    )
     if not rotary.dims:
         slots = rope_slots.Slots((1, 1, 1, 0), THETA[:3])  # rotary rows are there, and zero
     latent = to_latent(weights, statistics, rotary, slots, 24)
-    assert relative_error(attend_latent(latent, x[:20]), attend(weights, x[:20][None], rotary)[0]) < 1e-8
+    assert (
+        relative_error(attend_latent(latent, x[:20]), attend(weights, x[:20][None], rotary)[0])
+        < 1e-8
+    )
     assert rotary.dims or not latent.rope_key.any()
 
 
@@ -93,28 +120,47 @@ LOUDNESS = {f"no {name}": {name: 0.0} for name in "qkvo"} | {
 @pytest.mark.parametrize("factors", LOUDNESS.values(), ids=LOUDNESS)
 def test_layers_that_say_nothing_or_shout_are_finite_and_exact(factors, inputs, centered):
     weights, statistics, x = random_layer()
-    weights = replace(weights, **{name: getattr(weights, name) * factor for name, factor in factors.items()})
-    x = {"zero": 0 * x, "one vector": x[:1].expand_as(x), "loud": 1e15 * x, "whispers": 1e-27 * x}.get(inputs, x)
+    weights = replace(
+        weights, **{name: getattr(weights, name) * factor for name, factor in factors.items()}
+    )
+    x = {
+        "zero": 0 * x,
+        "one vector": x[:1].expand_as(x),
+        "loud": 1e15 * x,
+        "whispers": 1e-27 * x,
+    }.get(inputs, x)
     statistics = replace(statistics, gram=x.T @ x / len(x), mean=x.mean(0))
     slots = rope_slots.Slots((2,) * 4, THETA.repeat_interleave(2))
     latent = to_latent(weights, statistics, Rotary(THETA), slots, 24, centered=centered)
-    assert all(value.isfinite().all() for value in vars(latent).values() if isinstance(value, torch.Tensor))
-    result, expected = attend_latent(latent, x), attend(weights, x[None], Rotary(THETA))[0]
+    assert all(
+        value.isfinite().all() for value in vars(latent).values() if isinstance(value, torch.Tensor)
+    )
+    result = attend_latent(latent, x)
+    expected = attend(weights, x[None], Rotary(THETA))[0]
     assert (result - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_rank_above_what_there_is_leaves_channels_empty():
     weights, statistics, x = random_layer(model=64, kv_heads=2)
     slots = rope_slots.Slots((2,) * 4, THETA.repeat_interleave(2))
-    latent = to_latent(weights, statistics, Rotary(THETA), slots, 30)  # the values have 16 dims, keys none left
-    assert relative_error(attend_latent(latent, x[:20]), attend(weights, x[:20][None], Rotary(THETA))[0]) < 1e-6
+    latent = to_latent(
+        weights, statistics, Rotary(THETA), slots, 30
+    )  # the values have 16 dims, keys none left
+    assert (
+        relative_error(
+            attend_latent(latent, x[:20]), attend(weights, x[:20][None], Rotary(THETA))[0]
+        )
+        < 1e-6
+    )
     assert latent.down.isfinite().all()
 
 
 def test_biases_without_use_do_not_appear():
     weights, statistics, _ = random_layer()
     latent = convert(weights, statistics, Rotary(THETA), 4, 6, centered=False)
-    assert [name for name, value in vars(latent).items() if name.endswith("bias") and value is not None] == []
+    assert [
+        name for name, value in vars(latent).items() if name.endswith("bias") and value is not None
+    ] == []
 
 
 def test_latent_has_unit_energy_and_mean_zero():
@@ -128,7 +174,9 @@ def test_latent_has_unit_energy_and_mean_zero():
 @pytest.mark.parametrize("centered", [True, False])
 @pytest.mark.parametrize(("rope_dim", "rank"), [(4, 8), (8, 14)])
 def test_every_round_lessens_the_error_it_is_about(monkeypatch, rope_dim, rank, centered):
-    """Over inputs and distances that are independent, as the fit assumes, and as the tokens here are."""
+    """Over inputs and distances that are independent, as the fit assumes, and as the tokens here
+    are.
+    """
     weights, statistics, x = random_layer(seed=3)
     errors = []
     for rounds in (0, 1, 4, 16):
@@ -153,16 +201,22 @@ def output_error(weights, latent, statistics, x):
 
 
 def score_error(weights, latent, statistics, x):
-    """Squared error of scores about each query's mean, summed over heads, queries and keys at distances drawn apart."""
+    """Squared error of scores about each query's mean, summed over heads, queries and keys at
+    distances drawn apart.
+    """
     reach = statistics.profile.shape[1]
-    profile = dense_distances(statistics.profile, reach, latent_fit.LATENT_UNIFORM, latent_fit.LATENT_TAIL)[..., None]
+    profile = dense_distances(
+        statistics.profile, reach, latent_fit.LATENT_UNIFORM, latent_fit.LATENT_TAIL
+    )[..., None]
     own = x @ weights.k.repeat_interleave(weights.heads // weights.kv_heads, 0).mT
     shared = x @ latent.rope_key.T + (0 if latent.rope_key_bias is None else latent.rope_key_bias)
     still = (x @ latent.q_nope.mT) @ (x @ latent.down.T @ latent.uk.mT).mT
     gaps = []
     for distance in range(reach):
         wanted = (x @ weights.q.mT) @ turned(own, -THETA * distance).mT
-        gaps.append(still + (x @ latent.q_rope.mT) @ turned(shared, -latent.theta * distance).mT - wanted)
+        gaps.append(
+            still + (x @ latent.q_rope.mT) @ turned(shared, -latent.theta * distance).mT - wanted
+        )
     gaps = torch.stack(gaps, 1)  # [H, distance, query, key]
     squares, means = ((profile * part.mean(-1)).sum(1) for part in (gaps.square(), gaps))
     return (squares - means.square()).mean(1).sum()
@@ -201,12 +255,18 @@ def test_the_spectrum_is_the_energy_of_the_latents_channels(monkeypatch, centere
     assert torch.equal(shares, shares.sort(descending=True).values)
     monkeypatch.setattr(latent_fit, "ALS_ROUNDS", 0)
     latent = to_latent(*layer, 5, centered=centered)
-    channels = (x @ latent.down.double().T + (latent.down_bias.double() if centered else 0)).square().mean(0)
+    channels = (
+        (x @ latent.down.double().T + (latent.down_bias.double() if centered else 0))
+        .square()
+        .mean(0)
+    )
     torch.testing.assert_close(channels, shares[:5] / shares[:5].sum(), rtol=1e-4, atol=1e-6)
 
 
 def test_channels_without_energy_come_last_and_are_zero():
-    """As many channels as the latent has energy for are uncorrelated; reading them back gives the latent."""
+    """As many channels as the latent has energy for are uncorrelated; reading them back gives the
+    latent.
+    """
     generator = torch.Generator().manual_seed(5)
     rows, seen = (torch.randn(6, rank, dtype=torch.float64, generator=generator) for rank in (4, 6))
     moment = rows @ rows.mT

@@ -12,7 +12,9 @@ from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
 
 def random_latent(rank=6):
     shapes = (rank, 16), (2, 16), (2, 4, 16), (2, 2, 16), (2, 4, rank), (2, 4, rank), (16, 2, 4)
-    return LatentWeights(*(normal(seed, *shape) for seed, shape in enumerate(shapes)), torch.ones(1).double(), 0.5)
+    return LatentWeights(
+        *(normal(seed, *shape) for seed, shape in enumerate(shapes)), torch.ones(1).double(), 0.5
+    )
 
 
 def normed_inputs(gain, tokens=4000):
@@ -45,7 +47,9 @@ def test_a_latent_as_wide_as_its_inputs_is_exact(rank):
     down = random_latent(rank).down * spectrum
     rows, back = coordinates(down, normed_inputs(gain))
     new = normed_inputs(gain, 500)
-    torch.testing.assert_close(rms(new @ rows.T), torch.ones(500, dtype=torch.float64), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        rms(new @ rows.T), torch.ones(500, dtype=torch.float64), atol=1e-6, rtol=0
+    )
     torch.testing.assert_close(new @ rows.T @ back.T, new @ down.T, atol=1e-9, rtol=0)
     assert rows.diagonal().max() / rows.diagonal().min() < 4.1
 
@@ -65,15 +69,22 @@ def test_new_coordinates_change_nothing_that_is_read():
     latent = replace(latent, query=query)
     found = live_norm(latent, normed_inputs(torch.ones(16, dtype=torch.float64), 500))
     for name in ("uk", "uv"):
-        torch.testing.assert_close(getattr(found, name) @ found.down, getattr(latent, name) @ latent.down)
+        torch.testing.assert_close(
+            getattr(found, name) @ found.down, getattr(latent, name) @ latent.down
+        )
     for name in ("q_nope", "q_rope"):
-        torch.testing.assert_close(getattr(found.query, name) @ found.query.down, getattr(query, name) @ query.down)
+        torch.testing.assert_close(
+            getattr(found.query, name) @ found.query.down, getattr(query, name) @ query.down
+        )
 
 
 @pytest.mark.parametrize("rank", [6, 16])
 @pytest.mark.parametrize("silent", ["weights", "inputs"])
 def test_a_latent_that_is_always_zero_stays_so(rank, silent):
-    latent, inputs = random_latent(rank), normed_inputs(torch.ones(16, dtype=torch.float64), 64)
+    latent = random_latent(rank)
+    inputs = normed_inputs(torch.ones(16, dtype=torch.float64), 64)
     latent = replace(latent, down=0 * latent.down) if silent == "weights" else latent
     normed = live_norm(latent, 0 * inputs if silent == "inputs" else inputs)
-    assert all(value.isfinite().all() for value in vars(normed).values() if isinstance(value, torch.Tensor))
+    assert all(
+        value.isfinite().all() for value in vars(normed).values() if isinstance(value, torch.Tensor)
+    )

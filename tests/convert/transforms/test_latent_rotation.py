@@ -8,25 +8,38 @@ from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.transforms.latent.variants import hartley
 
-SPLIT = {"to": "mla", "kv_rank": 16, "rope_dim": 8, "method": "svd", "allow_growth": True, "quiet": True}
+SPLIT = {
+    "to": "mla",
+    "kv_rank": 16,
+    "rope_dim": 8,
+    "method": "svd",
+    "allow_growth": True,
+    "quiet": True,
+}
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 64])
 def test_the_matrix_is_orthogonal_and_spreads_every_channel(size):
     mix = hartley(size)
-    torch.testing.assert_close(mix @ mix.mT, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        mix @ mix.mT, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-13
+    )
     assert mix.abs().max() <= (2 / size) ** 0.5 + 1e-12
 
 
 def latents(model, tokens, rounded=None):
-    """The logits, and what an engine would cache of each layer's latent; with it ``rounded`` where given."""
+    """The logits, and what an engine would cache of each layer's latent; with it ``rounded`` where
+    given.
+    """
     seen = []
 
     def note(module, args, latent):
         seen.append(latent)
         return latent if rounded is None else rounded(latent)
 
-    hooks = [layer.self_attn.kv_a_layernorm.register_forward_hook(note) for layer in model.model.layers]
+    hooks = [
+        layer.self_attn.kv_a_layernorm.register_forward_hook(note) for layer in model.model.layers
+    ]
     with torch.no_grad():
         logits = model(tokens).logits
     for hook in hooks:
@@ -38,7 +51,9 @@ def both(source, folder, **options):
     """The stock models of a conversion without and with the option."""
     for rotate in (False, True):
         out = folder / str(rotate)
-        convert_checkpoint(ConvertRequest(str(source), str(out), **{**SPLIT, **options}, rotate_latent=rotate))
+        convert_checkpoint(
+            ConvertRequest(str(source), str(out), **{**SPLIT, **options}, rotate_latent=rotate)
+        )
         yield stock_model(out).float()
 
 
@@ -59,9 +74,13 @@ def int8(latent):
 
 
 def test_a_quantized_cache_loses_less(tmp_path):
-    """Of a trained model. One scale per token cannot serve a constant of a thousand and a latent below one."""
+    """Of a trained model. One scale per token cannot serve a constant of a thousand and a latent
+    below one.
+    """
     plain, mixed = both(demo_folder(), tmp_path, kv_rank=48, rope_dim=16)
     tokens = torch.randint(3, 2000, (4, 64), generator=torch.Generator().manual_seed(0))
     exact, _ = latents(plain, tokens)
-    before, after = (float((latents(model, tokens, int8)[0] - exact).std()) for model in (plain, mixed))
+    before, after = (
+        float((latents(model, tokens, int8)[0] - exact).std()) for model in (plain, mixed)
+    )
     assert after < before / 20

@@ -25,10 +25,15 @@ def test_few_elements_are_multiplied_by_one_thread(two_threads, elements, expect
 
 
 @pytest.mark.parametrize("target", [{"to": "mqa"}, {"to": "gqa", "kv_heads": 4}])
-def test_the_shared_heads_of_a_small_model_are_fitted_by_one_thread(two_threads, tmp_path, monkeypatch, target):
-    counts, average = set(), score_fit.average_rotations
+def test_the_shared_heads_of_a_small_model_are_fitted_by_one_thread(
+    two_threads, tmp_path, monkeypatch, target
+):
+    counts = set()
+    average = score_fit.average_rotations
     monkeypatch.setattr(
-        score_fit, "average_rotations", lambda *args: counts.add(torch.get_num_threads()) or average(*args)
+        score_fit,
+        "average_rotations",
+        lambda *args: counts.add(torch.get_num_threads()) or average(*args),
     )
     convert_checkpoint(demo_folder(), tmp_path / "out", **target, samples=2, seq_len=16, quiet=True)
     assert counts == {1}

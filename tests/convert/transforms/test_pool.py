@@ -9,15 +9,24 @@ from helpers.layers import normal
 from kvfold.convert.transforms.fold import pool
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm
 
-H, G, D, E = 12, 6, 4, 10
+H = 12
+G = 6
+D = 4
+E = 10
 
 
 def weights(dtype: torch.dtype = torch.float32, **norm) -> AttentionWeights:
     shapes = {"q": (H, D, E), "k": (G, D, E), "v": (G, D, E), "o": (E, H, D)}
     shapes |= {"q_bias": (H, D), "k_bias": (G, D), "v_bias": (G, D), "o_bias": (E,)}
-    drawn = {name: normal(seed, *shape).to(dtype) for seed, (name, shape) in enumerate(shapes.items())}
-    k_norm = HeadNorm("layer", **{"weight": normal(8, G, D).float(), "bias": normal(9, G, D).float(), **norm})
-    return AttentionWeights(**drawn, q_norm=replace(k_norm, weight=normal(10, H, D), bias=None), k_norm=k_norm)
+    drawn = {
+        name: normal(seed, *shape).to(dtype) for seed, (name, shape) in enumerate(shapes.items())
+    }
+    k_norm = HeadNorm(
+        "layer", **{"weight": normal(8, G, D).float(), "bias": normal(9, G, D).float(), **norm}
+    )
+    return AttentionWeights(
+        **drawn, q_norm=replace(k_norm, weight=normal(10, H, D), bias=None), k_norm=k_norm
+    )
 
 
 @pytest.mark.parametrize("groups", [1, 2, 6])
@@ -39,7 +48,9 @@ def test_mean_of_low_precision_is_taken_in_float32():
     source = weights(torch.bfloat16)
     result = pool.mean(source, 1)
     assert result.k.dtype == result.v_bias.dtype == torch.float32
-    torch.testing.assert_close(result.k[0].double(), source.k.double().mean(0), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        result.k[0].double(), source.k.double().mean(0), rtol=1e-6, atol=1e-7
+    )
     assert pool.mean(weights(torch.float64), 1).k.dtype == torch.float64
 
 
@@ -55,7 +66,11 @@ def test_first_takes_the_first_head_of_each_group():
 def test_a_shared_norm_keeps_its_bits():
     row = torch.randn(D)
     source = weights(weight=row.repeat(G, 1), bias=None, shared=True)
-    for result in (pool.mean(source, 3), pool.first(source, 3), pool.random(source, 3, std=0.02, seed=0, layer=0)):
+    for result in (
+        pool.mean(source, 3),
+        pool.first(source, 3),
+        pool.random(source, 3, std=0.02, seed=0, layer=0),
+    ):
         assert result.k_norm.shared
         assert torch.equal(result.k_norm.weight, row.repeat(3, 1))
 
@@ -63,14 +78,21 @@ def test_a_shared_norm_keeps_its_bits():
 def test_random_is_fresh_deterministic_and_of_the_requested_spread():
     source = weights(offset=1.0)
     result, again, *others = (
-        pool.random(source, 3, std=0.5, seed=seed, layer=layer) for seed, layer in ((4, 1), (4, 1), (4, 2), (5, 1))
+        pool.random(source, 3, std=0.5, seed=seed, layer=layer)
+        for seed, layer in ((4, 1), (4, 1), (4, 2), (5, 1))
     )
     assert torch.equal(result.k, again.k)
     assert torch.equal(result.v, again.v)
-    assert not any(torch.equal(result.k, other) for other in (result.v, *(each.k for each in others)))
+    assert not any(
+        torch.equal(result.k, other) for other in (result.v, *(each.k for each in others))
+    )
     assert not any(part.any() for part in (result.k_bias, result.v_bias, result.k_norm.bias))
     assert torch.equal(result.k_norm.weight + 1.0, torch.ones(3, D))
-    big = AttentionWeights(*(torch.zeros(shape) for shape in ((H, 64, 512), (G, 64, 512), (G, 64, 512), (512, H, 64))))
+    big = AttentionWeights(
+        *(torch.zeros(shape) for shape in ((H, 64, 512), (G, 64, 512), (G, 64, 512), (512, H, 64)))
+    )
     drawn = pool.random(big, 6, std=0.02, seed=0, layer=0).k
-    assert drawn.std().item() == pytest.approx(0.02, rel=0.01)  # 196608 draws: one standard error is 0.16 %
+    assert drawn.std().item() == pytest.approx(
+        0.02, rel=0.01
+    )  # 196608 draws: one standard error is 0.16 %
     assert abs(drawn.mean().item()) < 2e-4

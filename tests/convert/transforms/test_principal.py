@@ -7,14 +7,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.layers import NORMS, attend, head_norm, normal, plain_rotary, relative_error, statistics_of
+from helpers.layers import (
+    NORMS,
+    attend,
+    head_norm,
+    normal,
+    plain_rotary,
+    relative_error,
+    statistics_of,
+)
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import principal
 from kvfold.convert.transforms.linalg import pair_matrices
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, Rotary
 
-E, D, TOKENS = 48, 16, 24
+E = 48
+D = 16
+TOKENS = 24
 ROTARY = plain_rotary(D)
 ROTARIES = [ROTARY, plain_rotary(8), plain_rotary(0)]
 BIASES = ["", "qkv", "qkvo", "o"]
@@ -23,7 +33,9 @@ BIASES = ["", "qkv", "qkvo", "o"]
 def with_norms(weights: AttentionWeights, norm: str) -> AttentionWeights:
     if not norm:
         return weights
-    q_norm, k_norm = (head_norm(*drawn, D, norm) for drawn in ((6, weights.heads), (7, weights.kv_heads)))
+    q_norm, k_norm = (
+        head_norm(*drawn, D, norm) for drawn in ((6, weights.heads), (7, weights.kv_heads))
+    )
     return replace(weights, q_norm=q_norm, k_norm=k_norm)
 
 
@@ -35,13 +47,18 @@ def make(heads: int, kv_heads: int, seed: int = 0, biases: str = "") -> Attentio
 
     shapes = {"q": (heads, D), "k": (kv_heads, D), "v": (kv_heads, D), "o": (E,)}
     extra = {f"{name}_bias": 3 * rand(*shapes[name]) for name in biases}
-    q, k, v = 3 * rand(heads, D, E), 3 * rand(kv_heads, D, E), rand(kv_heads, D, E)
+    q = 3 * rand(heads, D, E)
+    k = 3 * rand(kv_heads, D, E)
+    v = rand(kv_heads, D, E)
     return AttentionWeights(q, k, v, rand(E, heads, D), **extra)
 
 
 def related(norm: str, spread: float) -> AttentionWeights:
-    """Four heads that differ by ``spread``, each written in a basis of its own, as trained heads are."""
-    one, other = make(4, 1, 5), make(4, 4, 6)
+    """Four heads that differ by ``spread``, each written in a basis of its own, as trained heads
+    are.
+    """
+    one = make(4, 1, 5)
+    other = make(4, 4, 6)
     turns = torch.linalg.qr(normal(5, 4, D, D))[0]
     angle = 7 * normal(9, 4, D // 2)
     phases = pair_matrices(torch.polar(torch.ones_like(angle), angle), D)
@@ -71,11 +88,15 @@ def inputs(seed: int = 1) -> Tensor:
     return torch.randn(4, TOKENS, E, generator=draw, dtype=torch.float64) @ mix + 0.3
 
 
-def fold(weights: AttentionWeights, groups: list[list[int]], rotary: Rotary = ROTARY) -> AttentionWeights:
+def fold(
+    weights: AttentionWeights, groups: list[list[int]], rotary: Rotary = ROTARY
+) -> AttentionWeights:
     return principal.fold(weights, statistics_of(inputs(), weights.heads), rotary, groups)
 
 
-def fold_and_attend(weights: AttentionWeights, groups: list[list[int]], rotary: Rotary = ROTARY) -> Tensor:
+def fold_and_attend(
+    weights: AttentionWeights, groups: list[list[int]], rotary: Rotary = ROTARY
+) -> Tensor:
     return attend(fold(weights, groups, rotary), inputs(), rotary)
 
 
@@ -89,7 +110,8 @@ def test_groups_of_one_keep_every_bit(rot: Rotary, biases: str):
     weights = make(8, 4, biases=biases)
     folded = fold(weights, [[0], [1], [2], [3]], rot)
     for name in ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias"):
-        wanted, found = getattr(weights, name), getattr(folded, name)
+        wanted = getattr(weights, name)
+        found = getattr(folded, name)
         assert (wanted is None) == (found is None), name
         if wanted is not None:
             assert found.dtype == torch.float32
@@ -97,13 +119,21 @@ def test_groups_of_one_keep_every_bit(rot: Rotary, biases: str):
 
 
 @pytest.mark.parametrize(
-    ("rot", "biases", "norm"), [*itertools.product(ROTARIES, BIASES, [""]), *((ROTARY, "", norm) for norm in NORMS)]
+    ("rot", "biases", "norm"),
+    [*itertools.product(ROTARIES, BIASES, [""]), *((ROTARY, "", norm) for norm in NORMS)],
 )
 @pytest.mark.parametrize(("heads", "members"), [(4, 2), (8, 2), (8, 4)])
-def test_identical_heads_fold_exactly(rot: Rotary, biases: str, norm: str, heads: int, members: int):
-    weights = changed(with_norms(make(heads, 2, biases=biases), norm), lambda rows: rows.repeat_interleave(members, 0))
+def test_identical_heads_fold_exactly(
+    rot: Rotary, biases: str, norm: str, heads: int, members: int
+):
+    weights = changed(
+        with_norms(make(heads, 2, biases=biases), norm),
+        lambda rows: rows.repeat_interleave(members, 0),
+    )
     groups = [list(range(members)), list(range(members, 2 * members))]
-    assert relative_error(fold_and_attend(weights, groups, rot), attend(weights, inputs(), rot)) < 1e-5
+    assert (
+        relative_error(fold_and_attend(weights, groups, rot), attend(weights, inputs(), rot)) < 1e-5
+    )
 
 
 def test_identical_heads_fold_exactly_beyond_the_calibration_text():
@@ -116,10 +146,15 @@ def test_identical_heads_fold_exactly_beyond_the_calibration_text():
 
 @pytest.mark.parametrize("biases", BIASES)
 def test_rotations_of_value_heads_change_nothing(biases: str):
-    weights, groups = make(4, 4, biases=biases), [[0, 1], [2, 3]]
-    turns = torch.linalg.qr(torch.randn(4, D, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64))[0]
+    weights = make(4, 4, biases=biases)
+    groups = [[0, 1], [2, 3]]
+    turns = torch.linalg.qr(
+        torch.randn(4, D, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    )[0]
     bias = None if weights.v_bias is None else torch.einsum("hab,hb->ha", turns, weights.v_bias)
-    rotated = replace(weights, v=turns @ weights.v, v_bias=bias, o=torch.einsum("ehd,hcd->ehc", weights.o, turns))
+    rotated = replace(
+        weights, v=turns @ weights.v, v_bias=bias, o=torch.einsum("ehd,hcd->ehc", weights.o, turns)
+    )
     found, wanted = (fold_and_attend(w, groups) for w in (rotated, weights))
     assert relative_error(found, wanted) < 1e-5
 
@@ -127,7 +162,8 @@ def test_rotations_of_value_heads_change_nothing(biases: str):
 @pytest.mark.parametrize("biases", BIASES)
 @pytest.mark.parametrize("rot", ROTARIES[:2])
 def test_phases_and_moduli_of_key_pairs_change_nothing(rot: Rotary, biases: str):
-    weights, groups = make(8, 4, biases=biases), [[0, 1], [2, 3]]
+    weights = make(8, 4, biases=biases)
+    groups = [[0, 1], [2, 3]]
     draw = torch.Generator().manual_seed(3)
     modulus = torch.rand(4, rot.dims // 2, generator=draw, dtype=torch.float64) + 0.5
     phase = 7 * torch.rand(4, rot.dims // 2, generator=draw, dtype=torch.float64)
@@ -138,7 +174,8 @@ def test_phases_and_moduli_of_key_pairs_change_nothing(rot: Rotary, biases: str)
 
     turned = replace(weights, q=queries @ weights.q, k=keys @ weights.k)
     if weights.q_bias is not None:
-        q_bias, k_bias = (queries @ weights.q_bias[..., None])[..., 0], (keys @ weights.k_bias[..., None])[..., 0]
+        q_bias = (queries @ weights.q_bias[..., None])[..., 0]
+        k_bias = (keys @ weights.k_bias[..., None])[..., 0]
         turned = replace(turned, q_bias=q_bias, k_bias=k_bias)
     x = inputs()
     assert relative_error(attend(turned, x, rot), attend(weights, x, rot)) < 1e-12
@@ -147,7 +184,9 @@ def test_phases_and_moduli_of_key_pairs_change_nothing(rot: Rotary, biases: str)
 
 
 def test_unrotated_key_dims_may_mix():
-    weights, groups, rot = make(4, 4), [[0, 1, 2, 3]], plain_rotary(0)
+    weights = make(4, 4)
+    groups = [[0, 1, 2, 3]]
+    rot = plain_rotary(0)
     mix = torch.randn(4, D, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     mixed = replace(weights, k=mix @ weights.k, q=torch.linalg.inv(mix).mT @ weights.q)
     found, wanted = (fold_and_attend(w, groups, rot) for w in (mixed, weights))
@@ -163,7 +202,8 @@ def test_relabeled_heads_fold_the_same(rot: Rotary):
 
 
 def test_value_bias_is_exact_with_an_output_bias():
-    weights, x = make(4, 4, biases="vo"), inputs()
+    weights = make(4, 4, biases="vo")
+    x = inputs()
     groups = [[0, 1, 2, 3]]
     plain = replace(weights, v_bias=torch.zeros_like(weights.v_bias))
     moved = attend(weights, x, ROTARY) - attend(plain, x, ROTARY)
@@ -172,7 +212,8 @@ def test_value_bias_is_exact_with_an_output_bias():
 
 
 def test_value_bias_without_output_bias_keeps_the_mean_output():
-    weights, x = make(4, 4, biases="v"), inputs()
+    weights = make(4, 4, biases="v")
+    x = inputs()
     rot = plain_rotary(0)
     uniform = replace(weights, q=torch.zeros_like(weights.q))  # every token averages its past
     found = fold_and_attend(uniform, [[0, 1], [2, 3]], rot)
@@ -187,7 +228,10 @@ def test_value_bias_without_output_bias_keeps_the_mean_output():
 def test_norms_keep_their_kind_and_shapes(norm: str):
     weights = with_norms(make(8, 4), norm)
     folded = fold(weights, [[0, 2], [1, 3]])
-    for found, wanted, heads in ((folded.q_norm, weights.q_norm, 8), (folded.k_norm, weights.k_norm, 2)):
+    for found, wanted, heads in (
+        (folded.q_norm, weights.q_norm, 8),
+        (folded.k_norm, weights.k_norm, 2),
+    ):
         assert found.weight.shape == (heads, D)
         assert found.bias is None if wanted.bias is None else found.bias.shape == (heads, D)
         for part in ("kind", "extent", "shared", "eps", "offset"):
@@ -206,7 +250,11 @@ def test_sees_through_bases_where_pooling_fails(norm: str, groups: list[list[int
 @pytest.mark.parametrize("norms", ["q", "k"])
 def test_a_norm_on_one_side_alone(norms: str):
     weights = related("rms one row", 0.2)
-    absent = {"k": weights.k / 7, "k_norm": None} if norms == "q" else {"q": weights.q / 7, "q_norm": None}
+    absent = (
+        {"k": weights.k / 7, "k_norm": None}
+        if norms == "q"
+        else {"q": weights.q / 7, "q_norm": None}
+    )
     weights = replace(weights, **absent)
     folded = fold(weights, [[0, 1], [2, 3]])
     assert (folded.q_norm is None) == (norms == "k")
@@ -234,16 +282,23 @@ def test_keys_keep_the_mean_norm_of_their_members():
 
 def test_rotary_amplitude_counts_like_longer_queries_and_keys():
     """yarn multiplies what it rotates: with unrotated dims beside, that shifts what the fit minds."""
-    plain, loud = plain_rotary(8), Rotary(plain_rotary(8).theta, amplitude=1.7)
+    plain = plain_rotary(8)
+    loud = Rotary(plain_rotary(8).theta, amplitude=1.7)
     weights = make(4, 4)
     scale = torch.ones(D, 1, dtype=torch.float64)
     scale[:8] = loud.amplitude
-    wanted = fold_and_attend(replace(weights, q=scale * weights.q, k=scale * weights.k), [[0, 1], [2, 3]], plain)
+    wanted = fold_and_attend(
+        replace(weights, q=scale * weights.q, k=scale * weights.k), [[0, 1], [2, 3]], plain
+    )
     assert relative_error(fold_and_attend(weights, [[0, 1], [2, 3]], loud), wanted) < 1e-5
     assert relative_error(fold_and_attend(weights, [[0, 1], [2, 3]], plain), wanted) > 0.1
 
 
-@pytest.mark.parametrize("groups", [[[0, 1], [2]], [[0, 1], [1, 2]], [[0, 1, 2, 3, 4]], [[0], [1, 2, 3]], []])
+@pytest.mark.parametrize(
+    "groups", [[[0, 1], [2]], [[0, 1], [1, 2]], [[0, 1, 2, 3, 4]], [[0], [1, 2, 3]], []]
+)
 def test_groups_that_are_no_partition_are_refused(groups: list[list[int]]):
-    with pytest.raises(ValueError, match="must contain each of the 4 KV heads once, in groups of equal size"):
+    with pytest.raises(
+        ValueError, match="must contain each of the 4 KV heads once, in groups of equal size"
+    ):
         fold(make(4, 4), groups)

@@ -12,12 +12,16 @@ from kvfold.convert.transforms.weights import Rotary
 
 def test_energies_are_those_of_the_keys_that_the_tokens_give():
     weights, statistics, x = random_layer(bias=True)
-    rotary = Rotary(torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64), amplitude=1.5)  # 6 of 8 dims rotate
+    rotary = Rotary(
+        torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64), amplitude=1.5
+    )  # 6 of 8 dims rotate
     found = rope_slots.survey_layer(weights, statistics, rotary)
     for pair in range(3):
         q = (x @ weights.q.mT + weights.q_bias[:, None]) * 1.5
         k = (x @ weights.k.mT + weights.k_bias[:, None]) * 1.5
-        q, k = (torch.complex(part[..., pair], part[..., pair + 3]) for part in (q, k))  # [heads, tokens]
+        q, k = (
+            torch.complex(part[..., pair], part[..., pair + 3]) for part in (q, k)
+        )  # [heads, tokens]
         scale = q.abs().square().mean(1).reshape(2, 2).sum(1).sqrt()
         k = scale[:, None] * k
         expected = torch.linalg.eigvalsh(k @ k.mH / k.shape[1]).flip(0)
@@ -36,8 +40,12 @@ def test_gain_is_the_mean_turn_over_the_profile():
 def test_choice_takes_the_worth_of_all_layers():
     theta = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
     survives = torch.zeros(3, dtype=torch.float64)
-    first = LayerSurvey(torch.tensor([[4.0, 3.0], [1.0, 0.0], [1.0, 1.0]], dtype=torch.float64), survives, theta)
-    second = LayerSurvey(torch.tensor([[0.0, 0.0], [90.0, 0.0], [10.0, 0.0]], dtype=torch.float64), survives, theta)
+    first = LayerSurvey(
+        torch.tensor([[4.0, 3.0], [1.0, 0.0], [1.0, 1.0]], dtype=torch.float64), survives, theta
+    )
+    second = LayerSurvey(
+        torch.tensor([[0.0, 0.0], [90.0, 0.0], [10.0, 0.0]], dtype=torch.float64), survives, theta
+    )
     chosen = rope_slots.choose_slots([first, second], 6)
     assert chosen.counts == (2, 1, 0)  # worth .4 .3 | 1.0 0 | .2 .1
     assert chosen.theta.tolist() == [1.0, 1.0, 0.5]
@@ -46,7 +54,9 @@ def test_choice_takes_the_worth_of_all_layers():
 def test_what_survives_without_rotation_is_not_bought():
     theta = torch.tensor([1.0, 0.001], dtype=torch.float64)
     energy = torch.tensor([[1.0], [5.0]], dtype=torch.float64)
-    chosen = rope_slots.choose_slots([LayerSurvey(energy, torch.tensor([0.1, 0.99], dtype=torch.float64), theta)], 2)
+    chosen = rope_slots.choose_slots(
+        [LayerSurvey(energy, torch.tensor([0.1, 0.99], dtype=torch.float64), theta)], 2
+    )
     assert chosen.counts == (1, 0)
 
 
@@ -58,12 +68,17 @@ def test_stride_is_uniform_and_fills_up_evenly():
 
 @pytest.mark.parametrize(
     ("heavy", "counts", "base"),
-    [(1, (1, 1, 1, 0, 0, 0, 0, 0), 10000 ** (3 / 8)), (3, (1, 0, 0, 1, 0, 0, 1, 0), 10000 ** (9 / 8))],
+    [
+        (1, (1, 1, 1, 0, 0, 0, 0, 0), 10000 ** (3 / 8)),
+        (3, (1, 0, 0, 1, 0, 0, 1, 0), 10000 ** (9 / 8)),
+    ],
 )
 def test_plain_slots_take_the_step_that_is_worth_most(heavy, counts, base):
     theta = 10000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
     energy = torch.full((8, 1), 0.1, dtype=torch.float64)
     energy[[heavy, 2 * heavy]] = 1.0
-    chosen = rope_slots.plain_slots([LayerSurvey(energy, torch.zeros(8, dtype=torch.float64), theta)], 6)
+    chosen = rope_slots.plain_slots(
+        [LayerSurvey(energy, torch.zeros(8, dtype=torch.float64), theta)], 6
+    )
     assert chosen.counts == counts
     assert plain_base(chosen.theta.tolist()) == pytest.approx(base, rel=1e-9)

@@ -1,4 +1,6 @@
-"""The alternating fit of shared keys and queries against its own definition, by brute force over distances."""
+"""The alternating fit of shared keys and queries against its own definition, by brute force over
+distances.
+"""
 
 from dataclasses import replace
 
@@ -12,7 +14,8 @@ from kvfold.convert.transforms.fold.heads import GroupMoments, SharedHead
 from kvfold.convert.transforms.linalg import pair_matrices
 from kvfold.convert.transforms.weights import Rotary
 
-D, CONTEXT = 8, 40
+D = 8
+CONTEXT = 40
 
 
 def moments(count: int, members: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -24,9 +27,13 @@ def moments(count: int, members: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def objective(head: SharedHead, group: GroupMoments, weights: Tensor, rot: Rotary) -> float:
-    """``sum_h E |(A q)^T R (sum_j B_j k_j) - q^T R k|^2``, one head and one distance after the other."""
-    keys, queries = group.keys, group.queries
-    members, repeat = len(keys), len(queries) // len(keys)
+    """``sum_h E |(A q)^T R (sum_j B_j k_j) - q^T R k|^2``, one head and one distance after the
+    other.
+    """
+    keys = group.keys
+    queries = group.queries
+    members = len(keys)
+    repeat = len(queries) // len(keys)
     joint = keys.reshape(members * D, members * D)
     total = 0.0
     for h, (query, row) in enumerate(zip(queries, weights, strict=True)):
@@ -42,11 +49,20 @@ def objective(head: SharedHead, group: GroupMoments, weights: Tensor, rot: Rotar
     return total
 
 
-def case(dims: int, members: int = 3, repeat: int = 2) -> tuple[SharedHead, GroupMoments, Tensor, Rotary]:
-    """The principal keys of a group, its moments, the attention profile of its query heads, and the rotation."""
+def case(
+    dims: int, members: int = 3, repeat: int = 2
+) -> tuple[SharedHead, GroupMoments, Tensor, Rotary]:
+    """The principal keys of a group, its moments, the attention profile of its query heads, and the
+    rotation.
+    """
     rot = plain_rotary(dims, 50.0)
     keys, queries = moments(members * repeat, members)
-    profile = torch.rand(len(queries), 10, generator=torch.Generator().manual_seed(4), dtype=torch.float64) ** 3
+    profile = (
+        torch.rand(
+            len(queries), 10, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+        )
+        ** 3
+    )
     profile = profile / profile.sum(1, keepdim=True)
     phi = score_fit.distance_moments(profile, CONTEXT, rot, D)
     metric = torch.eye(D, dtype=torch.float64).expand(members, D, D)
@@ -78,6 +94,8 @@ def test_every_round_lowers_the_objective(dims: int):
 
 def test_dead_heads_stay_finite():
     start, group, *_ = case(D)
-    fitted = score_fit.fit_scores(start, replace(group, keys=0 * group.keys, queries=0 * group.queries))
+    fitted = score_fit.fit_scores(
+        start, replace(group, keys=0 * group.keys, queries=0 * group.queries)
+    )
     assert torch.isfinite(fitted.encode).all()
     assert torch.isfinite(fitted.decode).all()

@@ -1,4 +1,6 @@
-"""Attention sinks: a layer fitted with tokens weighted by received attention, and a channel for a live norm."""
+"""Attention sinks: a layer fitted with tokens weighted by received attention, and a channel for a
+live norm.
+"""
 
 from dataclasses import replace
 
@@ -14,7 +16,11 @@ from kvfold.convert.transforms.latent.weights import LatentWeights
 from kvfold.convert.transforms.sinks import SHARES, judged, with_damper
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 
-E, H, D, T, R = 32, 4, 8, 256, 6
+E = 32
+H = 4
+D = 8
+T = 256
+R = 6
 STILL = plain_rotary(0)
 ALL = [[0, 1, 2, 3]]
 
@@ -41,20 +47,25 @@ def measured(weights: AttentionWeights, x: Tensor) -> LayerStatistics:
     query, key = (torch.einsum("hde,bte->bhtd", rows, x) for rows in (weights.q, weights.k))
     assert weights.q_bias is not None
     _, received = attention_sums(query + weights.q_bias[:, None], key, D**-0.5)
-    flat, weight = x.flatten(0, 1), received.flatten()
-    gram, mean = (flat * weight[:, None]).T @ flat / len(flat), weight @ flat / len(flat)
+    flat = x.flatten(0, 1)
+    weight = received.flatten()
+    gram = (flat * weight[:, None]).T @ flat / len(flat)
+    mean = weight @ flat / len(flat)
     return replace(statistics_of(x, H), received_gram=gram, received_mean=mean)
 
 
 def test_a_sink_needs_tokens_weighted_by_received_attention() -> None:
-    weights, held_out = layer(sink=10.0), inputs(8)
+    weights = layer(sink=10.0)
+    held_out = inputs(8)
     expected = attend(weights, held_out, STILL)
 
     def error(folded: AttentionWeights) -> float:
         return relative_error(attend(folded, held_out, STILL), expected)
 
     statistics = measured(weights, inputs(7))
-    best, share = judged(statistics, lambda counted: principal.fold(weights, counted, STILL, ALL), error)
+    best, share = judged(
+        statistics, lambda counted: principal.fold(weights, counted, STILL, ALL), error
+    )
     assert share == max(SHARES)
     assert error(best) < 0.9 * error(principal.fold(weights, statistics, STILL, ALL))
 
@@ -62,14 +73,19 @@ def test_a_sink_needs_tokens_weighted_by_received_attention() -> None:
 def test_the_judge_decides_and_the_first_of_equals_wins() -> None:
     statistics = measured(layer(sink=10.0), inputs(7))
     sizes = {float(statistics.counting_received(share).gram[0, 0]): share for share in SHARES}
-    best, share = judged(statistics, lambda counted: float(counted.gram[0, 0]), lambda size: 1.0 - sizes[size])
+    best, share = judged(
+        statistics, lambda counted: float(counted.gram[0, 0]), lambda size: 1.0 - sizes[size]
+    )
     assert share == sizes[best] == 0.5
     assert judged(statistics, lambda counted: counted, lambda counted: 1.0) == (statistics, 0.0)
 
 
 def test_without_received_attention_nothing_is_judged() -> None:
     plain = statistics_of(inputs(7), H)
-    assert judged(plain, lambda counted: counted, lambda counted: pytest.fail("judged")) == (plain, 0.0)
+    assert judged(plain, lambda counted: counted, lambda counted: pytest.fail("judged")) == (
+        plain,
+        0.0,
+    )
 
 
 def latent() -> LatentWeights:
@@ -91,7 +107,8 @@ def values(weights: LatentWeights, x: Tensor, live: bool = True) -> Tensor:
 
 
 def test_behind_a_live_norm_a_channel_without_readers_keeps_the_sink_short() -> None:
-    x, plain = inputs(7), latent()
+    x = inputs(7)
+    plain = latent()
     statistics = measured(layer(sink=10.0), x)
     damped = with_damper(plain, statistics)
     length = (x @ damped.down[R]).square()
@@ -106,5 +123,7 @@ def test_behind_a_live_norm_a_channel_without_readers_keeps_the_sink_short() -> 
 
 def test_inputs_that_are_all_zero_have_no_sinks() -> None:
     zeros = torch.zeros(E, E).double()
-    statistics = replace(statistics_of(inputs(7), H), gram=zeros, received_gram=zeros, received_mean=zeros[0])
+    statistics = replace(
+        statistics_of(inputs(7), H), gram=zeros, received_gram=zeros, received_mean=zeros[0]
+    )
     assert with_damper(latent(), statistics).down.isfinite().all()

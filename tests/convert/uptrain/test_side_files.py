@@ -1,4 +1,6 @@
-"""Files beside the weights are read before the first step: a bad one must not cost the training, nor a link leak."""
+"""Files beside the weights are read before the first step: a bad one must not cost the training,
+nor a link leak.
+"""
 
 import shutil
 from itertools import product
@@ -21,7 +23,11 @@ def model(tiny_family, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [*product(NAMES, ("a link", "a folder")), *product(["kvfold.json"], NO_OBJECTS), ("README.md", b"Mod\xe8le")],
+    [
+        *product(NAMES, ("a link", "a folder")),
+        *product(["kvfold.json"], NO_OBJECTS),
+        ("README.md", b"Mod\xe8le"),
+    ],
 )
 def test_what_cannot_be_read_or_leads_out_of_the_folder_is_refused(model, name, content):
     if content == "a folder":

@@ -1,4 +1,6 @@
-"""Uptraining from end to end: the output of ``convert`` trains as it is, and is written in the same layout."""
+"""Uptraining from end to end: the output of ``convert`` trains as it is, and is written in the same
+layout.
+"""
 
 import json
 import re
@@ -42,9 +44,23 @@ TARGETS = {
     "mqa": {"to": "mqa", "method": "mean"},
     "free": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd"},
     "queries": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "q_rank": 40, "method": "svd"},
-    "engine": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "layout": "engine", "samples": 16, "seq_len": 32},
+    "engine": {
+        "to": "mla",
+        "kv_rank": 24,
+        "rope_dim": 8,
+        "layout": "engine",
+        "samples": 16,
+        "seq_len": 32,
+    },
 }
-QUICK = {"steps": 10, "batch_tokens": 512, "seq_len": 64, "micro_batch": 8, "relative_lr": 0.05, "eval_sequences": 8}
+QUICK = {
+    "steps": 10,
+    "batch_tokens": 512,
+    "seq_len": 64,
+    "micro_batch": 8,
+    "relative_lr": 0.05,
+    "eval_sequences": 8,
+}
 QUICK |= {"eval_every": 5, "log_every": 1, "warmup": 0.0, "device": "cpu", "quiet": True}
 
 
@@ -57,9 +73,15 @@ def letters(folder):
     vocabulary |= {chr(32 + i): 4 + i for i in range(91)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
     ).save_pretrained(folder)
 
 
@@ -87,23 +109,32 @@ def converted(source, text, tmp_path_factory):
         out = parent / target
         if not out.exists():
             options = {"calibration": str(text)} if target == "engine" else {}
-            convert_checkpoint(ConvertRequest(str(source), str(out), **TARGETS[target], **options, quiet=True))
+            convert_checkpoint(
+                ConvertRequest(str(source), str(out), **TARGETS[target], **options, quiet=True)
+            )
         return out
 
     return folder
 
 
 def train(model, out, text, **options):
-    return uptrain_checkpoint(UptrainRequest(model=str(model), out=str(out), text=str(text), **{**QUICK, **options}))
+    return uptrain_checkpoint(
+        UptrainRequest(model=str(model), out=str(out), text=str(text), **{**QUICK, **options})
+    )
 
 
 @pytest.mark.parametrize("target", mostly_slow(TARGETS, 5))
 def test_what_convert_writes_is_ready_to_train_and_learns(converted, text, tmp_path, target):
-    start, out = converted(target), tmp_path / "out"
+    start = converted(target)
+    out = tmp_path / "out"
     model = stock_model(start)
     tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
     model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-    assert [name for name, value in model.named_parameters() if value.grad is None or not value.grad.any()] == []
+    assert [
+        name
+        for name, value in model.named_parameters()
+        if value.grad is None or not value.grad.any()
+    ] == []
     done = train(start, out, text, weight_decay=0.1 if target == "queries" else 0.0)
     losses = [row.loss for row in done.rows if row.loss is not None]
     assert len(losses) == 10
@@ -113,10 +144,18 @@ def test_what_convert_writes_is_ready_to_train_and_learns(converted, text, tmp_p
     assert drift["after"]["eval_loss"] < drift["before"]["eval_loss"] - 0.3
     assert done.held_out.before.eval_loss == drift["before"]["eval_loss"]
     assert [row.step for row in done.rows if row.eval_loss is not None] == [0, 5, 10]
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ):
         assert (out / name).read_bytes() == (start / name).read_bytes(), name
-    before, after = tensors(start), tensors(out)
-    assert {n: (t.shape, t.dtype) for n, t in before.items()} == {n: (t.shape, t.dtype) for n, t in after.items()}
+    before = tensors(start)
+    after = tensors(out)
+    assert {n: (t.shape, t.dtype) for n, t in before.items()} == {
+        n: (t.shape, t.dtype) for n, t in after.items()
+    }
     still = {name for name in before if torch.equal(before[name], after[name])}
     if target in ("free", "queries"):
         assert all(name.endswith("a_layernorm.weight") for name in still), still
@@ -126,7 +165,10 @@ def test_what_convert_writes_is_ready_to_train_and_learns(converted, text, tmp_p
     else:
         assert not still
     tokens = AutoTokenizer.from_pretrained(out)("some words", return_tensors="pt").input_ids
-    assert stock_model(out).generate(tokens, max_new_tokens=3, min_new_tokens=3).shape == (1, tokens.shape[1] + 3)
+    assert stock_model(out).generate(tokens, max_new_tokens=3, min_new_tokens=3).shape == (
+        1,
+        tokens.shape[1] + 3,
+    )
 
 
 def test_training_attention_alone_leaves_the_rest(converted, text, tmp_path):
@@ -134,8 +176,20 @@ def test_training_attention_alone_leaves_the_rest(converted, text, tmp_path):
     before = tensors(start)
     (file,) = start.glob("*.safetensors")
     # Old checkpoints have such tables; they need not come back.
-    save_file({**before, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file, {"format": "pt"})
-    train(start, tmp_path / "out", text, train="attention", steps=1, eval_every=0, gradient_checkpointing=True)
+    save_file(
+        {**before, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
+        file,
+        {"format": "pt"},
+    )
+    train(
+        start,
+        tmp_path / "out",
+        text,
+        train="attention",
+        steps=1,
+        eval_every=0,
+        gradient_checkpointing=True,
+    )
     after = tensors(tmp_path / "out")
     assert after.keys() == before.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -145,13 +199,18 @@ def test_training_attention_alone_leaves_the_rest(converted, text, tmp_path):
 @pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])
 def test_the_weight_mixes_both_losses(source, converted, weight):
     """Softened by the temperature; without a weight the distillation is all."""
-    model, teacher = stock_model(converted("mqa")), stock_model(source)
-    request = UptrainRequest("m", "o", "t", teacher="x", distill_weight=weight if weight < 1 else None, temperature=2.0)
+    model = stock_model(converted("mqa"))
+    teacher = stock_model(source)
+    request = UptrainRequest(
+        "m", "o", "t", teacher="x", distill_weight=weight if weight < 1 else None, temperature=2.0
+    )
     tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
     own, other = (each(input_ids=tokens).logits for each in (model, teacher))
     trainer = SimpleNamespace(_request=request, _teacher=teacher)
     found = uptrain_trainer.Uptrainer.compute_loss(trainer, model, {"input_ids": tokens})
-    expected = (1 - weight) * next_token_loss(own, tokens) + weight * distillation_loss(own, other, 2.0)
+    expected = (1 - weight) * next_token_loss(own, tokens) + weight * distillation_loss(
+        own, other, 2.0
+    )
     torch.testing.assert_close(found, expected)
 
 
@@ -165,11 +224,14 @@ def test_a_teacher_may_pad_its_vocabulary_further(source, converted, text, tmp_p
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_path, monkeypatch, told):
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    converted, text, tmp_path, monkeypatch, told
+):
     """Killed in a step, then while OUT is written, after which no step is trained twice."""
     options = {"steps": 8, "save_every": 3, "log_every": 2, "eval_every": 4}
     whole = train(converted("free"), tmp_path / "whole", text, **options)
-    written, work = uptrain_trainer.RunLog.on_step_end, tmp_path / "out.training"
+    written = uptrain_trainer.RunLog.on_step_end
+    work = tmp_path / "out.training"
 
     def run(**changes):
         return train(converted("free"), tmp_path / "out", text, **{**options, **changes})
@@ -200,8 +262,11 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_pa
     (work / "best.pt.new").touch()  # killed while it wrote this one
     done = run(resume=True)  # which has no effect
     assert done.rows == whole.rows
-    assert [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()] == whole.to_dict()["log"]
-    before, after = tensors(tmp_path / "whole"), tensors(tmp_path / "out")
+    assert [
+        json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()
+    ] == whole.to_dict()["log"]
+    before = tensors(tmp_path / "whole")
+    after = tensors(tmp_path / "out")
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert sorted(path.name for path in work.iterdir()) == ["log.jsonl", "request.json"]
 
@@ -209,7 +274,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_pa
 def test_distillation_closes_the_drift_and_the_record_and_the_card_say_so(
     source, converted, text, tmp_path, monkeypatch
 ):
-    start, out, kept = converted("engine"), tmp_path / "out", Mock(side_effect=uptrain_trainer.replacing)
+    start = converted("engine")
+    out = tmp_path / "out"
+    kept = Mock(side_effect=uptrain_trainer.replacing)
     monkeypatch.setattr(uptrain_trainer, "replacing", kept)
     done = train(start, out, text, teacher=str(source), relative_lr=0.01)
     errors = [row.error for row in done.rows if row.error is not None]
@@ -224,11 +291,19 @@ def test_distillation_closes_the_drift_and_the_record_and_the_card_say_so(
     assert after["files"]["model.safetensors"] != before.pop("files")["model.safetensors"]
     assert {name: after[name] for name in before} == before
     found = after["uptraining"]
-    assert (found["request"]["text"], found["request"]["model"], found["teacher"]) == ("words.txt", "engine", "tiny")
+    assert (found["request"]["text"], found["request"]["model"], found["teacher"]) == (
+        "words.txt",
+        "engine",
+        "tiny",
+    )
     assert str(tmp_path.parent) not in json.dumps(found)
-    card, made = (out / "README.md").read_text(), (start / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    made = (start / "README.md").read_text()
     begun, ended = card.split("\n## Before the uptraining\n")
-    assert "all weights were trained for 10 steps of 512 tokens of words.txt, distilled from `tiny`" in begun
+    assert (
+        "all weights were trained for 10 steps of 512 tokens of words.txt, distilled from `tiny`"
+        in begun
+    )
     assert "| on 8 x 64 held-out tokens | before | after |" in begun
     assert made.split("## Engines")[1].split("## How")[0] in ended
     assert "byte for byte" in made.replace(ended, "")
@@ -236,7 +311,8 @@ def test_distillation_closes_the_drift_and_the_record_and_the_card_say_so(
 
 
 def test_the_stored_dtype_is_kept_and_a_tied_head_stays_tied(text, tmp_path):
-    start, out = tmp_path / "mqa", tmp_path / "out"
+    start = tmp_path / "mqa"
+    out = tmp_path / "out"
     convert_checkpoint(ConvertRequest(str(demo_folder()), str(start), **TARGETS["mqa"], quiet=True))
     train(start, out, text, steps=1, eval_every=0, precision="bfloat16")
     assert {value.dtype for value in tensors(out).values()} == {torch.bfloat16}
@@ -245,7 +321,9 @@ def test_the_stored_dtype_is_kept_and_a_tied_head_stays_tied(text, tmp_path):
 
 
 @pytest.mark.parametrize(("speed", "expected"), [(4.0, "bfloat16"), (1.1, "float32")])
-def test_a_cpu_trains_in_bfloat16_if_it_multiplies_it_faster(text, tmp_path, monkeypatch, capsys, speed, expected):
+def test_a_cpu_trains_in_bfloat16_if_it_multiplies_it_faster(
+    text, tmp_path, monkeypatch, capsys, speed, expected
+):
     monkeypatch.setattr(device, "bfloat16_speed", lambda *shape: speed)
     start = tmp_path / "mqa"
     convert_checkpoint(ConvertRequest(str(demo_folder()), str(start), **TARGETS["mqa"], quiet=True))
@@ -255,8 +333,12 @@ def test_a_cpu_trains_in_bfloat16_if_it_multiplies_it_faster(text, tmp_path, mon
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(converted, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(uptrain_trainer, "next_token_loss", lambda logits, tokens: logits.mean() * float("nan"))
-    with pytest.raises(KvfoldError, match="step 1: the loss is NaN or infinite; lower --relative-lr"):
+    monkeypatch.setattr(
+        uptrain_trainer, "next_token_loss", lambda logits, tokens: logits.mean() * float("nan")
+    )
+    with pytest.raises(
+        KvfoldError, match="step 1: the loss is NaN or infinite; lower --relative-lr"
+    ):
         train(converted("gqa"), tmp_path / "out", text, eval_every=0)
     assert not (tmp_path / "out").exists()
 
@@ -264,16 +346,27 @@ def test_a_loss_that_is_not_finite_ends_the_run(converted, text, tmp_path, monke
 def test_evaluation_on_another_text(converted, text, tmp_path):
     """Of sequences that do not fill up their last batch."""
     other = tmp_path / "other.jsonl"
-    other.write_text("".join(json.dumps({"text": line}) + "\n" for line in text.read_text()[:9000].split("\n")))
+    other.write_text(
+        "".join(json.dumps({"text": line}) + "\n" for line in text.read_text()[:9000].split("\n"))
+    )
     options = {"steps": 1, "eval_sequences": 7, "micro_batch": 4}
     done = train(converted("gqa"), tmp_path / "out", text, eval_text=str(other), **options)
     assert done.record["held_out"]["sequences"] == 7
 
 
 def test_all_that_cannot_be_is_told_at_once(told):
-    wrong = {"relative_lr": 3.0, "temperature": 0.0, "weight_decay": 1e80, "warmup": 1.0, "seed": 2**32}
+    wrong = {
+        "relative_lr": 3.0,
+        "temperature": 0.0,
+        "weight_decay": 1e80,
+        "warmup": 1.0,
+        "seed": 2**32,
+    }
     wrong["max_shard_size"] = "x"
-    for options in ({**wrong, "teacher": "x", "distill_weight": 1.5}, {"batch_tokens": 500, "distill_weight": 0.5}):
+    for options in (
+        {**wrong, "teacher": "x", "distill_weight": 1.5},
+        {"batch_tokens": 500, "distill_weight": 0.5},
+    ):
         with pytest.raises(InputError) as raised:
             UptrainRequest(model="a", out="b", text="c", **{**QUICK, **options})
         told(raised.value)
@@ -282,12 +375,15 @@ def test_all_that_cannot_be_is_told_at_once(told):
 def options_of(**options):
     given = {**QUICK, **options}
     given.pop("quiet")
-    return [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+    return [
+        part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)
+    ]
 
 
 def test_errors_name_what_to_do(converted, text, tmp_path, tiny_family, monkeypatch, capsys, told):
     """The command line: one `error:` line, status 2, and nothing written."""
-    start, stranger = converted("gqa"), tiny_family("llama", attention_bias=False, mlp_bias=False, vocab_size=61)
+    start = converted("gqa")
+    stranger = tiny_family("llama", attention_bias=False, mlp_bias=False, vocab_size=61)
     both = (start, tmp_path / "out", "--text", text)
     for arguments in (
         (start,),
@@ -316,28 +412,42 @@ def test_without_accelerate_the_extra_is_named(converted, text, tmp_path, monkey
         train(converted("gqa"), tmp_path / "out", text)
 
 
-def test_what_is_written_is_the_best_state_even_that_before_training(source, converted, text, tmp_path):
+def test_what_is_written_is_the_best_state_even_that_before_training(
+    source, converted, text, tmp_path
+):
     options = {"teacher": str(source), "relative_lr": 0.9, "schedule": "constant"}
     done = train(converted("free"), tmp_path / "out", text, **options)
     errors = [row.error for row in done.rows if row.error is not None]
     assert errors[0] < min(errors[1:])
     assert done.held_out.after == done.held_out.before
-    before, after = tensors(converted("free")), tensors(tmp_path / "out")
+    before = tensors(converted("free"))
+    after = tensors(tmp_path / "out")
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_of_equal_states_the_first_is_written_as_the_record_says(converted, text, tmp_path, monkeypatch):
+def test_of_equal_states_the_first_is_written_as_the_record_says(
+    converted, text, tmp_path, monkeypatch
+):
     seen = uptrain_trainer.Uptrainer._errors
     monkeypatch.setattr(uptrain_trainer.Uptrainer, "_errors", lambda self: [0.5] * len(seen(self)))
     train(converted("gqa"), tmp_path / "out", text)
-    before, after = tensors(converted("gqa")), tensors(tmp_path / "out")
+    before = tensors(converted("gqa"))
+    after = tensors(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_short_runs_warm_up_too_unless_told_otherwise():
     request = UptrainRequest(model="m", out="o", text="t", device="cpu")
-    for steps, warmup, expected in ((1000, None, 50), (100, None, 10), (3, None, 10), (3, 0.0, 0), (1000, 0.2, 200)):
-        made = training_arguments(replace(request, steps=steps, warmup=warmup), 256, torch.float32, False)
+    for steps, warmup, expected in (
+        (1000, None, 50),
+        (100, None, 10),
+        (3, None, 10),
+        (3, 0.0, 0),
+        (1000, 0.2, 200),
+    ):
+        made = training_arguments(
+            replace(request, steps=steps, warmup=warmup), 256, torch.float32, False
+        )
         assert made.warmup_steps == expected
 
 
@@ -345,11 +455,17 @@ def test_short_runs_warm_up_too_unless_told_otherwise():
 def test_on_a_cpu_attention_goes_in_blocks_and_stays_what_it_is(converted, tiny_family, on):
     tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
     for folder, in_blocks in ((converted("free"), on == "cpu"), (tiny_family("bloom"), False)):
-        model, expected = stock_model(folder), stock_model(folder)
+        model = stock_model(folder)
+        expected = stock_model(folder)
         attend_in_blocks(model, torch.device(on))
         assert (model.config._attn_implementation == BLOCKWISE) == in_blocks
-        padded = {"input_ids": tokens, "attention_mask": torch.tensor([[1] * 24, [0] * 5 + [1] * 19])}
-        written = [each.generate(**padded, max_new_tokens=6, do_sample=False) for each in (model, expected)]
+        padded = {
+            "input_ids": tokens,
+            "attention_mask": torch.tensor([[1] * 24, [0] * 5 + [1] * 19]),
+        }
+        written = [
+            each.generate(**padded, max_new_tokens=6, do_sample=False) for each in (model, expected)
+        ]
         assert torch.equal(*written)
         for each in (model, expected):
             each(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
@@ -359,25 +475,43 @@ def test_on_a_cpu_attention_goes_in_blocks_and_stays_what_it_is(converted, tiny_
 
 def test_a_cpu_takes_a_thousand_tokens_at_a_time_unless_told_otherwise():
     request = UptrainRequest(model="m", out="o", text="t", device="cpu", batch_tokens=8192)
-    for length, micro, sequences in ((2048, None, 1), (1024, None, 1), (256, None, 4), (1024, 2, 2)):
-        made = training_arguments(replace(request, seq_len=length, micro_batch=micro), 256, torch.float32, False)
-        assert (made.per_device_train_batch_size, made.per_device_eval_batch_size) == (sequences, sequences)
+    for length, micro, sequences in (
+        (2048, None, 1),
+        (1024, None, 1),
+        (256, None, 4),
+        (1024, 2, 2),
+    ):
+        made = training_arguments(
+            replace(request, seq_len=length, micro_batch=micro), 256, torch.float32, False
+        )
+        assert (made.per_device_train_batch_size, made.per_device_eval_batch_size) == (
+            sequences,
+            sequences,
+        )
         assert made.gradient_accumulation_steps == 8192 // length // sequences
 
 
 def test_the_default_learning_rate_falls_with_the_root_of_the_width_and_of_a_small_batch():
     request = UptrainRequest(model="m", out="o", text="t", device="cpu")
-    narrow, wide = (training_arguments(request, width, torch.float32, False).learning_rate for width in (256, 4096))
+    narrow, wide = (
+        training_arguments(request, width, torch.float32, False).learning_rate
+        for width in (256, 4096)
+    )
     assert narrow == pytest.approx(4 * wide)
-    small = training_arguments(replace(request, batch_tokens=1024), 256, torch.float32, False).learning_rate
+    small = training_arguments(
+        replace(request, batch_tokens=1024), 256, torch.float32, False
+    ).learning_rate
     assert narrow == pytest.approx(8 * small)
     assert (
-        uptrain_command.make_context("uptrain", ["a", "b", "--text", "c", "--lr", "0.02"]).params["relative_lr"] == 0.02
+        uptrain_command.make_context("uptrain", ["a", "b", "--text", "c", "--lr", "0.02"]).params[
+            "relative_lr"
+        ]
+        == 0.02
     )
 
 
 def test_the_configuration_for_fsdp_is_one_that_accelerate_reads():
-    found = load_config_from_file(str(ROOT / "recipes" / "fsdp.yaml"))
+    found = load_config_from_file(str(ROOT / "convert" / "data" / "fsdp.yaml"))
     assert found.fsdp_config["fsdp_version"] == 2  # the constant channel needs it
     assert "fsdp_transformer_layer_cls_to_wrap" not in found.fsdp_config
 
@@ -385,18 +519,35 @@ def test_the_configuration_for_fsdp_is_one_that_accelerate_reads():
 @pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(source, converted, text, tmp_path):
     """By the recipe's script, in processes that begin as torchrun's do."""
-    options = ["--text", text, "--teacher", source, *options_of(steps=4, eval_every=2, micro_batch=4, eval_sequences=7)]
+    options = [
+        "--text",
+        text,
+        "--teacher",
+        source,
+        *options_of(steps=4, eval_every=2, micro_batch=4, eval_sequences=7),
+    ]
     start = converted("free")
 
     def work():
-        AcceleratorState._reset_state(reset_partial_state=True)  # it remembers that the tests are one process
+        AcceleratorState._reset_state(
+            reset_partial_state=True
+        )  # it remembers that the tests are one process
         sys.argv = ["uptrain.py", *map(str, [start, tmp_path / "two", *options])]
         runpy.run_path(str(ROOT / "recipes" / "uptrain.py"), run_name="__main__")
 
     torch.set_num_threads(1)  # a fork has one thread
     ended = forked.run_ranks(tmp_path / "log", work)
     assert [each.status for each in ended] == [0, 0], ended
-    train(start, tmp_path / "one", text, teacher=str(source), steps=4, eval_every=2, micro_batch=4, eval_sequences=7)
+    train(
+        start,
+        tmp_path / "one",
+        text,
+        teacher=str(source),
+        steps=4,
+        eval_every=2,
+        micro_batch=4,
+        eval_sequences=7,
+    )
     logs = [tmp_path / f"{name}.training" / "log.jsonl" for name in ("one", "two")]
     rows = [[json.loads(line) for line in log.read_text().splitlines()] for log in logs]
     assert len(rows[0]) == len(rows[1]) == 7
@@ -404,6 +555,7 @@ def test_two_processes_give_the_losses_of_one(source, converted, text, tmp_path)
         first, second = ([row[name] for row in found if name in row] for found in rows)
         assert first == pytest.approx(second, abs=1e-3), name
     assert [each.stdout.count("wrote ") for each in ended] == [1, 0]
-    before, after = tensors(tmp_path / "one"), tensors(tmp_path / "two")
+    before = tensors(tmp_path / "one")
+    after = tensors(tmp_path / "two")
     for name, value in before.items():
         torch.testing.assert_close(after[name], value, rtol=0, atol=1e-3, msg=name)

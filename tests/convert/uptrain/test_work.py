@@ -1,5 +1,6 @@
-"""The folder of a run: its tokens, read from all over the text, packed, held out, permuted and divided, and what an
-interrupted run left, which is believed only where it is what was written."""
+"""The folder of a run: its tokens, read from all over the text, packed, held out, permuted and
+divided, and what an interrupted run left, which is believed only where it is what was written.
+"""
 
 import json
 import os
@@ -41,14 +42,16 @@ from kvfold.convert.uptrain.work import (
     packed,
 )
 
-BOS, EOS = 1, 2
+BOS = 1
+EOS = 2
 
 
 class Letters:
     """A token per character, BOS before a text."""
 
     def __init__(self, eos=EOS, bos=True):
-        self.eos_token_id, self.bos = eos, bos
+        self.eos_token_id = eos
+        self.bos = bos
 
     def __call__(self, texts, add_special_tokens=True, verbose=True):
         if isinstance(texts, str):
@@ -58,7 +61,9 @@ class Letters:
 
 
 def read(tokens):
-    return "".join({BOS: "<", EOS: ">"}.get(token) or chr(token - 10) for token in tokens.flatten().tolist())
+    return "".join(
+        {BOS: "<", EOS: ">"}.get(token) or chr(token - 10) for token in tokens.flatten().tolist()
+    )
 
 
 def numbered(folder, lines=3000):
@@ -82,7 +87,9 @@ def made(folder, plan):
 
 
 def rows_of(documents, tokenizer, prefix, length):
-    return torch.cat([*packed(tokenize(tokenizer, prefix, documents), prefix, tokenizer.eos_token_id, length)])
+    return torch.cat(
+        [*packed(tokenize(tokenizer, prefix, documents), prefix, tokenizer.eos_token_id, length)]
+    )
 
 
 def whole_lines(tokens):
@@ -98,16 +105,29 @@ def test_documents_are_packed_with_what_begins_and_ends_them():
     assert read(rows_of(documents, Letters(), [BOS], 5)) == "<abc><de><fghi>"
     assert read(rows_of(documents, Letters(), [], 4)) == "abc>de>fghi>"
     rendered = [Document("x", rendered=True)] * 3
-    assert read(rows_of(rendered, Templated(), [BOS], 3)) == "<A><A><A>"  # the template ends the text itself
-    found = rows_of([Document("aaaaaaa"), Document("bbbbb"), Document("c")], Letters(eos=None), [BOS], 3)
-    assert [read(row) for row in found] == ["<aa", "aaa", "<bb", "bbb"]  # without an end token documents stay apart
+    assert (
+        read(rows_of(rendered, Templated(), [BOS], 3)) == "<A><A><A>"
+    )  # the template ends the text itself
+    found = rows_of(
+        [Document("aaaaaaa"), Document("bbbbb"), Document("c")], Letters(eos=None), [BOS], 3
+    )
+    assert [read(row) for row in found] == [
+        "<aa",
+        "aaa",
+        "<bb",
+        "bbb",
+    ]  # without an end token documents stay apart
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
 def test_parts_hold_every_line_once(tmp_path, suffix):
     path = tmp_path / f"text{suffix}"
     texts = [f"{n} häß€𝄞 " + "x" * (n * 37 % 500) for n in range(400)] + ["€" * 6000, "end"]
-    rows = texts if suffix == ".txt" else [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    rows = (
+        texts
+        if suffix == ".txt"
+        else [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    )
     path.write_text("\n".join(rows), encoding="utf-8")
     count, parts = open_corpus(str(path), None, 3).parts()
     found = [[document.text for document in part] for part in parts]
@@ -132,9 +152,14 @@ def test_an_epoch_takes_every_sequence_once_in_an_order_that_the_seed_decides(tm
     assert len(whole_lines(first)) > 0.7 * 3000
     assert torch.equal(first, again)
     assert not torch.equal(first[:100], other[:100])
-    order, same, drawn = (TrainingOrder(*each) for each in ((first, 5000, 0), (again, 5000, 0), (first, 5000, 1)))
+    order, same, drawn = (
+        TrainingOrder(*each) for each in ((first, 5000, 0), (again, 5000, 0), (first, 5000, 1))
+    )
     assert len(order) == 5000
-    epochs = [[tuple(order[i]["input_ids"].tolist()) for i in range(begin, begin + count)] for begin in (0, count)]
+    epochs = [
+        [tuple(order[i]["input_ids"].tolist()) for i in range(begin, begin + count)]
+        for begin in (0, count)
+    ]
     assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(map(tuple, first.tolist()))
     assert epochs[0] != epochs[1]
     assert tuple(order[7]["input_ids"].tolist()) == epochs[0][7]  # back in the epoch before
@@ -147,14 +172,21 @@ def test_an_epoch_takes_every_sequence_once_in_an_order_that_the_seed_decides(tm
 def test_a_large_file_is_not_read_whole(tmp_path, monkeypatch):
     path = tmp_path / "long.txt"
     path.write_text("".join(f"{n:07d} " + "word " * 18 + "\n" for n in range(100_000)))
-    sizes, parse = [], texts.TextFile._parse
+    sizes = []
+    parse = texts.TextFile._parse
     monkeypatch.setattr(
-        texts.TextFile, "_parse", lambda self, start, raw: sizes.append(len(raw)) or parse(self, start, raw)
+        texts.TextFile,
+        "_parse",
+        lambda self, start, raw: sizes.append(len(raw)) or parse(self, start, raw),
     )
     tokens = made(tmp_path / "run", plan_of(path, training=6_000, length=64))
     assert len(tokens.training) == 6_000
     assert sum(sizes) < 2 * 6_000 * 64 < path.stat().st_size / 9
-    lines = [int(line[:7]) for line in read(tokens.training[::10]).split("\n") if len(line) > 90 and line[0] != "<"]
+    lines = [
+        int(line[:7])
+        for line in read(tokens.training[::10]).split("\n")
+        if len(line) > 90 and line[0] != "<"
+    ]
     assert max(lines) - min(lines) > 30_000  # from all over the file
 
 
@@ -172,22 +204,30 @@ def test_processes_share_the_global_batch_of_one(world, micro, behind):
         shard = DataLoader(order, batch_sampler=BatchSamplerShard(batches, world, rank))
         rows = [batch["input_ids"] for batch in skip_first_batches(shard, behind * accumulation)]
         parts.append(torch.cat(rows).view(3 - behind, accumulation, micro))
-    assert torch.equal(torch.stack(parts, dim=2).view(3 - behind, 8), expected)  # processes take turns
+    assert torch.equal(
+        torch.stack(parts, dim=2).view(3 - behind, 8), expected
+    )  # processes take turns
 
 
 def test_a_batch_that_does_not_divide():
-    with pytest.raises(InputError, match="--batch-tokens: 6 sequences per step cannot be divided evenly among 4"):
+    with pytest.raises(
+        InputError, match="--batch-tokens: 6 sequences per step cannot be divided evenly among 4"
+    ):
         divide_batch(6, 1, 4)
 
 
 def test_held_out_text_is_never_trained_on(tmp_path):
-    path, other = numbered(tmp_path), tmp_path / "other.txt"
+    path = numbered(tmp_path)
+    other = tmp_path / "other.txt"
     tokens = made(tmp_path / "run", plan_of(path, training=5000, held_out=40))
     assert tokens.held_out.shape == (40, 32)
-    held_out, trained = whole_lines(tokens.held_out), whole_lines(tokens.training)
+    held_out = whole_lines(tokens.held_out)
+    trained = whole_lines(tokens.training)
     assert len(held_out) > 100
     assert not held_out & trained
-    assert len(tokens.training) * 32 > 0.95 * (30_000 - 40 * 32)  # only the document at the border is lost
+    assert len(tokens.training) * 32 > 0.95 * (
+        30_000 - 40 * 32
+    )  # only the document at the border is lost
     other.write_text("something else entirely, " * 20)
     tokens = made(tmp_path / "other", plan_of(path, training=900, held_out=15, eval_text=other))
     assert tokens.held_out.shape == (15, 32)
@@ -196,7 +236,8 @@ def test_held_out_text_is_never_trained_on(tmp_path):
 
 
 def test_too_little_text(tmp_path, told):
-    short, long = tmp_path / "short.txt", numbered(tmp_path)
+    short = tmp_path / "short.txt"
+    long = numbered(tmp_path)
     short.write_text("a few words")
     for plan in (
         plan_of(short),
@@ -211,7 +252,9 @@ def test_too_little_text(tmp_path, told):
 
 def test_tokens_that_the_model_does_not_know(tmp_path):
     path = numbered(tmp_path, 400)
-    with pytest.raises(InputError, match=r"tiny: its tokenizer produces token id 103, but .* has only 103 tokens"):
+    with pytest.raises(
+        InputError, match=r"tiny: its tokenizer produces token id 103, but .* has only 103 tokens"
+    ):
         made(tmp_path / "run", plan_of(path, vocabulary=103))
     assert made(tmp_path / "run", plan_of(path, vocabulary=104)).training.shape == (100, 32)
 
@@ -229,7 +272,9 @@ def test_a_dataset_is_streamed_and_read_no_further_than_needed(tmp_path, monkeyp
     monkeypatch.setattr("kvfold.convert.text.tokenizer._BATCH_CHARS", 1000)
     plan = plan_of("some/name", training=200, held_out=10)
     tokens = made(tmp_path / "run", plan)
-    held_out, trained = (set(re.findall(r"\[\d{6}\]", read(part))) for part in (tokens.held_out, tokens.training))
+    held_out, trained = (
+        set(re.findall(r"\[\d{6}\]", read(part))) for part in (tokens.held_out, tokens.training)
+    )
     assert (min(held_out), max(held_out)) == ("[000000]", "[000004]")
     assert min(trained) == "[000005]"
     assert len(tokens.training) == 200
@@ -268,10 +313,13 @@ def test_tokens_are_opened_only_for_the_run_they_were_made_for(tmp_path):
     assert open_tokens(plan, tmp_path / "run") is None
 
 
-def test_the_digest_of_a_large_file_is_of_cells_from_its_first_to_its_last_byte(tmp_path, monkeypatch):
+def test_the_digest_of_a_large_file_is_of_cells_from_its_first_to_its_last_byte(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(texts, "_CELL", 1000)
     monkeypatch.setattr(texts, "_LARGEST_WHOLE", 1 << 20)
-    path, content = tmp_path / "long.txt", b"a" * (63 * 20_000 + 1000)
+    path = tmp_path / "long.txt"
+    content = b"a" * (63 * 20_000 + 1000)
     path.write_bytes(content)
     text = open_corpus(str(path), None, 0)
     before = text.digest(sampled=True)
@@ -316,9 +364,13 @@ class Alone:
         wait_for_everyone = staticmethod(lambda: None)
 
 
-def test_a_run_killed_before_its_first_checkpoint_keeps_its_tokens_for_the_same_text(tmp_path, monkeypatch):
+def test_a_run_killed_before_its_first_checkpoint_keeps_its_tokens_for_the_same_text(
+    tmp_path, monkeypatch
+):
     path = numbered(tmp_path)
-    request = UptrainRequest(model="m", out=str(tmp_path / "out"), text=str(path), seq_len=32, batch_tokens=64)
+    request = UptrainRequest(
+        model="m", out=str(tmp_path / "out"), text=str(path), seq_len=32, batch_tokens=64
+    )
     first = work.prepare(request, [], None, plan_of(path, training=20), Alone())
     monkeypatch.setattr(work, "make_tokens", None)
     again = work.prepare(request, [], None, plan_of(path, training=20), Alone())
@@ -330,19 +382,28 @@ def test_a_run_killed_before_its_first_checkpoint_keeps_its_tokens_for_the_same_
     work.prepare(request, [], None, plan_of(path, training=20), Alone())
     with path.open("a") as file:
         file.write('{"text": "more"}\n')
-    with pytest.raises(InputError, match="the text or the tokenizer has changed since the interrupted run"):
+    with pytest.raises(
+        InputError, match="the text or the tokenizer has changed since the interrupted run"
+    ):
         work.prepare(request, [], Path("checkpoint-8"), plan_of(path, training=20), Alone())
 
 
 @pytest.mark.parametrize(("training", "most"), [(20, 4 * 24 * 32), (10**9, 4 * (4 * 32 + 63_000))])
-def test_the_room_for_the_tokens_is_looked_for_before_they_are_made(tmp_path, monkeypatch, training, most):
+def test_the_room_for_the_tokens_is_looked_for_before_they_are_made(
+    tmp_path, monkeypatch, training, most
+):
     usage = namedtuple("usage", "total used free")
     path = numbered(tmp_path)
     assert path.stat().st_size == 63_000
-    request = UptrainRequest(model="m", out=str(tmp_path / "out"), text=str(path), seq_len=32, batch_tokens=64)
+    request = UptrainRequest(
+        model="m", out=str(tmp_path / "out"), text=str(path), seq_len=32, batch_tokens=64
+    )
     plan = plan_of(path, training=training, held_out=4)
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _: usage(10**12, 0, most - 1))
-    message = rf"too little disk space: .*\({most} bytes\) needed for the tokens of the run, 4 bytes each; free some"
+    message = (
+        rf"too little disk space: .*\({most} bytes\) needed for the tokens of the run, 4 bytes"
+        r" each; free some"
+    )
     with pytest.raises(InputError, match=message):
         work.prepare(request, [], None, plan, Alone())
     assert [entry.name for entry in tmp_path.iterdir()] == ["numbered.jsonl"]
@@ -378,13 +439,17 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(request_, capsys, name
     if damage == "folder":
         file.mkdir()
     elif damage != "removed":
-        file.write_bytes({"cut": data[:-1], "empty": b"", "other bytes": bytes([data[0] ^ 1]) + data[1:]}[damage])
+        file.write_bytes(
+            {"cut": data[:-1], "empty": b"", "other bytes": bytes([data[0] ^ 1]) + data[1:]}[damage]
+        )
     assert last_checkpoint(request_, []).name == "checkpoint-4"
     half_written = name == COMPLETE and damage == "removed"  # as a killed run leaves it
     assert ("skipping checkpoint-8, which is damaged" in capsys.readouterr().err) != half_written
 
 
-@pytest.mark.parametrize("name", [".", "log.jsonl", "checkpoint-8", "checkpoint-8/model.safetensors"])
+@pytest.mark.parametrize(
+    "name", [".", "log.jsonl", "checkpoint-8", "checkpoint-8/model.safetensors"]
+)
 def test_nothing_is_written_through_links(request_, name, refused):
     file = request_.work / name
     if file.exists():
@@ -425,7 +490,9 @@ def test_a_folder_that_holds_no_options_of_a_run_is_left_alone(request_):
 
 def test_two_runs_to_one_output(tmp_path):
     (tmp_path / "text.txt").write_text("text")
-    request = UptrainRequest(model=str(demo_folder()), out=str(tmp_path / "out"), text=str(tmp_path / "text.txt"))
+    request = UptrainRequest(
+        model=str(demo_folder()), out=str(tmp_path / "out"), text=str(tmp_path / "text.txt")
+    )
     expected = "out.training is being written by another run; wait until it ends"
     with output_lock(request.work), pytest.raises(InputError, match=expected):
         uptrain_checkpoint(request)
@@ -433,7 +500,9 @@ def test_two_runs_to_one_output(tmp_path):
 
 
 def two_of_them():
-    """Both wait longer for the first one's work than the training's timeout, and both get its error."""
+    """Both wait longer for the first one's work than the training's timeout, and both get its
+    error.
+    """
     dist.init_process_group("gloo", timeout=timedelta(seconds=1))
     begin = time.monotonic()
 
@@ -459,4 +528,6 @@ def test_the_others_wait_longer_than_the_timeout_of_the_training_and_share_its_e
     torch.set_num_threads(1)  # a fork has one thread
     ended = forked.run_ranks(tmp_path, two_of_them)
     assert [each.status for each in ended] == [0, 0], ended
-    assert [json.loads(each.stdout) for each in ended] == [[first, True, "no text\n  a detail"] for first in (0, None)]
+    assert [json.loads(each.stdout) for each in ended] == [
+        [first, True, "no text\n  a detail"] for first in (0, None)
+    ]

@@ -41,14 +41,23 @@ def damaged(tmp_path):
 @pytest.mark.parametrize(
     ("target", "name", "value"),
     [("mqa", name, math.nan) for name in WHERE]
-    + [(target, next(iter(WHERE)), value) for target, value in (("refined mean", math.nan), ("mla", math.inf))],
+    + [
+        (target, next(iter(WHERE)), value)
+        for target, value in (("refined mean", math.nan), ("mla", math.inf))
+    ],
 )
 def test_a_damaged_tensor_is_named_with_its_layer(tmp_path, damaged, target, name, value):
     text = tmp_path / "few.txt"
     text.write_text("def function(argument): return a value of the list. " * 60)
-    options = {"model": str(damaged(name, value)), "out": str(tmp_path / "out"), "calibration": str(text)}
+    options = {
+        "model": str(damaged(name, value)),
+        "out": str(tmp_path / "out"),
+        "calibration": str(text),
+    }
     with pytest.raises(InputError) as caught:
-        convert_checkpoint(ConvertRequest(**options, samples=1, seq_len=8, quiet=True, **TARGETS[target]))
+        convert_checkpoint(
+            ConvertRequest(**options, samples=1, seq_len=8, quiet=True, **TARGETS[target])
+        )
     assert str(caught.value).startswith(f"tensor '{name}' has ")
     assert WHERE[name] in str(caught.value)
     assert not (tmp_path / "out").exists()
@@ -59,6 +68,10 @@ def test_overflow_without_a_damaged_tensor_says_so():
     stream = CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors))
     check_finite([torch.zeros(3)], stream, 1)
     with pytest.raises(
-        InputError, match=r"in layer 1, although the weights are finite: .* float32; the model is probably damaged"
+        InputError,
+        match=(
+            r"in layer 1, although the weights are finite: .* float32; the model is probably"
+            r" damaged"
+        ),
     ):
         check_finite([torch.zeros(3), torch.tensor([1.0, math.inf])], stream, 1)

@@ -48,12 +48,19 @@ def test_places_that_nothing_refers_to_are_used_again(tmp_path: Path) -> None:
             for index, chunk in enumerate(states):
                 states[index] = chunk + 1
         size = os.fstat(keep._file.fileno()).st_size
-        assert size <= sum(chunk.nbytes for chunk in chunks()) + chunks()[0].nbytes + chunks()[-1].nbytes
+        assert (
+            size
+            <= sum(chunk.nbytes for chunk in chunks()) + chunks()[0].nbytes + chunks()[-1].nbytes
+        )
         assert same(states, [chunk + 1 + 1 + 1 + 1 + 1 for chunk in chunks()])
 
 
-def test_a_full_disk_and_a_missing_folder_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=f"--spill {tmp_path}/none must be a writable folder .No such"):
+def test_a_full_disk_and_a_missing_folder_have_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        InputError, match=f"--spill {tmp_path}/none must be a writable folder .No such"
+    ):
         Spill(tmp_path / "none")
 
     def full(*_: object) -> None:

@@ -15,8 +15,13 @@ from kvfold.convert.walk.walk import Step
 
 
 def named(layer: int, weights: AttentionWeights) -> dict[str, Tensor]:
-    parts = {name: getattr(weights, name).flatten(0, 1) for name in "qkv"} | {"o": weights.o.flatten(1)}
-    return {f"model.layers.{layer}.self_attn.{name}_proj.weight": tensor for name, tensor in parts.items()}
+    parts = {name: getattr(weights, name).flatten(0, 1) for name in "qkv"} | {
+        "o": weights.o.flatten(1)
+    }
+    return {
+        f"model.layers.{layer}.self_attn.{name}_proj.weight": tensor
+        for name, tensor in parts.items()
+    }
 
 
 @pytest.fixture
@@ -33,7 +38,9 @@ def step(case: Case) -> Iterator[Step]:
 
 
 def weights_of(case: Case, layer: int = 0) -> AttentionWeights:
-    q, k, v, o = (case.stored[f"model.layers.{layer}.self_attn.{name}_proj.weight"] for name in "qkvo")
+    q, k, v, o = (
+        case.stored[f"model.layers.{layer}.self_attn.{name}_proj.weight"] for name in "qkvo"
+    )
     return AttentionWeights(*(rows.view(4, 8, 32) for rows in (q, k, v)), o.view(32, 4, 8))
 
 
@@ -74,7 +81,9 @@ def test_an_exact_layer_stays_as_it_is(case: Case, step: Step) -> None:
 
 
 def test_what_does_not_help_held_out_sequences_is_not_kept(case: Case, step: Step) -> None:
-    step.calibration[:] = [chunk.flip(0) for chunk in step.calibration]  # the targets are those of other sequences
+    step.calibration[:] = [
+        chunk.flip(0) for chunk in step.calibration
+    ]  # the targets are those of other sequences
     source = weights_of(case)
     found, fit = refit(step, source)
     assert found is source
@@ -87,7 +96,8 @@ def test_a_normed_output_is_left_alone(case: Case, step: Step) -> None:
 
 
 def test_after_a_fit_the_students_heads_are_not_computed_again(case: Case, monkeypatch) -> None:
-    attended, states = list[int](), list[list[Tensor]]()
+    attended = list[int]()
+    states = list[list[Tensor]]()
     recorded = recording._Recording
 
     def counting(function):
@@ -100,7 +110,8 @@ def test_after_a_fit_the_students_heads_are_not_computed_again(case: Case, monke
     monkeypatch.setattr(recording, "_Recording", counting)
     for kept in (True, False):
         attended.append(0)
-        steps, source = iter(case.walk(statistics=False, keep_calibration=True)), weights_of(case)
+        steps = iter(case.walk(statistics=False, keep_calibration=True))
+        source = weights_of(case)
         step = next(steps)
         found, _ = refit(step, replace(source, v=source.v * 1.5))
         if not kept:
@@ -112,7 +123,9 @@ def test_after_a_fit_the_students_heads_are_not_computed_again(case: Case, monke
 
 
 def test_massive_tokens_of_the_student_alone_do_not_rule(case: Case, step: Step) -> None:
-    """A thousand times as large: no projection takes them back, and the other tokens are fitted as before."""
+    """A thousand times as large: no projection takes them back, and the other tokens are fitted as
+    before.
+    """
     for hidden in (step.student_calibration, step.student_held_out):
         for chunk in hidden:
             chunk[:, -1] *= 1000  # the last token: no other attends to it
@@ -120,5 +133,6 @@ def test_massive_tokens_of_the_student_alone_do_not_rule(case: Case, step: Step)
     other = replace(source, v=source.v * 1.5)
     found, fit = refit(step, other)
     assert fit[1] < fit[0]
-    left, right = found.o.flatten(1), source.o.flatten(1) / 1.5
+    left = found.o.flatten(1)
+    right = source.o.flatten(1) / 1.5
     assert (left - right).norm() < 0.25 * right.norm()  # 0.5 before the fit

@@ -14,7 +14,9 @@ from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm
 from kvfold.convert.walk.statistics import SourceHeads, StatisticsAccumulator, with_heads
 
 
-def output(inputs: Tensor, query: Tensor | None = None, key: Tensor | None = None, **options: object) -> LayerOutput:
+def output(
+    inputs: Tensor, query: Tensor | None = None, key: Tensor | None = None, **options: object
+) -> LayerOutput:
     return LayerOutput(None, inputs, inputs, query, key, **options)
 
 
@@ -36,23 +38,35 @@ def test_gram_and_mean_equal_float64(width: int) -> None:
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, 2.0)])
-def test_profiles_and_received_attention_average_over_sequences(window: int | None, softcap: float | None) -> None:
+def test_profiles_and_received_attention_average_over_sequences(
+    window: int | None, softcap: float | None
+) -> None:
     """In batches of different sizes."""
     torch.manual_seed(0)
-    query, key, inputs = torch.randn(5, 4, 9, 8), torch.randn(5, 2, 9, 8), torch.randn(5, 9, 3)
+    query = torch.randn(5, 4, 9, 8)
+    key = torch.randn(5, 2, 9, 8)
+    inputs = torch.randn(5, 9, 3)
     accumulator = StatisticsAccumulator()
     for part in (slice(0, 2), slice(2, 5)):
-        accumulator.add(output(inputs[part], query[part], key[part], scale=0.7, window=window, softcap=softcap))
+        accumulator.add(
+            output(inputs[part], query[part], key[part], scale=0.7, window=window, softcap=softcap)
+        )
     scores = 0.7 * query.double() @ key.double().repeat_interleave(2, 1).mT
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     distance = torch.arange(9)[:, None] - torch.arange(9)
-    weights = scores.masked_fill((distance < 0) | (distance >= (window or 9)), -torch.inf).softmax(-1)
-    mean, found = weights.mean(0), accumulator.result()
+    weights = scores.masked_fill((distance < 0) | (distance >= (window or 9)), -torch.inf).softmax(
+        -1
+    )
+    mean = weights.mean(0)
+    found = accumulator.result()
     profile = torch.stack([mean.diagonal(-delta, -2, -1).sum(-1) for delta in range(9)], -1) / 9
     torch.testing.assert_close(found.profile, profile, rtol=1e-5, atol=1e-7)
-    rows, received = inputs.flatten(0, 1).double(), weights.mean(1).sum(1).flatten()
+    rows = inputs.flatten(0, 1).double()
+    received = weights.mean(1).sum(1).flatten()
     assert found.received_gram is not None
-    torch.testing.assert_close(found.received_gram, (rows * received[:, None]).T @ rows / 45, **precision.ACTIVATIONS)
+    torch.testing.assert_close(
+        found.received_gram, (rows * received[:, None]).T @ rows / 45, **precision.ACTIVATIONS
+    )
     torch.testing.assert_close(found.received_mean, received @ rows / 45, **precision.ACTIVATIONS)
 
 
@@ -67,10 +81,17 @@ def test_what_is_behind_norms_is_averaged_with_the_inputs() -> None:
     torch.manual_seed(0)
     norm = HeadNorm("rms", torch.rand(2, 4) + 0.5)
     weights = AttentionWeights(
-        q=torch.randn(2, 4, 3), k=torch.randn(2, 4, 3), v=torch.randn(2, 4, 3), o=torch.randn(3, 2, 4), k_norm=norm
+        q=torch.randn(2, 4, 3),
+        k=torch.randn(2, 4, 3),
+        v=torch.randn(2, 4, 3),
+        o=torch.randn(3, 2, 4),
+        k_norm=norm,
     )
-    inputs, query, key = torch.randn(5, 9, 3), torch.randn(5, 2, 9, 4), torch.randn(5, 2, 9, 4)
-    accumulator, plain = StatisticsAccumulator(weights=weights), StatisticsAccumulator()
+    inputs = torch.randn(5, 9, 3)
+    query = torch.randn(5, 2, 9, 4)
+    key = torch.randn(5, 2, 9, 4)
+    accumulator = StatisticsAccumulator(weights=weights)
+    plain = StatisticsAccumulator()
     for part in (slice(0, 2), slice(2, 5)):
         for each in (accumulator, plain):
             each.add(output(inputs[part], query[part], key[part], scale=0.5))
@@ -78,7 +99,9 @@ def test_what_is_behind_norms_is_averaged_with_the_inputs() -> None:
     assert plain.result().normed is None
     assert torch.equal(found.gram, plain.result().gram)
     x = inputs.flatten(0, 1).double()
-    queries, keys = (torch.einsum("hde,ne->nhd", weight.double(), x) for weight in (weights.q, weights.k))
+    queries, keys = (
+        torch.einsum("hde,ne->nhd", weight.double(), x) for weight in (weights.q, weights.k)
+    )
     divisors = (keys.square().mean(-1, keepdim=True) + norm.eps).sqrt()
     rows = torch.cat([queries, keys / divisors * norm.weight.double()], 1)
     extended = torch.cat([x, torch.ones(45, 1, dtype=torch.float64)], 1)
@@ -86,13 +109,20 @@ def test_what_is_behind_norms_is_averaged_with_the_inputs() -> None:
     torch.testing.assert_close(found.divisors[:2, :2], torch.ones(2, 2, dtype=torch.float64))
     torch.testing.assert_close(found.divisors[2:, 0], divisors[..., 0].mean(0))
     torch.testing.assert_close(found.divisors[:, 2], rows.square().sum(-1).mean(0))
-    scores = (0.5 * query.double() @ key.double().mT).masked_fill(torch.ones(9, 9).triu(1) > 0, -torch.inf)
+    scores = (0.5 * query.double() @ key.double().mT).masked_fill(
+        torch.ones(9, 9).triu(1) > 0, -torch.inf
+    )
     received = scores.softmax(-1).sum((1, 2)).flatten()
     expected = torch.einsum("n,nhd,ne->hde", received / received.sum(), rows, extended)
     torch.testing.assert_close(found.received_normed, expected, **precision.ACTIVATIONS)
 
 
-RW = {"alibi": True, "new_decoder_architecture": False, "multi_query": False, "parallel_attn": False}
+RW = {
+    "alibi": True,
+    "new_decoder_architecture": False,
+    "multi_query": False,
+    "parallel_attn": False,
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -101,13 +131,21 @@ RW = {"alibi": True, "new_decoder_architecture": False, "multi_query": False, "p
 def test_alibi_is_one_more_dim_of_queries_and_keys(
     name: str, changes: dict[str, bool], dtype: torch.dtype, tiny_family
 ):
-    """So far along a text that steps of one position are rounded away in 16 bits, in which Falcon computes them."""
+    """So far along a text that steps of one position are rounded away in 16 bits, in which Falcon
+    computes them.
+    """
     checkpoint = open_checkpoint(tiny_family(name, **changes))
     model = model_of(checkpoint.config, checkpoint.tensors)
-    stream = CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors), dtype=dtype)
-    hidden = stream.embed(torch.randint(3, 90, (1, 600), generator=torch.Generator().manual_seed(0)))
+    stream = CheckpointStream(
+        checkpoint.config, checkpoint.read, list(checkpoint.tensors), dtype=dtype
+    )
+    hidden = stream.embed(
+        torch.randint(3, 90, (1, 600), generator=torch.Generator().manual_seed(0))
+    )
     how = model.layers[0]
-    heads = SourceHeads(read_layer(model, 0, checkpoint.read), layer_rotary(model, 0), how.scale, how.clip)
+    heads = SourceHeads(
+        read_layer(model, 0, checkpoint.read), layer_rotary(model, 0), how.scale, how.clip
+    )
     with stream.open_layer(0) as layer:
         found = with_heads(layer(hidden), heads, layer.arguments(hidden))
     assert found.query is not None
@@ -118,4 +156,6 @@ def test_alibi_is_one_more_dim_of_queries_and_keys(
     expected = slopes * (heads.scale if name == "falcon" else 1.0)
     steps = found.key[0, 0, :, -1]
     torch.testing.assert_close(steps, torch.arange(600.0))
-    torch.testing.assert_close(found.query[0, :, 0, -1] * heads.scale, expected, rtol=4e-3, atol=0.0)
+    torch.testing.assert_close(
+        found.query[0, :, 0, -1] * heads.scale, expected, rtol=4e-3, atol=0.0
+    )

@@ -1,4 +1,6 @@
-"""The walk: statistics, choices and drift of a conversion, layer by layer, against whole stock models."""
+"""The walk: statistics, choices and drift of a conversion, layer by layer, against whole stock
+models.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ def case(monkeypatch: pytest.MonkeyPatch) -> Case:
 
 
 def test_statistics_are_taken_only_when_requested(case: Case) -> None:
-    source, full = case.stream(), case.walk()
+    source = case.stream()
+    full = case.walk()
     bare = Walk(Teacher(source, case.held_out), case.converted(source))
     assert all(step.statistics is None for step in case.run(bare))
     assert all(step.statistics.profile.numel() > 0 for step in case.run(full))
@@ -42,7 +45,10 @@ def test_students_that_share_a_teacher_are_what_each_would_be_alone(
             with walk.step(lesson) as step:
                 before = step.teacher.attend(step.calibration[0]).attention
                 with monkeypatch.context() as patch:
-                    patch.setattr("kvfold.attention.drift.recording.OpenLayer.run", lambda *_, **__: calls.append(1))
+                    patch.setattr(
+                        "kvfold.attention.drift.recording.OpenLayer.run",
+                        lambda *_, **__: calls.append(1),
+                    )
                     assert torch.equal(step.teacher.attend(step.calibration[0]).attention, before)
                 step.convert(case.layer(step.index))
     assert calls == []  # what the source's attention gave is remembered
@@ -67,20 +73,36 @@ def measured(case: Case) -> Measurement:
 def test_measurement_equals_two_whole_stock_models(case: Case) -> None:
     found = measured(case)
     labels = case.held_out[:, 1:]
-    log_p, log_q = (m(case.held_out).logits[:, :-1].double().log_softmax(-1) for m in (case.source, case.student))
+    log_p, log_q = (
+        m(case.held_out).logits[:, :-1].double().log_softmax(-1)
+        for m in (case.source, case.student)
+    )
     assert found.predictions == labels.numel() == 60
-    assert found.kl == pytest.approx(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), rel=1e-5)
-    assert found.agreement == pytest.approx(float((log_p.argmax(-1) == log_q.argmax(-1)).double().mean()))
-    assert found.teacher_loss == pytest.approx(-float(log_p.gather(-1, labels[..., None]).mean()), rel=1e-6)
-    assert found.student_loss == pytest.approx(-float(log_q.gather(-1, labels[..., None]).mean()), rel=1e-6)
+    assert found.kl == pytest.approx(
+        float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), rel=1e-5
+    )
+    assert found.agreement == pytest.approx(
+        float((log_p.argmax(-1) == log_q.argmax(-1)).double().mean())
+    )
+    assert found.teacher_loss == pytest.approx(
+        -float(log_p.gather(-1, labels[..., None]).mean()), rel=1e-6
+    )
+    assert found.student_loss == pytest.approx(
+        -float(log_q.gather(-1, labels[..., None]).mean()), rel=1e-6
+    )
     assert found.kl > 1e-3
 
 
 def test_layer_drift_equals_hooks_on_two_whole_stock_models(case: Case) -> None:
     found = measured(case).layers
-    teacher, student = (m(case.held_out, output_hidden_states=True).hidden_states for m in (case.source, case.student))
+    teacher, student = (
+        m(case.held_out, output_hidden_states=True).hidden_states
+        for m in (case.source, case.student)
+    )
     for index in range(LAYERS - 1):  # the last of the stock hidden states is normed
-        error = (teacher[index + 1] - student[index + 1]).double().norm() / teacher[index + 1].double().norm()
+        error = (teacher[index + 1] - student[index + 1]).double().norm() / teacher[
+            index + 1
+        ].double().norm()
         assert found[index].residual_propagated == pytest.approx(float(error), rel=1e-4)
         positions = torch.arange(13)[None]
         rotary = case.student.model.rotary_emb(teacher[index], positions)
@@ -99,13 +121,16 @@ def test_attention_error_is_the_square_of_the_local_drift(case: Case) -> None:
 
 
 def test_layers_drift_where_they_differ_from_the_sources(case: Case) -> None:
-    skipped, one = case.walk(keep_calibration=True), case.walk()
+    skipped = case.walk(keep_calibration=True)
+    one = case.walk()
     for step in skipped:
         assert all(map(torch.equal, step.calibration, step.student_calibration))
         step.skip()
     for step in one:
         step.convert(case.layer(1)) if step.index == 1 else step.skip()
-    nothing, single, all_layers = skipped.measurement(), one.measurement(), measured(case)
+    nothing = skipped.measurement()
+    single = one.measurement()
+    all_layers = measured(case)
     assert (nothing.kl, nothing.agreement, nothing.layers) == (0, 1, ())
     assert [layer.layer for layer in single.layers] == [1]
     assert 0 < single.kl < all_layers.kl
@@ -121,27 +146,37 @@ def test_what_is_measured_is_what_will_be_stored(monkeypatch: pytest.MonkeyPatch
     precise = {name: tensor.float() * (1 + 2**-12) for name, tensor in rounded.items()}
     assert all(torch.equal(tensor.bfloat16(), rounded[name]) for name, tensor in precise.items())
     expected = measured(case)
-    monkeypatch.setattr(case, "layer", lambda index: {n: t for n, t in precise.items() if f".layers.{index}." in n})
+    monkeypatch.setattr(
+        case, "layer", lambda index: {n: t for n, t in precise.items() if f".layers.{index}." in n}
+    )
     assert measured(case) == expected
 
 
 def test_refinement_gets_both_streams_inputs(case: Case) -> None:
     teacher, student = (
-        m(case.calibration, output_hidden_states=True).hidden_states for m in (case.source, case.student)
+        m(case.calibration, output_hidden_states=True).hidden_states
+        for m in (case.source, case.student)
     )
     for step in case.run(case.walk(keep_calibration=True)):
-        torch.testing.assert_close(torch.cat(step.calibration), teacher[step.index], **precision.LOGITS)
-        torch.testing.assert_close(torch.cat(step.student_calibration), student[step.index], **precision.LOGITS)
+        torch.testing.assert_close(
+            torch.cat(step.calibration), teacher[step.index], **precision.LOGITS
+        )
+        torch.testing.assert_close(
+            torch.cat(step.student_calibration), student[step.index], **precision.LOGITS
+        )
 
 
 def test_a_walk_that_is_used_wrongly_says_so(case: Case) -> None:
     walk = case.walk()
     steps = iter(walk)
-    step, tensors = next(steps), case.layer(0)
+    step = next(steps)
+    tensors = case.layer(0)
     with pytest.raises(KvfoldError, match=r"computes no tensors named model\.norm\.weight"):
         step.convert({"model.norm.weight": torch.ones(32)})
     tensors.pop("model.layers.0.self_attn.q_proj.weight")
-    with pytest.raises(KvfoldError, match=r"'model\.layers\.0\.self_attn\.q_proj\.weight' was read before"):
+    with pytest.raises(
+        KvfoldError, match=r"'model\.layers\.0\.self_attn\.q_proj\.weight' was read before"
+    ):
         step.convert(tensors)
     with pytest.raises(KvfoldError, match="layer 0 was not converted or skipped"):
         next(steps)
