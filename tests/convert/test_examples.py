@@ -7,7 +7,6 @@ import re
 import shlex
 from pathlib import Path
 
-import click
 import pytest
 
 import kvfold.convert
@@ -82,53 +81,3 @@ def test_documents_name_commands_and_files_that_exist(document):
                 command.make_context(
                     words[1], words[2:]
                 )  # raises for an option or a value that does not exist
-
-
-def options_page() -> str:
-    """``docs/options.md``: a table for each command, from the fields of its request."""
-    lines = [
-        "# Options",
-        "",
-        (
-            "The options of each command, as listed by `kvfold COMMAND --help`; keywords in Python"
-            " use underscores."
-        ),
-        "",
-        (
-            "<!-- Generated from the commands: pytest --rewrite-messages"
-            " tests/convert/test_examples.py -->"
-        ),
-    ]
-    for name, command in commands.commands.items():
-        told = [each for each in command.params if isinstance(each, click.Option)]
-        arguments = [
-            each.make_metavar(click.Context(command)) for each in command.params if each not in told
-        ]
-        lines += [
-            "",
-            f"## kvfold {' '.join([name, *arguments])}",
-            "",
-            command.help.splitlines()[0],
-            "",
-        ]
-        lines += ["| option | default | meaning |", "|---|---|---|"]
-        panel = None
-        for each in told:
-            if (heading := getattr(each, "panel", None)) != panel:
-                lines.append(f"| **{heading}** | | |")
-                panel = heading
-            shown = each.metavar or (
-                "" if each.is_flag else each.type.name.upper().removesuffix(" RANGE")
-            )
-            option = f"`{', '.join(each.opts)} {shown}".rstrip().replace("|", "\\|") + "`"
-            lines.append(
-                f"| {option} | {each.default if each.show_default else ''} | {each.help} |"
-            )
-    return "\n".join(lines) + "\n"
-
-
-def test_the_page_of_options_is_that_of_the_commands(request):
-    page = REPOSITORY / "docs" / "options.md"
-    if request.config.option.rewrite_messages:
-        page.write_text(options_page())
-    assert page.read_text() == options_page()
