@@ -59,6 +59,9 @@ class PanelCommand(click.Command):
                 formatter.write_dl(rows)
 
 
+# Options of the past, and what to use instead of each.
+WITHDRAWN: dict[str, str] = {}
+
 Decorator = Callable[[Any], Any]
 
 
@@ -260,6 +263,8 @@ def _usage(
             if error.option_name in option.opts and option.metavar
         )
         text += "".join(f": {option.metavar}" for option in options)
+    if isinstance(error, click.NoSuchOption) and error.option_name in WITHDRAWN:
+        text = f"{error.option_name} was withdrawn; {WITHDRAWN[error.option_name]}"
     if "unexpected extra argument" in text:
         text += "; a value with spaces, such as a list of targets, needs quotes"
     # A capital that begins a name in capitals, as REPO, stays.
