@@ -11,8 +11,8 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfold.convert.conversion.run import Conversion as Conversion
-    from kvfold.convert.conversion.run import convert_checkpoint as convert_checkpoint
+    from kvfold.convert.conversion.convert import Conversion as Conversion
+    from kvfold.convert.conversion.convert import convert_checkpoint as convert_checkpoint
     from kvfold.convert.data import demo_folder as demo_folder
     from kvfold.convert.errors import InputError as InputError
     from kvfold.convert.errors import KvfoldError as KvfoldError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # The imports above are only for type checkers; at run time names are looked up in this table.
 _NAMES = {
-    "conversion.run": ("Conversion", "convert_checkpoint"),
+    "conversion.convert": ("Conversion", "convert_checkpoint"),
     "data": ("demo_folder",),
     "errors": ("InputError", "KvfoldError"),
     "measure.bench": ("bench_checkpoints",),

@@ -118,7 +118,7 @@ _result_files = (
 def convert(request: ConvertRequest, json_file: str | None, report: str | None) -> None:
     """Convert MODEL and write the result to the folder OUT."""
     console.check_files(json_file, report=report)
-    from kvfold.convert.conversion.run import convert_checkpoint
+    from kvfold.convert.conversion.convert import convert_checkpoint
 
     if not (request.quiet or request.dry_run) and processes.started_first():
         click.echo(f"reading {request.model}", err=True)

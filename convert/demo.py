@@ -109,7 +109,7 @@ def _measure_all(
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from kvfold.convert.conversion.run import convert_checkpoint
+    from kvfold.convert.conversion.convert import convert_checkpoint
     from kvfold.convert.data import read_text
     from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
     from kvfold.convert.request import ConvertRequest

@@ -20,7 +20,7 @@ from kvfold.convert.measure.figures import Chart
 
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
-    from kvfold.convert.conversion.run import Conversion
+    from kvfold.convert.conversion.convert import Conversion
     from kvfold.convert.measure.sweep import Sweep
 
 # Sweeps convert nothing, so the cache's dtype is not known: 16 bits are usual.

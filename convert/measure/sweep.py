@@ -33,6 +33,7 @@ from kvfold.attention.drift.report import Measurement, dtype_name, finite, perpl
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import load_tokens, source_heads, source_stream
+from kvfold.convert.conversion.convert import Conversion, convert_checkpoint
 from kvfold.convert.conversion.fitted import Split
 from kvfold.convert.conversion.latent import (
     Candidate,
@@ -45,7 +46,6 @@ from kvfold.convert.conversion.layers import fitted_fold
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
 from kvfold.convert.conversion.record import percent_text, text_name, versions
-from kvfold.convert.conversion.run import Conversion, convert_checkpoint
 from kvfold.convert.conversion.student import StudentWalk
 from kvfold.convert.errors import InputError, opt, worded
 from kvfold.convert.families.model import model_of

@@ -102,7 +102,10 @@ def _by_layer(check: Check, name: str, config: Row) -> Row:
     )
     bench_walk.make_checkpoint(check.work / name, config)
     marks: dict[str, list[float]] = {}
-    note = lambda stage, *_: marks.setdefault(stage, []).append(time.perf_counter())  # noqa: E731
+
+    def note(stage: str, *_: object) -> None:
+        marks.setdefault(stage, []).append(time.perf_counter())
+
     reset_peak(check.device)
     with timed(PARTS, check.device) as parts:
         check.convert(f"{name}-out", note, model=str(check.work / name), **target)

@@ -331,12 +331,12 @@ def test_texts_of_measurements_have_no_shares(kvfold, tmp_path):
 
 
 def test_an_unforeseen_failure_is_one_line_too(kvfold, monkeypatch):
-    from kvfold.convert.conversion import run
+    from kvfold.convert.conversion import convert
 
     def broken(request):
         raise ZeroDivisionError("one\ntwo")
 
-    monkeypatch.setattr(run, "convert_checkpoint", broken)
+    monkeypatch.setattr(convert, "convert_checkpoint", broken)
     monkeypatch.delenv("KVFOLD_TRACEBACK", raising=False)
     done = kvfold("convert", "a", "b", "--to", "mqa")
     assert done.returncode == 1

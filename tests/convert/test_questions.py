@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvfold.convert.checkpoint.folder import DEQUANTIZE
 from kvfold.convert.checkpoint.opening import open_headers
-from kvfold.convert.conversion.run import convert_checkpoint
+from kvfold.convert.conversion.convert import convert_checkpoint
 from kvfold.convert.errors import InputError
 from kvfold.convert.request import ConvertRequest
 

@@ -15,7 +15,7 @@ import pytest
 from helpers.checkpoints import hub_config
 
 from kvfold.convert import ConvertRequest, cli, convert_checkpoint, recipe_request
-from kvfold.convert.conversion import run as run_module
+from kvfold.convert.conversion import convert as convert_module
 from kvfold.convert.errors import InputError
 from kvfold.convert.options import run_only, specs
 from kvfold.convert.recipes import read_recipe, recipe_names
@@ -188,7 +188,7 @@ def test_the_command_line_and_the_request_have_the_same_defaults(monkeypatch):
     """
     requests = []
     monkeypatch.setattr(
-        run_module, "convert_checkpoint", lambda request: requests.append(request) or 1 / 0
+        convert_module, "convert_checkpoint", lambda request: requests.append(request) or 1 / 0
     )
     assert run("convert", "m", "o", "--to", "mqa") == 1
     assert requests == [ConvertRequest(model="m", out="o", to="mqa")]

@@ -228,7 +228,10 @@ def test_a_killed_run_is_resumed_with_another_request(
     """Nothing of the first request is in what the second one writes."""
     first, second = random.Random(seed).sample([name for name in RUNS if name != "plain"], 2)
     at = random.Random(seed).randint(1, count_of(forked.WRITES, first))
-    kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+
+    def kill():
+        os.kill(os.getpid(), signal.SIGKILL)
+
     struck(tmp_path / "log", run_of(first, source, parent / "out"), at, kill, forked.WRITES)
     if not (parent / "out").exists():
         again = run_of(second, source, parent / "out")

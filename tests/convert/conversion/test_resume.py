@@ -16,7 +16,7 @@ from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
 from kvfold.convert.checkpoint import writer
 from kvfold.convert.checkpoint.headers import read_header
 from kvfold.convert.cli import main
-from kvfold.convert.conversion import calibration, journal, memory, polishing, run
+from kvfold.convert.conversion import calibration, convert, journal, memory, polishing
 from kvfold.convert.data import demo_folder
 from kvfold.convert.text.self_written import Turns
 from kvfold.convert.training.polish import ModelTrainee
@@ -234,7 +234,7 @@ def test_layers_that_were_damaged_since_a_failed_run_are_made_again(
 ):
     options = request_of("mqa") | {"refine": 0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "model_card", Mock(side_effect=RuntimeError("the disk went away")))
+        patch.setattr(convert, "model_card", Mock(side_effect=RuntimeError("the disk went away")))
         with pytest.raises(RuntimeError, match="went away"):
             convert_checkpoint(ConvertRequest(**options))
     assert not (tmp_path / "out").exists()
@@ -285,7 +285,7 @@ def test_a_run_that_failed_after_polishing_takes_the_weights_of_its_state(
     options = request_of("mqa", polish=3, repeat_text=True)
     ran = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "model_card", Mock(side_effect=RuntimeError("the disk went away")))
+        patch.setattr(convert, "model_card", Mock(side_effect=RuntimeError("the disk went away")))
         if left == "torn":
             patch.setattr(polishing, "ShardWriter", Torn)
         with pytest.raises(RuntimeError, match="went away"):
