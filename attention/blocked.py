@@ -50,7 +50,7 @@ _KEPT_WEIGHTS = 1 << 24
 # Queries of a block: enough rows for fast matrix products, and few enough that causal blocks skip
 # most later keys. Steps of 8 x 512 tokens, ms for 32, 64, 128, 256: MLA 242, 175, 168, 162, MQA 74,
 # 78, 76, 94; 8 x 256: 73, 52, 49, 57 and 29, 23, 28, 36
-# (recipes/benchmarks/bench_refine_constants.py --attention, one CPU core).
+# (bench_refine_constants.py --attention, one CPU core).
 _FEWEST_ROWS = 32
 _MOST_ROWS = 128
 

@@ -27,7 +27,7 @@ def set_threads() -> None:
     Before torch's import.
 
     By default OpenMP's threads spin while they wait for one another. If another process has their
-    core meanwhile, they burn the time of this one (recipes/benchmarks/bench_threads.py).
+    core meanwhile, they burn the time of this one (bench_threads.py).
     """
     if "torch" in sys.modules:  # too late
         return

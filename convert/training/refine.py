@@ -38,7 +38,7 @@ from kvfold.convert.walk.walk import Step, Student
 REFINE_ROUND = 50
 MOST_STEPS = 500
 # Figures: excess loss (nats per token) of the model that ships, by
-# recipes/benchmarks/bench_refine_constants.py; MQA / MLA 24+8 after 40 steps, or MQA by auto with
+# bench_refine_constants.py; MQA / MLA 24+8 after 40 steps, or MQA by auto with
 # at most 400 steps, on 64 sequences of 64 tokens. Without a date: 2026-11-22. auto: 50 steps
 # +0.0314, 100 +0.0321, 200 +0.0324: flat, and a layer that gains little takes 100 steps, not 150
 _DECAY_STEPS = 50  # the last steps of ``auto``, in which the learning rate falls to zero

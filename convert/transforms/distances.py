@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 # Share of the tail. Excess loss of the reference MHA model in nats per token
-# (recipes/benchmarks/bench_constants.py --samples 64, 2026-11-22): share
+# (bench_constants.py --samples 64, 2026-11-22): share
 # 0      0.25   0.5    0.75   1 8 -> 2 heads, text as long as the calibration            0.191
 # 0.035  0.041  0.047  0.053 8 -> 2 heads, four times as long                         0.788
 # 0.039 MLA 48 + 16, text as long as the calibration             0.086  0.076  0.076  0.085  0.102 8
@@ -34,7 +34,7 @@ from torch import Tensor
 TAIL = 0.5
 
 # The longest distance included, to limit time. The sum takes 1 CPU second once per model for heads
-# with 128 dims, 0.2 for 8192 (recipes/benchmarks/bench_constants.py --distances).
+# with 128 dims, 0.2 for 8192 (bench_constants.py --distances).
 FARTHEST = 131072
 
 CHUNK = (

@@ -2,7 +2,7 @@
 shapes, random.
 
     python recipes/benchmarks/bench_convert.py --work /scratch --json
-    recipes/results/convert_llama2_7b.json python recipes/benchmarks/bench_convert.py --work
+    FILE python recipes/benchmarks/bench_convert.py --work
     /scratch --layers 8          # a quarter of it, for a trial python
     recipes/benchmarks/bench_convert.py --work /scratch --pairs 1 --processes 1 2 python
     recipes/benchmarks/bench_convert.py --width 2048 --inner 5632 --layers 18 --warm    # 2.1 GB

@@ -31,7 +31,7 @@ from kvfold.convert.transforms.weights import AttentionWeights
 Partition = tuple[tuple[int, ...], ...]
 
 # Rounds of the score fit for each pair of heads; the cost of grouping is proportional to them.
-# Excess loss of the reference MHA model at 8 -> 2 heads (recipes/benchmarks/bench_constants.py,
+# Excess loss of the reference MHA model at 8 -> 2 heads (bench_constants.py,
 # 2026-11-22): 0 and 1: 0.0559, 3: 0.0551.
 PAIR_ROUNDS = 1
 

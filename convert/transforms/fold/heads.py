@@ -19,7 +19,7 @@ from kvfold.convert.transforms.linalg import metric_root, pair_matrices, pair_mo
 
 # The minimum query weight as a share of the group's largest: keys are divided by query weights.
 # 1e-9, 1e-6 and 1e-3 have the same loss to 1e-4 nats on the reference MHA model at 8 -> 2 heads
-# (recipes/benchmarks/bench_constants.py, 2026-11-22).
+# (bench_constants.py, 2026-11-22).
 WEAKEST_QUERY = 1e-6
 
 

@@ -21,7 +21,7 @@ from kvfold.convert.transforms.latent.weights import LinearLayer
 from kvfold.convert.transforms.linalg import covariance, damped_solve, solve, symmetric_eig
 from kvfold.convert.transforms.weights import Rotary
 
-# Excess loss on held-out text, nats per token (recipes/benchmarks/bench_constants.py), of the
+# Excess loss on held-out text, nats per token (bench_constants.py), of the
 # reference MHA model at 48 + 16 and of SmolLM2-135M at 128 + 64 (`--target`, 64 x 256 tokens). On
 # SmolLM2 the first three were moved one by one from 10, 0.1 and 0.5 (0.125), then together: 0.099,
 # and on windows of 2048 tokens the KL grows by 5 % from the first 256 to the second half. The MHA

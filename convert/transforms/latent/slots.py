@@ -19,7 +19,7 @@ from kvfold.convert.transforms.linalg import head_moments, input_moment, symmetr
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 # Share of distances drawn from the full context in the gains. Excess loss of the reference MHA
-# model at 48 + 16 after the least squares, nats per token (recipes/benchmarks/bench_constants.py,
+# model at 48 + 16 after the least squares, nats per token (bench_constants.py,
 # 2026-11-22): 0: 0.0934, 0.25: 0.0937, 0.5: 0.0930, 0.75: 0.0927.
 SLOT_UNIFORM = 0.5
 
