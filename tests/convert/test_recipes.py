@@ -23,7 +23,7 @@ from kvfold.convert.uptrain.__main__ import uptrain
 from kvfold.convert.uptrain.request import UptrainRequest
 
 FOLDER = Path(__file__).resolve().parents[2] / "convert" / "data" / "recipes"
-README = (FOLDER / "README.md").read_text()
+README = (Path(__file__).resolve().parents[2] / "recipes" / "README.md").read_text()
 SCRIPT = ["accelerate", "launch", "--config_file", "convert/data/fsdp.yaml", "recipes/uptrain.py"]
 
 
