@@ -120,11 +120,11 @@ def convert(request: ConvertRequest, json_file: str | None, report: str | None) 
     console.check_files(json_file, report=report)
     from kvfold.convert.conversion.convert import convert_checkpoint
 
-    if not (request.quiet or request.dry_run) and processes.started_first():
+    if not (request.quiet or request.dry_run) and processes.launched_as_rank0():
         click.echo(f"reading {request.model}", err=True)
-    with processes.joined(request.device):
+    with processes.process_group(request.device):
         result = convert_checkpoint(request)
-        if processes.is_first():
+        if processes.is_rank0():
             if report is not None and not request.dry_run:
                 write_report(
                     conversion_page(result, result.summary().splitlines()), report, request.quiet

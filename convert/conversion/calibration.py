@@ -62,7 +62,7 @@ def source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
         chosen = getattr(torch, saved.read_text())
         return None if chosen == torch.float32 else chosen
 
-    autocast = processes.from_first(choose)
+    autocast = processes.broadcast_from_rank0(choose)
     if autocast is not None and not request.quiet:
         other = opt("precision", "float32")
         print(
@@ -124,7 +124,7 @@ def load_tokens(
             check_vocabulary(part, plan.geometry.vocabulary, plan.checkpoint.origin)
         return tokens
 
-    tokens = processes.from_first(load)
+    tokens = processes.broadcast_from_rank0(load)
     if not request.quiet:
         count, length = tokens.calibration.shape
         faster = f"({quick} needs no text and is faster, but less accurate)"

@@ -148,7 +148,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     Change(before='MHA', after='MQA')
     """
     started = time.monotonic()
-    if not processes.is_first():
+    if not processes.is_rank0():
         request = replace(request, quiet=True)
         progress = None
     check_output(request.out, overwrite=request.overwrite, model=request.model)
@@ -161,8 +161,10 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             # weights.
             checkpoint = described(request) or open_headers(request.model, dtype)
         else:
-            if processes.count() > 1:  # the first downloads it for all
-                processes.from_first(lambda: open_checkpoint(request.model, dtype).close())
+            if processes.world_size() > 1:  # the first downloads it for all
+                processes.broadcast_from_rank0(
+                    lambda: open_checkpoint(request.model, dtype).close()
+                )
             checkpoint = open_checkpoint(request.model, dtype)
     with closing(checkpoint):
         plan = make_plan(request, checkpoint)
@@ -184,11 +186,13 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             return Conversion(plan, None, None, {})
         check_memory(plan)
         if request.teacher is not None:  # what cannot be opened is told before any text is read
-            processes.from_first(lambda: open_checkpoint(str(request.teacher), dtype).close())
+            processes.broadcast_from_rank0(
+                lambda: open_checkpoint(str(request.teacher), dtype).close()
+            )
         with _output_folder(plan) as folder:
             plan, measured, hashes = _write_weights(plan, folder, stages)
             checkpoint.check_unchanged()
-            processes.from_first(lambda: _write_config(plan, folder))
+            processes.broadcast_from_rank0(lambda: _write_config(plan, folder))
             if request.polish:
                 from kvfold.convert.conversion.polishing import polish_checkpoint
 
@@ -196,14 +200,14 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
                 finish = partial(_complete, plan, {}, stages)
                 measured = polish_checkpoint(plan, measured, folder, stages, finish)
                 hashes = {}
-            completed = processes.run_on_first(
+            completed = processes.on_rank0(
                 lambda: _complete(plan, hashes, stages, measured, folder)
             )
     record, drift, passed = completed or ({}, None, None)
     seconds = time.monotonic() - started
     fitted = fitted_of(record)
     done = Conversion(plan, Path(request.out), seconds, record, drift, passed, **vars(fitted))
-    if processes.is_first():
+    if processes.is_rank0():
         _log(done)
     return done
 
@@ -226,7 +230,7 @@ def _output_folder(plan: Plan) -> Iterator[Path]:
                 free_space_check(folder, needs.disk + needs.scratch)
                 return folder
 
-            folder = processes.from_first(make)
+            folder = processes.broadcast_from_rank0(make)
             if not folder.is_dir():
                 raise InputError(
                     f"{folder}: this machine cannot see the temporary folder that the first process"
@@ -269,7 +273,7 @@ def _write_weights(
         with (
             hashing(folder, plan.own_shards, writer.written) as hashes,
             plan.checkpoint.hashing(
-                processes.part(len(plan.checkpoint.paths)), copied_first=True
+                processes.shard_range(len(plan.checkpoint.paths)), copied_first=True
             ) as copied,
             stages("write", sum(sizes.values()), "B", resumed) as wrote,
         ):
@@ -290,14 +294,14 @@ def _write_weights(
                     # copying the model.
                     if plan.request.calibrated:
                         writer.sync()
-                        processes.gathered(None)
+                        processes.all_gather(None)
                         journal.note(notes)
             writer.finish()
-            made = processes.gathered(hashes())
-        for found in processes.gathered(plan.checkpoint.hashes):
+            made = processes.all_gather(hashes())
+        for found in processes.all_gather(plan.checkpoint.hashes):
             plan.checkpoint.hashes.update(found)
         measured = None
-        if layers.walk is not None and (processes.is_first() or plan.request.polish):
+        if layers.walk is not None and (processes.is_rank0() or plan.request.polish):
             with stages("measuring"):
                 measured = layers.walk.measured(journal.notes, layers.choices)
         return plan, measured, {file: digest for each in made for file, digest in each.items()}

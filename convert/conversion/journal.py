@@ -51,7 +51,7 @@ class Journal:
         # bytes are copied.
         self._settings = run_settings(plan) if plan.request.calibrated else {}
         own = {tensor.name for shard in plan.own_shards for tensor in shard.tensors}
-        self._layers: list[dict[str, Any]] = processes.from_first(self._intact)
+        self._layers: list[dict[str, Any]] = processes.broadcast_from_rank0(self._intact)
         self.notes: list[Mapping[str, Any]] = [layer["notes"] for layer in self._layers]
         done = len(self.notes)
         # Of this process's shards: the tensors of finished layers, and the layers that are not
@@ -76,7 +76,7 @@ class Journal:
         writes the file.
         """
         self.notes.append(dict(notes))
-        if not processes.is_first():
+        if not processes.is_rank0():
             return
         self._layers.append({"notes": dict(notes), "sha256": self._hashes(len(self._layers))})
         _write(self._folder, {"run": self._settings, "layers": self._layers, "polished": None})
@@ -262,7 +262,7 @@ def run_settings(plan: Plan) -> dict[str, Any]:
             request.device,
             torch.cuda.is_available(),
             torch.get_num_threads(),
-            processes.count(),
+            processes.world_size(),
         ],
         "versions": versions(),
         "files": stamps(files),

@@ -120,13 +120,13 @@ def survey_layers(
             weights, statistics, source_rotary(plan, index), plan.geometry.positions
         )
 
-    count = max(processes.count(), math.ceil(_SURVEYED / plan.request.length))
-    states = embed(source, processes.own(tokens.calibration[:count]), keep)
+    count = max(processes.world_size(), math.ceil(_SURVEYED / plan.request.length))
+    states = embed(source, processes.shard(tokens.calibration[:count]), keep)
     layers = list[LayerSurvey]()
     for index in stages.over("survey", range(source.layers), source.layers, "layer"):
         with source.open_layer(index) as layer:
             found = gather(source, layer, states, source_heads(plan))
-        layers.append(processes.from_first(partial(note, index, *found)))
+        layers.append(processes.broadcast_from_rank0(partial(note, index, *found)))
     return Survey(source, tokens, tuple(layers), folder)
 
 
@@ -338,13 +338,13 @@ def trial(option: Candidate, surveyed: Survey, *, refine: bool = False) -> Candi
     walk = StudentWalk(option.plan, surveyed.source, tokens, statistics=False, trial_steps=steps)
     for step in walk.steps:
         if step.index in probed:
-            fitted = processes.from_first(
+            fitted = processes.broadcast_from_rank0(
                 partial(fitted_latent, option, step.index, step, surveyed)
             )
             step.follow(walk.made(step, fitted.weights)[0])
         else:
             step.skip()
-    kl = processes.from_first(lambda: walk.measurement().kl)
+    kl = processes.broadcast_from_rank0(lambda: walk.measurement().kl)
     return replace(option, refined_kl=kl) if refine else replace(option, kl=kl)
 
 

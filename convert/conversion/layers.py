@@ -56,7 +56,7 @@ class Layers:
         for step in self.walk.steps:
             # Statistics are sums over all processes; one fit for all of them keeps their students
             # equal.
-            fitted = processes.from_first(partial(self.fit, step.index, step))
+            fitted = processes.broadcast_from_rank0(partial(self.fit, step.index, step))
             tensors, notes = self.walk.made(step, fitted.weights)
             step.convert(tensors)
             yield tensors, {**fitted.notes, **notes}
@@ -108,7 +108,7 @@ def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
             walk = StudentWalk(chosen.plan, source, tokens, statistics=reads, keep=keep)
             yield Layers(chosen.plan, partial(fitted_latent, chosen, spectrum=True), walk, choices)
         finally:
-            if processes.is_first():
+            if processes.is_rank0():
                 shutil.rmtree(folder)
 
 

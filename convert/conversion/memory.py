@@ -95,7 +95,7 @@ def needs_of(plan: Plan) -> Needs:
         return Needs(_BASE + (fit * 11 // 10 if latent else pooling), 0, 0, disk)
 
     length = request.length
-    tokens = ceil(request.samples / processes.count()) * length
+    tokens = ceil(request.samples / processes.world_size()) * length
     held_out = held_out_count(request.samples) * length
     # Calibration states before and after the source's layer, its attention's, the student's, the
     # targets of refinement; held-out states once more, because the drift takes a copy further.
@@ -201,7 +201,7 @@ def check_spill(plan: Plan) -> None:
             "spill", folder, ": there is no such folder for hidden states; create it first"
         )
     needs = needs_of(plan)
-    needed = processes.count(on_this_machine=True) * needs.spilled
+    needed = processes.world_size(on_this_machine=True) * needs.spilled
     free = shutil.disk_usage(folder).free
     # On OUT's disk both have to fit.
     if os.stat(_existing(plan.request.out)).st_dev == os.stat(folder).st_dev:

@@ -216,7 +216,7 @@ def _complete(
         tensors=tensors,
         config=config,
         shards=shards,
-        own_shards=tuple(shards[number] for number in processes.part(len(shards))),
+        own_shards=tuple(shards[number] for number in processes.shard_range(len(shards))),
         keepable=len(kept),
         made_of=made_of,
         source_kind=attention_label(model.geometry.heads, model.geometry.kv_heads),
@@ -259,7 +259,7 @@ def described(request: ConvertRequest) -> Checkpoint | None:
 
 def check_processes(plan: Plan) -> None:
     """Raise InputError if several processes run but the request does not support that many."""
-    count = processes.count()
+    count = processes.world_size()
     request = plan.request
     if request.calibrated and request.samples < count:
         rule = (

@@ -108,7 +108,7 @@ def polish_checkpoint(
             mark_polished(folder)
         return _rewritten(plan, calibrated, folder, fitted.tensors, fitted, stages)
 
-    return processes.run_on_first(replaced) or calibrated
+    return processes.on_rank0(replaced) or calibrated
 
 
 def _state_file(trainee: ModelTrainee, folder: Path) -> Path | None:
@@ -176,7 +176,7 @@ def _progress(
 
     def progress(fitted: FitResult) -> None:
         shown(fitted)
-        if not processes.is_first():
+        if not processes.is_rank0():
             return
         tokens = fitted.steps * step_tokens(request.length)
         line = ""

@@ -310,7 +310,7 @@ def plan_text(plan: Plan) -> str:
     lines += [f"  {file}  {bytes_text(size)}" for file, size in shown.items()]
     if len(plan.shards) > _SHOWN_FILES:
         lines.append(f"  ... and {len(plan.shards) - _SHOWN_FILES} more")
-    each = " per process" if processes.count() > 1 else ""
+    each = " per process" if processes.world_size() > 1 else ""
     room = needs.disk + needs.scratch
     lines += [
         served_text(plan.engines),

@@ -204,7 +204,7 @@ class StudentWalk(Walk):
         teacher = teacher or Teacher(
             source,
             tokens.held_out,
-            processes.own(tokens.calibration) if statistics or trains else None,
+            processes.shard(tokens.calibration) if statistics or trains else None,
             statistics=statistics,
             keep_calibration=trains,
             heads=source_heads(plan),

@@ -88,9 +88,9 @@ class Trainee:
         the batch.
         """
         for master in self.learning.values():
-            if master.grad is None and processes.count() > 1:
+            if master.grad is None and processes.world_size() > 1:
                 master.grad = torch.zeros_like(master)
-        processes.add_up(
+        processes.all_reduce(
             master.grad for master in self.learning.values() if master.grad is not None
         )
 
@@ -165,7 +165,7 @@ def fit(
         fitted.errors.append(error if math.isfinite(error) else math.inf)
         progress(fitted)
         ended = schedule(fitted.steps, fitted.errors) == 0
-        if saved is not None and processes.is_first() and (ended or time.monotonic() >= next_save):
+        if saved is not None and processes.is_rank0() and (ended or time.monotonic() >= next_save):
             began = time.monotonic()
             tensors = {name: master.detach() for name, master in masters.items()}
             state = {**vars(fitted), "masters": tensors, "optimizer": optimizer.state_dict()}

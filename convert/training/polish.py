@@ -86,7 +86,7 @@ class TrainingText:
     def announced(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
         """Yield ``batches``; a block of them is announced at its first."""
         while block := list(islice(batches, BLOCK_STEPS)):
-            self._coming = sorted({index for batch in block for index in processes.own(batch)})
+            self._coming = sorted({index for batch in block for index in processes.shard(batch)})
             yield from block
 
     def batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
@@ -270,7 +270,7 @@ class ModelTrainee(Trainee):
         """Store a batch's gradients in the masters; with several processes, each computes a share
         of the sequences.
         """
-        if own := processes.own(batch):
+        if own := processes.shard(batch):
             tokens, states = training.batch(own)
             weights = self._weights()
             hidden = self.hidden(tokens, weights)
@@ -294,7 +294,7 @@ class ModelTrainee(Trainee):
         """The mean KL from the teacher's next-token distributions on ``held_out``, in nats per
         token.
         """
-        return processes.from_first(lambda: self.figures(held_out)["kl"])
+        return processes.broadcast_from_rank0(lambda: self.figures(held_out)["kl"])
 
     @torch.no_grad()
     def figures(self, held_out: Text) -> dict[str, float]:

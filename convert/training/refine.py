@@ -210,7 +210,7 @@ class LayerTrainee(Trainee):
     def error(self, held_out: "Examples") -> float:
         """The error on held-out sequences, computed by the first process and sent to the others."""
         batches = zip(held_out.inputs, held_out.targets, held_out.weights, strict=True)
-        missing = processes.from_first(
+        missing = processes.broadcast_from_rank0(
             lambda: float(sum(squares(self._missing(*batch)) for batch in batches))
         )
         return missing / held_out.numbers / held_out.energy if held_out.energy else missing
@@ -281,7 +281,7 @@ def examples(
     size = float(energy)
     if shared:
         sums = torch.tensor([size, numbers, count], dtype=torch.float64)
-        processes.add_up([sums])
+        processes.all_reduce([sums])
         size, (numbers, count) = float(sums[0]), map(int, sums[1:])
-        own = processes.part(count)
+        own = processes.shard_range(count)
     return Examples(student_hidden, targets, weights, size / numbers, numbers, count, own)

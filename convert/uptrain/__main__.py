@@ -26,7 +26,7 @@ from kvfold.convert.console import (
     run_command,
     tell,
 )
-from kvfold.convert.processes import leave_processes, started_first
+from kvfold.convert.processes import destroy_process_group, launched_as_rank0
 from kvfold.convert.text.corpus import check_sources
 from kvfold.convert.uptrain.request import UptrainRequest
 
@@ -52,13 +52,13 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     check_output(request.out, overwrite=request.overwrite, model=request.model)
     check_sources([request.text], "text")
     check_sources(filter(None, [request.eval_text]), "eval_text")
-    if not request.quiet and started_first():
+    if not request.quiet and launched_as_rank0():
         click.echo(f"reading {request.model}", err=True)
     check_opens(*filter(None, [request.model, request.teacher]))
     from kvfold.convert.uptrain.run import summary, uptrain_checkpoint
 
     done = uptrain_checkpoint(request)
-    leave_processes()
+    destroy_process_group()
     if done.rows:
         tell(json_file, done.to_dict, "" if request.quiet else summary(request, done))
 

@@ -42,7 +42,7 @@ from kvfold.convert.errors import InputError, KvfoldError, opt, option_error
 from kvfold.convert.families.wrappers import text_type
 from kvfold.convert.measure.verify import non_finite
 from kvfold.convert.options import takes
-from kvfold.convert.processes import run_on_first, started_first
+from kvfold.convert.processes import launched_as_rank0, on_rank0
 from kvfold.convert.sizes import jsonable, parse_size
 from kvfold.convert.stream.stock import hide_bars, load_config
 from kvfold.convert.stream.weights import load_model
@@ -141,7 +141,7 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
         check_output(request.out, overwrite=request.overwrite, model=source.folder)
         request.work.parent.mkdir(parents=True, exist_ok=True)
         # No second run may write to the same folder meanwhile.
-        if started_first():
+        if launched_as_rank0():
             locks.enter_context(output_lock(request.work.absolute()))
         try:
             return _train(request, source, read_side_files(source))
@@ -175,7 +175,7 @@ def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles")
     precision = forward_dtype(request, source)
     arguments = training_arguments(request, config.hidden_size, precision, checkpoint is not None)
     hide_bars(request.quiet)
-    if not request.quiet and started_first():
+    if not request.quiet and launched_as_rank0():
         if checkpoint is not None:
             after = f"{checkpoint.name.removeprefix('checkpoint-')} of {request.steps}"
             print(
@@ -221,7 +221,7 @@ def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles")
             path.unlink()
         return Uptrained(record, rows)
 
-    return run_on_first(write) or Uptrained({}, [])
+    return on_rank0(write) or Uptrained({}, [])
 
 
 def _token_plan(request: UptrainRequest, source: Checkpoint, vocabulary: int) -> TokenPlan:

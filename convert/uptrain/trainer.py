@@ -7,6 +7,7 @@ columns.
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -28,7 +29,7 @@ from kvfold.convert.checkpoint.files import replacing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, training_autocast
 from kvfold.convert.errors import InputError, opt, option_error
-from kvfold.convert.processes import environment_number, started_first
+from kvfold.convert.processes import launched_as_rank0
 from kvfold.convert.progress import Stages
 from kvfold.convert.stream.stock import attend_in_blocks
 from kvfold.convert.stream.weights import load_model
@@ -67,7 +68,7 @@ def training_arguments(
     Raises InputError if the device or the number of processes cannot be used.
     """
     device = choose_device(request.device)
-    processes = environment_number("WORLD_SIZE", 1)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     # A single process uses all GPUs that it sees: transformers divides each of its batches among
     # them.
     replicas = torch.cuda.device_count() if processes == 1 and device.type == "cuda" else processes
@@ -265,7 +266,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         if last < min(earlier, default=math.inf):
             return self._state()
         saved: dict[str, Tensor] = (
-            torch.load(self._request.work / BEST, weights_only=True) if started_first() else {}
+            torch.load(self._request.work / BEST, weights_only=True) if launched_as_rank0() else {}
         )
         return saved
 
@@ -288,7 +289,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         *earlier, last = self._errors()
         if last < min(earlier, default=math.inf) and self.state.global_step < self.state.max_steps:
             state = self._state()
-            if started_first():
+            if launched_as_rank0():
                 with replacing(self._request.work / BEST) as new:
                     torch.save(state, new)
 
@@ -392,7 +393,7 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, request: UptrainRequest) -> None:
         self._request, self.open = request, ExitStack()
-        self.stages = Stages(quiet=request.quiet or not started_first())
+        self.stages = Stages(quiet=request.quiet or not launched_as_rank0())
         self._advance: Callable[[int], None] | None = None
 
     def rows(self, history: list[dict[str, Any]]) -> list[LogRow]:

@@ -28,7 +28,7 @@ from kvfold.convert.checkpoint.folder import stamps
 from kvfold.convert.checkpoint.hashing import file_hashes, file_problems
 from kvfold.convert.errors import InputError, Problem, one_line, opt
 from kvfold.convert.options import specs
-from kvfold.convert.processes import run_on_first
+from kvfold.convert.processes import on_rank0
 from kvfold.convert.text.corpus import Corpus, Document, permutation
 from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens, tokenize
 from kvfold.convert.text.windows import cut
@@ -275,7 +275,7 @@ def prepare(
 
     # Every process has looked at what is there before the first one changes it.
     arguments.distributed_state.wait_for_everyone()
-    run_on_first(start)
+    on_rank0(start)
     tokens = open_tokens(plan, work)
     if tokens is None:
         raise InputError(

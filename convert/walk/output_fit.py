@@ -114,7 +114,7 @@ def refit_output(
             gram, missing = _sums(
                 present, _regressions(*common, step.calibration, step.student_calibration, contexts)
             )
-        fitted, before, after = processes.from_first(
+        fitted, before, after = processes.broadcast_from_rank0(
             partial(_fit, present, gram, missing, chain([first], held_out))
         )
     if not after < before:
@@ -184,7 +184,7 @@ def _sums(present: Tensor, parts: Iterator[_Regression]) -> tuple[Tensor, Tensor
             gram += largest.double() * (scaled.mT @ heads)
             cross += largest.double() * (target.mT @ scaled)
         total += weight.double().sum()
-    processes.add_up([gram, cross, total])
+    processes.all_reduce([gram, cross, total])
     total = torch.where(total != 0, total, 1.0)
     return gram / total, (cross - present @ gram) / total
 

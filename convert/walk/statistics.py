@@ -95,7 +95,7 @@ class StatisticsAccumulator:
         """
         if not self._sums:
             raise ValueError("statistics: no batch was added; call add at least once before result")
-        processes.add_up(self._sums.values())
+        processes.all_reduce(self._sums.values())
         sums = self._sums
         # Divide by the sum of weights: attention rows sum to 1 only in float32, and no covariance
         # may be negative.

@@ -17,7 +17,6 @@ from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.page import write_report
 from kvfold.convert.measure.sweep_targets import parse_targets
-from kvfold.convert.processes import joined
 from kvfold.convert.request import EvalRequest
 from kvfold.convert.sizes import parse_size
 
@@ -74,18 +73,6 @@ def test_digits_of_other_scripts_are_no_numbers(digit):
             EvalRequest(model="m", out="o", **options)
     with pytest.raises(InputError, match="shard"):
         ConvertRequest(model="m", out="o", to="mqa", max_shard_size=digit)
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [{"WORLD_SIZE": "x"}, {"WORLD_SIZE": "-1"}, {"WORLD_SIZE": "2", "RANK": "5"}],
-    ids=str,
-)
-def test_processes_need_whole_numbers_from_their_launcher(variables, monkeypatch, refused):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with refused(), joined("cpu"):
-        pass
 
 
 def test_results_are_not_written_through_links_or_into_pipes(tmp_path, refused):

@@ -18,7 +18,7 @@ CONVERT = """
 import json, sys
 from kvfold.convert import ConvertRequest, convert_checkpoint, processes
 
-with processes.joined("cpu"):
+with processes.process_group("cpu"):
     for options in json.loads(sys.argv[1]):
         convert_checkpoint(ConvertRequest(**options, quiet=True))
 """
@@ -60,7 +60,7 @@ def convert_together(log, made):
     """Two forks of this process carry out the requests ``made``."""
 
     def work():
-        with processes.joined("cpu"):
+        with processes.process_group("cpu"):
             convert(made)
 
     torch.set_num_threads(1)  # a fork has one thread
@@ -116,7 +116,7 @@ def test_a_process_that_never_comes_ends_the_others(tmp_path, monkeypatch):
 
     def work():
         if os.environ["RANK"] == "0":
-            with processes.joined("cpu"):
+            with processes.process_group("cpu"):
                 pass
 
     first, _ = forked.run_ranks(tmp_path, work)
@@ -134,11 +134,11 @@ def test_processes_that_were_killed_go_on_after_the_last_finished_layer(requests
 
         def note(journal, notes):
             noted(journal, notes)
-            if processes.is_first():
+            if processes.is_rank0():
                 os.kill(os.getpid(), signal.SIGKILL)
 
         Journal.note = note
-        with processes.joined("cpu"):
+        with processes.process_group("cpu"):
             convert(made)
 
     first, _ = forked.run_ranks(tmp_path / "killed log", killed)
@@ -157,14 +157,14 @@ def test_a_process_that_dies_ends_the_others_and_leaves_no_out(requests, tmp_pat
 
     def work():
         def killed(tensors):
-            if processes.is_first():
+            if processes.is_rank0():
                 (tmp_path / "died").write_text(str(time.monotonic()))
                 os.kill(os.getpid(), signal.SIGKILL)
             add_up(tensors)
 
-        add_up = processes.add_up
-        processes.add_up = killed
-        with processes.joined("cpu"):
+        add_up = processes.all_reduce
+        processes.all_reduce = killed
+        with processes.process_group("cpu"):
             convert(made)
 
     torch.set_num_threads(1)  # a fork has one thread

@@ -23,7 +23,7 @@ from kvfold.convert.checkpoint import atomic
 from kvfold.convert.checkpoint.atomic import output_lock
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
-from kvfold.convert.processes import leave_processes, run_on_first
+from kvfold.convert.processes import destroy_process_group, on_rank0
 from kvfold.convert.text import corpus as texts
 from kvfold.convert.text.corpus import Document, open_corpus
 from kvfold.convert.text.tokenizer import tokenize
@@ -513,13 +513,13 @@ def two_of_them():
     def wrong():
         raise InputError("no text", ["a detail"])
 
-    result = run_on_first(slow)
+    result = on_rank0(slow)
     seconds = time.monotonic() - begin
     try:
-        run_on_first(wrong)
+        on_rank0(wrong)
     except InputError as error:
         print(json.dumps([result, seconds > 1.2, str(error)]))
-    leave_processes()
+    destroy_process_group()
     assert not dist.is_initialized()
 
 
