@@ -1,10 +1,14 @@
 """Uptraining for ``accelerate launch`` and ``torchrun``: the same as ``kvfold uptrain``.
 
 accelerate launch --config_file convert/data/fsdp.yaml recipes/uptrain.py MODEL OUT --teacher SOURCE
---text FILE torchrun --nproc-per-node 8 recipes/uptrain.py MODEL OUT --teacher SOURCE --text FILE
+--text FILE
+
+torchrun --nproc-per-node 8 recipes/uptrain.py MODEL OUT --teacher SOURCE --text FILE
 """
 
-from kvfold.convert.uptrain.__main__ import main
+import sys
+
+from kvfold.convert.cli import main
 
 if __name__ == "__main__":
-    main()
+    main(["uptrain", *sys.argv[1:]])

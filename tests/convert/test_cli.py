@@ -12,7 +12,8 @@ import pytest
 from helpers.processes import run_python
 from tiny_models import SIZES
 
-from kvfold.convert import cli, demo
+from kvfold.convert import cli
+from kvfold.convert.commands import demo_command
 from kvfold.convert.data import demo_folder
 from kvfold.convert.recipes import recipe_names
 
@@ -102,7 +103,7 @@ def test_help_plans_and_wrong_inputs_import_nothing_heavy(tmp_path):
     script = f"""
 import sys
 import kvfold.attention
-from kvfold.convert import cli, demo
+from kvfold.convert import cli
 dir(kvfold.attention), dir(kvfold.convert), kvfold.convert.ConvertRequest, kvfold.convert.inspect_checkpoint
 for line in {[*right, *wrong.values()]!r}:
     print("line:", line, file=sys.stderr)
@@ -187,7 +188,7 @@ def test_a_wrong_command_line_ends_in_one_error_line(kvfold, line, told):
     "line", ["convert a b --to mqa", "sweep a", "drift a b", "uptrain a b --text c", "chat a"]
 )
 def test_a_gpu_that_is_not_there_is_refused_before_the_model(kvfold, line, monkeypatch):
-    monkeypatch.setattr(cli.console, "may_have_gpu", lambda: False)
+    monkeypatch.setattr("kvfold.convert.console.may_have_gpu", lambda: False)
     error = (
         "error: --device cuda: torch finds no CUDA device on this machine; use --device cpu or"
         " auto\n"
@@ -217,8 +218,12 @@ def test_inspect_prints_a_summary_and_json(kvfold, tmp_path):
 
 
 def test_demo_converts_measures_and_writes_its_table(kvfold, monkeypatch, tmp_path):
-    for name, value in {"CONVERSIONS": demo.CONVERSIONS[4:5], "_WINDOWS": 1, "_LENGTH": 16}.items():
-        monkeypatch.setattr(demo, name, value)
+    for name, value in {
+        "CONVERSIONS": demo_command.CONVERSIONS[4:5],
+        "_WINDOWS": 1,
+        "_LENGTH": 16,
+    }.items():
+        monkeypatch.setattr(demo_command, name, value)
     done = kvfold("demo", tmp_path / "kept", "--json", "-")
     found = json.loads(done.stdout)
     assert found["measured_on"] == "1 x 16 held-out tokens"

@@ -15,11 +15,11 @@ import pytest
 from helpers.checkpoints import hub_config
 
 from kvfold.convert import ConvertRequest, cli, convert_checkpoint, recipe_request
+from kvfold.convert.commands.uptrain_command import uptrain
 from kvfold.convert.conversion import convert as convert_module
 from kvfold.convert.errors import InputError
 from kvfold.convert.options import run_only, specs
 from kvfold.convert.recipes import read_recipe, recipe_names
-from kvfold.convert.uptrain.__main__ import uptrain
 from kvfold.convert.uptrain.request import UptrainRequest
 
 FOLDER = Path(__file__).resolve().parents[2] / "convert" / "data" / "recipes"

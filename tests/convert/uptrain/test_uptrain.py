@@ -24,6 +24,8 @@ from transformers import AutoTokenizer
 
 from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert import ConvertRequest, convert_checkpoint, device
+from kvfold.convert.cli import main
+from kvfold.convert.commands.uptrain_command import uptrain as uptrain_command
 from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.stream.stock import attend_in_blocks
@@ -31,8 +33,6 @@ from kvfold.convert.targets.mla.tensors import CONSTANT
 from kvfold.convert.training.fit import distillation_loss, next_token_loss
 from kvfold.convert.uptrain import run as uptrain_run
 from kvfold.convert.uptrain import trainer as uptrain_trainer
-from kvfold.convert.uptrain.__main__ import main
-from kvfold.convert.uptrain.__main__ import uptrain as uptrain_command
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.run import uptrain_checkpoint
 from kvfold.convert.uptrain.trainer import training_arguments
@@ -394,9 +394,8 @@ def test_errors_name_what_to_do(converted, text, tmp_path, tiny_family, monkeypa
         (*both, *options_of(eval_text=text)),
         (start, tmp_path / "out", "--text", f"{text}:3"),
     ):
-        monkeypatch.setattr(sys, "argv", ["uptrain", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            main()
+            main(["uptrain", *map(str, arguments)])
         assert ended.value.code == 2
         said = capsys.readouterr().err.strip().splitlines()[-1]
         said = said.replace(f"--teacher {stranger.name}", "--teacher STRANGER")

@@ -1,31 +1,14 @@
-"""The command ``kvfold uptrain``, which trains a converted checkpoint a little further.
+"""``kvfold uptrain``: train a converted checkpoint a little further.
 
-To use several processes, run ``torchrun --nproc-per-node 8 -m kvfold.convert.uptrain ...`` or
-``accelerate launch --config_file convert/data/fsdp.yaml recipes/uptrain.py ...``. A global batch
-always has ``--batch-tokens`` tokens, and the order of the text depends only on ``--seed``, so the
-losses do not depend on the number of processes.
-
-With ``--teacher``, the checkpoint that MODEL was converted from, the loss is the KL from the
-teacher's next-token distributions. They contain more information than the labels, so reducing the
-drift takes far fewer tokens. The constant channel in layout ``free`` is frozen; the norms in layout
-``engine`` are trained.
+To use several processes, run ``torchrun --nproc-per-node 8 -m kvfold uptrain ...`` or ``accelerate
+launch --config_file convert/data/fsdp.yaml -m kvfold uptrain ...``.
 """
-
-import sys
-from typing import NoReturn
 
 import click
 
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import check_opens
-from kvfold.convert.console import (
-    PanelCommand,
-    check_files,
-    json_option,
-    request_options,
-    run_command,
-    tell,
-)
+from kvfold.convert.console import PanelCommand, check_files, json_option, request_options, tell
 from kvfold.convert.processes import destroy_process_group, launched_as_rank0
 from kvfold.convert.text.corpus import check_sources
 from kvfold.convert.uptrain.request import UptrainRequest
@@ -35,11 +18,7 @@ _json = json_option(
 )
 
 
-@click.command(
-    cls=PanelCommand,
-    short_help="Train a converted checkpoint a little further.",
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
+@click.command(cls=PanelCommand, short_help="Train a converted checkpoint a little further.")
 @request_options(UptrainRequest, before={"trust_remote_code": [_json]})
 def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     """Train MODEL further into OUT, at learning rates relative to the size of each tensor.
@@ -61,14 +40,3 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     destroy_process_group()
     if done.rows:
         tell(json_file, done.to_dict, "" if request.quiet else summary(request, done))
-
-
-def main() -> NoReturn:
-    """Run the command for ``torchrun`` and ``accelerate launch``; exits with the same status as
-    ``kvfold``.
-    """
-    run_command(uptrain, "python -m kvfold.convert.uptrain", sys.argv[1:])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,6 @@
-"""The commands ``kvfold eval``, ``sweep``, ``bench`` and ``chat``. Slow imports happen inside the
-functions.
-"""
+"""``kvfold sweep``: the loss of many targets, to choose one."""
 
 import re
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,7 +21,7 @@ from kvfold.convert.errors import option_error
 from kvfold.convert.measure.figures import excess_by_cache
 from kvfold.convert.measure.page import sweep_page, write_report
 from kvfold.convert.measure.sweep_targets import WITHIN, parse_targets
-from kvfold.convert.request import BenchRequest, ChatRequest, EvalRequest, SweepRequest
+from kvfold.convert.request import SweepRequest
 from kvfold.convert.text.corpus import check_sources
 
 _TARGET = re.compile(r"[\w+]*[:,][\w:,+]*|\d[\d,+]*|gqa|mqa|mla", re.IGNORECASE)
@@ -59,27 +56,6 @@ _sweep_files = (
     ),
     report_option("the table and the curve"),
 )
-
-
-@click.command(name="eval", short_help="Compare OUT with MODEL on tasks and long contexts.")
-@request_options(EvalRequest, before={"quiet": [json_option()]})
-def eval_command(request: EvalRequest, json_file: str | None) -> None:
-    """Compare the converted checkpoint OUT with MODEL on the same documents, with 95 % intervals of
-    the differences.
-
-    Measures whether each model finds words hidden in long texts, and its loss by position; neither
-    needs a download. With --tasks, also runs tasks of lm-evaluation-harness. The models are loaded
-    one at a time, each as a whole.
-    """
-    check_files(json_file)
-    check_sources(filter(None, [request.text]), "text")
-    if not request.quiet:
-        click.echo(f"reading {request.model}", err=True)
-    check_opens(request.model, request.out)
-    from kvfold.convert.measure.eval import eval_checkpoints
-
-    found = eval_checkpoints(request)
-    tell(json_file, found.to_dict, found.table())
 
 
 class _SweepCommand(PanelCommand):
@@ -144,36 +120,3 @@ def sweep(
         click.echo(
             f"\n{result.convert(within, quiet=request.quiet).summary()}", err=json_file == STDOUT
         )
-
-
-@click.command(short_help="Decode speed, cache and memory of MODELs side by side.")
-@request_options(BenchRequest)
-@json_option()
-def bench(request: BenchRequest, json_file: str | None) -> None:
-    """Time MODELs side by side: prefill, decoding, cache and memory, with ratios to the first.
-
-    An MLA model is timed both stock and absorbed. Decoding starts from a cache of random values.
-    """
-    check_files(json_file)
-    from kvfold.convert.measure.bench import bench_checkpoints
-
-    report = bench_checkpoints(request)
-    tell(json_file, report.to_dict, report.table())
-
-
-@click.command(
-    name="chat", short_help="Ask MODEL, and another model beside it, the same questions."
-)
-@request_options(ChatRequest)
-def chat_command(request: ChatRequest) -> None:
-    """Answer each line of standard input with MODEL's chat template; with --against, two models
-    side by side.
-
-    Answers are greedy, so that a difference between two models is one of their weights. An MLA
-    model decodes over its latent cache (absorbed). Ctrl-D, or an empty line on a terminal, ends the
-    conversation.
-    """
-    check_opens(request.model, *filter(None, [request.against]))
-    from kvfold.convert.measure.chat import chat_models
-
-    chat_models(request, sys.stdin)

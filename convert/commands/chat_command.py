@@ -1,0 +1,25 @@
+"""``kvfold chat``: answers of one model, or of two side by side."""
+
+import sys
+
+import click
+
+from kvfold.convert.checkpoint.opening import check_opens
+from kvfold.convert.console import request_options
+from kvfold.convert.request import ChatRequest
+
+
+@click.command(short_help="Ask MODEL, and another model beside it, the same questions.")
+@request_options(ChatRequest)
+def chat(request: ChatRequest) -> None:
+    """Answer each line of standard input with MODEL's chat template; with --against, two models
+    side by side.
+
+    Answers are greedy, so that a difference between two models is one of their weights. An MLA
+    model decodes over its latent cache (absorbed). Ctrl-D, or an empty line on a terminal, ends the
+    conversation.
+    """
+    check_opens(request.model, *filter(None, [request.against]))
+    from kvfold.convert.measure.chat import chat_models
+
+    chat_models(request, sys.stdin)

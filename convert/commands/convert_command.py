@@ -1,0 +1,81 @@
+"""``kvfold convert``: convert a checkpoint, with options of the command line or of a recipe."""
+
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from kvfold.convert import processes
+from kvfold.convert.console import (
+    PanelCommand,
+    check_files,
+    json_option,
+    report_option,
+    request_options,
+    tell,
+)
+from kvfold.convert.measure.page import conversion_page, write_report
+from kvfold.convert.request import ConvertRequest
+
+_GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+
+
+def _build_request(options: dict[str, Any], further: dict[str, Any]) -> ConvertRequest:
+    """The request from the command line's options, or from a recipe overridden by the options that
+    were given.
+    """
+    from kvfold.convert.recipes import recipe_request
+
+    context = click.get_current_context()
+    recipe = further.pop("recipe")
+    if recipe is None and options["to"] is None:
+        raise click.UsageError(
+            "missing option '--to' (gqa, mqa or mla); or use '--recipe'", context
+        )
+    if recipe is None:
+        return ConvertRequest(**options)
+    given = {
+        name: value
+        for name, value in options.items()
+        if context.get_parameter_source(name) in _GIVEN
+    }
+    return recipe_request(recipe, **given)
+
+
+_recipe = click.option(
+    "--recipe",
+    metavar="NAME|FILE.toml",
+    help="Recipe with default options; options on the command line override its values.",
+)
+_result_files = (
+    json_option("Also write the result to FILE; with -, write only it to stdout."),
+    report_option("charts of the results"),
+)
+
+
+@click.command(
+    cls=PanelCommand, short_help="Convert MODEL to a smaller KV cache, into the folder OUT."
+)
+@request_options(
+    ConvertRequest,
+    before={"allow_growth": [_recipe], "trust_remote_code": _result_files},
+    build=_build_request,
+)
+def convert(request: ConvertRequest, json_file: str | None, report: str | None) -> None:
+    """Convert MODEL and write the result to the folder OUT."""
+    check_files(json_file, report=report)
+    from kvfold.convert.conversion.convert import convert_checkpoint
+
+    if not (request.quiet or request.dry_run) and processes.launched_as_rank0():
+        click.echo(f"reading {request.model}", err=True)
+    with processes.process_group(request.device):
+        result = convert_checkpoint(request)
+        if processes.is_rank0():
+            summary = result.summary()
+            if report is not None and not request.dry_run:
+                write_report(conversion_page(result, summary.splitlines()), report, request.quiet)
+            tell(
+                json_file,
+                result.to_dict,
+                summary if request.dry_run or not request.quiet else "",
+            )

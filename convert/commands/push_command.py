@@ -1,0 +1,43 @@
+"""``kvfold push``: upload a converted checkpoint to the hub."""
+
+from pathlib import Path
+
+import click
+
+from kvfold.convert.checkpoint.folder import RECORD
+from kvfold.convert.errors import InputError
+from kvfold.convert.progress import Stages
+
+
+@click.command(short_help="Upload OUT to a model repository on the hub.")
+@click.argument("out")
+@click.argument("repo", metavar="REPO")
+@click.option(
+    "--private",
+    is_flag=True,
+    help="Create REPO as a private repository; an existing one stays as it is.",
+)
+def push(out: str, repo: str, private: bool) -> None:
+    """Upload the converted checkpoint OUT, with its model card, to the model repository REPO
+    (owner/name) on the hub.
+
+    OUT is verified first. REPO is created if it does not exist. The token is that of `hf auth
+    login`, or HF_TOKEN.
+    """
+    from kvfold.convert.checkpoint.hub import HUB_ID, upload
+    from kvfold.convert.measure.verify import check_verified, verify_checkpoint
+
+    if "@" in repo or not HUB_ID.fullmatch(repo):
+        raise click.UsageError(
+            f"REPO must be owner/name, not {repo!r}", click.get_current_context()
+        )
+    if Path(out).is_dir() and not (Path(out) / RECORD).exists():
+        raise InputError(
+            f"{out} has no {RECORD}, so kvfold did not write it; give the output folder of a"
+            " conversion"
+        )
+    with Stages()(f"verifying {out}"):
+        check_verified(verify_checkpoint(out))
+    with Stages()(f"uploading {out}"):
+        url = upload(Path(out), repo, private)
+    click.echo(f"uploaded {out}: {url}")

@@ -1,0 +1,29 @@
+"""``kvfold verify``: whether a converted checkpoint is intact."""
+
+import click
+
+from kvfold.convert.console import check_files, json_option, tell
+from kvfold.convert.progress import Stages
+
+
+@click.command(short_help="Check that OUT is intact: hashes, shapes, finite numbers.")
+@click.argument("out")
+@json_option()
+def verify(out: str, json_file: str | None) -> None:
+    """Check that OUT is intact: hashes, shapes, loading, finite numbers.
+
+    Reads every byte of OUT but runs no model. Compares the files with the hashes in kvfold.json,
+    and the tensors with the class that config.json names (built on the meta device), and lists
+    every difference.
+    """
+    from kvfold.convert.measure.verify import check_verified, verify_checkpoint
+
+    check_files(json_file)
+    with Stages()(f"verifying {out}"):
+        verification = verify_checkpoint(out)
+    tell(
+        json_file,
+        verification.to_dict,
+        "" if verification.problems else verification.summary(),
+    )
+    check_verified(verification)
