@@ -37,7 +37,7 @@ _OPTIONS = {"contexts": "context", "batches": "batch"}  # fields whose options h
 
 
 def as_option(field: str, value: Any = ALONE) -> str:
-    """The command-line spelling: ``--kv-heads 5``, ``--resume`` for a true flag, ``--no-retrieval``
+    """The command-line spelling: ``--kv-heads 5``, ``--overwrite`` for a true flag, ``--no-retrieval``
     for a false one.
     """
     name = _OPTIONS.get(field, field).replace("_", "-")

@@ -27,7 +27,6 @@ Layout = Literal["free", "engine", "kvfold"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 TrainingDtype = Literal["auto", "float32", "bfloat16"]
-Polished = Literal["attention", "norms", "all"]
 Steps = int | Literal["auto"]
 Length = int | Literal["auto"]
 
@@ -223,19 +222,6 @@ class ConvertRequest(Request):
     repeat_text: bool = option(
         False, "Polish on the text again where it has fewer tokens than --polish."
     )
-    train: Polished = option(
-        "attention", "Weights that polishing trains: the attention, also all norms, or all."
-    )
-    teacher: str | None = option(
-        None,
-        "Polish against the predictions of this model, a larger one with MODEL's tokenizer.",
-        metavar="MODEL2",
-    )
-    keep_intervals: bool = option(
-        False,
-        "Leave checkpoints OUT.200k, OUT.500k, OUT.1M ... of polishing on so many tokens.",
-        runs=True,
-    )
     device: Device = device_option(panel="Running")
     precision: TrainingDtype = option(**_PRECISION)
     dtype: Dtype = dtype_option(
@@ -255,9 +241,6 @@ class ConvertRequest(Request):
     )
     dry_run: bool = option(
         False, "Print the plan, memory and disk space; write nothing.", runs=True
-    )
-    resume: bool = option(
-        False, "Has no effect: an interrupted calibrated run always resumes.", runs=True
     )
     fresh: bool = option(
         False, "Discard the finished layers of an interrupted run of OUT and start over.", runs=True
@@ -325,9 +308,9 @@ class ConvertRequest(Request):
 
     def result_options(self) -> dict[str, Any]:
         """The options that determine the result, but not those that only say where and how to run."""
-        left_out = {"calibration", "teacher", *run_only(type(self))}
+        left_out = {"calibration", *run_only(type(self))}
         if not self.calibrated:
-            left_out |= {"samples", "seq_len", "refine", "polish", "train"}
+            left_out |= {"samples", "seq_len", "refine", "polish"}
             if not self.chosen_method.seeded:
                 left_out.add("seed")
         given = {name: value for name, value in vars(self).items() if name not in left_out}
@@ -398,24 +381,9 @@ class ConvertRequest(Request):
                     f" {opt('refine')}"
                 ),
             )
-        if self.resume and self.fresh:
-            yield (
-                "fresh",
-                (
-                    f"{opt('fresh', True)} discards what {opt('resume', True)} continues; omit one"
-                    " of the two"
-                ),
-            )
-        for name in ("train", "teacher", "repeat_text", "keep_intervals"):
-            if not self.polish and name in self.given():
-                unpolished = f"{opt(name)} has no effect without {opt('polish')}"
-                yield name, f"{unpolished}; omit {opt(name)}, or add {opt('polish', 'auto')}"
-        if self.train != "attention" and self.keep_quantized:
-            frozen = (
-                f"{opt('train', self.train)} cannot train the weights that"
-                f" {opt('keep_quantized', True)} keeps"
-            )
-            yield "train", f"{frozen}; omit one of the two"
+        if self.repeat_text and not self.polish:
+            unused = f"{opt('repeat_text')} has no effect without {opt('polish')}"
+            yield "repeat_text", f"{unused}; omit it, or add {opt('polish', 'auto')}"
         if not (method.reads_text or self.refine or self.polish):
             unused = (
                 f"has no effect, because {named} reads text only with {opt('refine')} or"

@@ -82,7 +82,7 @@ STAGES = {
     "polished": Stage("--refine auto --polish auto"),
     "briefly polished on both": Stage("--refine 50 --polish 100", "1:1", "calibration"),
     "effort normal on both": Stage("--refine 50 --polish 100k", "3:1"),
-    "polished 1M on both": Stage("--polish 1M --keep-intervals", "3:1"),
+    "polished 1M on both": Stage("--polish 1M", "3:1"),
     # The fitted checkpoint, trained further: options of `kvfold uptrain`.
     "uptrained": Stage("--steps 50 --batch-tokens 1024 --seq-len 256 --eval-every 0"),
 }

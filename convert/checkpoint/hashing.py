@@ -1,5 +1,5 @@
 """SHA-256 of files and of byte ranges in them, for ``kvfold.json``, ``kvfold verify`` and
-``--resume``.
+interrupted runs.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Load what a calibrated conversion needs of its source: its layer stream and its calibration text."""
 
 import sys
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +12,6 @@ from torch import Tensor
 from kvfold.attention.drift.report import dtype_name
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.files import replacing
-from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.journal import PRECISION, SELF_TEXT
 from kvfold.convert.conversion.memory import writes_text
 from kvfold.convert.conversion.plan import Plan
@@ -29,7 +28,7 @@ from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.stream.weights import load_model
 from kvfold.convert.text.corpus import BUILT_IN, calibration_texts, check_seq_len
 from kvfold.convert.text.self_written import turns_of, write_sequences
-from kvfold.convert.text.tokenizer import check_teacher, check_vocabulary, load_tokenizer
+from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
 from kvfold.convert.training.budget import batch_size, steps_of
 from kvfold.convert.walk.hidden import Keep, Spill
@@ -94,9 +93,6 @@ def load_tokens(
         tokenizer = load_tokenizer(
             plan.checkpoint, request.trust_remote_code, "calibration", instead
         )
-        if request.teacher is not None:
-            with closing(open_checkpoint(request.teacher)) as teacher:
-                check_teacher(teacher, plan.checkpoint, tokenizer, request.trust_remote_code)
         # Each step of polishing takes sequences that no other step had, while there are any.
         wanted = (
             steps_of(request.polish, request.length) * batch_size(request.length)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.checkpoint.files import portable_name, recorded_name
+from kvfold.convert.checkpoint.files import portable_name
 from kvfold.convert.checkpoint.folder import CARD, read_member
 from kvfold.convert.checkpoint.hub import HUB_ID
 from kvfold.convert.checkpoint.opening import Checkpoint
@@ -80,13 +80,8 @@ _REFINED = """
 Then each layer's attention was refined to reproduce the source's residual stream on the calibration text,
 without labels."""
 _POLISHED = """
-Then {what} trained together for {steps} steps to reproduce the next-token distributions of {teacher}
-on this text, without labels."""
-_POLISHED_WHAT = {
-    "attention": "all converted attention was",
-    "norms": "all converted attention and all norms were",
-    "all": "all weights were",
-}
+Then all converted attention was trained together for {steps} steps to reproduce the next-token
+distributions of the source on this text, without labels."""
 
 _LOAD = """Run in this folder:
 
@@ -174,8 +169,6 @@ def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None
     ranks = [f"| {ranks} | {before} | {after} |" for ranks, before, after in rank_sizes(record)]
     polish = record.get("polish", {})
     untouched = _UNTOUCHED.format(rest=rest)
-    if polish.get("kept") and request.train == "all":
-        untouched = "All other weights started from the source's."
     return _CARD.format(
         front=front_matter(plan.checkpoint),
         name=plan.checkpoint.origin,
@@ -190,15 +183,7 @@ def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None
         engines="\n".join(engines),
         method=request.chosen_method.card,
         refined=_REFINED if request.refine else "",
-        polished=(
-            ""
-            if not polish.get("kept")
-            else _POLISHED.format(
-                what=_POLISHED_WHAT[request.train],
-                steps=polish["kept"],
-                teacher=f"`{polish['teacher']}`" if "teacher" in polish else "the source",
-            )
-        ),
+        polished=("" if not polish.get("kept") else _POLISHED.format(steps=polish["kept"])),
         made_of="".join(f"\nThe source: {line}." for line in plan.checkpoint.made_of),
         untouched=untouched,
         command=_repeating(plan),
@@ -352,8 +337,6 @@ def _repeating(plan: Plan) -> str:
             )
             for text, name in named
         )
-    if plan.request.teacher is not None and Path(plan.request.teacher).exists():
-        given["teacher"] = f"../{recorded_name(plan.request.teacher)}"
     return f"kvfold convert {source_name(plan)} {shlex.join(['converted', *command_words(given)])}"
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from glob import escape, glob
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,6 @@ from kvfold.convert.conversion.memory import (
     check_memory,
     check_spill,
     free_disk,
-    kept_outputs,
     needs_of,
 )
 from kvfold.convert.conversion.plan import Plan, check_processes, dense_dtype, described, make_plan
@@ -169,26 +167,14 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     with closing(checkpoint):
         plan = make_plan(request, checkpoint)
         request = plan.request
-        for kept in kept_outputs(request):
-            # An interrupted run may have left them.
-            left = glob(
-                f"{escape(str(Path(request.out).parent))}/.{escape(Path(request.out).name)}.kvfold-*"
-            )
-            check_output(kept, overwrite=request.overwrite or bool(left), model=request.model)
         check_processes(plan)
         check_spill(plan)
         if request.dry_run:
             check_output(request.out, overwrite=request.overwrite, model=checkpoint.folder)
             if request.calibrated:
                 check_seq_len(request.length, plan.geometry.positions, checkpoint.origin)
-            if request.teacher is not None:
-                open_headers(request.teacher, dtype).close()
             return Conversion(plan, None, None, {})
         check_memory(plan)
-        if request.teacher is not None:  # what cannot be opened is told before any text is read
-            processes.broadcast_from_rank0(
-                lambda: open_checkpoint(str(request.teacher), dtype).close()
-            )
         with _output_folder(plan) as folder:
             plan, measured, hashes = _write_weights(plan, folder, stages)
             checkpoint.check_unchanged()
@@ -197,8 +183,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
                 from kvfold.convert.conversion.polishing import polish_checkpoint
 
                 assert measured is not None  # a request to polish is calibrated
-                finish = partial(_complete, plan, {}, stages)
-                measured = polish_checkpoint(plan, measured, folder, stages, finish)
+                measured = polish_checkpoint(plan, measured, folder, stages)
                 hashes = {}
             completed = processes.on_rank0(
                 lambda: _complete(plan, hashes, stages, measured, folder)

@@ -164,7 +164,7 @@ def resumable(plan: Plan) -> Callable[[Path], bool]:
     there.
 
     The test raises InputError if the run there had another request, so that nothing of it is lost.
-    If files of the model, the teacher or the text have changed since, its layers are of no use: a
+    If files of the model or the text have changed since, its layers are of no use: a
     line on stderr says so.
     """
 
@@ -243,20 +243,9 @@ def run_settings(plan: Plan) -> dict[str, Any]:
 
     request = plan.request
     files = [*plan.checkpoint.states, *(Path(with_share(text)[0]) for text in request.texts)]
-    if request.teacher is not None:  # of the hub's models, which have no folder here, none
-        weights = ("*.safetensors", "pytorch_model*.bin", CONFIG)
-        files += [
-            path for pattern in weights for path in sorted(Path(request.teacher).glob(pattern))
-        ]
     settings = {
         "model": plan.checkpoint.origin if plan.checkpoint.hub_id else plan.checkpoint.folder,
-        "options": (
-            request.result_options()
-            | {
-                "calibration": request.calibration,
-                "teacher": request.teacher,
-            }
-        ),
+        "options": request.result_options() | {"calibration": request.calibration},
         # Sums are in another order on another device, or with other threads or processes.
         "device": [
             request.device,

@@ -270,7 +270,7 @@ def _uptraining(request: ConvertRequest, per_token: float | None) -> NextStep:
 
 def _again(request: ConvertRequest, out: str, *flags: str) -> str:
     """The command of ``request`` that writes ``out``."""
-    left_out = ("model", "out", "quiet", "resume", "fresh", "overwrite", "keep_intervals")
+    left_out = ("model", "out", "quiet", "fresh", "overwrite")
     given = {name: value for name, value in request.given().items() if name not in left_out}
     if EFFORTS[_MOST].items() <= given.items():
         given = {name: value for name, value in given.items() if name not in EFFORTS[_MOST]} | {

@@ -15,7 +15,7 @@ from kvfold.convert.host import host_memory, may_have_gpu
 from kvfold.convert.request import SELF, SELF_TOKENS, ConvertRequest, held_out_count
 from kvfold.convert.sizes import bytes_text
 from kvfold.convert.text.corpus import calibration_texts, with_share
-from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, batch_size, intervals, steps_of
+from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, batch_size, steps_of
 
 # Libraries and allocators, by tests/convert/conversion/test_memory.py: pooling a model of width 64
 # peaks at 430 MB (torch's pages that are mapped but shared count); with transformers, a tokenizer
@@ -54,17 +54,7 @@ class Needs:
     memory: int
     spilled: int
     scratch: int  # on OUT's disk during the run
-    disk: int  # for the output and intervals that are kept, with headers and side files
-
-
-def kept_outputs(request: ConvertRequest) -> list[str]:
-    """The folders of the checkpoints that ``--keep-intervals`` leaves beside OUT."""
-    steps = steps_of(request.polish, request.length) if request.keep_intervals else 0
-    return [
-        f"{request.out}.{name}"
-        for step, name in intervals(steps, request.length).items()
-        if 0 < step < steps
-    ]
+    disk: int  # for the output, with headers and side files
 
 
 def needs_of(plan: Plan) -> Needs:
@@ -80,9 +70,7 @@ def needs_of(plan: Plan) -> Needs:
     shape = plan.geometry
     headers = 3 * sum(len(tensor.name) + 120 for tensor in plan.tensors)
     extra = sum(path.stat().st_size for path in plan.checkpoint.extra_files())
-    # Checkpoints: OUT, and those of intervals that no interrupted run has left.
-    written = 1 + sum(not Path(kept).exists() for kept in kept_outputs(request))
-    disk = written * (sum(tensor.nbytes for tensor in plan.tensors) + headers + extra) + _SLACK
+    disk = sum(tensor.nbytes for tensor in plan.tensors) + headers + extra + _SLACK
     width = shape.model_dim
     latent = request.to == "mla"
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * width
@@ -139,10 +127,7 @@ def _whole_model(plan: Plan) -> int:
     if request.polish:
         computed = {name for names in plan.layout.computed for name in names}
         sizes = {tensor.name: prod(tensor.shape) for tensor in plan.layout.tensors}
-        # Norms are too small to count.
-        trained = sum(
-            size for name, size in sizes.items() if name in computed or request.train == "all"
-        )
+        trained = sum(size for name, size in sizes.items() if name in computed)
         model = _FLOAT * (sum(sizes.values()) - trained) + _MASTER * trained
         activations = (
             _ACTIVATIONS

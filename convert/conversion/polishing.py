@@ -4,11 +4,10 @@ that are written.
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +16,11 @@ from tqdm import tqdm
 from kvfold.attention.drift.compare import compare
 from kvfold.attention.drift.report import report_of
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.atomic import output_folder
-from kvfold.convert.checkpoint.files import recorded_name
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion.journal import POLISH_STATE, mark_polished
-from kvfold.convert.conversion.plan import Plan, dense_dtype
+from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.student import Calibrated, reporting, written_stream
 from kvfold.convert.progress import Advance, Stages
 from kvfold.convert.sizes import bytes_text
@@ -34,31 +31,24 @@ from kvfold.convert.training.polish import ModelTrainee, Text, TrainingText, pol
 from kvfold.convert.training.steps import check_constant, has_constant
 from kvfold.convert.walk.passes import chunk_size, last_states
 
-# Completes the checkpoint in a folder, whose weights are there.
-Finish = Callable[[Calibrated, Path], Any]
-
 
 def polish_checkpoint(
-    plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages, finish: Finish
+    plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages
 ) -> Calibrated:
     """Train the checkpoint in ``folder`` in place. Returns ``calibrated`` with the new drift, on
     the first process.
 
-    Every process must call this. ``finish`` completes the checkpoints of intervals, which
-    ``--keep-intervals`` leaves.
+    Every process must call this.
     """
     request = plan.request
     source = calibrated.stream
     tokens = calibrated.tokens
     steps = steps_of(request.polish, request.length)
-    with closing(open_checkpoint(folder)) as written, opened_teacher(plan, source) as teacher:
+    with closing(open_checkpoint(folder)) as written:
         constant = has_constant(written)
         autocast = source.autocast
         stored = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.layout.tensors}
         attention = [name for names in plan.layout.computed for name in names]
-        # The teacher's final norm and head are the student's own, unless it is another model or
-        # they are trained.
-        expected = None if teacher is source and request.train == "attention" else teacher.logits
         trainee = ModelTrainee(
             written.config,
             written.read,
@@ -66,30 +56,17 @@ def polish_checkpoint(
             attention,
             source.device,
             autocast,
-            train=request.train,
-            expected=expected,
             constant=constant,
         )
         with stages("running the teacher over held-out text"):
-            held_out = taught_text(teacher, tokens.held_out, None)
+            held_out = taught_text(source, tokens.held_out, None)
         text = tokens.training
         training = TrainingText(
-            text, lambda indices: taught_text(teacher, text[indices].long(), autocast).states
+            text, lambda indices: taught_text(source, text[indices].long(), autocast).states
         )
 
-        def keep(name: str, fitted: FitResult) -> None:
-            with output_folder(
-                f"{request.out}.{name}", overwrite=True, model=plan.checkpoint.folder
-            ) as place:
-                for file in (
-                    "config.json",
-                    *(path.name for path in folder.glob("model*.safetensors*")),
-                ):
-                    shutil.copyfile(folder / file, place / file)
-                finish(_rewritten(plan, calibrated, place, fitted.tensors, fitted, stages), place)
-
         with stages("polish", steps, "step") as advance:
-            progress = _progress(plan, trainee, held_out, advance, keep)
+            progress = _progress(plan, trainee, held_out, advance)
             saved = _state_file(trainee, folder)
             fitted = polish(
                 trainee,
@@ -130,25 +107,6 @@ def _state_file(trainee: ModelTrainee, folder: Path) -> Path | None:
     return path
 
 
-@contextmanager
-def opened_teacher(plan: Plan, source: CheckpointStream) -> Iterator[CheckpointStream]:
-    """The stream of the model to learn from: ``source``, or that of ``--teacher``, which is closed
-    after the block.
-    """
-    request = plan.request
-    if request.teacher is None:
-        yield source
-        return
-    with closing(open_checkpoint(request.teacher, dense_dtype(request))) as opened:
-        yield CheckpointStream(
-            opened.config,
-            opened.read,
-            list(opened.tensors),
-            source.device,
-            autocast=source.autocast,
-        )
-
-
 @torch.no_grad()
 def taught_text(teacher: CheckpointStream, tokens: Tensor, autocast: torch.dtype | None) -> Text:
     """``tokens`` with the teacher's residual streams after its last layer, whose products are of
@@ -164,15 +122,14 @@ def _progress(
     trainee: ModelTrainee,
     held_out: Text,
     advance: Advance,
-    keep: Callable[[str, FitResult], None],
 ) -> AfterRound:
-    """Return the callback of every round, which prints the KL and, at intervals, measures and keeps
-    the weights.
+    """Return the callback of every round, which prints the KL and, at intervals, measures the
+    weights.
     """
     request = plan.request
-    named = intervals(steps_of(plan.request.polish, plan.request.length), plan.request.length)
+    measured_steps = intervals(steps_of(request.polish, request.length), request.length)
     shown = reporting(advance)
-    last = max(named)
+    last = max(measured_steps)
 
     def progress(fitted: FitResult) -> None:
         shown(fitted)
@@ -182,15 +139,13 @@ def _progress(
         line = ""
         # A resumed run has measured the round that it starts from.
         measured = bool(fitted.curve) and fitted.curve[-1]["tokens"] >= tokens
-        if fitted.steps in named and not measured:
+        if fitted.steps in measured_steps and not measured:
             found = trainee.figures(held_out)
             fitted.curve.append({"tokens": tokens, **found})
             line = (
                 f", excess {found['excess']:+.5f} nats, top-1 agreement"
                 f" {found['top_1_agreement']:.1%}"
             )
-            if request.keep_intervals and 0 < fitted.steps < last:
-                keep(named[fitted.steps], fitted)
         if not request.quiet:
             done = f"polished {fitted.steps}/{last} steps, {tokens} tokens"
             tqdm.write(
@@ -229,12 +184,6 @@ def _rewritten(
         "tokens_per_error": POLISH_ROUND * step_tokens(request.length),
         "curve": fitted.curve,
     }
-    if others := sorted(
-        tensors.keys() - {name for names in plan.layout.computed for name in names}
-    ):
-        record["trained"] = others
-    if request.teacher is not None:
-        record["teacher"] = recorded_name(request.teacher)
     with stages("measuring"), written_stream(folder, source) as student:
         measured = compare(
             source, student, tokens.held_out, chunk_size(source.device, tokens.held_out.shape[1])

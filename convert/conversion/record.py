@@ -45,8 +45,6 @@ def record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[str, A
     hashed = {} if measured is None else {"sha256": plan.checkpoint.source_hash()}
     origins = _origins(plan)
     measured = measured or {}
-    for name in measured.get("polish", {}).get("trained", ()):
-        origins[name]["origin"] = "trained"
     return {
         "format": 3,
         "request": (

@@ -3,9 +3,8 @@ this module.
 """
 
 import math
-from itertools import count, islice, takewhile
 
-from kvfold.convert.sizes import tokens_of, tokens_text
+from kvfold.convert.sizes import tokens_of
 
 # Chosen, not tuned: eight rounds, enough for `training.polish.slowdown` to judge the rate.
 AUTO_POLISH_STEPS = 200
@@ -44,24 +43,16 @@ def step_tokens(length: int) -> int:
     return batch_size(length) * length
 
 
-def intervals(steps: int, length: int) -> dict[int, str]:
-    """The steps after which a run of ``steps`` is measured in full, and their names, the numbers of
-    tokens by then.
+def intervals(steps: int, length: int) -> set[int]:
+    """The steps after which a run of ``steps`` is measured in full.
 
     They are the first and the last step, and the ends of rounds at 0.2, 0.5, 1, 2, 5, 10 ...
     million tokens.
     """
-    each = step_tokens(length)
-    marks = (digit * 10**power for power in count(5) for digit in (1, 2, 5))
-    reached = takewhile(lambda mark: mark < steps * each, islice(marks, 1, None))
-    found = {
-        POLISH_ROUND * math.ceil(mark / each / POLISH_ROUND): tokens_text(mark) for mark in reached
-    }
-    return {
-        0: "0",
-        **{step: name for step, name in found.items() if step < steps},
-        steps: tokens_text(steps * each),
-    }
+    marks = (digit * 10**power for power in range(5, 15) for digit in (2, 5, 10))
+    rounds = (math.ceil(mark / step_tokens(length) / POLISH_ROUND) for mark in marks)
+    ends = (POLISH_ROUND * number for number in rounds)
+    return {0, steps, *(end for end in ends if end < steps)}
 
 
 def batch_size(length: int) -> int:

@@ -1,14 +1,13 @@
 """Polishing: training all converted attention layers jointly to match a teacher's next-token
 distributions.
 
-The teacher is the source, or a larger sibling. The loss is ``KL(teacher || student)`` on
-calibration text, without labels. The teacher's residual streams after its last layer are computed
-for many steps at once; its head yields its logits. The converted attention is trained; norms, or
-all other weights, can be too.
+The teacher is the source. The loss is ``KL(teacher || student)`` on calibration text, without
+labels. The teacher's residual streams after its last layer are computed for many steps at once; its
+head, which is the student's too, yields its logits. Only the converted attention is trained.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -23,7 +22,7 @@ from kvfold.attention.drift.frame import Arguments, Frame, Stop
 from kvfold.convert import processes
 from kvfold.convert.families.layout import Read
 from kvfold.convert.stream.stock import empty_model
-from kvfold.convert.stream.weights import WeightMap, WeightSource
+from kvfold.convert.stream.weights import WeightMap
 from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, POLISH_ROUND, batch_size
 from kvfold.convert.training.fit import (
     AfterRound,
@@ -43,11 +42,6 @@ _WARMUP = 10
 # halves. Reference MHA model at an eighth of its cache, 100 steps: 0.0553 -> 3.6 0.0290, 7 0.0276
 # (all 2026-11-23).
 _RATE = 2.4
-# The rate of runs that train all weights, relative to those that train the attention. SmolLM2-135M,
-# MLA 128+64 fitted on prose and code, the weights of all layers for 60 steps of 4 x 256 tokens, KL
-# on prose, code: 1 0.138, 0.123, 0.5 0.134, 0.114; the attention alone 0.134, 0.115 (from 0.166,
-# 0.128; one thread of an AMD EPYC, 2026-11-24).
-_RATE_OF_ALL = 0.5
 # Parts of a run after each of which the rate is judged, and the least relative gain of one. Model
 # that ships, MLA 24+8, 200 steps (bench_polish_constants.py --only _MIN_GAIN --steps 200 --samples
 # 700, 2026-11-24): each gains 2 % or more, so that 0 gives the same run as 0.01. The rounds of a
@@ -116,7 +110,7 @@ def polish(
     count, length = training.tokens.shape
 
     def schedule(done: int, errors: Sequence[float]) -> float:
-        peak = trainee.pace * polishing_rate(errors[0], held_out.states.shape[-1], trainee.layers)
+        peak = polishing_rate(errors[0], held_out.states.shape[-1], trainee.layers)
         return peak * slowdown(errors, steps) * min(1.0, (done + 1) / _WARMUP) * (1 - done / steps)
 
     batches = training.announced(islice(random_batches(count, batch_size(length), seed), steps))
@@ -161,38 +155,15 @@ def slowdown(errors: Sequence[float], steps: int) -> float:
     )
 
 
-def names_to_train(
-    model: nn.Module, attention: Collection[str], sources: Iterable[WeightSource], what: str
-) -> list[str]:
-    """The stored tensors that form the ``attention``, with ``what`` "norms" also all norms, with
-    "all" all weights.
-
-    ``sources`` are those of ``model``'s parameters.
-    """
-    parameters = dict(model.named_parameters())
-    vectors = {name for name, each in parameters.items() if each.dim() < 2}
-    # Of the vectors only those of norms belong to modules of other kinds.
-    others = {
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, nn.Embedding))
-    }
-    norms = {name for name in vectors if name.rpartition(".")[0] not in others}
-    chosen = {"attention": set[str](), "norms": norms, "all": parameters.keys()}[what]
-    more = (name for source in sources if source.target in chosen for name in source.names)
-    return list(dict.fromkeys([*attention, *more]))
-
-
 class ModelTrainee(Trainee):
     """A converted model in memory, with some trainable tensors and everything else frozen.
 
     ``config`` is the content of config.json, ``names`` are the checkpoint's tensor names, and
     ``read`` returns a tensor by name. ``stored`` maps the tensors to the dtypes in which they will
-    be saved; those of the ``attention`` are trained, and ``train`` names what else is
-    (`names_to_train`). ``expected`` turns the teacher's residual streams into logits; by default
-    the model's own final norm and head do, which must be the teacher's then. ``autocast`` is the
-    dtype of matrix products; None means float32 everywhere. Set ``constant`` to preserve the
-    latents' constant channel.
+    be saved; those of the ``attention`` are trained. The model's final norm and head, which are the
+    teacher's too, turn the teacher's residual streams into logits. ``autocast`` is the dtype of
+    matrix products; None means float32 everywhere. Set ``constant`` to preserve the latents'
+    constant channel.
 
     The forward pass runs the stock modules with the master weights rounded to the dtypes in which
     they will be saved, so training and evaluation use the weights that users will load. The decoder
@@ -209,25 +180,20 @@ class ModelTrainee(Trainee):
         device: torch.device,
         autocast: torch.dtype | None = None,
         *,
-        train: str = "attention",
-        expected: Callable[[Tensor], Tensor] | None = None,
         constant: bool = False,
     ) -> None:
         self.device = device
         self._autocast = autocast
         self._read = read
-        self._expected = expected
-        self.pace = _RATE_OF_ALL if train == "all" else 1.0
         self.model = empty_model(config, torch.float32, device)
         self._map = WeightMap(self.model, stored)
-        trained = names_to_train(self.model, attention, self._map.sources.values(), train)
         self.sources = [
             source
             for source in self._map.sources.values()
-            if not set(trained).isdisjoint(source.names)
+            if not set(attention).isdisjoint(source.names)
         ]
         super().__init__(
-            {name: read(name) for name in trained},
+            {name: read(name) for name in attention},
             stored,
             device,
             constant=constant,
@@ -274,20 +240,13 @@ class ModelTrainee(Trainee):
             tokens, states = training.batch(own)
             weights = self._weights()
             hidden = self.hidden(tokens, weights)
-            # The gradients of what is behind the layers add up here, a few positions at a time, and
-            # those of the layers' outputs go through the layers once.
+            # Gradients of the last layer's output add up here, a few positions at a time, and go
+            # through the layers once.
             leaf = hidden.detach().requires_grad_()
-            copies = {
-                tensor: tensor.detach().requires_grad_() for tensor in weights.around.values()
-            }
-            around = {name: copies[tensor] for name, tensor in weights.around.items()}
-            for logits, expected, _ in self._predictions(leaf, states, around):
+            for logits, expected, _ in self._predictions(leaf, states):
                 loss = divergence(logits.flatten(0, 1), expected.flatten(0, 1))
                 (loss / (len(batch) * tokens.shape[1])).backward()  # type: ignore[no-untyped-call]
-            ends = {hidden: leaf.grad} | {
-                each: copy.grad for each, copy in copies.items() if copy.grad is not None
-            }
-            torch.autograd.backward(list(ends), list(ends.values()))
+            hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
         self.sum_gradients()
 
     def error(self, held_out: Text) -> float:
@@ -307,16 +266,14 @@ class ModelTrainee(Trainee):
         self._autocast = None
         try:
             weights = self._weights()
-            own = _in_float32(self.model)
+            wide = _in_float32(self.model)
             for tokens, states in zip(
                 *(torch.split(each, size) for each in (held_out.tokens, held_out.states)),
                 strict=True,
             ):
                 hidden = self.hidden(tokens, weights)[:, :-1]
                 labels = tokens[:, 1:].to(self.device)
-                for logits, expected, span in self._predictions(
-                    hidden, states[:, :-1], own | weights.around
-                ):
+                for logits, expected, span in self._predictions(hidden, states[:, :-1], wide):
                     sums += distances(expected, logits, labels[:, span]).sum(1).cpu()
         finally:
             self._autocast = autocast
@@ -328,7 +285,7 @@ class ModelTrainee(Trainee):
             "top_1_agreement": agreement,
         }
 
-    def hidden(self, tokens: Tensor, weights: "TrainedWeights | None" = None) -> Tensor:
+    def hidden(self, tokens: Tensor, weights: list[dict[str, Tensor]] | None = None) -> Tensor:
         """Run the decoder layers on ``tokens [B, T]`` and return the residual stream after them,
         ``[B, T, E]``.
         """
@@ -337,11 +294,7 @@ class ModelTrainee(Trainee):
 
         def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
             layer = self._frame.layers[index]
-            tensors = (
-                trained.layers[index]
-                if self._autocast
-                else _in_float32(layer) | trained.layers[index]
-            )
+            tensors = trained[index] if self._autocast else _in_float32(layer) | trained[index]
             output = functional_call(layer, tensors, (hidden, *arguments.args), arguments.kwargs)
             hidden = output[0] if isinstance(output, tuple) else output
             if index == len(self._frame.layers) - 1:
@@ -350,33 +303,25 @@ class ModelTrainee(Trainee):
             return hidden
 
         with self._precision():
-            self._frame.run(visit, trained.around, input_ids=tokens.to(self.device))
+            self._frame.run(visit, input_ids=tokens.to(self.device))
         return after[0]
 
-    def _weights(self) -> "TrainedWeights":
-        """The trained parameters as a reader of the files would make them; gradients reach the
-        masters.
+    def _weights(self) -> list[dict[str, Tensor]]:
+        """The trained parameters of each layer as a reader of the files would make them, by their
+        names in it; gradients reach the masters.
         """
         rounded = {name: master.to(self.stored[name]) for name, master in self.masters.items()}
-        weights = TrainedWeights([{} for _ in self._frame.layers], {})
+        weights: list[dict[str, Tensor]] = [{} for _ in self._frame.layers]
         for source in self.sources:
-            inside = source.target.startswith(f"{self._frame.path}.")
-            # Embeddings and norms outside the layers stay wide, as the residual stream does.
-            dtype = self._autocast if inside and self._autocast else torch.float32
-            made = self._map.load(
+            loaded = self._map.load(
                 source,
                 lambda name: rounded[name] if name in rounded else self._read(name),
-                dtype,
+                self._autocast or torch.float32,
                 self.device,
             )
-            for target, tensor in made.items():
+            for target, tensor in loaded.items():
                 index, _, name = target.removeprefix(f"{self._frame.path}.").partition(".")
-                (weights.layers[int(index)] if inside else weights.around)[
-                    name if inside else target
-                ] = tensor
-        for name, other in self._map.tied.items():
-            if other in weights.around:
-                weights.around[name] = weights.around[other]
+                weights[int(index)][name] = tensor
         return weights
 
     def _precision(self) -> torch.autocast:
@@ -392,35 +337,18 @@ class ModelTrainee(Trainee):
             return self._frame.logits(hidden, tensors, inputs_embeds=hidden.detach())
 
     def _predictions(
-        self, hidden: Tensor, states: Tensor, around: Mapping[str, Tensor]
+        self, hidden: Tensor, states: Tensor, wide: Mapping[str, Tensor] | None = None
     ) -> Iterator[tuple[Tensor, Tensor, slice]]:
         """The student's and the teacher's logits for spans of positions, short enough to limit the
-        memory for them.
+        memory for them. ``wide`` replaces parameters outside the layers.
         """
         count, length = hidden.shape[:2]
         size = max(1, LOGITS // (count * self.model.get_output_embeddings().weight.shape[0]))
         for start in range(0, length, size):
             span = slice(start, min(start + size, length))
             with torch.no_grad(), self._precision():
-                taught = states[:, span].to(hidden.device, hidden.dtype)
-                expected = (
-                    self.logits(taught, around)
-                    if self._expected is None
-                    else self._expected(taught)
-                )
-            logits = self.logits(hidden[:, span], around)
-            # A larger sibling may pad its vocabulary further.
-            yield logits, expected[..., : logits.shape[-1]], span
-
-
-@dataclass(frozen=True)
-class TrainedWeights:
-    """Trained parameters: of each layer, by their names in it, and of what is ``around`` the
-    layers.
-    """
-
-    layers: list[dict[str, Tensor]]
-    around: dict[str, Tensor]
+                expected = self.logits(states[:, span].to(hidden.device, hidden.dtype), wide)
+            yield self.logits(hidden[:, span], wide), expected, span
 
 
 def _in_float32(module: nn.Module) -> dict[str, Tensor]:

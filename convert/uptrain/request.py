@@ -127,25 +127,12 @@ class UptrainRequest(Request):
     max_shard_size: int | str = option(
         "5GB", "Maximum size per shard.", metavar="SIZE", check=size_expected, runs=True
     )
-    resume: bool = option(
-        False,
-        "Has no effect: an interrupted run always resumes from its last checkpoint.",
-        runs=True,
-    )
     fresh: bool = option(False, "Discard an interrupted run and start over.", runs=True)
     overwrite: bool = option(False, "Replace OUT.", runs=True)
     quiet: bool = option(False, "Do not print progress or a summary.", runs=True)
     trust_remote_code: bool = trust_option()
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        if self.resume and self.fresh:
-            yield (
-                "fresh",
-                (
-                    f"{opt('fresh', True)} discards what {opt('resume', True)} continues; omit one"
-                    " of the two"
-                ),
-            )
         if self.distill_weight is not None and self.teacher is None:
             weight = opt("distill_weight")
             missing = (

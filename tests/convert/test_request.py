@@ -145,7 +145,7 @@ WRONG |= {
             "dtype": "float32",
             "calibration": ["a.txt", "a.txt"],
         },
-        {"to": "mqa", "train": "all", "teacher": "x", "repeat_text": True, "keep_intervals": True},
+        {"to": "mqa", "repeat_text": True},
         {"to": "mla", "kv_rank": 8},
         {
             "to": "mla",
@@ -179,7 +179,6 @@ def test_what_decides_the_result_is_recorded():
         "quiet",
         "device",
         "overwrite",
-        "resume",
         "dry_run",
         "allow_growth",
         "trust_remote_code",

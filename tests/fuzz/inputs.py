@@ -114,9 +114,7 @@ def conversion(command: str, drawn: random.Random) -> tuple[str, list[str], str]
         words += drawn.choice(
             [[], [], ["--refine", "1"], ["--polish", "1"], ["--refine", "1", "--polish", "1"]]
         )
-        words += drawn.choice(
-            [[], ["--train", "all"], ["--rotate-latent"] if target[0] == "mla" else []]
-        )
+        words += drawn.choice([[], ["--rotate-latent"] if target[0] == "mla" else []])
     else:
         words += [
             "--method",

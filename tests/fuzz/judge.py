@@ -239,7 +239,7 @@ def of_results(seeds: Path, case: Path, drawn: Input, stdout: str) -> str:
             # A source with a wrong value that no conversion reads, as of the dropout, passes it on.
             if (problems := verified(out)) and not verified(case / "source"):
                 return f"verify: {problems}"
-            if drawn.command == "convert" and "--train" not in words:
+            if drawn.command == "convert":
                 return unequal(case / "source", out)
         if drawn.words[0] == "verify":
             return accepted(seeds / drawn.seed, case / "source")

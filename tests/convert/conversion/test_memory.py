@@ -88,19 +88,6 @@ def test_hidden_states_are_in_memory_or_on_disk(config_only, monkeypatch):
     assert needs(config_only, samples=4096, spill=".").spilled < more.spilled / 2
 
 
-def test_every_interval_that_is_kept_takes_the_room_of_a_checkpoint(
-    config_only, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    one = needs(config_only, polish="1M").disk
-    options = {"polish": "1M", "keep_intervals": True}
-    assert needs(config_only, **options).disk == pytest.approx(
-        3 * one, rel=1e-3
-    )  # 200k, 500k and the end
-    (tmp_path / "OUT.200k").mkdir()  # an interrupted run has left it
-    assert needs(config_only, **options).disk == pytest.approx(2 * one, rel=1e-3)
-
-
 def test_polishing_and_text_of_the_source_hold_the_whole_model(config_only):
     polished = needs(config_only, polish=100)
     written = needs(config_only, calibration="self")

@@ -2,21 +2,15 @@
 
 import json
 import re
-import shutil
-from contextlib import closing
 
 import pytest
 import torch
 from helpers.cases import mostly_slow
 from helpers.checkpoints import tensors
-from safetensors.torch import save_file
 
-from kvfold.convert import ConvertRequest, InputError, convert_checkpoint, verify_checkpoint
-from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
 from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion import latent, memory, polishing
-from kvfold.convert.conversion.journal import run_settings
-from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.data import demo_folder
 from kvfold.convert.targets.mla.tensors import CONSTANT, norm_weight
 from kvfold.convert.training import budget
@@ -70,26 +64,7 @@ def test_polishing_brings_the_model_closer_and_changes_attention_alone(
         assert not found[f"{module}.kv_a_proj_with_mqa.weight"][23].any()
         assert found[f"{module}.kv_a_layernorm.weight"].tolist() == [norm_weight(24)] * 24
     card = (tmp_path / "polished" / "README.md").read_text()
-    assert (
-        "attention was trained together for 4 steps to reproduce the next-token distributions of"
-        " the source" in card
-    )
-
-
-def test_norms_are_trained_when_asked_for(tiny_reader, tmp_path):
-    record = convert(tmp_path / "out", tiny_reader, **MQA, polish=2, train="norms")
-    found = tensors(tmp_path / "out")
-    source = tensors(tiny_reader)
-    changed = {name for name, entry in record["tensors"].items() if entry["origin"] == "trained"}
-    assert changed == {name for name in source if "norm" in name}
-    for name, entry in record["tensors"].items():
-        assert torch.equal(found[name], source.get(name, found[name])) == (
-            entry["origin"] == "copied"
-        ), name
-    assert (
-        "all norms were trained together for 2 steps"
-        in (tmp_path / "out" / "README.md").read_text()
-    )
+    assert "attention was trained together for 4 steps" in card
 
 
 def test_a_text_with_fewer_tokens_is_polished_on_again_only_when_asked_for(tiny_reader, tmp_path):
@@ -104,98 +79,6 @@ def test_a_text_with_fewer_tokens_is_polished_on_again_only_when_asked_for(tiny_
     polish = convert(tmp_path / "out", tiny_reader, **options, repeat_text=True)["polish"]
     assert polish["steps"] == 3
     assert 32 < polish["sequences"] < 3 * budget.batch_size(QUICK["seq_len"])
-
-
-def test_another_model_teaches(tiny_reader, tmp_path):
-    teacher = shutil.copytree(tiny_reader, tmp_path / "teacher")
-    (weights,) = teacher.glob("*.safetensors")
-    save_file(
-        {name: 1.1 * each for name, each in tensors(tiny_reader).items()}, weights, {"format": "pt"}
-    )
-    record = convert(tmp_path / "out", tiny_reader, **MQA, polish=2, teacher=str(teacher))
-    plain = convert(tmp_path / "plain", tiny_reader, **MQA, polish=2)["polish"]
-    assert (record["polish"]["teacher"], record["request"].get("teacher")) == ("teacher", None)
-    assert record["polish"]["before"] != pytest.approx(
-        plain["before"], rel=0.01
-    )  # from another distribution
-    # by the labels, both are the same model
-    assert record["polish"]["curve"][0]["loss"] == pytest.approx(plain["curve"][0]["loss"])
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "the next-token distributions of `teacher`" in card
-    assert "--teacher ../teacher" in card
-
-
-def test_a_teacher_that_is_not_there_is_told_by_a_dry_run_too(tmp_path):
-    request = {
-        "model": demo_folder(),
-        "out": tmp_path / "out",
-        "polish": 2,
-        "teacher": str(tmp_path / "no"),
-    }
-    with pytest.raises(InputError, match="no: no such folder"):
-        convert_checkpoint(ConvertRequest(**request, **MQA, dry_run=True))
-
-
-def test_a_changed_teacher_is_another_run(tiny_reader, tmp_path):
-    teacher = shutil.copytree(tiny_reader, tmp_path / "teacher")
-    request = ConvertRequest(
-        tiny_reader, tmp_path / "out", **QUICK, **MQA, polish=2, teacher=str(teacher)
-    )
-    with closing(open_checkpoint(tiny_reader)) as checkpoint:
-        before = run_settings(make_plan(request, checkpoint))
-        save_file(
-            {name: 2 * each for name, each in tensors(tiny_reader).items()},
-            teacher / "model.safetensors",
-        )
-        assert run_settings(make_plan(request, checkpoint))["files"] != before["files"]
-
-
-def test_a_teacher_with_another_tokenizer_is_refused(tiny_reader, tmp_path):
-    teacher = shutil.copytree(tiny_reader, tmp_path / "teacher")
-    tokenizer = json.loads((teacher / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["zz"] = vocabulary.pop(next(token for token, id in vocabulary.items() if id == 700))
-    tokenizer["model"]["merges"] = []
-    (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(
-        InputError, match=r"--teacher teacher: its tokenizer differs from that of reader: "
-    ):
-        convert(tmp_path / "out", tiny_reader, **MQA, polish=2, teacher=str(teacher))
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.fixture
-def short_intervals(monkeypatch):
-    """Rounds of two steps, and an interval after each of two."""
-    for module in (polishing, memory):
-        monkeypatch.setattr(module, "intervals", lambda steps, length: {0: "0", 2: "2k", 4: "4k"})
-    monkeypatch.setattr(training, "POLISH_ROUND", 2)
-
-
-@pytest.mark.usefixtures("short_intervals")
-def test_checkpoints_of_intervals_are_complete(tiny_reader, tmp_path):
-    record = convert(tmp_path / "out", tiny_reader, **MQA, polish=4, keep_intervals=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.2k", "out.log"]
-    kept = json.loads((tmp_path / "out.2k" / "kvfold.json").read_text())
-    assert verify_checkpoint(tmp_path / "out.2k").problems == []
-    curve = record["polish"]["curve"]
-    assert [point["tokens"] for point in curve] == [0, 2048, 4096]
-    assert kept["polish"]["curve"] == curve[:2]
-    assert kept["drift"]["kl"]["value"] == pytest.approx(curve[1]["kl"], rel=1e-4)
-    shutil.rmtree(tmp_path / "out")
-    with pytest.raises(InputError, match=r"out\.2k already exists"):
-        convert(tmp_path / "out", tiny_reader, **MQA, polish=4, keep_intervals=True)
-
-
-@pytest.mark.usefixtures("short_intervals")
-def test_the_checkpoint_of_an_interval_has_the_best_weights_so_far(
-    tiny_reader, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(training, "polishing_rate", lambda *_: 3.0)  # every round makes it worse
-    convert(tmp_path / "out", tiny_reader, **MQA, polish=4, keep_intervals=True)
-    kept = json.loads((tmp_path / "out.2k" / "kvfold.json").read_text())
-    assert kept["polish"]["kept"] == 0
-    assert kept["drift"]["kl"]["value"] == pytest.approx(kept["polish"]["before"], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -191,9 +191,7 @@ def test_only_an_equal_request_for_the_same_model_goes_on(
     refused("--seed 0, not --seed 1", seed=1)
     refused("--polish 0, not --polish 3", polish=3)
     refused("--method principal, not --method mean", method="mean", refine=0)
-    assert "resuming after layer 1 of 2 of the interrupted run (--fresh starts over)" in stopped(
-        1, resume=True
-    )
+    assert "resuming after layer 1 of 2 of the interrupted run (--fresh starts over)" in stopped(1)
     assert "resuming" not in stopped(0, fresh=True, seed=1)
     other = shutil.copytree(tmp_path / "model", tmp_path / "other")
     refused(f"another model, {tmp_path / 'model'}", model=str(other), seed=1)
@@ -316,7 +314,7 @@ def test_a_run_that_failed_after_polishing_takes_the_weights_of_its_state(
 
 
 def test_a_method_without_layers_to_go_on_from_starts(tmp_path):
-    options = {"model": str(demo_folder()), "to": "mqa", "method": "mean", "resume": True}
+    options = {"model": str(demo_folder()), "to": "mqa", "method": "mean"}
     left = tmp_path / ".out.kvfold-00000000"
     left.mkdir()
     convert_checkpoint(ConvertRequest(**options, out=str(tmp_path / "out")))
@@ -325,18 +323,17 @@ def test_a_method_without_layers_to_go_on_from_starts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "pattern", "kept"),
+    ("pattern", "kept"),
     mostly_slow(
         [
-            ([], ".out.kvfold-*", 0),
-            ([], ".out.kvfold-*/.journal.json", 1),
-            (["--resume"], ".out.kvfold-*/.journal.json", 1),
+            (".out.kvfold-*", 0),
+            (".out.kvfold-*/.journal.json", 1),
         ],
-        3,
+        2,
     ),
 )
 def test_sigterm_leaves_nothing_but_finished_layers_to_resume(
-    tmp_path, tmp_path_factory, options, pattern, kept
+    tmp_path, tmp_path_factory, pattern, kept
 ):
     torch.set_num_threads(1)  # a fork has one thread
     log = tmp_path_factory.mktemp("log")
@@ -353,7 +350,7 @@ def test_sigterm_leaves_nothing_but_finished_layers_to_resume(
         "100",
     ]
     child = forked.start(
-        log, lambda: main(["convert", str(demo_folder()), str(tmp_path / "out"), *text, *options])
+        log, lambda: main(["convert", str(demo_folder()), str(tmp_path / "out"), *text])
     )
     until = time.monotonic() + forked.PATIENCE
     while not list(tmp_path.glob(pattern)):

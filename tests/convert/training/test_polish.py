@@ -99,44 +99,6 @@ def test_logits_and_gradients_are_those_of_the_stock_model(tiny_family, family):
         )
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "mixtral", "gemma2", "olmo2"]
-)  # tied, experts in one, norms around
-def test_gradients_of_all_weights_are_those_of_the_stock_model(tiny_family, family):
-    folder = tiny_family(family)
-    stock = stock_model(folder)
-    head = torch.randn(97, 64, generator=torch.Generator().manual_seed(1))
-    states = torch.randn(*TOKENS.shape, 64, generator=torch.Generator().manual_seed(2))
-    ours = trainee(folder, train="all", expected=lambda taught: taught @ head.T)
-    text = TrainingText(TOKENS, lambda indices: states[indices])
-    (batch,) = text.announced(iter([[0, 1]]))
-    ours.backward(text, batch)
-    logits = stock(input_ids=TOKENS, use_cache=False).logits.flatten(0, 1)
-    (divergence(logits, (states @ head.T).flatten(0, 1)) / TOKENS.numel()).backward()
-    sources = [source for source in ours.sources if source.converter is None]
-    assert {source.target for source in sources} >= {
-        "model.embed_tokens.weight",
-        "model.norm.weight",
-    }
-    for source in sources:
-        expected = stock.get_parameter(source.target).grad
-        found = ours.masters[source.names[0]].grad
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3, msg=source.target)
-
-
-def test_what_is_trained(tiny_family):
-    folder = tiny_family("olmo2")
-    attention, norms, everything = (
-        trainee(folder, train=what).masters.keys() for what in ("attention", "norms", "all")
-    )
-    assert {name for name in norms - attention if "norm" not in name} == set()
-    assert {
-        "model.norm.weight",
-        "model.layers.0.post_feedforward_layernorm.weight",
-    } <= norms - attention
-    assert everything == open_checkpoint(folder).tensors.keys()
-
-
 def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_family):
     found = {}
     for dtype in (torch.bfloat16, torch.float32):
@@ -210,15 +172,8 @@ def test_losses_of_next_tokens_and_of_distillation():
 
 
 def test_intervals_are_ends_of_rounds_at_round_numbers_of_tokens():
-    assert intervals(200, 512) == {0: "0", 200: "205k"}
-    assert list(intervals(2000, 256).items()) == [
-        (0, "0"),
-        (200, "200k"),
-        (500, "500k"),
-        (1000, "1M"),
-        (1975, "2M"),
-        (2000, "2.05M"),
-    ]
+    assert intervals(200, 512) == {0, 200}
+    assert intervals(2000, 256) == {0, 200, 500, 1000, 1975, 2000}
 
 
 def test_figures_are_those_of_the_stock_models_logits(tiny_family):

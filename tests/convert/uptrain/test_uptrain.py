@@ -260,7 +260,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
             run()
     monkeypatch.setattr(uptrain_trainer.Uptrainer, "training_step", None)
     (work / "best.pt.new").touch()  # killed while it wrote this one
-    done = run(resume=True)  # which has no effect
+    done = run()
     assert done.rows == whole.rows
     assert [
         json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()
