@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the inputs that people do not control: JSON, headers, files, options."""
+"""Hypothesis strategies for inputs that people do not control: JSON, headers, files, options."""
 
 import json
 import struct
