@@ -22,7 +22,7 @@ from kvfold.convert.options import (
 )
 from kvfold.convert.sizes import parse_size, size_expected, tokens_of
 
-Target = Literal["gqa", "mqa", "mla"]
+AttentionKind = Literal["gqa", "mqa", "mla"]
 Layout = Literal["free", "engine", "kvfold"]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -30,7 +30,7 @@ TrainingDtype = Literal["auto", "float32", "bfloat16"]
 Steps = int | Literal["auto"]
 Length = int | Literal["auto"]
 
-TARGETS: tuple[str, ...] = get_args(Target)
+TARGETS: tuple[str, ...] = get_args(AttentionKind)
 # Options that --effort stands for. SmolLM2-135M, MLA 128+64, KL on prose and code: fitted 0.149,
 # 0.148; refined in 50 steps and polished on 100k tokens 0.099, 0.110, in 27 minutes; 50 steps and
 # 1M tokens 0.079, 0.087, in 162; 200 steps on more text and 400k tokens 0.068, 0.082, in 122
@@ -143,7 +143,7 @@ class ConvertRequest(Request):
 
     model: str = _source(runs=True)
     out: str = option(argument=True, rule=_FOLDER_RULE, runs=True)
-    to: Target = option(
+    to: AttentionKind = option(
         help="Attention kind to convert to; required without --recipe.", panel="Target"
     )
     kv_heads: int | None = option(

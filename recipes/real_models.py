@@ -206,7 +206,7 @@ def row(
             timed.write_text(str(run(["convert", str(args.model), str(out), *given, "--quiet"])))
         seconds = float(timed.read_text())
         record = json.loads((out / "kvfold.json").read_text())
-        elements = record["cache_elements_per_token_per_layer"]
+        elements = record["cache_elements"]
         if stage.startswith("uptrained"):
             trained = place / "trained"
             text = [] if args.calibration is None else ["--text", str(args.calibration)]

@@ -158,11 +158,11 @@ def about(checkpoint: Path) -> dict[str, Any]:
     if not record.exists():
         from kvfold.convert import inspect_checkpoint
 
-        promised = inspect_checkpoint(str(checkpoint)).cache.numbers_per_token_and_layer
+        promised = inspect_checkpoint(str(checkpoint)).cache.cache_elements
         return {"attention": "source", "layout": None, "cache_promised": promised}
     told = json.loads(record.read_text())
     layout = told["request"].get("layout") if told["request"]["to"] == "mla" else None
-    promised = told["cache_elements_per_token_per_layer"]["to"]
+    promised = told["cache_elements"]["to"]
     origin = {
         "source": told["source"]["name"],
         "kept": told["request"].get("keep_quantized", False),

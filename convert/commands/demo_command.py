@@ -44,7 +44,7 @@ class DemoRow:
     """A row of the table: one target."""
 
     target: str
-    cache_elements_per_token_per_layer: int
+    cache_elements: int
     perplexity: float
 
 
@@ -121,7 +121,7 @@ def _convert_and_measure(folder: Path, to_stderr: bool) -> list[DemoRow]:
         tokens = token_windows(
             AutoTokenizer.from_pretrained(model), read_text("held_out"), _WINDOWS, _LENGTH
         )
-        elements = facts.cache.numbers_per_token_and_layer
+        elements = facts.cache.cache_elements
         rows = [DemoRow("the original (MHA)", elements, checkpoint_perplexity(model, tokens))]
         for options in CONVERSIONS:
             name = "-".join(str(value) for option, value in options.items() if option not in _TEXT)
@@ -146,12 +146,12 @@ def _format_rows(rows: Sequence[DemoRow]) -> list[str]:
     """The rows as lines of a table; savings and perplexities are relative to the first row, the
     original model.
     """
-    source_elements = rows[0].cache_elements_per_token_per_layer
+    source_elements = rows[0].cache_elements
     before = f"{rows[0].perplexity:.2f}"
     cells = [["target", "cache elements per", "cache", "held-out", "perplexity"]]
     cells += [["", "token per layer", "saving", "before", "after"]]
     for row in rows:
-        elements = row.cache_elements_per_token_per_layer
+        elements = row.cache_elements
         saving = f"{100 * (1 - elements / source_elements):.1f} %"
         cells.append([row.target, str(elements), saving, before, f"{row.perplexity:.2f}"])
     return table(cells)

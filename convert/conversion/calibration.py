@@ -23,9 +23,9 @@ from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.progress import Stages
 from kvfold.convert.request import LONG_LENGTH, SELF
 from kvfold.convert.sizes import tokens_of
+from kvfold.convert.stream.checkpoint_stream import CheckpointStream
+from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import hide_bars
-from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.stream.weights import load_model
 from kvfold.convert.text.corpus import BUILT_IN, calibration_texts, check_seq_len
 from kvfold.convert.text.self_written import turns_of, write_sequences
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer

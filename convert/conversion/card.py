@@ -19,7 +19,7 @@ from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.judgment import loss_of, verdict_of
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import by_text, rank_sizes, text_name, versions
-from kvfold.convert.families.wrappers import WRAPPERS
+from kvfold.convert.families.family import WRAPPERS
 from kvfold.convert.options import command_words, run_only
 from kvfold.convert.request import SELF, ConvertRequest
 from kvfold.convert.signals import limited

@@ -16,7 +16,7 @@ from kvfold.convert.errors import opt
 from kvfold.convert.options import command_words
 from kvfold.convert.request import AUTO_LENGTH, EFFORTS, SELF, ConvertRequest
 from kvfold.convert.sizes import duration, tokens_of
-from kvfold.convert.targets.engines import budgets, proposals
+from kvfold.convert.targets.engines import propose_budgets, propose_kernel_splits
 from kvfold.convert.text.corpus import with_share
 from kvfold.convert.training.budget import refining_batch, step_tokens, steps_of
 
@@ -173,7 +173,10 @@ def larger_target(plan: Plan) -> dict[str, Any] | None:
     larger.
     """
     if plan.latent is not None:
-        targets = [*budgets(plan.model, plan.latent.layout), *proposals(plan.model)]
+        targets = [
+            *propose_budgets(plan.model, plan.latent.layout),
+            *propose_kernel_splits(plan.model),
+        ]
         sizes = sorted({each.kv_rank + each.rope_dim for each in targets})
         size = next((size for size in sizes if size > plan.layout.cache_elements), None)
         if size is None:

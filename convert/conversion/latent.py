@@ -21,12 +21,12 @@ from kvfold.convert.conversion.source import held_out_error, source_layer, sourc
 from kvfold.convert.conversion.student import SPECTRUM, StudentWalk
 from kvfold.convert.methods.registry import Fitted, LatentLayer
 from kvfold.convert.progress import Stages
-from kvfold.convert.stream.stream import CheckpointStream
-from kvfold.convert.targets.mla.config import LatentTarget, query_rank
+from kvfold.convert.stream.checkpoint_stream import CheckpointStream
+from kvfold.convert.targets.mla.spec import MlaSpec, query_rank
 from kvfold.convert.text.windows import CalibrationTokens
-from kvfold.convert.transforms.head_norms import linear_heads
+from kvfold.convert.transforms.head_norms import linearize_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
-from kvfold.convert.transforms.latent.latent import energy_shares
+from kvfold.convert.transforms.latent.factorization import energy_shares
 from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.hidden import Keep
@@ -78,7 +78,7 @@ class Candidate:
     """A way to store the model: plan, rotary slots by layer and, after trials, KLs as in `Split`."""
 
     plan: Plan
-    target: LatentTarget
+    target: MlaSpec
     slots: tuple[Slots, ...]
     kl: float = math.nan
     refined_kl: float | None = None
@@ -113,7 +113,7 @@ def survey_layers(
     """
 
     def note(index: int, statistics: LayerStatistics, inputs: Tensor) -> LayerSurvey:
-        weights = linear_heads(source_layer(plan, index), statistics)
+        weights = linearize_heads(source_layer(plan, index), statistics)
         if folder is not None:
             torch.save({"statistics": vars(statistics), "inputs": inputs}, folder / f"{index}.pt")
         return rope_slots.survey_layer(
@@ -130,7 +130,7 @@ def survey_layers(
     return Survey(source, tokens, tuple(layers), folder)
 
 
-def candidate(plan: Plan, target: LatentTarget, layers: Sequence[LayerSurvey]) -> Candidate:
+def candidate(plan: Plan, target: MlaSpec, layers: Sequence[LayerSurvey]) -> Candidate:
     """Combine ``target`` with the best slots for the surveyed ``layers``; layout engine allows only
     plain RoPE.
     """
@@ -216,7 +216,7 @@ def fitted_latent(
     )
     if statistics is None or not spectrum:
         return fitted
-    linear = linear_heads(weights, statistics, key_constant=centered)
+    linear = linearize_heads(weights, statistics, key_constant=centered)
     shares = energy_shares(linear, statistics, rotary, slots, context=context, centered=centered)
     shown = shares[: _SHOWN_CHANNELS * target.channels].tolist()
     note = {SPECTRUM: {"sorted": shown, "lost": float(shares[target.channels :].sum())}}

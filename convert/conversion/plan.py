@@ -14,26 +14,25 @@ from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES, TensorI
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor, Shard, assign_shards
 from kvfold.convert.errors import InputError, opt, option_error
-from kvfold.convert.families.geometry import Geometry
-from kvfold.convert.families.model import Model, model_of
+from kvfold.convert.families.model import Geometry, Model, model_of
 from kvfold.convert.families.schema import ROLES, Role
 from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.targets.engines import (
-    Result,
-    Verdict,
-    alternatives,
-    folded_result,
-    latent_result_of,
-    verdicts,
+    ServedModel,
+    Support,
+    describe_fold,
+    describe_mla,
+    propose_alternatives,
+    support_for,
 )
-from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
 from kvfold.convert.targets.mla.layout import latent_layout, padding
 from kvfold.convert.targets.mla.problems import latent_problems
+from kvfold.convert.targets.mla.spec import MlaSpec, cached_divisors
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout, own_latent_layout
 from kvfold.convert.targets.same_family import attention_label, cache_elements, folded_layout
 from kvfold.convert.targets.target import (
-    TargetLayout,
+    OutputLayout,
     keepable,
     kept_config,
     kept_tensors,
@@ -58,8 +57,8 @@ class Plan:
     checkpoint: Checkpoint
     model: Model
     geometry: Geometry
-    layout: TargetLayout
-    latent: LatentTarget | None
+    layout: OutputLayout
+    latent: MlaSpec | None
     reads: tuple[tuple[str, ...], ...]
     tensors: tuple[OutputTensor, ...]
     config: dict[str, Any]
@@ -70,8 +69,8 @@ class Plan:
     source_kind: str
     cache_elements: int
     padding: int
-    result: Result
-    engines: list[Verdict]
+    result: ServedModel
+    engines: list[Support]
 
 
 def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
@@ -114,7 +113,7 @@ def latent_plan(
     request: ConvertRequest,
     checkpoint: Checkpoint,
     model: Model,
-    target: LatentTarget,
+    target: MlaSpec,
     theta: Sequence[Sequence[float]],
 ) -> Plan:
     """Plan an MLA conversion with the split ``target`` and the rotary frequencies ``theta
@@ -172,9 +171,9 @@ def _complete(
     request: ConvertRequest,
     checkpoint: Checkpoint,
     model: Model,
-    layout: TargetLayout,
+    layout: OutputLayout,
     reads: tuple[tuple[str, ...], ...],
-    latent: LatentTarget | None,
+    latent: MlaSpec | None,
 ) -> Plan:
     """Complete the plan for ``layout``. Raises InputError if ``--keep-quantized`` is set but no
     weight can be kept.
@@ -199,9 +198,9 @@ def _complete(
         config = kept_config(config, tensors, checkpoint)
         made_of = (*made_of, f"{len(kept)} of these weights kept as they are stored")
     result = (
-        folded_result(model, request.kv_heads or 1)
+        describe_fold(model, request.kv_heads or 1)
         if latent is None
-        else latent_result_of(model, latent)
+        else describe_mla(model, latent)
     )
     result = replace(result, kept=request.keep_quantized)
     shards = tuple(assign_shards(tensors, request.shard_bytes))
@@ -223,7 +222,7 @@ def _complete(
         cache_elements=cache_elements(model.geometry),
         padding=0 if latent is None or layout.code is not None else padding(model, latent),
         result=result,
-        engines=verdicts(result, alternatives(model, latent)),
+        engines=support_for(result, propose_alternatives(model, latent)),
     )
 
 
@@ -269,7 +268,7 @@ def check_processes(plan: Plan) -> None:
         raise option_error("samples", request.samples, rule)
 
 
-def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
+def latent_targets(request: ConvertRequest, model: Model) -> list[MlaSpec]:
     """The splits that an MLA request allows, in ascending rotary dims. Raises InputError if no
     split is possible.
     """
@@ -285,9 +284,9 @@ def latent_targets(request: ConvertRequest, model: Model) -> list[LatentTarget]:
         step = max(2, 1 << (request.budget // 8).bit_length() >> 1)
         ropes = range(step, request.budget, step) if model.geometry.rotary_dims else (0,)
         # Norms that are kept use part of the budget.
-        latent = request.budget - cached_divisors(model, LatentTarget(request.budget, 0, *options))
+        latent = request.budget - cached_divisors(model, MlaSpec(request.budget, 0, *options))
         splits = [(latent - rope, rope) for rope in ropes]
-    targets = [LatentTarget(rank, rope, *options) for rank, rope in splits]
+    targets = [MlaSpec(rank, rope, *options) for rank, rope in splits]
     problems = [
         latent_problems(model, target, allow_growth=request.allow_growth) for target in targets
     ]

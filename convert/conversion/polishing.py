@@ -24,7 +24,7 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.student import Calibrated, reporting, written_stream
 from kvfold.convert.progress import Advance, Stages
 from kvfold.convert.sizes import bytes_text
-from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.training.budget import POLISH_ROUND, intervals, step_tokens, steps_of
 from kvfold.convert.training.fit import AfterRound, FitResult
 from kvfold.convert.training.polish import ModelTrainee, Text, TrainingText, polish

@@ -19,7 +19,7 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import opt
 from kvfold.convert.request import SELF
 from kvfold.convert.sizes import bytes_text, tokens_text
-from kvfold.convert.targets.engines import RANKS, folded_result, served_text
+from kvfold.convert.targets.engines import RANKS, describe_fold, format_support
 from kvfold.convert.text.corpus import BUILT_IN, calibration_texts, with_share
 from kvfold.convert.training.budget import refining_batch, step_tokens, steps_of
 
@@ -58,12 +58,12 @@ def record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[str, A
             **({"made_of": list(plan.made_of)} if plan.made_of else {}),
         },
         "attention": {"from": plan.source_kind, "to": plan.layout.kind},
-        "cache_elements_per_token_per_layer": {
+        "cache_elements": {
             "from": plan.cache_elements,
             "to": plan.layout.cache_elements,
         },
         "cache_elements_per_rank": {
-            "from": folded_result(plan.model).per_rank(),
+            "from": describe_fold(plan.model).per_rank(),
             "to": plan.result.per_rank(),
         },
         "engines": [asdict(verdict) for verdict in plan.engines],
@@ -135,7 +135,7 @@ def summary_text(
         ranks_text(record),
         padding_text(plan),
         f"wrote {written}: {bytes_text(size)} in {seconds:.1f} s; {parameters_text(plan)}",
-        f"{served_text(plan.engines)}; {request.out}/README.md says how, and why not",
+        f"{format_support(plan.engines)}; {request.out}/README.md says how, and why not",
         absorb_text(plan),
         following,
     ]
@@ -311,7 +311,7 @@ def plan_text(plan: Plan) -> str:
     each = " per process" if processes.world_size() > 1 else ""
     room = needs.disk + needs.scratch
     lines += [
-        served_text(plan.engines),
+        format_support(plan.engines),
         *(f"  {verdict.to_text()}" for verdict in plan.engines if not verdict.serves),
         calibration_text(plan),
         refine_text(plan),

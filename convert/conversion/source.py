@@ -11,7 +11,7 @@ from torch import Tensor
 from kvfold.convert.checkpoint.tensors import refuse_non_finite, torch_dtype
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.layout import layer_rotary, read_layer
+from kvfold.convert.families.layer_io import layer_rotary, read_layer
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary

@@ -26,7 +26,7 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.methods.registry import Notes
 from kvfold.convert.progress import Advance, Stages
-from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.training.fit import AfterRound, FitResult
 from kvfold.convert.training.refine import (

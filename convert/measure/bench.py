@@ -27,7 +27,7 @@ from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import BenchRequest
 from kvfold.convert.sizes import bytes_text, table
-from kvfold.convert.targets.mla.config import is_latent
+from kvfold.convert.targets.mla.spec import is_latent
 from kvfold.convert.targets.own_code import BLOCK, source_type
 
 _HEAD = (

@@ -32,8 +32,8 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.measure.bench import Subject, step_costs
 from kvfold.convert.measure.machine import Clock, peak_memory, processor, repeat, reset_peak
 from kvfold.convert.request import BenchRequest
-from kvfold.convert.stream.stock import AutoModelForCausalLM, blaming, empty_model
-from kvfold.convert.stream.weights import load_model
+from kvfold.convert.stream.parameters import load_model
+from kvfold.convert.stream.stock import AutoModelForCausalLM, empty_model, errors_as_input_errors
 
 _SEED = 0
 # Slots of a static cache beyond the context: each timed step fills one.
@@ -235,7 +235,7 @@ def run_task(task: Path, result: Path) -> None:
     as ``refused``.
     """
     try:
-        with blaming("config.json"):
+        with errors_as_input_errors("config.json"):
             made = run(*pickle.loads(task.read_bytes()))
     except InputError as error:
         made = {"refused": [error.message, *error.details]}

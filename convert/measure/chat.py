@@ -19,8 +19,8 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import opt
 from kvfold.convert.request import ChatRequest
+from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import hide_bars
-from kvfold.convert.stream.weights import load_model
 from kvfold.convert.text.tokenizer import load_tokenizer
 
 _GAP = " | "

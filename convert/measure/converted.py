@@ -14,8 +14,8 @@ from kvfold.convert.families.family import load_family
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.values import TYPES
-from kvfold.convert.targets.engines import Result, folded_result, latent_result_of
-from kvfold.convert.targets.mla.config import LatentTarget
+from kvfold.convert.targets.engines import ServedModel, describe_fold, describe_mla
+from kvfold.convert.targets.mla.spec import MlaSpec
 from kvfold.convert.targets.own_code import (
     BLOCK,
     LATENT,
@@ -88,7 +88,7 @@ def latent_faults(
     return faults
 
 
-def converted_model(checkpoint: Checkpoint) -> tuple[Model, Result]:
+def converted_model(checkpoint: Checkpoint) -> tuple[Model, ServedModel]:
     """The source model and the conversion result, derived from the config.json of a checkpoint of
     layout ``kvfold``.
 
@@ -113,7 +113,7 @@ def converted_model(checkpoint: Checkpoint) -> tuple[Model, Result]:
     if block.get("variant") in (LATENT, NORMED):
         split = _number(block, "kv_rank", "size"), _number(block, "rope_dim", "count")
         attention = [latent_shapes(source, layer, *split) for layer in layers]
-        result = latent_result_of(source, LatentTarget(*split, layout="kvfold"))
+        result = describe_mla(source, MlaSpec(*split, layout="kvfold"))
     else:
         kv_heads = _number(block, "kv_heads", "size")
         if heads % kv_heads:
@@ -126,7 +126,7 @@ def converted_model(checkpoint: Checkpoint) -> tuple[Model, Result]:
             {name: target.tensors[name].shape for name in target.attention_names(layer)}
             for layer in layers
         ]
-        result = folded_result(source, kv_heads)
+        result = describe_fold(source, kv_heads)
     stored = {name: info.shape for name, info in checkpoint.tensors.items()}
     if problems := [
         f"{name} must be {list(shape)} by config.json, but is"

@@ -22,8 +22,8 @@ from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import DriftRequest
 from kvfold.convert.sizes import table
+from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.stream.stock import load_config
-from kvfold.convert.stream.stream import CheckpointStream
 from kvfold.convert.text.corpus import check_seq_len
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import load_calibration

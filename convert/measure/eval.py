@@ -45,8 +45,8 @@ from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import BUILT_IN_TASKS, RULER, EvalRequest
 from kvfold.convert.sizes import table
+from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import attend_in_blocks, hide_bars, load_config
-from kvfold.convert.stream.weights import load_model
 from kvfold.convert.text.corpus import check_sources, open_corpus
 from kvfold.convert.text.tokenizer import (
     check_vocabulary,

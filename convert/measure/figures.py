@@ -373,9 +373,9 @@ def excess_by_cache(sweep: "Sweep", within: float) -> Chart:
     ``--within``.
     """
     rows = [row for row in sweep.rows if math.isfinite(row.excess)]
-    rows.sort(key=lambda row: (-row.elements, row.excess))
-    present = sweep.source.elements
-    ticks = sorted({present, *(row.elements for row in sweep.rows)})
+    rows.sort(key=lambda row: (-row.cache_elements, row.excess))
+    present = sweep.source.cache_elements
+    ticks = sorted({present, *(row.cache_elements for row in sweep.rows)})
     caption = (
         "Each target's loss on held-out text minus the source's, with 95 % intervals; smaller"
         " caches are further to the right. Good: far to the right and still below the dashed limit."
@@ -412,13 +412,13 @@ def _targets_of_a_kind(
     best: dict[int, tuple[float, float]] = {}
     named: dict[int, list[SweptTarget]] = {}
     for row in rows:
-        of_size = [other for other in every if other.elements == row.elements]
-        place = row.elements * 2 ** (-_APART * of_size.index(row))
+        of_size = [other for other in every if other.cache_elements == row.cache_elements]
+        place = row.cache_elements * 2 ** (-_APART * of_size.index(row))
         half = row.measured.excess_margin or 0.0
         first = label if row is rows[0] else None
         axes.errorbar(place, row.excess, half, fmt="so"[color == 0], color=f"C{color}", label=first)
-        best.setdefault(row.elements, (place, row.excess))
-        named.setdefault(row.elements, []).append(row)
+        best.setdefault(row.cache_elements, (place, row.excess))
+        named.setdefault(row.cache_elements, []).append(row)
     axes.plot(*zip(*best.values(), strict=True), color=f"C{color}")
     # The names of one size stand above all its error bars, worst on top.
     for size, same in named.items():

@@ -15,27 +15,31 @@ from kvfold.convert.checkpoint.headers import DTYPE_BITS
 from kvfold.convert.checkpoint.opening import Checkpoint, open_headers
 from kvfold.convert.conversion.plan import possible_kv_heads
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.family import stated_classes
+from kvfold.convert.families.family import (
+    names_in_files,
+    read_architectures,
+    text_config,
+    text_type,
+)
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.rotary import rope_table
-from kvfold.convert.families.wrappers import names_in_files, text_config, text_type
 from kvfold.convert.measure.converted import converted_model, latent_faults
 from kvfold.convert.sizes import bytes_text, table
 from kvfold.convert.targets.engines import (
     RANKS,
-    Result,
-    Verdict,
-    alternatives,
-    budgets,
-    folded_result,
-    latent_options,
-    latent_result,
-    latent_result_of,
-    proposals,
-    verdicts,
+    ServedModel,
+    Support,
+    describe_fold,
+    describe_latent_config,
+    describe_mla,
+    format_mla_options,
+    propose_alternatives,
+    propose_budgets,
+    propose_kernel_splits,
+    support_for,
 )
-from kvfold.convert.targets.mla.config import LatentTarget, is_latent
 from kvfold.convert.targets.mla.problems import latent_problems, model_problems
+from kvfold.convert.targets.mla.spec import MlaSpec, is_latent
 from kvfold.convert.targets.own_code import needs_own_code, source_type
 from kvfold.convert.targets.same_family import attention_label, cache_elements
 
@@ -54,7 +58,7 @@ class CacheSize:
     tensor-parallel ranks.
     """
 
-    numbers_per_token_and_layer: int
+    cache_elements: int
     bytes_per_token: int
     bytes: Mapping[str, int]
     per_rank: Mapping[str, int]
@@ -63,12 +67,12 @@ class CacheSize:
 @dataclass(frozen=True)
 class TargetSize(CacheSize):
     """A target's cache, its ``options`` for ``kvfold convert``, the share of cache saved, and
-    engines' verdicts.
+    engines' support.
     """
 
     options: str
     saves: float
-    engines: list[Verdict]
+    engines: list[Support]
 
     @property
     def served_by(self) -> str:
@@ -125,13 +129,13 @@ class Inspection:
     weight_bytes: int
     files: int
     cache: CacheSize
-    engines: list[Verdict]
+    engines: list[Support]
     targets: list[TargetSize]
     latent: LatentLimits | None
     head_norms: dict[str, Range] | None = None
 
     def __repr__(self) -> str:
-        elements = f"{self.cache.numbers_per_token_and_layer} KV-cache elements per token per layer"
+        elements = f"{self.cache.cache_elements} KV-cache elements per token per layer"
         return (
             f"Inspection({self.model!r}: {self.family}, {self.attention}, {self.layers} layers,"
             f" {elements})"
@@ -191,7 +195,7 @@ class Inspection:
                 f" {files}"
             ),
             "KV cache": (
-                f"{cache.numbers_per_token_and_layer} elements per token per layer, "
+                f"{cache.cache_elements} elements per token per layer, "
                 f"{bytes_text(cache.bytes_per_token)} per token ({held})"
             ),
         }
@@ -300,7 +304,7 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
             facts, result, windows, tried = read
             result = replace(result, kept=bool(checkpoint.reader.keepable))
             cache = cache_size(result, windows, facts["dtype"])
-            engines = verdicts(result) if tried else []
+            engines = support_for(result) if tried else []
             found = Inspection(**facts, cache=cache, engines=engines, targets=[], latent=None)
         else:
             found = _inspect_source(checkpoint)
@@ -321,7 +325,7 @@ def _inspect_source(checkpoint: Checkpoint) -> Inspection:
     )
     return Inspection(
         **facts,
-        cache=cache_size(folded_result(model), windows, facts["dtype"]),
+        cache=cache_size(describe_fold(model), windows, facts["dtype"]),
         engines=[],
         targets=target_sizes(model, windows, facts["dtype"]),
         latent=LatentLimits(False, list(refusals)) if refusals else limits,
@@ -330,7 +334,7 @@ def _inspect_source(checkpoint: Checkpoint) -> Inspection:
 
 # Fields of an `Inspection`, the result, the window of each layer, and True if engines were tested
 # on its kind.
-_Facts = tuple[dict[str, Any], Result, list[int | None], bool]
+_Facts = tuple[dict[str, Any], ServedModel, list[int | None], bool]
 
 
 def _converted_facts(checkpoint: Checkpoint) -> _Facts:
@@ -392,7 +396,7 @@ def _latent_facts(checkpoint: Checkpoint, config: Mapping[str, Any]) -> _Facts:
         ),
         "mistral4": (config.get("rope_parameters") or {}).get("llama_4_scaling_beta") == 0,
     }.get(config["model_type"])
-    return facts, latent_result(checkpoint.config), [None] * layers, bool(tried)
+    return facts, describe_latent_config(checkpoint.config), [None] * layers, bool(tried)
 
 
 def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -429,7 +433,7 @@ def _file_facts(checkpoint: Checkpoint, architecture: str = "unknown") -> dict[s
     sizes = checkpoint.float_bytes()
     return {
         "model": checkpoint.origin,
-        "architecture": (stated_classes(checkpoint.config) or [architecture])[0],
+        "architecture": (read_architectures(checkpoint.config) or [architecture])[0],
         "dtype": max(sizes, key=sizes.__getitem__, default="F32"),
         "parameters": sum(math.prod(info.shape) for info in infos),
         "weight_bytes": sum(info.nbytes for info in infos),
@@ -458,9 +462,9 @@ def norm_ranges(folder: Path) -> dict[str, Range] | None:
     }
 
 
-def cache_size(result: Result, windows: list[int | None], dtype: str) -> CacheSize:
+def cache_size(result: ServedModel, windows: list[int | None], dtype: str) -> CacheSize:
     """The cache size of ``result``; ``windows`` has one entry per layer, None for full attention."""
-    elements = result.elements()
+    elements = result.cache_elements()
     width = elements * DTYPE_BITS[dtype] // 8
     held = {
         name: width * sum(min(context, window or context) for window in windows)
@@ -470,34 +474,34 @@ def cache_size(result: Result, windows: list[int | None], dtype: str) -> CacheSi
 
 
 def target_sizes(model: Model, windows: list[int | None], dtype: str) -> list[TargetSize]:
-    """All proposed targets: GQA, MQA, MLA splits supported by kernels, and `budgets`."""
+    """All proposed targets: GQA, MQA, MLA splits supported by kernels, and `propose_budgets`."""
     present = cache_elements(model.geometry)
     targets = {
-        "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}": folded_result(
+        "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}": describe_fold(
             model, kv_heads
         )
         for kv_heads in possible_kv_heads(model.geometry)
     }
     # Of the layouts of a split the first: most engines serve it.
-    best: dict[int, LatentTarget] = {}
-    for target in proposals(model):
+    best: dict[int, MlaSpec] = {}
+    for target in propose_kernel_splits(model):
         best.setdefault(target.kv_rank, target)
-    targets |= {latent_options(target): latent_result_of(model, target) for target in best.values()}
-    for target in budgets(model):
+    targets |= {format_mla_options(target): describe_mla(model, target) for target in best.values()}
+    for target in propose_budgets(model):
         # Engines look at the sum of a split, so the shares within a budget do not matter here.
-        targets[f"--to mla --budget {target.kv_rank + target.rope_dim}"] = latent_result_of(
+        targets[f"--to mla --budget {target.kv_rank + target.rope_dim}"] = describe_mla(
             model, target
         )
-    others = alternatives(model)
+    others = propose_alternatives(model)
     sizes = []
     for options, result in targets.items():
         # The nearest alternative is the same target in layout engine, if the model can have that.
         near = result.kind == "free" and not latent_problems(
-            model, LatentTarget(*result.split, layout="engine")
+            model, MlaSpec(*result.split, layout="engine")
         )
         instead = {f"{options} --layout engine": replace(result, kind="engine")} if near else {}
         size = cache_size(result, windows, dtype)
-        saves = 1 - result.elements() / present
-        answers = verdicts(result, instead | others)
+        saves = 1 - result.cache_elements() / present
+        answers = support_for(result, instead | others)
         sizes.append(TargetSize(**vars(size), options=options, saves=saves, engines=answers))
     return sizes

@@ -134,7 +134,7 @@ def sweep_page(sweep: "Sweep", within: float) -> str:
     # the least loss.
     named = sweep.smallest(within) or sweep.nearest()
     size = sweep.source.layers * _ELEMENT_BYTES
-    caches = [(each.kind, each.elements * size) for each in (sweep.source, named)]
+    caches = [(each.kind, each.cache_elements * size) for each in (sweep.source, named)]
     charts = [
         figures.excess_by_cache(sweep, within),
         figures.residual_by_layer(sweep),

@@ -63,7 +63,7 @@ from kvfold.convert.options import command_words, takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import ConvertRequest, SweepRequest
 from kvfold.convert.sizes import duration, table
-from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.walk.walk import Teacher
@@ -85,7 +85,7 @@ _SHARED = (
 _NOT_REPEATED = ("model", "out", "quiet", "max_shard_size")
 _SWEEP_HEAD = (
     "target",
-    "elements",
+    "cache_elements",
     "saving",
     "excess loss",
     "95 % interval",
@@ -99,7 +99,7 @@ _SWEEP_WIDTHS = (0, 8, 6, 11, 18, 9, 6, 6)
 
 @dataclass(frozen=True)
 class SweptSource:
-    """The source model of a sweep, its cached ``elements`` per token per layer, and the text.
+    """The source model of a sweep, its ``cache_elements`` per token per layer, and the text.
 
     Targets are measured on ``sequences`` held-out sequences of ``length`` tokens.
     """
@@ -107,7 +107,7 @@ class SweptSource:
     name: str
     sha256: str
     kind: str
-    elements: int
+    cache_elements: int
     layers: int
     text: str
     text_sha256: str
@@ -125,7 +125,7 @@ class SweptSource:
 class SweptTarget:
     """A target in the notation of ``--targets``, the request that converts to it, and its cost.
 
-    ``kind`` is, for example, ``MLA 32+32``. ``elements`` are cached per token per layer.
+    ``kind`` is, for example, ``MLA 32+32``. ``cache_elements`` are cached per token per layer.
     ``precision`` is the dtype in which the target was fitted. ``seconds`` excludes work that
     targets share. ``splits`` are the splits tried for a budget. ``distances`` are the relative
     errors of the residual stream by layer.
@@ -134,7 +134,7 @@ class SweptTarget:
     target: str
     request: ConvertRequest
     kind: str
-    elements: int
+    cache_elements: int
     measured: Measurement
     precision: str
     seconds: float
@@ -169,7 +169,7 @@ class SweptTarget:
 
     def line(self, source: SweptSource) -> str:
         """The row as one line, for a sweep that has not ended."""
-        saving = f"{100 * (1 - self.elements / source.elements):.1f} % less cache"
+        saving = f"{100 * (1 - self.cache_elements / source.cache_elements):.1f} % less cache"
         return (
             f"{self.kind}: {saving}, {percent_text(self.excess, self.measured.excess_margin)}, KL"
             f" {self.kl:.4f} nats"
@@ -190,8 +190,8 @@ class SweptTarget:
             "kind": self.kind,
             "options": self.request.result_options(),
             "command": self.command(source.name, self.request.out),
-            "cache_elements_per_token_per_layer": self.elements,
-            "saving": 1 - self.elements / source.elements,
+            "cache_elements": self.cache_elements,
+            "saving": 1 - self.cache_elements / source.cache_elements,
             "excess": {"value": finite(self.excess), "low": finite(low), "high": finite(high)},
             "perplexity": finite(self.perplexity),
             "kl": {"value": finite(self.kl), "margin": finite(self.measured.kl_margin)},
@@ -221,7 +221,7 @@ class Sweep:
         """
         # Perplexities compare as ratios, losses as differences: 1 % is 0.00995 nats.
         inside = [row for row in self.rows if row.excess <= math.log1p(within)]
-        return min(inside, key=lambda row: (row.elements, row.excess), default=None)
+        return min(inside, key=lambda row: (row.cache_elements, row.excess), default=None)
 
     def nearest(self) -> SweptTarget:
         """The target with the least excess loss."""
@@ -233,7 +233,7 @@ class Sweep:
         before = perplexity(self.rows[0].measured.teacher_loss)
         return [
             (
-                f"{source.name}: {source.kind}, {source.elements} KV-cache elements per token per"
+                f"{source.name}: {source.kind}, {source.cache_elements} KV-cache elements per token per"
                 " layer"
             ),
             f"perplexity {before:.2f} on {source.held_out}",
@@ -242,12 +242,12 @@ class Sweep:
     def cells(self) -> list[tuple[str, ...]]:
         """The table's header and a row per target, largest cache first."""
         rows: list[tuple[str, ...]] = [_SWEEP_HEAD]
-        for row in sorted(self.rows, key=lambda row: (-row.elements, row.excess)):
+        for row in sorted(self.rows, key=lambda row: (-row.cache_elements, row.excess)):
             interval = "-" if row.interval is None else "{:+.4f} to {:+.4f}".format(*row.interval)
-            saving = 1 - row.elements / self.source.elements
+            saving = 1 - row.cache_elements / self.source.cache_elements
             measured = row.measured
             shown = (
-                f"{row.elements}",
+                f"{row.cache_elements}",
                 f"{100 * saving:.1f} %",
                 f"{row.excess:+.4f}",
                 interval,
@@ -288,7 +288,7 @@ class Sweep:
                 f" ({percent_text(best.excess, best.measured.excess_margin)}{doubt})"
             )
             return f"no target is {limit}; {nearest}. Try {advice}, or larger targets"
-        saved = f"{100 * (1 - row.elements / self.source.elements):.1f} % less cache"
+        saved = f"{100 * (1 - row.cache_elements / self.source.cache_elements):.1f} % less cache"
         loss = percent_text(row.excess, row.measured.excess_margin)
         beyond = row.interval is not None and row.interval[1] > most
         doubt = "; the interval exceeds the limit; more --samples would narrow it" if beyond else ""
@@ -356,7 +356,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     InputError for an invalid target, option or checkpoint.
 
     >>> found = sweep_checkpoint(demo_folder(), "gqa:4 mqa", samples=4, seq_len=32, quiet=True)
-    >>> [(row.kind, row.elements) for row in found.rows]
+    >>> [(row.kind, row.cache_elements) for row in found.rows]
     [('GQA-4', 256), ('MQA', 64)]
     """
     named = None if request.targets is None else parse_targets(request.targets)
@@ -418,7 +418,7 @@ def _sweep(
         name=first.request.model,
         sha256="",  # not known before every byte is read
         kind=first.source_kind,
-        elements=first.cache_elements,
+        cache_elements=first.cache_elements,
         layers=first.geometry.layers,
         text=tokens.source,
         text_sha256=tokens.digest,
@@ -512,7 +512,7 @@ def _row_values(row: SweptTarget) -> dict[str, Any]:
         "splits": [vars(each) for each in row.splits],
         **{
             name: getattr(row, name)
-            for name in ("kind", "elements", "precision", "seconds", "distances")
+            for name in ("kind", "cache_elements", "precision", "seconds", "distances")
         },
     }
 
@@ -527,7 +527,7 @@ def _row_of(target: str, plan: Plan, values: Mapping[str, Any]) -> SweptTarget:
         target=target,
         request=replace(plan.request, budget=None, kv_rank=rank, rope_dim=rope),
         kind=values["kind"],
-        elements=values["elements"],
+        cache_elements=values["cache_elements"],
         measured=Measurement(
             **{**measured, "layers": (), "stretches": stretches, "by_sequence": ()}
         ),
@@ -552,7 +552,7 @@ def _measured(student: _Target, precision: str) -> SweptTarget:
         target=student.target,
         request=request,
         kind=student.plan.layout.kind,
-        elements=student.plan.layout.cache_elements,
+        cache_elements=student.plan.layout.cache_elements,
         measured=measured,
         precision=precision,
         seconds=student.seconds + time.monotonic() - started,

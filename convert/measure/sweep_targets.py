@@ -8,7 +8,7 @@ from kvfold.convert.conversion.plan import Plan, possible_kv_heads
 from kvfold.convert.errors import ALONE, InputError, as_option, did_you_mean, option_error
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import DEFAULT_LAYOUT, TARGETS, Layout
-from kvfold.convert.targets.engines import budgets, proposals
+from kvfold.convert.targets.engines import propose_budgets, propose_kernel_splits
 from kvfold.convert.targets.same_family import cache_elements
 
 # Share of perplexity that may be lost by default.
@@ -106,7 +106,7 @@ def default_targets(model: Model, layout: Layout | None) -> list[TargetOptions]:
     targets: list[TargetOptions] = [{"to": "gqa", "kv_heads": count} for count in heads[:_FOLDS]]
     targets += [{"to": "mqa"}] if model.geometry.kv_heads > 1 else []
     kernels = (
-        proposals(model, (layout or DEFAULT_LAYOUT,))
+        propose_kernel_splits(model, (layout or DEFAULT_LAYOUT,))
         if cache_elements(model.geometry) >= _SERVED_FROM
         else []
     )
@@ -115,7 +115,8 @@ def default_targets(model: Model, layout: Layout | None) -> list[TargetOptions]:
     ]
     if not kernels:
         targets += [
-            {"to": "mla", "budget": each.kv_rank + each.rope_dim} for each in budgets(model, layout)
+            {"to": "mla", "budget": each.kv_rank + each.rope_dim}
+            for each in propose_budgets(model, layout)
         ]
     if not targets:
         raise InputError(

@@ -65,8 +65,8 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
             raise
         return Verification(Path(out).name, files, 0, 0, [*problems, error.message, *error.details])
     # what cannot be opened is told without the seconds that torch takes
+    from kvfold.convert.stream.parameters import WeightMap
     from kvfold.convert.stream.stock import empty_model
-    from kvfold.convert.stream.weights import WeightMap
 
     with closing(opened) as checkpoint:
         files, problems = recorded_problems(checkpoint.folder)

@@ -63,16 +63,16 @@ def svd(layer: LatentLayer) -> Fitted:
     """Factor ``[W_k; W_v]`` by SVD, assuming white inputs scaled by the gain of the norm in front
     of the attention.
     """
-    from kvfold.convert.transforms.head_norms import linear_heads
-    from kvfold.convert.transforms.latent.latent import svd_latent
+    from kvfold.convert.transforms.head_norms import linearize_heads
+    from kvfold.convert.transforms.latent.factorization import factor_by_svd
     from kvfold.convert.transforms.latent.variants import query_latent
     from kvfold.convert.transforms.weights import blank_statistics
 
     weights = layer.weights
     gain = layer.gain
     if not layer.keeps_norms:
-        weights = linear_heads(weights, blank_statistics(weights, gain))
-    latent = svd_latent(
+        weights = linearize_heads(weights, blank_statistics(weights, gain))
+    latent = factor_by_svd(
         weights, layer.rotary, layer.slots, layer.channels, scale=layer.scale, gain=gain
     )
     # The singular vectors take no account of the norm's gain, nor does the query latent.

@@ -51,16 +51,16 @@ def principal_fold(layer: FoldLayer) -> Fitted:
     The notes contain the groups, the share of received attention in a token's weight, and, if
     queries or keys are normalized, the variation of the norms' divisors.
     """
-    from kvfold.convert.transforms.head_norms import norms_note
-    from kvfold.convert.transforms.sinks import judged
+    from kvfold.convert.transforms.head_norms import measure_norms
+    from kvfold.convert.transforms.sinks import better_of_two_fits
 
-    statistics = layer.known()
+    statistics = layer.require_statistics()
     # Sinks: least squares over tokens, or also weighted by the attention that they receive.
-    best, share = judged(
+    best, share = better_of_two_fits(
         statistics, partial(_grouped, layer), lambda choice: choice.errors[choice.groups]
     )
     notes = {"groups": [list(group) for group in best.groups], "received_attention_share": share}
-    return Fitted(best.weights, {**notes, **norms_note(layer.weights, statistics)})
+    return Fitted(best.weights, {**notes, **measure_norms(layer.weights, statistics)})
 
 
 def _grouped(layer: FoldLayer, counted: "LayerStatistics") -> "ChosenPartition":

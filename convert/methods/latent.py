@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from kvfold.convert.methods.registry import DEFAULT, Fitted, LatentLayer, method
 
 if TYPE_CHECKING:
-    from kvfold.convert.transforms.latent.weights import LatentWeights
+    from kvfold.convert.transforms.latent.latent_weights import LatentWeights
     from kvfold.convert.transforms.weights import LayerStatistics
 
 
@@ -27,12 +27,12 @@ def principal_latent(layer: LatentLayer) -> Fitted:
     the number of dampers if the latent has a live norm, and the approximation error if linear maps
     replace norms on queries and keys.
     """
-    from kvfold.convert.transforms.head_norms import norms_note
-    from kvfold.convert.transforms.sinks import judged
+    from kvfold.convert.transforms.head_norms import measure_norms
+    from kvfold.convert.transforms.sinks import better_of_two_fits
 
-    statistics = layer.known()
+    statistics = layer.require_statistics()
     # Sinks: least squares over tokens, or also weighted by the attention that they receive.
-    (latent, dampers), share = judged(
+    (latent, dampers), share = better_of_two_fits(
         statistics, partial(_normalized, layer), lambda option: layer.error(option[0])
     )
     notes = {
@@ -40,7 +40,7 @@ def principal_latent(layer: LatentLayer) -> Fitted:
         **({} if layer.centered else {"damper_channels": dampers}),
     }
     if not layer.keeps_norms:
-        notes |= norms_note(layer.weights, statistics, key_constant=layer.centered)
+        notes |= measure_norms(layer.weights, statistics, key_constant=layer.centered)
     return Fitted(latent, notes)
 
 
@@ -49,7 +49,7 @@ def _normalized(layer: LatentLayer, counted: "LayerStatistics") -> "tuple[Latent
     dampers.
     """
     from kvfold.convert.transforms.latent.variants import live_norm
-    from kvfold.convert.transforms.sinks import with_damper
+    from kvfold.convert.transforms.sinks import add_damper
 
     if layer.centered:
         return fit_latent(layer, counted, layer.channels), 0
@@ -57,7 +57,7 @@ def _normalized(layer: LatentLayer, counted: "LayerStatistics") -> "tuple[Latent
     # Without weight on received attention, sinks do not matter and need no damper.
     if counted is layer.statistics or layer.channels < 2:
         return plain, 0
-    damped = with_damper(fit_latent(layer, counted, layer.channels - 1), layer.known())
+    damped = add_damper(fit_latent(layer, counted, layer.channels - 1), layer.require_statistics())
     return min(
         (plain, 0), (live_norm(damped, layer.inputs), 1), key=lambda option: layer.error(option[0])
     )
@@ -70,16 +70,16 @@ def fit_latent(layer: LatentLayer, statistics: "LayerStatistics", channels: int)
     Norms on queries and keys are kept if the layout supports them; otherwise linear maps replace
     them.
     """
-    from kvfold.convert.transforms.head_norms import linear_heads
-    from kvfold.convert.transforms.latent.latent import to_latent
+    from kvfold.convert.transforms.head_norms import linearize_heads
+    from kvfold.convert.transforms.latent.factorization import factor_layer
     from kvfold.convert.transforms.latent.variants import query_latent
 
     weights = layer.weights
     centered = layer.centered
     if not layer.keeps_norms:
-        weights = linear_heads(weights, statistics, key_constant=centered)
+        weights = linearize_heads(weights, statistics, key_constant=centered)
     place = layer.rotary, layer.slots, channels
-    latent = to_latent(
+    latent = factor_layer(
         weights, statistics, *place, context=layer.context, scale=layer.scale, centered=centered
     )
     return (

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from kvfold.convert.transforms.fold.grouping import Pairs
     from kvfold.convert.transforms.fold.heads import Objective
+    from kvfold.convert.transforms.latent.latent_weights import LatentWeights
     from kvfold.convert.transforms.latent.slots import Slots
-    from kvfold.convert.transforms.latent.weights import LatentWeights
     from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
 DEFAULT = "principal"
@@ -60,7 +60,7 @@ class Layer:
     context: int
     statistics: "LayerStatistics | None"
 
-    def known(self) -> "LayerStatistics":
+    def require_statistics(self) -> "LayerStatistics":
         """Return ``statistics``. Raises ValueError if they are None."""
         if self.statistics is None:
             raise ValueError(

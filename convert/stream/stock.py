@@ -19,7 +19,7 @@ from kvfold.attention.checkpoints.registered import register_model
 from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, KvfoldError, one_line, system_failure
-from kvfold.convert.families.wrappers import WRAPPERS
+from kvfold.convert.families.family import WRAPPERS
 
 _LONGEST_REASON = 200  # characters of another library's error text
 
@@ -163,7 +163,7 @@ def reason(error: Exception) -> str:
 
 
 @contextmanager
-def blaming(where: str) -> Iterator[None]:
+def errors_as_input_errors(where: str) -> Iterator[None]:
     """Turn errors in transformers' classes, which only the config can cause here, into InputErrors
     about ``where``.
     """
@@ -182,7 +182,7 @@ def blaming(where: str) -> Iterator[None]:
 def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
     """Load the language model's config. Raises InputError if transformers cannot load it."""
     register_model(str(checkpoint.config.get("model_type")))
-    with blaming(checkpoint.origin):
+    with errors_as_input_errors(checkpoint.origin):
         return AutoConfig.from_pretrained(
             checkpoint.folder, trust_remote_code=trust_remote_code
         ).get_text_config()

@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from kvfold.convert.families.family import WRAPPERS
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import older_rope_keys
-from kvfold.convert.families.wrappers import WRAPPERS
-from kvfold.convert.targets.mla.config import (
+from kvfold.convert.targets.mla.problems import latent_problems
+from kvfold.convert.targets.mla.spec import (
     EXPERT_TYPE,
     KERNEL_CACHES,
     KERNEL_HEADS,
-    LatentTarget,
+    MlaSpec,
     cached_divisors,
 )
-from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.own_code import needs_own_code
 from kvfold.convert.targets.same_family import cache_elements
 
@@ -31,7 +31,7 @@ _PLUGGED = ("gpt2", "gpt_neox", "opt")  # whose folds kvfold's plug-in registers
 
 
 @dataclass(frozen=True)
-class Result:
+class ServedModel:
     """The properties of a converted model that matter to engines.
 
     ``kind``: ``fold`` is GQA or MQA in the source's class, ``free`` and ``engine`` are the MLA
@@ -58,7 +58,7 @@ class Result:
     experts: bool = False
     kept: bool = False
 
-    def elements(self, ranks: int = 1) -> int:
+    def cache_elements(self, ranks: int = 1) -> int:
         """KV-cache elements per token per layer on each of ``ranks`` tensor-parallel ranks.
 
         Key/value heads are divided among the ranks, with at least one per rank; every rank caches
@@ -67,7 +67,7 @@ class Result:
         return sum(self.split) + self.divisors or 2 * -(-self.kv_heads // ranks) * self.head_dim
 
     def per_rank(self) -> dict[str, int]:
-        """``elements`` by number of ranks, for each number in ``RANKS`` that the heads can be
+        """`cache_elements` by number of ranks, for each number in ``RANKS`` that the heads can be
         divided among.
         """
         possible = [ranks for ranks in RANKS if self.query_heads % ranks == 0]
@@ -75,19 +75,19 @@ class Result:
         whole = [
             ranks for ranks in possible if self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0
         ]
-        return {str(ranks): self.elements(ranks) for ranks in whole}
+        return {str(ranks): self.cache_elements(ranks) for ranks in whole}
 
 
-def folded_result(model: Model, kv_heads: int | None = None) -> Result:
+def describe_fold(model: Model, kv_heads: int | None = None) -> ServedModel:
     """The result of folding ``model`` to ``kv_heads`` key/value heads; by default ``model`` itself."""
     size = model.geometry
     family = model.family.model_type
     present = size.kv_heads if kv_heads is None else kv_heads
     if model.family.sizes.kv_heads is None:
-        return Result("own", size.layers, size.heads, present, size.head_dim, family=family)
+        return ServedModel("own", size.layers, size.heads, present, size.head_dim, family=family)
     # A fold is written with the older keys that its source lacks.
     older = _older_rope(family, {**model.config, **older_rope_keys(model.config)})
-    return Result(
+    return ServedModel(
         "fold", size.layers, size.heads, present, size.head_dim, family=family, older_rope=older
     )
 
@@ -102,10 +102,10 @@ def _older_rope(family: str, config: Mapping[str, Any]) -> bool:
     return not table or "rope_theta" in config or assumed
 
 
-def latent_result_of(model: Model, target: LatentTarget) -> Result:
+def describe_mla(model: Model, target: MlaSpec) -> ServedModel:
     """The result of converting ``model`` to ``target``."""
     size, (nope, value) = model.geometry, target.head_dims(model.geometry.head_dim)
-    return Result(
+    return ServedModel(
         "own" if target.layout == "kvfold" else target.layout,
         size.layers,
         size.heads,
@@ -119,16 +119,16 @@ def latent_result_of(model: Model, target: LatentTarget) -> Result:
     )
 
 
-def latent_result(config: Mapping[str, Any]) -> Result:
+def describe_latent_config(config: Mapping[str, Any]) -> ServedModel:
     """The result described by the ``config.json`` of a latent model or of a wrapper around a latent
     model.
     """
     if (wrapper := config["model_type"]) in WRAPPERS:
-        return replace(latent_result(config["text_config"]), family=wrapper)
+        return replace(describe_latent_config(config["text_config"]), family=wrapper)
     nope, rope, value = (config[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
     experts = config["model_type"] == EXPERT_TYPE
     free = config["model_type"] == "youtu" or (experts and config.get("attention_bias"))
-    return Result(
+    return ServedModel(
         "free" if free else "engine",
         config["num_hidden_layers"],
         config["num_attention_heads"],
@@ -166,12 +166,12 @@ class Engine:
 
     name: str
     version: str
-    ask: Callable[[Result], Way]
+    ask: Callable[[ServedModel], Way]
     ran: tuple[str, ...] = ()
     ran_experts: tuple[str, ...] = ()
     kept: Way | None = None
 
-    def way(self, result: Result) -> Way:
+    def way(self, result: ServedModel) -> Way:
         """The answer for ``result``. Only transformers was tested with everything that kvfold
         writes.
         """
@@ -186,7 +186,7 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Support:
     """An engine's answer for a result, as reported to users.
 
     ``cache``: elements per token per layer on one device. ``how``: notes on serving the result, or
@@ -215,7 +215,9 @@ class Verdict:
         return ", ".join([f"{self.engine}: yes", *notes])
 
 
-def verdicts(result: Result, alternatives: Mapping[str, Result] | None = None) -> list[Verdict]:
+def support_for(
+    result: ServedModel, alternatives: Mapping[str, ServedModel] | None = None
+) -> list[Support]:
     """Every engine's answer for ``result``; ``alternatives`` are other results by their options,
     the best first.
     """
@@ -227,20 +229,22 @@ def verdicts(result: Result, alternatives: Mapping[str, Result] | None = None) -
         smaller = {
             options: other
             for options, other in (alternatives or {}).items()
-            if other.elements() <= result.elements()
+            if other.cache_elements() <= result.cache_elements()
         }
         others = (options for options, other in smaller.items() if engine.way(other).serves)
-        cache, instead = (result.elements(), None) if way.serves else (None, next(others, None))
+        cache, instead = (
+            (result.cache_elements(), None) if way.serves else (None, next(others, None))
+        )
         ran = (
             result.kind in runs
             and (result.kind == "own" or result.family in ("", "llama"))
             and not way.read
         )
-        made.append(Verdict(engine.name, engine.version, way.serves, cache, way.how, instead, ran))
+        made.append(Support(engine.name, engine.version, way.serves, cache, way.how, instead, ran))
     return made
 
 
-def served_text(answers: Sequence[Verdict]) -> str:
+def format_support(answers: Sequence[Support]) -> str:
     """One line with the engines that serve a result, those that do not, and an asterisk for what
     was not run.
     """
@@ -256,33 +260,33 @@ def served_text(answers: Sequence[Verdict]) -> str:
     )
 
 
-def alternatives(model: Model, target: LatentTarget | None = None) -> dict[str, Result]:
-    """Other results for ``model``, by their options: ``target`` in layout ``engine``, `proposals`,
+def propose_alternatives(model: Model, target: MlaSpec | None = None) -> dict[str, ServedModel]:
+    """Other results for ``model``, by their options: ``target`` in layout ``engine``, `propose_kernel_splits`,
     and MQA.
     """
     same = [] if target is None else [replace(target, layout="engine")]
     possible = [each for each in same if not latent_problems(model, each, allow_growth=True)]
     results = {
-        latent_options(each): latent_result_of(model, each)
-        for each in [*possible, *proposals(model)]
+        format_mla_options(each): describe_mla(model, each)
+        for each in [*possible, *propose_kernel_splits(model)]
     }
-    fold = {"--to mqa": folded_result(model, 1)} if model.geometry.kv_heads > 1 else {}
+    fold = {"--to mqa": describe_fold(model, 1)} if model.geometry.kv_heads > 1 else {}
     return results | fold
 
 
-def proposals(
+def propose_kernel_splits(
     model: Model, layouts: Sequence[Literal["free", "engine", "kvfold"]] = ("engine", "free")
-) -> list[LatentTarget]:
+) -> list[MlaSpec]:
     """The targets for ``model`` with splits that MLA kernels support, in each of ``layouts``."""
-    targets = [LatentTarget(*split, layout=layout) for layout in layouts for split in PROPOSED]
+    targets = [MlaSpec(*split, layout=layout) for layout in layouts for split in PROPOSED]
     return [target for target in targets if not latent_problems(model, target)]
 
 
-def budgets(
+def propose_budgets(
     model: Model, layout: Literal["free", "engine", "kvfold"] | None = None
-) -> list[LatentTarget]:
+) -> list[MlaSpec]:
     """MLA caches of about a half, a third, a quarter and an eighth of the model's, except those of
-    `proposals`.
+    `propose_kernel_splits`.
 
     Each is a target in ``layout``, by default that of a conversion, with one of the splits that
     ``--budget`` chooses from; those that the layout cannot express are left out.
@@ -291,14 +295,12 @@ def budgets(
     rope = 2 if model.geometry.rotary_dims else 0
     sizes = (cache_elements(model.geometry) // part for part in _PARTS)
     targets = [
-        LatentTarget(size - rope, rope, layout=stored)
-        for size in sizes
-        if size not in KERNEL_CACHES
+        MlaSpec(size - rope, rope, layout=stored) for size in sizes if size not in KERNEL_CACHES
     ]
     return [target for target in targets if not latent_problems(model, target)]
 
 
-def latent_options(target: LatentTarget) -> str:
+def format_mla_options(target: MlaSpec) -> str:
     """The options of ``kvfold convert`` that produce ``target``."""
     options = (
         f"--to mla --kv-rank {target.kv_rank} --rope-dim {target.rope_dim} --layout {target.layout}"
@@ -306,7 +308,7 @@ def latent_options(target: LatentTarget) -> str:
     return options if target.q_rank is None else f"{options} --q-rank {target.q_rank}"
 
 
-def _transformers(result: Result) -> Way:
+def _transformers(result: ServedModel) -> Way:
     if result.kind == "own":
         return Way(
             True,
@@ -320,17 +322,17 @@ def _transformers(result: Result) -> Way:
     )
 
 
-def _vllm(result: Result) -> Way:
+def _vllm(result: ServedModel) -> Way:
     if result.kind == "own":
         return Way(True, "if kvfold is installed in its environment")
     if result.kind == "fold":
         return Way(True)
     sizes = f"{', '.join(map(str, KERNEL_CACHES[:-1]))} or {KERNEL_CACHES[-1]}"
-    if result.elements() not in KERNEL_CACHES:
+    if result.cache_elements() not in KERNEL_CACHES:
         return Way(
             False,
             f"its MLA kernels support {sizes} cached elements, but this model has"
-            f" {result.elements()}",
+            f" {result.cache_elements()}",
         )
     if result.experts and result.kind == "free":
         return Way(
@@ -363,7 +365,7 @@ def _vllm(result: Result) -> Way:
     return Way(False, heads)
 
 
-def _sglang(result: Result) -> Way:
+def _sglang(result: ServedModel) -> Way:
     missing = result.family if result.family in _NOT_IN_SGLANG else ""
     if result.experts or result.kind == "free":
         missing = "Mistral4" if result.experts else "Youtu"
@@ -383,7 +385,7 @@ def _sglang(result: Result) -> Way:
     )
 
 
-def _llama_cpp(result: Result) -> Way:
+def _llama_cpp(result: ServedModel) -> Way:
     if result.kind == "fold" and result.family == "phi" and result.kv_heads != result.query_heads:
         return Way(
             False,
@@ -418,7 +420,7 @@ def _llama_cpp(result: Result) -> Way:
     return Way(True, ", ".join(filter(None, [edit, "BPE tokenizers only"])))
 
 
-def _mlx_lm(result: Result) -> Way:
+def _mlx_lm(result: ServedModel) -> Way:
     if result.kind == "free" and result.experts:
         return Way(False, "it needs a shared expert with a width above 0")
     if result.kind == "free":

@@ -23,14 +23,14 @@ from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.values import evaluate
-from kvfold.convert.targets.mla.config import LatentTarget, cached_divisors
+from kvfold.convert.targets.mla.spec import MlaSpec, cached_divisors
 from kvfold.convert.targets.same_family import attention_label, cache_elements
-from kvfold.convert.targets.target import TargetLayout, output_dtype
+from kvfold.convert.targets.target import OutputLayout, output_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvfold.convert.transforms.latent.weights import LatentWeights
+    from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 
 CODE = "kvfold.attention.checkpoints.modeling_kvfold"
 BLOCK = "kvfold"  # the key of config.json that says what the attention is like
@@ -53,7 +53,7 @@ def source_type(config: Mapping[str, Any]) -> str | None:
 
 def own_folded_layout(
     source: Model, checkpoint: Checkpoint, kv_heads: int, dtype: str | None
-) -> TargetLayout:
+) -> OutputLayout:
     """The layout of ``source`` with ``kv_heads`` key/value heads in kvfold's attention modules,
     stored as ``dtype``.
 
@@ -77,11 +77,11 @@ def own_folded_layout(
     shapes = [{name: target.tensors[name].shape for name in layer} for layer in names]
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
-        from kvfold.convert.families.layout import write_layer  # needs torch, a plan does not
+        from kvfold.convert.families.layer_io import write_layer  # needs torch, a plan does not
 
         return write_layer(target, layer, weights)
 
-    return TargetLayout(
+    return OutputLayout(
         attention_label(target.geometry.heads, kv_heads),
         own_config(source, checkpoint, facts, dtype),
         _output_tensors(source, checkpoint, shapes, dtype),
@@ -95,10 +95,10 @@ def own_folded_layout(
 def own_latent_layout(
     source: Model,
     checkpoint: Checkpoint,
-    target: LatentTarget,
+    target: MlaSpec,
     theta: Sequence[Sequence[float]],
     dtype: str | None,
-) -> TargetLayout:
+) -> OutputLayout:
     """The layout of ``source`` with latent attention in kvfold's modules; ``theta [layers][P/2]``:
     rotary frequencies.
 
@@ -132,7 +132,7 @@ def own_latent_layout(
 
         return _latent_tensors(source, layer, rotated(weights) if target.rotated else weights)
 
-    return TargetLayout(
+    return OutputLayout(
         f"MLA {target.kv_rank}+{target.rope_dim}" + (f"+{divisors}" if divisors else ""),
         own_config(source, checkpoint, facts, dtype, theta),
         _output_tensors(source, checkpoint, shapes, dtype),

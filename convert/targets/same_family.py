@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 from kvfold.convert.checkpoint.files import with_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
-from kvfold.convert.families.geometry import Geometry
-from kvfold.convert.families.model import Model
+from kvfold.convert.families.model import Geometry, Model
 from kvfold.convert.families.rotary import older_rope_keys
 from kvfold.convert.families.schema import Role
-from kvfold.convert.targets.target import TargetLayout, output_dtype
+from kvfold.convert.targets.target import OutputLayout, output_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +22,7 @@ def folded_layout(
     *,
     roles: Collection[Role],
     dtype: str | None,
-) -> TargetLayout:
+) -> OutputLayout:
     """The layout of ``source`` with ``kv_heads`` key/value heads; ``roles`` are the projections
     that change.
     """
@@ -54,12 +53,12 @@ def folded_layout(
         tensors.append(OutputTensor(name, output_dtype(info.dtype, dtype), shape, origin))
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
-        from kvfold.convert.families.layout import write_layer  # needs torch, a plan does not
+        from kvfold.convert.families.layer_io import write_layer  # needs torch, a plan does not
 
         return write_layer(target, layer, weights, roles)
 
     kind = attention_label(target.geometry.heads, kv_heads)
-    return TargetLayout(
+    return OutputLayout(
         kind, config, tuple(tensors), layers, cache_elements(target.geometry), encode
     )
 

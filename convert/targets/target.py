@@ -27,7 +27,7 @@ _OUTPUT_HEAD = (  # always named as dense: whether it is a module depends on tyi
 
 
 @dataclass(frozen=True)
-class TargetLayout:
+class OutputLayout:
     """The layout of the checkpoint that a conversion writes.
 
     ``kind`` is its attention, such as ``GQA-8`` or ``MLA 512+64``. ``tensors`` are all tensors in

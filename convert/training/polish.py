@@ -20,9 +20,9 @@ from torch.func import functional_call
 from kvfold.attention.drift.compare import distances
 from kvfold.attention.drift.frame import Arguments, Frame, Stop
 from kvfold.convert import processes
-from kvfold.convert.families.layout import Read
+from kvfold.convert.families.layer_io import Read
+from kvfold.convert.stream.parameters import WeightMap
 from kvfold.convert.stream.stock import empty_model
-from kvfold.convert.stream.weights import WeightMap
 from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, POLISH_ROUND, batch_size
 from kvfold.convert.training.fit import (
     AfterRound,

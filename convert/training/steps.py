@@ -25,14 +25,14 @@ from torch import Tensor
 
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.targets.mla.config import is_latent
-from kvfold.convert.targets.mla.tensors import CONSTANT, HeldSlice, held_slices, latent_norms
+from kvfold.convert.targets.mla.encode import CONSTANT, ConstantSlice, constant_slices, latent_norms
+from kvfold.convert.targets.mla.spec import is_latent
 
 # The least size of a tensor, so that one of zeros can learn at all. Chosen, not tuned.
 _LEAST_SIZE = 1e-6
 
 Named = Mapping[str, Tensor]
-Held = Mapping[str, HeldSlice]
+Held = Mapping[str, ConstantSlice]
 Channels = Mapping[str, tuple[Tensor, Tensor]]
 
 
@@ -91,7 +91,7 @@ def scale_steps(
     optimizer.register_step_post_hook(shorten)
 
 
-def _local_slice(tensor: Any, held: HeldSlice) -> Tensor:
+def _local_slice(tensor: Any, held: ConstantSlice) -> Tensor:
     """A view of the ``held`` slice in this process's shard of ``tensor``; empty if another process
     has the slice.
     """
@@ -166,13 +166,13 @@ def channel_scales(named: Named, held: Held) -> dict[str, tuple[Tensor, Tensor]]
     return scales
 
 
-def hold_constant(named: Named) -> dict[str, HeldSlice]:
+def hold_constant(named: Named) -> dict[str, ConstantSlice]:
     """Freeze the latents' norms among the parameters ``named``; returns the constant channel's
     slices by name.
     """
     for name in latent_norms(named):
         named[name].requires_grad_(False)
-    return held_slices(named)
+    return constant_slices(named)
 
 
 def scale_gradients(named: Named, held: Held) -> None:
@@ -186,13 +186,13 @@ def scale_gradients(named: Named, held: Held) -> None:
 
 
 def has_constant(checkpoint: Checkpoint) -> bool:
-    """True if every latent in the checkpoint has the constant channel (``targets/mla/tensors.py``)."""
+    """True if every latent in the checkpoint has the constant channel (``targets/mla/encode.py``)."""
     if not is_latent(checkpoint.config) or not checkpoint.config.get("attention_bias"):
         return False
     shapes = {
         name: torch.empty(info.shape, device="meta") for name, info in checkpoint.tensors.items()
     }
-    held = {name: part for name, part in held_slices(shapes).items() if name.endswith(".bias")}
+    held = {name: part for name, part in constant_slices(shapes).items() if name.endswith(".bias")}
     # Other latent models with biases have the tensors too, but no such value in them.
     return bool(held) and all(
         checkpoint.read(name)[part.index] == CONSTANT for name, part in held.items()
@@ -203,7 +203,7 @@ def check_constant(state: Named, checkpoint: Checkpoint) -> None:
     """Raise KvfoldError unless the constant channel has the same values in ``state`` as in
     ``checkpoint``.
     """
-    frozen = {name: held for name, held in held_slices(state).items() if held.pace == 0}
+    frozen = {name: held for name, held in constant_slices(state).items() if held.pace == 0}
     for name in [*latent_norms(state), *frozen]:
         after = state[name]
         before = checkpoint.read(name).to(state[name].dtype)

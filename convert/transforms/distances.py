@@ -54,7 +54,7 @@ class Distances:
     flat: float = 0.0
 
 
-def mixed_distances(
+def mix_distances(
     profile: Tensor, context: int, uniform: float = 0.0, tail: float | None = None
 ) -> Distances:
     """The mixture above for ``profile [H, S]`` and a model that must support ``context`` positions.

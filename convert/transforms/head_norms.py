@@ -9,7 +9,7 @@ text is the least-squares solution
 
 The ridge pulls ``L`` toward ``L_0``, the projection divided by one number per head, more strongly
 for shorter text. Both are exact if ``d`` does not vary. If it varies, most of the variation follows
-the input: the share of the energy of ``norm(W x)`` that ``L`` misses (`norms_note`) is far below
+the input: the share of the energy of ``norm(W x)`` that ``L`` misses (`measure_norms`) is far below
 the square of the divisors' coefficient of variation.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.linalg import input_moment, solve, split_bias, with_bias
+from kvfold.convert.transforms.linalg import append_bias, input_moment, solve, split_bias
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics
 
 # ``ridge``, in units of ``E|x|^2 / tokens``. Squared error of the keys on held-out text after 128,
@@ -63,7 +63,7 @@ def project(weights: AttentionWeights, inputs: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(results, 1), torch.cat(divisors, 1)
 
 
-def linear_heads(
+def linearize_heads(
     weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False
 ) -> AttentionWeights:
     """Return the layer without norms: queries and keys become the linear maps closest to the
@@ -80,26 +80,26 @@ def linear_heads(
     heads = weights.heads
     q_constant = weights.q_bias is not None
     k_constant = key_constant or weights.k_bias is not None
-    rows = with_bias(weights.q, weights.q_bias), with_bias(weights.k, weights.k_bias)
+    rows = append_bias(weights.q, weights.q_bias), append_bias(weights.k, weights.k_bias)
     q = _linear(rows[0], weights.q_norm, statistics, slice(heads), q_constant)
     k = _linear(rows[1], weights.k_norm, statistics, slice(heads, None), k_constant)
     (q, q_bias), (k, k_bias) = split_bias(q, q_constant), split_bias(k, k_constant)
     return replace(weights, q=q, k=k, q_bias=q_bias, k_bias=k_bias, q_norm=None, k_norm=None)
 
 
-def divided_heads(
+def divide_heads(
     weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False
 ) -> tuple[AttentionWeights, Tensor]:
-    """Like `linear_heads`, but divide keys by one number per head; return the layer and these
+    """Like `linearize_heads`, but divide keys by one number per head; return the layer and these
     numbers ``[G]``.
 
     The keys, which must have a norm, are exact up to one factor per token and head.
     """
     assert weights.k_norm is not None
     statistics = statistics.to(weights.q.device)
-    rows = with_bias(weights.k, weights.k_bias)
+    rows = append_bias(weights.k, weights.k_bias)
     rows, factor = _over_one_number(rows, weights.k_norm, statistics, slice(weights.heads, None))
-    linear = linear_heads(replace(weights, k_norm=None), statistics, key_constant=key_constant)
+    linear = linearize_heads(replace(weights, k_norm=None), statistics, key_constant=key_constant)
     k, k_bias = split_bias(rows, linear.k_bias is not None)
     return replace(linear, k=k, k_bias=k_bias), 1 / factor
 
@@ -167,7 +167,7 @@ def root_mean_square(rows: Tensor, norm: HeadNorm, moment: Tensor) -> Tensor:
     return (square + norm.eps).sqrt()
 
 
-def norms_note(
+def measure_norms(
     weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False
 ) -> dict[str, Any]:
     """An entry for ``kvfold.json``: the distance of norms on queries and keys from linear maps, on
@@ -175,18 +175,18 @@ def norms_note(
 
     ``head_norms`` contains for queries and for keys, over all heads, ``spread``: the coefficient of
     variation of the divisors, and ``missed``: the share of the energy of normalized queries or keys
-    that `linear_heads` does not reproduce. Empty for a layer without such norms, and for statistics
+    that `linearize_heads` does not reproduce. Empty for a layer without such norms, and for statistics
     that do not include them.
     """
     if statistics.normed is None or statistics.divisors is None:
         return {}
-    linear = linear_heads(weights, statistics, key_constant=key_constant)
+    linear = linearize_heads(weights, statistics, key_constant=key_constant)
     moment = input_moment(statistics, ridge=0.0)
     mean, square, energy = statistics.divisors.unbind(-1)
     spread = (square / mean.square() - 1).clamp_min(0).sqrt()
-    rows = torch.cat([with_bias(linear.q, linear.q_bias), with_bias(linear.k, linear.k_bias)]).to(
-        moment.device
-    )
+    rows = torch.cat(
+        [append_bias(linear.q, linear.q_bias), append_bias(linear.k, linear.k_bias)]
+    ).to(moment.device)
     left = energy + ((rows @ moment - 2 * statistics.normed) * rows).sum((1, 2))
     sides = {"query": slice(weights.heads), "key": slice(weights.heads, None)}
     spreads = {f"{name}_spread": float(spread[side].mean()) for name, side in sides.items()}

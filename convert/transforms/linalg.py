@@ -53,7 +53,7 @@ def covariance(moment: Tensor) -> Tensor:
     return moment[:-1, :-1] - torch.outer(mean, mean)
 
 
-def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
+def append_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
     """Append ``bias [n, D]`` (or zeros) to ``weight [n, D, E]`` as the weight of a constant input:
     float64.
     """
@@ -62,7 +62,7 @@ def with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def split_bias(rows: Tensor, present: bool) -> tuple[Tensor, Tensor | None]:
-    """Split ``rows [n, D, E+1]`` from `with_bias` into weight and bias; None unless the bias is
+    """Split ``rows [n, D, E+1]`` from `append_bias` into weight and bias; None unless the bias is
     ``present``.
     """
     return rows[..., :-1], rows[..., -1] if present else None

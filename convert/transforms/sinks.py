@@ -5,10 +5,10 @@ Real decoders park attention on a few tokens, above all the first one, whose inp
 others. A sink is one key among hundreds, so least squares over tokens barely account for it, yet an
 error in its key changes every row. Weighting tokens by received attention fixes this, but costs
 accuracy without a sink. So each layer is fitted both ways, and its error on held-out sequences
-decides (`judged`).
+decides (`better_of_two_fits`).
 
 In layout ``engine`` the latent is always normalized (a live norm). A sink's latent is short,
-because its value is almost zero, and the norm would make it as long as all others. `with_damper`
+because its value is almost zero, and the norm would make it as long as all others. `add_damper`
 adds a latent channel that nothing reads and that is large only for sinks: the row ``w`` with the
 largest ``E[r (w x)^2] / E[(w x)^2]``, where ``r`` is the attention a token receives.
 """
@@ -19,22 +19,22 @@ from typing import TypeVar
 
 import torch
 
-from kvfold.convert.transforms.latent.weights import LatentWeights
+from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.weights import LayerStatistics
 
 # Candidates for the share of received attention in a token's weight
-# (`LayerStatistics.counting_received`). 0 is plain least squares over tokens. 0.5 is not tuned: it
+# (`LayerStatistics.weighted_by_received_attention`). 0 is plain least squares over tokens. 0.5 is not tuned: it
 # gives a sink about the same weight as all other tokens.
 SHARES = (0.0, 0.5)
 
-# Isotropic share of the inputs' energy in the denominator of `with_damper`: rare directions in the
+# Isotropic share of the inputs' energy in the denominator of `add_damper`: rare directions in the
 # text are not sinks. Chosen, not tuned: held-out sequences decide whether a layer gets the channel.
 DAMPER_RIDGE = 1e-4
 
 Trial = TypeVar("Trial")
 
 
-def judged(
+def better_of_two_fits(
     statistics: LayerStatistics,
     fit: Callable[[LayerStatistics], Trial],
     judge: Callable[[Trial], float],
@@ -46,12 +46,12 @@ def judged(
     """
     if statistics.received_gram is None:
         return fit(statistics), 0.0
-    fits = {share: fit(statistics.counting_received(share)) for share in SHARES}
+    fits = {share: fit(statistics.weighted_by_received_attention(share)) for share in SHARES}
     best = min(SHARES, key=lambda share: judge(fits[share]))
     return fits[best], best
 
 
-def with_damper(latent: LatentWeights, statistics: LayerStatistics) -> LatentWeights:
+def add_damper(latent: LatentWeights, statistics: LayerStatistics) -> LatentWeights:
     """Append the channel described above, with a mean square of one over all tokens.
 
     ``statistics`` weigh all tokens equally and include the averages weighted by received attention.

@@ -143,7 +143,7 @@ class LayerStatistics(Tensors):
     def to(self, device: torch.device | str) -> "LayerStatistics":
         return self.map(lambda tensor: tensor.to(device))
 
-    def counting_received(self, share: float) -> "LayerStatistics":
+    def weighted_by_received_attention(self, share: float) -> "LayerStatistics":
         """Return statistics with tokens weighted by ``1 - share + share * received``; received
         attention averages 1.
         """

@@ -39,13 +39,13 @@ from kvfold.convert.conversion.fitted import Change
 from kvfold.convert.conversion.record import versions
 from kvfold.convert.device import stored_dtype
 from kvfold.convert.errors import InputError, KvfoldError, opt, option_error
-from kvfold.convert.families.wrappers import text_type
+from kvfold.convert.families.family import text_type
 from kvfold.convert.measure.verify import non_finite
 from kvfold.convert.options import takes
 from kvfold.convert.processes import launched_as_rank0, on_rank0
 from kvfold.convert.sizes import jsonable, parse_size
+from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import hide_bars, load_config
-from kvfold.convert.stream.weights import load_model
 from kvfold.convert.text.corpus import check_seq_len, open_corpus
 from kvfold.convert.text.tokenizer import load_tokenizer, render
 from kvfold.convert.training.steps import check_constant

@@ -31,9 +31,9 @@ from kvfold.convert.device import choose_device, training_autocast
 from kvfold.convert.errors import InputError, opt, option_error
 from kvfold.convert.processes import launched_as_rank0
 from kvfold.convert.progress import Stages
+from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import attend_in_blocks
-from kvfold.convert.stream.weights import load_model
-from kvfold.convert.targets.mla.tensors import HeldSlice
+from kvfold.convert.targets.mla.encode import ConstantSlice
 from kvfold.convert.text.tokenizer import check_teacher, load_tokenizer
 from kvfold.convert.training.budget import batch_size
 from kvfold.convert.training.fit import BETAS, distillation_loss, next_token_loss
@@ -165,7 +165,9 @@ def forward_dtype(request: UptrainRequest, source: Checkpoint) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
-def prepare_model(model: Any, source: Checkpoint, request: UptrainRequest) -> dict[str, HeldSlice]:
+def prepare_model(
+    model: Any, source: Checkpoint, request: UptrainRequest
+) -> dict[str, ConstantSlice]:
     """Freeze the parameters that are not trained; returns the constant channel's slices by name, if
     there are any.
     """
@@ -224,7 +226,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         order: TrainingOrder,
         held_out: Tensor,
         teacher: Any,
-        held: Mapping[str, HeldSlice],
+        held: Mapping[str, ConstantSlice],
     ) -> None:
         self.run_log = log = RunLog(request)
         sequences = [{"input_ids": tokens} for tokens in held_out]

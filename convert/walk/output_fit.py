@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 from kvfold.convert import processes
-from kvfold.convert.transforms.latent.weights import LatentWeights
+from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.linalg import fit_output
 from kvfold.convert.transforms.weights import AttentionWeights
 from kvfold.convert.walk.hidden import Hidden

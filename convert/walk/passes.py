@@ -11,7 +11,7 @@ from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.tensors import refuse_non_finite
 from kvfold.convert.errors import InputError
-from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.hidden import Hidden, Keep, Recomputed
 from kvfold.convert.walk.statistics import ReadHeads, StatisticsAccumulator, with_heads

@@ -52,7 +52,7 @@ from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.hidden import Hidden, Keep
 from kvfold.convert.walk.passes import advance, check_finite, chunk_size, embed, gather, through

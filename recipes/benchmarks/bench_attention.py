@@ -195,7 +195,7 @@ def decode_row(
 
 
 @torch.no_grad()
-def budgets(threads: int, rounds: int, device: str) -> list[dict[str, Any]]:
+def propose_budgets(threads: int, rounds: int, device: str) -> list[dict[str, Any]]:
     """Milliseconds by the scores held at once: a windowed prefill and a decoding step in blocks,
     ``latent_decode``.
     """
@@ -324,7 +324,7 @@ def main() -> None:
     torch.manual_seed(0)
     common = (chosen.threads, chosen.rounds, chosen.device)
     if chosen.budgets:
-        print(table(budgets(*common)))
+        print(table(propose_budgets(*common)))
         return
     report: dict[str, Any] = {**conditions(torch.device(chosen.device)), "threads": chosen.threads}
     report["prefill"] = [prefill(length, *common) for length in (512, 2048)]

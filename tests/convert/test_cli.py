@@ -227,7 +227,7 @@ def test_demo_converts_measures_and_writes_its_table(kvfold, monkeypatch, tmp_pa
     done = kvfold("demo", tmp_path / "kept", "--json", "-")
     found = json.loads(done.stdout)
     assert found["measured_on"] == "1 x 16 held-out tokens"
-    assert [row["cache_elements_per_token_per_layer"] for row in found["targets"]] == [512, 64]
+    assert [row["cache_elements"] for row in found["targets"]] == [512, 64]
     assert found["targets"][0]["perplexity"] < found["targets"][1]["perplexity"]
     assert re.search(r"^MQA, mean +64 +87.5 % ", done.stderr, re.MULTILINE)
     assert (tmp_path / "kept" / "mqa-mean" / "config.json").is_file()
@@ -260,7 +260,7 @@ def test_convert_tells_its_plan_and_its_result(kvfold, tmp_path):
     assert done.stderr.startswith(f"reading {demo_folder()}\n")  # then stages, on a busy machine
     assert said in done.stdout
     made = json.loads((tmp_path / "done.json").read_text())
-    assert (made["out"], made["cache_elements_per_token_per_layer"]) == (
+    assert (made["out"], made["cache_elements"]) == (
         str(out),
         {"from": 512, "to": 64},
     )

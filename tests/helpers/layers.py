@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.head_norms import project
-from kvfold.convert.transforms.latent.weights import LatentWeights
+from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics, Rotary
 
 NORMS = {

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.checkpoint.tensors import DTYPE_NAMES
-from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.walk.walk import Step, Student, Teacher, Walk
 
 LAYERS = 3

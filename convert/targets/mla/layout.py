@@ -1,5 +1,17 @@
-"""MLA: the layout of a converted model in a stock class, with names and shapes. Does not import
-torch.
+"""The config and the tensors of the stock class for a model with latent attention (MLA). Does not
+import torch.
+
+Layout ``free`` supports any frequencies and attention biases (one latent channel is a constant that
+makes the latent's RMSNorm a known factor). The DeepSeek loaders of inference engines silently drop
+both, so the output is not a DeepSeek model but a ``YoutuForCausalLM`` (stock in transformers),
+which has the same attention and tensor names, and dense layers.
+
+Layout ``engine`` is a ``DeepseekV3ForCausalLM`` that those loaders read correctly: no biases, plain
+RoPE, an untied head, and only dense layers (``first_k_dense_replace`` is the number of layers).
+
+A model with experts becomes a ``Mistral4ForCausalLM`` in both layouts. Its router computes the
+softmax of all logits, selects the largest probabilities, and optionally divides them by their sum,
+like mixtral and qwen3_moe (DeepSeek-V3 uses a sigmoid, and DeepSeek-V2 never divides).
 
 Experts are copied without decoding them. The experts of a layer are stored in two tensors: ``[n, 2
 I, E]``, with the gate rows of each expert before its up rows, and ``[n, E, I]``. Both are
@@ -8,22 +20,216 @@ but the source has no shared expert: layout ``free`` stores a shared expert of w
 ``engine`` stores zeros, because the loaders of engines expect its tensors.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvfold.convert.checkpoint.files import with_dtype
 from kvfold.convert.checkpoint.formats import Shape
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
+from kvfold.convert.families.family import names_in_files
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import BlockRole
-from kvfold.convert.families.wrappers import names_in_files
-from kvfold.convert.targets.mla.config import ATTENTION, LatentTarget, mla_config, query_rank
-from kvfold.convert.targets.target import TargetLayout, output_dtype
+from kvfold.convert.targets.mla.spec import ATTENTION, EXPERT_TYPE, MlaSpec, context, query_rank
+from kvfold.convert.targets.target import OutputLayout, output_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_CLASSES: dict[str, dict[str, Any]] = {
+    "free": {"architectures": ["YoutuForCausalLM"], "model_type": "youtu"},
+    "engine": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+    "experts": {"architectures": ["Mistral4ForCausalLM"], "model_type": EXPERT_TYPE},
+}
+_ROPE_BASE = 10000.0  # of the standard frequencies that longrope's factors divide
+
+
+def mla_config(
+    model: Model, target: MlaSpec, theta: Sequence[float], *, dtype: str
+) -> dict[str, Any]:
+    """``config.json`` of the output. ``theta [P/2]`` are the rotary frequencies in radians per
+    position.
+
+    ``dtype`` is in the spelling of transformers. The dtype has two keys, for readers before and
+    after transformers 5; in layout ``engine`` so do the frequencies.
+    """
+    size = model.geometry
+    block = model.block
+    config = model.config
+    nope, value = target.head_dims(size.head_dim)
+    # Where all layers have experts, the width of the MLPs that the model lacks is theirs.
+    down = model.names.get(("down", 0)) or model.names["expert_down", 0]
+    width = model.tensors[down[0]].shape[1]
+    special = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if target.layout == "free":
+        # transformers 5.23 zeroes the embedding of the pad token when it loads a Youtu model.
+        special["pad_token_id"] = None
+    return {
+        **(_CLASSES["experts" if block.sparse else target.layout]),
+        "attention_bias": target.constant,
+        "attention_dropout": config.get("attention_dropout", 0.0),
+        **special,
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.model_dim,
+        "hidden_act": block.activation,
+        "intermediate_size": width,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads,
+        "kv_lora_rank": target.kv_rank,
+        "q_lora_rank": query_rank(model, target),
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": target.rope_dim,
+        "v_head_dim": value,
+        "max_position_embeddings": context(model),
+        "initializer_range": size.initializer_range,
+        "rms_norm_eps": block.norm_eps,
+        "tie_word_embeddings": block.tied and target.layout != "engine",
+        "use_cache": True,
+        "rope_interleave": True,
+        **_expert_config(model, target, width),
+        **_rope(model, target, theta),
+        "dtype": dtype,
+        "torch_dtype": dtype,  # the spelling before transformers 5
+    }
+
+
+def _rope(model: Model, target: MlaSpec, theta: Sequence[float]) -> dict[str, Any]:
+    """The config keys for the rotary embedding, and ``head_dim`` if readers need it."""
+    cached = target.kv_rank + target.rope_dim
+    positions = context(model)
+    head_dim = (
+        cached
+        if target.has_kernels
+        else target.head_dims(model.geometry.head_dim)[0] + target.rope_dim
+    )
+    # vLLM's Transformers backend takes head_dim for the size of the latent cache. Youtu and
+    # Mistral4 rotate a part of their head_dim dims, rounded down, and otherwise ignore it: where
+    # kernels support the cache one value serves all.
+    part = {"partial_rotary_factor": (target.rope_dim + 0.5) / head_dim}
+    plain: Literal["default", "yarn", "longrope"] = "longrope" if target.has_kernels else "default"
+    table = stored_rope(
+        theta, positions, "yarn" if model.block.sparse or target.layout == "engine" else plain
+    )
+    if model.block.sparse:
+        # Mistral4 rotates a part of a head, but not by plain RoPE, and would scale its queries by
+        # position.
+        return {
+            "head_dim": head_dim,
+            "rope_parameters": {**table, **part, "llama_4_scaling_beta": 0.0},
+        }
+    if target.layout == "engine":
+        # YaRN of factor 1 changes no frequency and no scale. It is the way of DeepSeek-V3 itself;
+        # for plain interleaved RoPE vLLM 0.32 has a kernel on CPUs that rotates several heads
+        # wrongly.
+        scaling = {name: value for name, value in table.items() if name != "rope_theta"}
+        older = {
+            "rope_theta": table["rope_theta"],
+            "rope_scaling": {**scaling, "type": table["rope_type"]},
+        }
+        return {**older, "rope_parameters": table}
+    if not target.has_kernels:
+        return {"rope_parameters": table}
+    return {"head_dim": cached, "rope_parameters": {**table, **part}}
+
+
+def _expert_config(model: Model, target: MlaSpec, width: int) -> dict[str, Any]:
+    """The config keys for experts; empty in layout ``free`` if there are none. ``width`` is the
+    width of the MLPs.
+    """
+    if model.block.sparse:
+        routing = model.block.routing
+        first = next(layer.index for layer in model.layers if layer.sparse)
+        assert routing is not None  # model_problems refuses models without
+        downs = model.names["expert_down", first]
+        return {
+            "first_k_dense_replace": first,
+            "moe_intermediate_size": model.tensors[downs[0]].shape[1],
+            "n_routed_experts": len(downs),
+            "n_shared_experts": int(target.layout == "engine"),
+            "num_experts_per_tok": routing.per_token,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": routing.renormalized,
+            "routed_scaling_factor": 1.0,
+        }
+    if target.layout != "engine":
+        return {}
+    # A DeepSeek model without experts has the smallest numbers that its readers accept.
+    return {
+        "first_k_dense_replace": model.geometry.layers,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": width,
+        "n_routed_experts": (
+            2
+        ),  # llama.cpp refuses a model with as many groups of experts as experts
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "sigmoid",
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def stored_rope(
+    theta: Sequence[float],
+    positions: int,
+    plain: Literal["default", "yarn", "longrope"] = "default",
+) -> dict[str, Any]:
+    """``rope_parameters`` for the frequencies ``theta``; for plain RoPE, ``plain`` is the rope type
+    to use.
+
+    All other frequencies are stored as ``longrope``, whose factors divide the standard frequencies
+    one by one; the factors are the same for short and long texts.
+    """
+    base = None if plain == "longrope" else plain_base(theta)
+    if base is None:
+        factors = [_ROPE_BASE ** (-index / len(theta)) / angle for index, angle in enumerate(theta)]
+        return {
+            "rope_type": "longrope",
+            "factor": 1.0,
+            "attention_factor": 1.0,
+            "short_factor": factors,
+            "long_factor": factors,
+            "original_max_position_embeddings": positions,
+            "rope_theta": _ROPE_BASE,
+        }
+    if plain == "default":
+        return {"rope_type": "default", "rope_theta": base}
+    return {
+        "rope_type": "yarn",
+        "rope_theta": base,
+        "factor": 1.0,
+        "original_max_position_embeddings": positions,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+
+
+def plain_base(theta: Sequence[float]) -> float | None:
+    """The ``base`` with ``theta_i = base^(-2i/P)`` for all ``P/2`` frequencies (within float32
+    precision), or None.
+    """
+    # Plain RoPE starts at one radian per position, whatever its base.
+    if not math.isclose(theta[0], 1.0, rel_tol=1e-7):
+        return None
+    base = 10000.0 if len(theta) == 1 else theta[-1] ** (-len(theta) / (len(theta) - 1))
+    base = float(round(base)) if math.isclose(base, round(base), rel_tol=1e-6) else base
+    plain = (base ** (-index / len(theta)) for index in range(len(theta)))
+    return (
+        base
+        if all(math.isclose(a, b, rel_tol=3e-7) for a, b in zip(theta, plain, strict=True))
+        else None
+    )
+
 
 _ROLE_NAMES: dict[BlockRole, str] = {
     "attention_norm": "model.layers.{layer}.input_layernorm.weight",
@@ -41,10 +247,10 @@ Shapes = dict[str, tuple[Shape, Source]]
 def latent_layout(
     model: Model,
     checkpoint: Checkpoint,
-    target: LatentTarget,
+    target: MlaSpec,
     theta: Sequence[float],
     dtype: str | None,
-) -> TargetLayout:
+) -> OutputLayout:
     """The layout of ``model`` as MLA in a stock class; ``theta [P/2]`` are the frequencies in
     radians per position.
 
@@ -85,7 +291,7 @@ def latent_layout(
         config = config if dtype is None else with_dtype(config, dtype)
 
     def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
-        from kvfold.convert.targets.mla.tensors import mla_tensors  # needs torch, a plan does not
+        from kvfold.convert.targets.mla.encode import mla_tensors  # needs torch, a plan does not
 
         made = mla_tensors(weights, layer, target)
         for fused in model.names.get(("gate_up", layer), ()):
@@ -95,10 +301,10 @@ def latent_layout(
 
     kind = f"MLA {target.kv_rank}+{target.rope_dim}"
     elements = target.kv_rank + target.rope_dim
-    return TargetLayout(kind, config, tuple(tensors), computed, elements, encode)
+    return OutputLayout(kind, config, tuple(tensors), computed, elements, encode)
 
 
-def mla_shapes(model: Model, target: LatentTarget) -> Shapes:
+def mla_shapes(model: Model, target: MlaSpec) -> Shapes:
     """The shape of each output tensor and the source tensors that it copies (see
     ``OutputTensor.source``), by name.
     """
@@ -116,7 +322,7 @@ def mla_shapes(model: Model, target: LatentTarget) -> Shapes:
     return shapes
 
 
-def layer_shapes(model: Model, target: LatentTarget, layer: int) -> Shapes:
+def layer_shapes(model: Model, target: MlaSpec, layer: int) -> Shapes:
     """The entries of `mla_shapes` that belong to ``layer``."""
     shapes: Shapes = {
         name: (shape, None) for name, shape in _attention_shapes(model, target, layer).items()
@@ -134,7 +340,7 @@ def layer_shapes(model: Model, target: LatentTarget, layer: int) -> Shapes:
     return shapes
 
 
-def _attention_shapes(model: Model, target: LatentTarget, layer: int) -> dict[str, Shape]:
+def _attention_shapes(model: Model, target: MlaSpec, layer: int) -> dict[str, Shape]:
     """The shapes of the attention tensors in ``layer``, by name; all of these tensors are computed."""
     size = model.geometry
     heads = size.heads
@@ -162,7 +368,7 @@ def _attention_shapes(model: Model, target: LatentTarget, layer: int) -> dict[st
     return {f"{ATTENTION.format(layer=layer)}.{name}": shape for name, shape in shapes.items()}
 
 
-def _expert_shapes(model: Model, target: LatentTarget, layer: int) -> Shapes:
+def _expert_shapes(model: Model, target: MlaSpec, layer: int) -> Shapes:
     """The shapes and source tensors of the router and the experts in ``layer``, by name."""
     mlp = f"model.layers.{layer}.mlp"
     names = model.names
@@ -183,7 +389,7 @@ def _expert_shapes(model: Model, target: LatentTarget, layer: int) -> Shapes:
     }
 
 
-def padding(model: Model, target: LatentTarget) -> int:
+def padding(model: Model, target: MlaSpec) -> int:
     """The number of parameters that are zero because heads are padded."""
     size = model.geometry
     nope, value = (padded - size.head_dim for padded in target.head_dims(size.head_dim))

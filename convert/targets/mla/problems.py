@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 from kvfold.attention.checkpoints import SOURCES
 from kvfold.convert.errors import opt, option_problem
+from kvfold.convert.families.family import WRAPPERS
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.families.schema import ROLES
-from kvfold.convert.families.wrappers import WRAPPERS
-from kvfold.convert.targets.mla.config import (
+from kvfold.convert.targets.mla.spec import (
     KERNEL_CACHES,
     KERNEL_HEADS,
-    LatentTarget,
+    MlaSpec,
     cached_divisors,
     context,
     full_query_rank,
@@ -41,7 +41,7 @@ _ROLES = _EXPERTS | {
 _MLP_BIASES = frozenset({"gate_bias", "up_bias", "gate_up_bias", "down_bias"})
 
 
-def latent_problems(model: Model, target: LatentTarget, *, allow_growth: bool = False) -> list[str]:
+def latent_problems(model: Model, target: MlaSpec, *, allow_growth: bool = False) -> list[str]:
     """All reasons why ``model`` cannot be converted to ``target``, one line each; empty if it can."""
     if target.layout == "kvfold":
         own = _own_problems(model, target)
@@ -80,7 +80,7 @@ def model_problems(model: Model) -> list[str]:
     return [f"{opt('to', 'mla')}: {kind} {problem}; {instead}" for problem in problems]
 
 
-def _own_problems(model: Model, target: LatentTarget) -> Iterator[str]:
+def _own_problems(model: Model, target: MlaSpec) -> Iterator[str]:
     """Yield reasons why the model cannot be converted to ``target`` in layout ``kvfold``."""
     attention = [
         f"{problem}; use {opt('to', 'gqa')} instead" for problem in _own_attention_problems(model)
@@ -254,7 +254,7 @@ def _engine_problems(model: Model) -> Iterator[str]:
         yield f"the activation is {activation!r}, but engines support only 'silu'"
 
 
-def _size_problems(model: Model, target: LatentTarget, allow_growth: bool) -> Iterator[str]:
+def _size_problems(model: Model, target: MlaSpec, allow_growth: bool) -> Iterator[str]:
     size = model.geometry
     divisors = cached_divisors(model, target)
     rank = target.kv_rank

@@ -21,13 +21,13 @@ from kvfold.convert.transforms import linalg
 from kvfold.convert.transforms.fold import normed
 from kvfold.convert.transforms.fold.heads import GroupMoments, Objective, SharedHead
 from kvfold.convert.transforms.fold.score_fit import SCORES, distance_moments
-from kvfold.convert.transforms.head_norms import linear_heads
+from kvfold.convert.transforms.head_norms import linearize_heads
 from kvfold.convert.transforms.linalg import (
+    append_bias,
     head_moments,
     input_moment,
     joint_moment,
     output_metric,
-    with_bias,
 )
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
@@ -84,17 +84,17 @@ def layer_moments(
     """
     statistics = statistics.to(weights.q.device)
     moment = input_moment(statistics)
-    keys = normed.linearize(with_bias(weights.k, weights.k_bias), weights.k_norm, moment)
+    keys = normed.linearize(append_bias(weights.k, weights.k_bias), weights.k_norm, moment)
     if weights.k_norm is not None and weights.k_norm.bias is None and statistics.normed is not None:
         # If the members' keys are divided before the fold, the shared head's norm has less left to
         # divide.
-        fitted = linear_heads(weights, statistics)
-        keys = replace(keys, rows=with_bias(fitted.k, fitted.k_bias))
-    queries = normed.linearize(with_bias(weights.q, weights.q_bias), weights.q_norm, moment)
+        fitted = linearize_heads(weights, statistics)
+        keys = replace(keys, rows=append_bias(fitted.k, fitted.k_bias))
+    queries = normed.linearize(append_bias(weights.q, weights.q_bias), weights.q_norm, moment)
     amplitude = moment.new_ones(weights.head_dim)
     amplitude[: rotary.dims] = rotary.amplitude
     # Without an output bias, the values' bias is part of the fit (_fold_constants).
-    values = with_bias(weights.v, None if weights.o_bias is not None else weights.v_bias)
+    values = append_bias(weights.v, None if weights.o_bias is not None else weights.v_bias)
     return LayerMoments(
         weights=weights,
         rotary=rotary,
@@ -126,7 +126,7 @@ def fold(
     reads KV head ``h // (H // len(groups))``. Computed in float64, returned in float32 on the
     device of ``weights``. Keys are fitted for all distances below ``context``, the number of
     positions to support (the model's limit, or the layer's window); 0 means the length of the
-    calibration text. Raises ValueError as `ordered` does.
+    calibration text. Raises ValueError as `order_heads` does.
     """
     return fold_moments(layer_moments(weights, statistics, rotary, context), groups, objective)
 
@@ -135,7 +135,7 @@ def fold_moments(
     layer: LayerMoments, groups: Groups, objective: Objective = SCORES
 ) -> AttentionWeights:
     """Like `fold`, but from precomputed moments, for trying several partitions of one layer."""
-    source = ordered(layer.weights, groups)
+    source = order_heads(layer.weights, groups)
     repeat = layer.weights.heads // layer.weights.kv_heads
     if len(groups[0]) == 1:
         return source.map(Tensor.float)
@@ -182,7 +182,7 @@ def _fold_values(
     """
     dims = [torch.arange(source.head_dim, device=source.v.device)]
     encode, decode = _balanced(heads, layer.values[query_order(groups, 1)], dims)
-    members = torch.unflatten(with_bias(source.v, source.v_bias), 0, (len(groups), -1))
+    members = torch.unflatten(append_bias(source.v, source.v_bias), 0, (len(groups), -1))
     v, v_bias = linalg.split_bias(
         torch.einsum("gmab,gmbf->gaf", encode, members), source.v_bias is not None
     )
@@ -244,7 +244,7 @@ def _fold_constants(
     )
 
 
-def ordered(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
+def order_heads(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
     """Return the same layer with its heads reordered so that the heads of each group are adjacent.
 
     Raises ValueError unless ``groups`` splits the KV heads into parts of equal size.

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.distances import mixed_distances, rotary_moments
+from kvfold.convert.transforms.distances import mix_distances, rotary_moments
 from kvfold.convert.transforms.fold.heads import (
     GroupMoments,
     Objective,
@@ -128,7 +128,7 @@ def distance_moments(profile: Tensor, context: int, rotary: Rotary, dims: int) -
     """
     theta = rotary.theta.double()
     speed = torch.cat((theta, -theta, theta.new_zeros(dims - rotary.dims)))
-    return rotary_moments(mixed_distances(profile, context), speed)
+    return rotary_moments(mix_distances(profile, context), speed)
 
 
 def pair_basis(pairs: int, dims: int, device: torch.device | str = "cpu") -> Tensor:

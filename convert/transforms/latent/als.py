@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvfold.convert.transforms.distances import Distances
 from kvfold.convert.transforms.latent.kernels import Kernel, RotaryRows, kernels
-from kvfold.convert.transforms.latent.weights import LinearLayer
+from kvfold.convert.transforms.latent.latent_weights import LinearLayer
 from kvfold.convert.transforms.linalg import covariance, damped_solve, solve, symmetric_eig
 from kvfold.convert.transforms.weights import Rotary
 
@@ -53,7 +53,7 @@ ALS_DAMPING = 1e-6
 
 
 @dataclass(frozen=True)
-class LatentFit:
+class LatentFactors:
     """The cached rows ``X``, ``rows [P + R, E+1]`` on ``[x; 1]`` with rotary rows first, and the
     maps that read them.
 
@@ -102,10 +102,10 @@ def alternate(
     rotary: Rotary,
     theta: Tensor,
     distances: Distances,
-    fit: LatentFit,
+    fit: LatentFactors,
     *,
     centered: bool,
-) -> LatentFit:
+) -> LatentFactors:
     """Improve ``fit`` by `ALS_ROUNDS` of least squares for the readings, then the rows; solve the
     readings once more.
 
@@ -140,7 +140,7 @@ def alternate(
     return _solve_readings(problem, fit)
 
 
-def _solve_readings(problem: LatentProblem, fit: LatentFit) -> LatentFit:
+def _solve_readings(problem: LatentProblem, fit: LatentFactors) -> LatentFactors:
     """The readings ``A_h [D, P + R]`` and ``B_g [D, R]`` that best fit the present rows.
 
     Let ``y`` be the cached rows and ``k`` the source's key, both as head ``h`` sees them, ``c`` the
@@ -182,7 +182,7 @@ def _regress(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
 
 
 def _normal_equations(
-    problem: LatentProblem, fit: LatentFit
+    problem: LatentProblem, fit: LatentFactors
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``V, M [n, n]``, ``P [n, E]``, ``p [n]`` for `_solve_rows`: costs of a change, and the
     unexplained remainder.
@@ -215,7 +215,7 @@ def _normal_equations(
     return V, M, P - V @ linear, p - M @ mean
 
 
-def _solve_rows(problem: LatentProblem, fit: LatentFit) -> LatentFit:
+def _solve_rows(problem: LatentProblem, fit: LatentFactors) -> LatentFactors:
     """The cached rows ``X = [L b]`` that best fit the present readings.
 
     With ``C = cov(x)`` and ``m = E[x]``, a change ``dL, db`` solves
@@ -250,7 +250,7 @@ def _solve_rows(problem: LatentProblem, fit: LatentFit) -> LatentFit:
     return replace(fit, rows=torch.cat([linear, fit.rows[:, -1:]], 1))
 
 
-def _principal(problem: LatentProblem, fit: LatentFit) -> LatentFit:
+def _principal(problem: LatentProblem, fit: LatentFactors) -> LatentFactors:
     """The same fit with rotary pairs at unit energy and uncorrelated latent channels, scaled by
     their importance.
     """
@@ -278,7 +278,7 @@ def _principal(problem: LatentProblem, fit: LatentFit) -> LatentFit:
     reading = torch.cat(
         [fit.reading[..., : 2 * pairs] * unit, fit.reading[..., 2 * pairs :] @ back], -1
     )
-    return LatentFit(
+    return LatentFactors(
         torch.cat([rotary / unit[:, None], forth @ latent]), reading, fit.values @ back
     )
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.distances import mixed_distances, rotation_gains
-from kvfold.convert.transforms.latent.weights import LinearLayer, linear_layer
+from kvfold.convert.transforms.distances import mix_distances, rotation_gains
+from kvfold.convert.transforms.latent.latent_weights import LinearLayer, linear_layer
 from kvfold.convert.transforms.linalg import head_moments, input_moment, symmetric_eig
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
@@ -166,7 +166,7 @@ def pair_gains(statistics: LayerStatistics, rotary: Rotary, context: int) -> Ten
     """``m_{h,l} = sum_delta p_h(delta) e^{-i theta_l delta}``, complex ``[H, L]``: the best
     constants for rotations.
     """
-    return rotation_gains(mixed_distances(statistics.profile, context, SLOT_UNIFORM), rotary.theta)
+    return rotation_gains(mix_distances(statistics.profile, context, SLOT_UNIFORM), rotary.theta)
 
 
 def survey_layer(

@@ -22,8 +22,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.latent.latent import moment_root, principal_basis
-from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
+from kvfold.convert.transforms.latent.factorization import moment_root, principal_basis
+from kvfold.convert.transforms.latent.latent_weights import LatentWeights, QueryLatent
 from kvfold.convert.transforms.linalg import input_moment, solve, symmetric_eig
 from kvfold.convert.transforms.weights import LayerStatistics
 

@@ -111,7 +111,7 @@ def test_side_files(source, pooled):
     assert "license: mit" in card
     assert "Everything else comes from the source, byte for byte." in card
     record = json.loads((pooled / "kvfold.json").read_text())
-    assert record["cache_elements_per_token_per_layer"] == {"from": 128, "to": 32}
+    assert record["cache_elements"] == {"from": 128, "to": 32}
     assert record["tensors"]["model.norm.weight"] == {
         "origin": "copied",
         "from": ["model.norm.weight"],

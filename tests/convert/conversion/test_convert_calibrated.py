@@ -19,8 +19,8 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.losses import checkpoint_perplexity, token_losses, token_windows
 from kvfold.convert.progress import Stages
-from kvfold.convert.targets.engines import latent_result_of, verdicts
-from kvfold.convert.targets.mla.config import LatentTarget
+from kvfold.convert.targets.engines import describe_mla, support_for
+from kvfold.convert.targets.mla.spec import MlaSpec
 from kvfold.convert.text.windows import load_calibration
 from kvfold.convert.walk.passes import last_states
 
@@ -182,7 +182,7 @@ def test_latent_checkpoints_are_of_a_stock_class(latent, held_out):
     cache = model(held_out[:1]).past_key_values
     held = sum(tensor.numel() for layer in cache.layers for tensor in (layer.keys, layer.values))
     record = json.loads((latent / "kvfold.json").read_text())
-    assert record["cache_elements_per_token_per_layer"] == {"from": 512, "to": 64}
+    assert record["cache_elements"] == {"from": 512, "to": 64}
     assert held == 64 * held_out.shape[1] * 4
 
 
@@ -243,7 +243,7 @@ def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, split, tiny_rea
     assert [each.to_dict() for each in done.splits] == record["splits"] == refined
     changes = {
         "attention": done.attention,
-        "cache_elements_per_token_per_layer": done.cache_elements,
+        "cache_elements": done.cache_elements,
     }
     assert {name: record[name] for name in changes} == {
         name: {"from": change.before, "to": change.after} for name, change in changes.items()
@@ -273,8 +273,8 @@ def tried(rank, rope, kl, layout="free", dim=128):
         "head_dim": dim,
     }
     model = model_of(config)
-    target = LatentTarget(rank, rope, layout=layout)
-    plan = Mock(engines=verdicts(latent_result_of(model, target)), geometry=model.geometry)
+    target = MlaSpec(rank, rope, layout=layout)
+    plan = Mock(engines=support_for(describe_mla(model, target)), geometry=model.geometry)
     plan.request = Mock(refine=1, quiet=True)
     return splits.Candidate(plan, target, Mock(), kl)
 

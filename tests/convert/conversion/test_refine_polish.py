@@ -12,7 +12,7 @@ from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
 from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion import latent, memory, polishing
 from kvfold.convert.data import demo_folder
-from kvfold.convert.targets.mla.tensors import CONSTANT, norm_weight
+from kvfold.convert.targets.mla.encode import CONSTANT, norm_weight
 from kvfold.convert.training import budget
 from kvfold.convert.training import polish as training
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from kvfold.convert.families.family import family_of, supported
-from kvfold.convert.families.layout import layer_rotary, read_layer
+from kvfold.convert.families.layer_io import layer_rotary, read_layer
 from kvfold.convert.families.model import model_of
 from kvfold.convert.families.rotary import rope_table
 

@@ -20,10 +20,10 @@ from tiny_models import CLASSICS, tiny_config
 from kvfold.attention import register_models
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.families.family import supported
-from kvfold.convert.families.layout import read_layer, write_layer
+from kvfold.convert.families.layer_io import read_layer, write_layer
 from kvfold.convert.families.model import Model, model_of
-from kvfold.convert.targets.mla.config import LatentTarget
 from kvfold.convert.targets.mla.problems import latent_problems
+from kvfold.convert.targets.mla.spec import MlaSpec
 from kvfold.convert.transforms.fold import pool
 
 FULL = ["full_attention", "full_attention"]
@@ -200,7 +200,7 @@ def test_the_latent_class_expresses_no_other_family():
     )
     for name in set(supported()) - {*LATENT, *EXPERTS, *APPROXIMATED}:
         config = json.loads(tiny_config(name, {}).to_json_string(use_diff=False))
-        found = " ".join(latent_problems(model_of(config), LatentTarget(8, 4)))
+        found = " ".join(latent_problems(model_of(config), MlaSpec(8, 4)))
         assert any(word in found for word in lasting), (name, found)
 
 
@@ -208,7 +208,7 @@ def test_queries_that_grow_with_their_position_are_no_latent_queries(told):
     config = json.loads(
         tiny_config("ministral3", {"sliding_window": None}).to_json_string(use_diff=False)
     )
-    (problem,) = latent_problems(model_of(config), LatentTarget(8, 4))
+    (problem,) = latent_problems(model_of(config), MlaSpec(8, 4))
     told(problem)
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvfold.convert.families.family import supported
-from kvfold.convert.families.layout import layer_rotary
+from kvfold.convert.families.layer_io import layer_rotary
 from kvfold.convert.families.model import model_of
 
 SIZES = tiny_models.SIZES | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}

@@ -27,9 +27,9 @@ from kvfold.convert import (
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
+from kvfold.convert.families.family import _SIZES, DEFAULT_SIZES, WRAPPERS
 from kvfold.convert.families.model import model_of
-from kvfold.convert.families.wrappers import _SIZES, DEFAULT_SIZES, WRAPPERS
-from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.text.tokenizer import check_teacher
 
 

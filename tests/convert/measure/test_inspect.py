@@ -33,7 +33,7 @@ def test_facts_of_the_shipped_model():
     wanted |= {"dtype": "BF16", "max_context": 512}
     assert {key: getattr(facts, key) for key in wanted} == wanted
     cache = facts.cache
-    assert (cache.numbers_per_token_and_layer, cache.bytes_per_token) == (512, 4 * 512 * 2)
+    assert (cache.cache_elements, cache.bytes_per_token) == (512, 4 * 512 * 2)
     assert cache.bytes == {"8k": 8192 * 4096, "128k": 131072 * 4096}
     saves = {target.options: target.saves for target in facts.targets}
     assert (
@@ -126,7 +126,7 @@ def test_latent_models_are_distinguished(tmp_path, tiny_family):
         None,
     )
     assert (
-        latent["cache"]["numbers_per_token_and_layer"],
+        latent["cache"]["cache_elements"],
         latent["targets"],
         latent["latent"],
     ) == (64, [], None)
@@ -144,7 +144,7 @@ def test_a_latent_model_in_a_wrapper_is_inspected(tmp_path):
         16,
         8,
     )
-    assert found.cache.numbers_per_token_and_layer == 24
+    assert found.cache.cache_elements == 24
     config = json.loads((tmp_path / "latent" / "config.json").read_text())
     config["text_config"]["kv_lora_rank"] = 12
     (tmp_path / "latent" / "config.json").write_text(json.dumps(config))

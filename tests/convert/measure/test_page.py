@@ -160,13 +160,13 @@ def test_targets_of_one_size_stand_beside_each_other_and_a_line_joins_the_best()
     rows = [
         Mock(
             kind=kind,
-            elements=elements,
+            cache_elements=elements,
             excess=excess,
             **{"measured.excess_margin": 0.1, "request.to": "mla"},
         )
         for kind, (elements, excess) in sizes.items()
     ]
-    (axes,) = excess_by_cache(Mock(rows=rows, **{"source.elements": 384}), 0.01).figure.axes
+    (axes,) = excess_by_cache(Mock(rows=rows, **{"source.cache_elements": 384}), 0.01).figure.axes
     bars = [bar.lines[0].get_xydata()[0] for bar in axes.containers]
     assert [value for _, value in bars] == [excess for _, excess in sizes.values()]
     assert len({x for x, _ in bars}) == 4

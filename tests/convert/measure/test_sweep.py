@@ -56,7 +56,10 @@ def test_a_target_is_what_its_conversion_alone_would_be(tmp_path, swept, place):
     assert (
         tuple(layer["residual_propagated"]["value"] for layer in alone["layers"]) == row.distances
     )
-    assert (done.plan.layout.kind, done.plan.layout.cache_elements) == (row.kind, row.elements)
+    assert (done.plan.layout.kind, done.plan.layout.cache_elements) == (
+        row.kind,
+        row.cache_elements,
+    )
 
 
 def test_targets_are_fitted_in_the_requested_precision(reader):

@@ -17,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import supported
-from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 
 SMALL = tiny_models.SIZES | {"hidden_size": 48, "num_hidden_layers": 3}
 SMALL |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64}

@@ -12,7 +12,8 @@ from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoin
 from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import model_of
 from kvfold.convert.targets import engines as en
-from kvfold.convert.targets.mla.config import LatentTarget, mla_config
+from kvfold.convert.targets.mla.layout import mla_config
+from kvfold.convert.targets.mla.spec import MlaSpec
 
 LLAMA = hub_config("meta-llama/Meta-Llama-3-8B") | {"architectures": None}
 QWEN = {**LLAMA, "model_type": "qwen2", "vocab_size": 1000}
@@ -23,16 +24,17 @@ def model(config=LLAMA, **changes):
 
 
 def answers(source, rank, rope, layout, heads=None):
-    target = LatentTarget(rank, rope, layout=layout)
-    result = en.latent_result_of(source, target)
+    target = MlaSpec(rank, rope, layout=layout)
+    result = en.describe_mla(source, target)
     result = result if heads is None else replace(result, heads=heads)
     return {
-        verdict.engine: verdict for verdict in en.verdicts(result, en.alternatives(source, target))
+        verdict.engine: verdict
+        for verdict in en.support_for(result, en.propose_alternatives(source, target))
     }
 
 
 def test_a_fold_is_served_everywhere_at_its_own_cache():
-    found = en.verdicts(en.folded_result(model(), 2))
+    found = en.support_for(en.describe_fold(model(), 2))
     assert [(verdict.serves, verdict.cache, verdict.instead) for verdict in found] == [
         (True, 512, None)
     ] * 5
@@ -40,7 +42,9 @@ def test_a_fold_is_served_everywhere_at_its_own_cache():
 
 def refusals(source, kv_heads):
     return {
-        each.engine for each in en.verdicts(en.folded_result(source, kv_heads)) if not each.serves
+        each.engine
+        for each in en.support_for(en.describe_fold(source, kv_heads))
+        if not each.serves
     }
 
 
@@ -56,17 +60,17 @@ def test_folds_of_families_that_an_engine_reads_in_another_way():
     assert refusals(model(model_type="olmo"), 4) == {"SGLang", "mlx-lm"}
     for family in ("nemotron", "smollm3"):
         assert refusals(model(model_type=family), 4) == {"SGLang"}
-    assert not any(each.ran for each in en.verdicts(en.folded_result(model(QWEN), 4)))
+    assert not any(each.ran for each in en.support_for(en.describe_fold(model(QWEN), 4)))
 
 
 def test_folds_of_layout_kvfold_are_served_by_vllm_where_the_plug_in_has_them(tiny_family):
     for family in ("gpt2", "gpt_neox", "opt", "gptj"):
         source = model_of(json.loads((tiny_family(family) / "config.json").read_text()))
-        found = en.verdicts(en.folded_result(source, 2))
+        found = en.support_for(en.describe_fold(source, 2))
         served = {"transformers"} | ({"vLLM"} if family != "gptj" else set())
         assert {verdict.engine for verdict in found if verdict.serves and verdict.ran} == served
-        latent = en.latent_result_of(source, LatentTarget(12, 0, layout="kvfold"))
-        assert {each.engine for each in en.verdicts(latent) if each.serves} == {"transformers"}
+        latent = en.describe_mla(source, MlaSpec(12, 0, layout="kvfold"))
+        assert {each.engine for each in en.support_for(latent) if each.serves} == {"transformers"}
 
 
 def test_a_fold_of_a_checkpoint_without_rope_theta_is_written_with_one():
@@ -97,7 +101,7 @@ def test_who_refuses_which_split_and_layout(split, layout, refused):
 
 
 def way(engine, result):
-    return next(each for each in en.verdicts(result) if each.engine == engine)
+    return next(each for each in en.support_for(result) if each.engine == engine)
 
 
 @pytest.mark.parametrize("split", [(512, 64), (448, 64), (96, 32), (448, 128)])
@@ -108,13 +112,13 @@ def test_what_is_proposed_instead_is_served_and_possible(source, layout, split):
     for name, verdict in answers(source, *split, layout).items():
         if verdict.serves:
             continue
-        offered = en.alternatives(source, LatentTarget(*split, layout=layout))
+        offered = en.propose_alternatives(source, MlaSpec(*split, layout=layout))
         if verdict.instead is None:  # what it would serve has a larger cache
             served = [other for other in offered.values() if way(name, other).serves]
-            assert all(other.elements() > sum(split) for other in served)
+            assert all(other.cache_elements() > sum(split) for other in served)
             continue
         other = offered[verdict.instead]
-        assert other.elements() <= sum(split)
+        assert other.cache_elements() <= sum(split)
         assert way(name, other).serves
         assert source is not QWEN or "engine" not in verdict.instead
 
@@ -157,7 +161,7 @@ def test_the_heads_of_a_layout_free_checkpoint_decide_where_vllm_serves_it():
 
 
 def test_mlx_lm_needs_the_older_spelling_of_the_rotary_base():
-    target = LatentTarget(512, 64, layout="engine")
+    target = MlaSpec(512, 64, layout="engine")
     theta = [500000.0 ** (-i / 32) for i in range(32)]
     config = mla_config(model(), target, theta, dtype="bfloat16")
     saved = {
@@ -167,9 +171,9 @@ def test_mlx_lm_needs_the_older_spelling_of_the_rotary_base():
         (config, True),
         (saved, False),
     ):  # as kvfold writes it, and as transformers saves it
-        result = en.latent_result(each)
+        result = en.describe_latent_config(each)
         assert result.kind == "engine"
-        assert {verdict.engine: verdict.serves for verdict in en.verdicts(result)}[
+        assert {verdict.engine: verdict.serves for verdict in en.support_for(result)}[
             "mlx-lm"
         ] is serves
 
@@ -182,19 +186,19 @@ def test_llama_cpp_needs_an_edit_where_queries_have_no_latent():
     assert (
         "q_lora_rank" not in answers(model(num_hidden_layers=48), 96, 32, "engine")["llama.cpp"].how
     )
-    target = LatentTarget(96, 32, q_rank=64, layout="engine")
+    target = MlaSpec(96, 32, q_rank=64, layout="engine")
     for layers, serves in {26: False, 27: False, 32: True, 48: False}.items():
-        result = en.latent_result_of(model(num_hidden_layers=layers), target)
-        assert {each.engine: each.serves for each in en.verdicts(result)}["llama.cpp"] is serves
+        result = en.describe_mla(model(num_hidden_layers=layers), target)
+        assert {each.engine: each.serves for each in en.support_for(result)}["llama.cpp"] is serves
 
 
 def test_a_latent_is_whole_on_every_rank_and_heads_are_shared_out():
-    latent = en.latent_result_of(model(), LatentTarget(512, 64))
-    assert en.folded_result(model()).per_rank() == {"1": 2048, "2": 1024, "4": 512, "8": 256}
+    latent = en.describe_mla(model(), MlaSpec(512, 64))
+    assert en.describe_fold(model()).per_rank() == {"1": 2048, "2": 1024, "4": 512, "8": 256}
     assert latent.per_rank() == {"1": 576, "2": 576, "4": 576, "8": 576}
-    assert en.folded_result(model(), 2).per_rank()["8"] == 256  # a head at least
+    assert en.describe_fold(model(), 2).per_rank()["8"] == 256  # a head at least
     odd = model(num_attention_heads=9, num_key_value_heads=3, head_dim=64)
-    assert list(en.folded_result(odd).per_rank()) == ["1"]
+    assert list(en.describe_fold(odd).per_rank()) == ["1"]
 
 
 def test_a_conversion_and_an_inspection_say_who_serves_it(tmp_path):
@@ -252,7 +256,7 @@ def test_no_layout_names_a_pad_token_that_its_class_would_zero(layout, tmp_path)
     config = model_of(json.loads((demo_folder() / "config.json").read_text()))
     assert config.config["pad_token_id"] == 2
     wrote = mla_config(
-        config, LatentTarget(24, 8, layout=layout), [1.0, 0.1, 0.01, 0.001], dtype="bfloat16"
+        config, MlaSpec(24, 8, layout=layout), [1.0, 0.1, 0.01, 0.001], dtype="bfloat16"
     )
     stock = AutoModelForCausalLM.from_config(AutoConfig.for_model(**wrote))
     with torch.no_grad():

@@ -14,10 +14,15 @@ from kvfold.attention import absorb
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
 from kvfold.convert.families.model import model_of
 from kvfold.convert.stream.stock import AutoModelForCausalLM as CompletedAuto
-from kvfold.convert.targets.engines import alternatives, latent_result, latent_result_of, verdicts
-from kvfold.convert.targets.mla.config import LatentTarget, mla_config
-from kvfold.convert.targets.mla.layout import mla_shapes
+from kvfold.convert.targets.engines import (
+    describe_latent_config,
+    describe_mla,
+    propose_alternatives,
+    support_for,
+)
+from kvfold.convert.targets.mla.layout import mla_config, mla_shapes
 from kvfold.convert.targets.mla.problems import model_problems
+from kvfold.convert.targets.mla.spec import MlaSpec
 
 MIXTRAL = {"sliding_window": None, "num_key_value_heads": 4}
 LOSSLESS = {
@@ -173,7 +178,7 @@ def test_a_calibrated_conversion_trains_attention_only(layout, tiny_family, tmp_
 )
 def test_shapes_and_routing_are_those_of_the_stock_class(name, changes, layout):
     source = model_of(config_of(name, **changes))
-    target = LatentTarget(40, 8, layout=layout)
+    target = MlaSpec(40, 8, layout=layout)
     config = AutoConfig.for_model(
         **mla_config(source, target, [1.0, 0.1, 0.01, 0.001], dtype="float32")
     )
@@ -218,11 +223,13 @@ def test_experts_that_the_stock_class_cannot_hold(name, changes, told):
 )
 def test_who_serves_experts(split, layout, served):
     source = model_of(config_of("mixtral", hidden_size=4096, head_dim=128))
-    target = LatentTarget(*split, layout=layout)
-    result = latent_result_of(source, target)
+    target = MlaSpec(*split, layout=layout)
+    result = describe_mla(source, target)
     theta = [1e4 ** (-index / 32) for index in range(target.rope_dim // 2)]
-    assert latent_result(mla_config(source, target, theta, dtype="bfloat16")) == result
-    found = {each.engine: each for each in verdicts(result, alternatives(source, target))}
+    assert describe_latent_config(mla_config(source, target, theta, dtype="bfloat16")) == result
+    found = {
+        each.engine: each for each in support_for(result, propose_alternatives(source, target))
+    }
     assert {name for name, verdict in found.items() if verdict.serves} == served
     assert "Mistral4" in found["SGLang"].how
     assert {name for name in served if found[name].ran} >= {

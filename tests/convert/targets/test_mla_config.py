@@ -7,14 +7,9 @@ from tiny_models import SIZES
 from transformers import AutoConfig
 
 from kvfold.convert.families.model import model_of
-from kvfold.convert.targets.mla.config import (
-    LatentTarget,
-    context,
-    mla_config,
-    plain_base,
-    stored_rope,
-)
+from kvfold.convert.targets.mla.layout import mla_config, plain_base, stored_rope
 from kvfold.convert.targets.mla.problems import latent_problems
+from kvfold.convert.targets.mla.spec import MlaSpec, context
 
 
 def config_of(model_type, **changes):
@@ -26,29 +21,25 @@ def config_of(model_type, **changes):
 
 def problems(model_type="llama", target=None, *, allow_growth=False, **changes):
     config = config_of(model_type, **changes)
-    target = target or LatentTarget(16, 8)
+    target = target or MlaSpec(16, 8)
     return latent_problems(model_of(config), target, allow_growth=allow_growth)
 
 
 def test_a_llama_can_become_both_layouts():
-    assert (
-        problems(target=LatentTarget(16, 8))
-        == problems(target=LatentTarget(16, 8, layout="engine"))
-        == []
-    )
-    assert problems(target=LatentTarget(64, 32), allow_growth=True) == []
+    assert problems(target=MlaSpec(16, 8)) == problems(target=MlaSpec(16, 8, layout="engine")) == []
+    assert problems(target=MlaSpec(64, 32), allow_growth=True) == []
 
 
 @pytest.mark.parametrize(
     "target",
     [
-        LatentTarget(16, 7),
-        LatentTarget(16, 0),
-        LatentTarget(16, 34),
-        LatentTarget(16, 10, layout="engine"),
-        LatentTarget(1, 8),
-        LatentTarget(56, 8),  # as much cache as the source
-        LatentTarget(16, 8, 66),
+        MlaSpec(16, 7),
+        MlaSpec(16, 0),
+        MlaSpec(16, 34),
+        MlaSpec(16, 10, layout="engine"),
+        MlaSpec(1, 8),
+        MlaSpec(56, 8),  # as much cache as the source
+        MlaSpec(16, 8, 66),
     ],
     ids=lambda target: f"{target.kv_rank}-{target.rope_dim}-{target.q_rank}-{target.layout}",
 )
@@ -88,12 +79,12 @@ def test_models_that_a_layout_cannot_hold_are_told_why_and_what_works(
     model_type, changes, layouts, told
 ):
     for layout in layouts:
-        found = problems(model_type, LatentTarget(16, 8, layout=layout), **changes)
+        found = problems(model_type, MlaSpec(16, 8, layout=layout), **changes)
         assert found
         for problem in found:
             told(problem)
     if layouts == ["engine"]:
-        assert problems(model_type, LatentTarget(16, 8), **changes) == []
+        assert problems(model_type, MlaSpec(16, 8), **changes) == []
 
 
 def test_longrope_is_cut_to_its_short_range_unless_both_are_equal():
@@ -132,9 +123,7 @@ ENGINE_KEYS = """
 
 def test_engine_config_answers_every_key_that_the_loaders_ask():
     config = config_of("llama", tie_word_embeddings=True)
-    written = mla_config(
-        model_of(config), LatentTarget(16, 8, layout="engine"), THETA, dtype="bfloat16"
-    )
+    written = mla_config(model_of(config), MlaSpec(16, 8, layout="engine"), THETA, dtype="bfloat16")
     assert [key for key in ENGINE_KEYS.split() if key not in written] == []
     # The conditions under which each of them makes a layer dense, its rope plain and its attention
     # multi-head.
@@ -177,5 +166,5 @@ def test_plain_rope_is_recognized_and_anything_else_is_longrope():
     ],
 )
 def test_heads_are_padded_to_the_nearest_kernel_where_the_cache_has_one(rank, rope, dim, heads):
-    assert LatentTarget(rank, rope, layout="engine").head_dims(dim) == heads
-    assert LatentTarget(rank, rope).head_dims(dim) == (dim, dim)
+    assert MlaSpec(rank, rope, layout="engine").head_dims(dim) == heads
+    assert MlaSpec(rank, rope).head_dims(dim) == (dim, dim)

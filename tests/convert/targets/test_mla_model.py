@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvfold.convert import inspect_checkpoint
 from kvfold.convert.families.model import model_of
-from kvfold.convert.targets.mla.config import LatentTarget, mla_config
-from kvfold.convert.targets.mla.layout import mla_shapes, padding
-from kvfold.convert.targets.mla.tensors import CONSTANT, mla_tensors, norm_weight
-from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
+from kvfold.convert.targets.mla.encode import CONSTANT, mla_tensors, norm_weight
+from kvfold.convert.targets.mla.layout import mla_config, mla_shapes, padding
+from kvfold.convert.targets.mla.spec import MlaSpec
+from kvfold.convert.transforms.latent.latent_weights import LatentWeights, QueryLatent
 
 TOKENS = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(3))
 
@@ -131,17 +131,17 @@ def logits(model):
 @pytest.fixture
 def small_kernels(monkeypatch):
     """Kernels for 80 cached elements too, so that models with them are small."""
-    monkeypatch.setattr("kvfold.convert.targets.mla.config.KERNEL_CACHES", (80,))
+    monkeypatch.setattr("kvfold.convert.targets.mla.spec.KERNEL_CACHES", (80,))
 
 
 @pytest.mark.parametrize(
     "target",
     [
-        LatentTarget(9, 6),
-        LatentTarget(9, 6, 20),
-        LatentTarget(16, 64),  # a size of the small kernels
-        LatentTarget(9, 8, layout="engine"),
-        LatentTarget(9, 8, 20, layout="engine"),
+        MlaSpec(9, 6),
+        MlaSpec(9, 6, 20),
+        MlaSpec(16, 64),  # a size of the small kernels
+        MlaSpec(9, 8, layout="engine"),
+        MlaSpec(9, 8, 20, layout="engine"),
     ],
     ids=lambda target: f"{target.kv_rank}-{target.rope_dim}-{target.q_rank}-{target.layout}",
 )
@@ -169,7 +169,7 @@ def test_padded_heads_change_nothing(q_rank, written, small_kernels):
     """At 16 + 64 cached elements heads of 8 dims, all rotary, get the sizes of a kernel: 64, 64 and
     128.
     """
-    target = LatentTarget(16, 64, q_rank, "engine")
+    target = MlaSpec(16, 64, q_rank, "engine")
     bound, latents, loaded, expected = written(target)
     sizes = loaded.config.qk_nope_head_dim, loaded.config.qk_rope_head_dim, loaded.config.v_head_dim
     assert sizes == (64, 64, 128)
@@ -186,7 +186,7 @@ def test_padded_heads_change_nothing(q_rank, written, small_kernels):
 
 
 def test_generates_the_same_with_and_without_its_small_cache(written):
-    loaded = written(LatentTarget(17, 12))[2]
+    loaded = written(MlaSpec(17, 12))[2]
     prompt = TOKENS[:, :9]
     options = {
         "max_new_tokens": 12,
@@ -205,7 +205,7 @@ def test_generates_the_same_with_and_without_its_small_cache(written):
 
 
 def test_it_is_loaded_and_saved_like_any_stock_model(written, tmp_path, caplog, capfd):
-    written(LatentTarget(9, 6, 20))
+    written(MlaSpec(9, 6, 20))
     capfd.readouterr()
     first = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     captured = capfd.readouterr()
@@ -233,7 +233,7 @@ def test_it_is_loaded_and_saved_like_any_stock_model(written, tmp_path, caplog, 
 
 
 def test_scaled_rope_in_a_deepseek_model_is_nothing_that_engines_were_tried_with(written, tmp_path):
-    written(LatentTarget(9, 8, layout="engine"))
+    written(MlaSpec(9, 8, layout="engine"))
     found = {each.engine: each.serves for each in inspect_checkpoint(str(tmp_path)).engines}
     assert found == {
         "transformers": True,
@@ -256,7 +256,7 @@ def test_low_precision_holds_the_constant_and_its_norm_exactly(rank, dtype):
         assert torch.tensor(value, dtype=dtype).item() == value
     remainder = CONSTANT / (rank + 1) ** 0.5 / weight
     assert 0.7 < remainder < 1.42
-    target = LatentTarget(rank + 1, 4)
+    target = MlaSpec(rank + 1, 4)
     stored = mla_tensors(random_latent(SMALL, target), 0, target)
     assert (
         stored["model.layers.0.self_attn.kv_a_proj_with_mqa.bias"][rank].to(dtype).item()
@@ -269,8 +269,8 @@ def test_low_precision_holds_the_constant_and_its_norm_exactly(rank, dtype):
 @pytest.mark.parametrize(
     ("changes", "target"),
     [
-        ({"down_bias": torch.zeros(5)}, LatentTarget(5, 4, layout="engine")),
-        ({"q_nope_bias": torch.zeros(2, 8)}, LatentTarget(6, 4)),
+        ({"down_bias": torch.zeros(5)}, MlaSpec(5, 4, layout="engine")),
+        ({"q_nope_bias": torch.zeros(2, 8)}, MlaSpec(6, 4)),
     ],
     ids=["bias", "query bias"],
 )

@@ -38,7 +38,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import load_family, supported
 from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.verify import verify_checkpoint
-from kvfold.convert.stream.weights import load_model
+from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.targets.own_code import CODE
 from kvfold.convert.uptrain.request import UptrainRequest
 from kvfold.convert.uptrain.trainer import prepare_model
@@ -256,7 +256,7 @@ def test_latents_of_full_size_are_the_stock_model_at_every_split_of_a_text(
         parts.append(done.logits)
     torch.testing.assert_close(torch.cat(parts, 1), expected, **TOLERANCE)
     elements = sum(kept.shape[-1] for kept in (cache.layers[0].keys, cache.layers[0].values))
-    assert elements == inspect_checkpoint(str(out)).cache.numbers_per_token_and_layer
+    assert elements == inspect_checkpoint(str(out)).cache.cache_elements
     padded = torch.cat([torch.full((2, 3), 5), text], 1)  # left of what counts
     mask = torch.cat([torch.zeros(2, 3), torch.ones(2, 24)], 1).long()
     positions = mask.cumsum(1) - 1
@@ -360,7 +360,7 @@ def test_conversions_are_calibrated_checked_and_described(
     assert verify_checkpoint(str(out)).problems == []
     facts = inspect_checkpoint(str(out))
     assert (facts.family, facts.attention) == (f"kvfold_{name}", attention[:3])
-    assert facts.cache.numbers_per_token_and_layer == elements
+    assert facts.cache.cache_elements == elements
     with pytest.raises(
         InputError, match="is output of kvfold in layout kvfold, which cannot be converted again"
     ):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.targets.mla.tensors import CONSTANT, norm_weight
+from kvfold.convert.targets.mla.encode import CONSTANT, norm_weight
 from kvfold.convert.training.fit import next_token_loss
 from kvfold.convert.training.steps import (
     check_constant,

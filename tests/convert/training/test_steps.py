@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvfold.convert.targets.mla.tensors import CONSTANT, HeldSlice
+from kvfold.convert.targets.mla.encode import CONSTANT, ConstantSlice
 from kvfold.convert.training.steps import channel_scales, scale_steps, tensor_sizes
 
 
@@ -25,7 +25,7 @@ def test_every_tensor_learns_in_proportion_to_its_size():
         "a.bias": nn.Parameter(torch.zeros(2)),
         "b.weight": nn.Parameter(torch.zeros(2, 2)),
     }
-    held = {"a.weight": HeldSlice(1, 2, 1 / CONSTANT)}
+    held = {"a.weight": ConstantSlice(1, 2, 1 / CONSTANT)}
     sizes = tensor_sizes(named, held)
     # Neither zeros, as of padded heads, nor the constant channel count; zeros can learn all the
     # same.
@@ -76,7 +76,7 @@ def test_a_bias_and_the_reader_of_the_constant_channel_move_as_the_rows_of_their
         "norm.weight": torch.ones(3),
     }
     found = products(
-        named, {"a.weight": HeldSlice(1, 2, 1 / CONSTANT), "a.bias": HeldSlice(0, 1, 0.0)}
+        named, {"a.weight": ConstantSlice(1, 2, 1 / CONSTANT), "a.bias": ConstantSlice(0, 1, 0.0)}
     )
     assert found.keys() == {"a.weight", "a.bias"}
     assert float(found["a.bias"][1] / found["a.bias"][0]) == pytest.approx(4)

@@ -12,7 +12,7 @@ from kvfold.convert.transforms import linalg
 from kvfold.convert.transforms.fold import principal, score_fit
 from kvfold.convert.transforms.fold.principal import layer_moments
 from kvfold.convert.transforms.latent import slots
-from kvfold.convert.transforms.latent.latent import to_latent
+from kvfold.convert.transforms.latent.factorization import factor_layer
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, Rotary
 
 LAYER = 1
@@ -58,7 +58,7 @@ def latent(layer, rank=24, rope_dim=8, **options):
     chosen = slots.choose_slots(
         [slots.survey_layer(weights, statistics, rotary, CONTEXT)], rope_dim
     )
-    return to_latent(weights, statistics, rotary, chosen, rank, context=CONTEXT, **options)
+    return factor_layer(weights, statistics, rotary, chosen, rank, context=CONTEXT, **options)
 
 
 def value_error(layer):

@@ -8,7 +8,7 @@ from helpers import precision
 from helpers.layers import NORMS, head_norm, normal, normalized, normed_statistics, relative_error
 from torch import Tensor
 
-from kvfold.convert.transforms.head_norms import linear_heads, norms_note, project
+from kvfold.convert.transforms.head_norms import linearize_heads, measure_norms, project
 from kvfold.convert.transforms.weights import AttentionWeights, blank_statistics
 
 E = 32
@@ -58,8 +58,8 @@ def test_the_map_misses_far_less_than_one_number_per_head(norm: str, bias: bool)
     weights = make(norm, bias)
     x = inputs()
     gathered = normed_statistics(weights, x)
-    fitted = linear_heads(weights, gathered)
-    divided = linear_heads(weights, replace(gathered, normed=None))
+    fitted = linearize_heads(weights, gathered)
+    divided = linearize_heads(weights, replace(gathered, normed=None))
     assert fitted.q_norm is fitted.k_norm is None
     assert (fitted.k_bias is None) == (weights.k_bias is None)
     seen = inputs(13)
@@ -80,7 +80,7 @@ def test_short_text_draws_the_map_to_one_number_per_head() -> None:
     wanted = keys(weights, seen)
 
     drawn, plain = (
-        linear_heads(weights, each) for each in (gathered, replace(gathered, tokens=10**9))
+        linearize_heads(weights, each) for each in (gathered, replace(gathered, tokens=10**9))
     )
     assert relative_error(keys(drawn, seen), wanted) < 0.5 * relative_error(
         keys(plain, seen), wanted
@@ -92,7 +92,7 @@ def test_a_constant_for_keys_serves_them() -> None:
     x = inputs()
     gathered = normed_statistics(weights, x)
     without, with_constant = (
-        linear_heads(weights, gathered, key_constant=given) for given in (False, True)
+        linearize_heads(weights, gathered, key_constant=given) for given in (False, True)
     )
     assert without.k_bias is None
     assert with_constant.k_bias is not None
@@ -106,7 +106,7 @@ def test_a_constant_for_keys_serves_them() -> None:
 def test_without_text_a_map_is_the_projection_over_one_number_per_head() -> None:
     weights = make("rms one row")
     scales = torch.linspace(0.5, 2.0, E)
-    linear = linear_heads(weights, blank_statistics(weights, scales))
+    linear = linearize_heads(weights, blank_statistics(weights, scales))
     rms = (weights.k * scales).square().sum(-1).mean(-1).sqrt()
     expected = weights.k_norm.weight[..., None] * weights.k / rms[:, None, None]
     torch.testing.assert_close(linear.k, expected, **precision.ACTIVATIONS)
@@ -116,8 +116,8 @@ def test_what_is_missed_is_the_error_of_the_maps() -> None:
     weights = make("rms one row")
     x = inputs()
     gathered = normed_statistics(weights, x)
-    linear = linear_heads(weights, gathered)
-    found = norms_note(weights, gathered)["head_norms"]
+    linear = linearize_heads(weights, gathered)
+    found = measure_norms(weights, gathered)["head_norms"]
     wanted = keys(weights, x)
     assert found["key_missed"] == pytest.approx(
         relative_error(keys(linear, x), wanted) ** 2, rel=1e-6

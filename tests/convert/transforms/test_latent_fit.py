@@ -18,8 +18,12 @@ from helpers.layers import (
 from kvfold.convert.transforms.distances import Distances
 from kvfold.convert.transforms.latent import als as latent_fit
 from kvfold.convert.transforms.latent import slots as rope_slots
+from kvfold.convert.transforms.latent.factorization import (
+    energy_shares,
+    factor_by_svd,
+    factor_layer,
+)
 from kvfold.convert.transforms.latent.kernels import RotaryRows, kernels
-from kvfold.convert.transforms.latent.latent import energy_shares, svd_latent, to_latent
 from kvfold.convert.transforms.latent.variants import query_latent
 from kvfold.convert.transforms.weights import Rotary
 
@@ -30,7 +34,7 @@ def convert(weights, statistics, rotary, rope_dim, rank, **options):
     slots = rope_slots.choose_slots(
         [rope_slots.survey_layer(weights, statistics, rotary)], rope_dim
     )
-    return to_latent(weights, statistics, rotary, slots, rank, **options)
+    return factor_layer(weights, statistics, rotary, slots, rank, **options)
 
 
 def drawn(profile):
@@ -98,7 +102,7 @@ def test_enough_rank_is_exact(kv_heads, bias, rotary):
     )
     if not rotary.dims:
         slots = rope_slots.Slots((1, 1, 1, 0), THETA[:3])  # rotary rows are there, and zero
-    latent = to_latent(weights, statistics, rotary, slots, 24)
+    latent = factor_layer(weights, statistics, rotary, slots, 24)
     assert (
         relative_error(attend_latent(latent, x[:20]), attend(weights, x[:20][None], rotary)[0])
         < 1e-8
@@ -131,7 +135,7 @@ def test_layers_that_say_nothing_or_shout_are_finite_and_exact(factors, inputs, 
     }.get(inputs, x)
     statistics = replace(statistics, gram=x.T @ x / len(x), mean=x.mean(0))
     slots = rope_slots.Slots((2,) * 4, THETA.repeat_interleave(2))
-    latent = to_latent(weights, statistics, Rotary(THETA), slots, 24, centered=centered)
+    latent = factor_layer(weights, statistics, Rotary(THETA), slots, 24, centered=centered)
     assert all(
         value.isfinite().all() for value in vars(latent).values() if isinstance(value, torch.Tensor)
     )
@@ -143,7 +147,7 @@ def test_layers_that_say_nothing_or_shout_are_finite_and_exact(factors, inputs, 
 def test_rank_above_what_there_is_leaves_channels_empty():
     weights, statistics, x = random_layer(model=64, kv_heads=2)
     slots = rope_slots.Slots((2,) * 4, THETA.repeat_interleave(2))
-    latent = to_latent(
+    latent = factor_layer(
         weights, statistics, Rotary(THETA), slots, 30
     )  # the values have 16 dims, keys none left
     assert (
@@ -225,9 +229,9 @@ def score_error(weights, latent, statistics, x):
 def test_svd_is_exact_at_full_rank_and_worse_than_statistics_below():
     weights, statistics, x = random_layer(bias=True)
     expected = attend(weights, x[:20][None], Rotary(THETA))[0]
-    full = svd_latent(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 16), 24)
+    full = factor_by_svd(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 16), 24)
     assert relative_error(attend_latent(full, x[:20]), expected) < 1e-8
-    small = svd_latent(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 4), 8)
+    small = factor_by_svd(weights, Rotary(THETA), rope_slots.stride_slots(THETA, 4), 8)
     fitted = convert(weights, statistics, Rotary(THETA), 4, 8)
     assert relative_error(attend_latent(fitted, x[:20]), expected) < relative_error(
         attend_latent(small, x[:20]), expected
@@ -254,7 +258,7 @@ def test_the_spectrum_is_the_energy_of_the_latents_channels(monkeypatch, centere
     assert shares.sum().item() == pytest.approx(1)
     assert torch.equal(shares, shares.sort(descending=True).values)
     monkeypatch.setattr(latent_fit, "ALS_ROUNDS", 0)
-    latent = to_latent(*layer, 5, centered=centered)
+    latent = factor_layer(*layer, 5, centered=centered)
     channels = (
         (x @ latent.down.double().T + (latent.down_bias.double() if centered else 0))
         .square()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers.layers import normal
 
+from kvfold.convert.transforms.latent.latent_weights import LatentWeights, QueryLatent
 from kvfold.convert.transforms.latent.variants import constant_length, coordinates, live_norm
-from kvfold.convert.transforms.latent.weights import LatentWeights, QueryLatent
 
 
 def random_latent(rank=6):

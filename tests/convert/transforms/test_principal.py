@@ -196,7 +196,7 @@ def test_unrotated_key_dims_may_mix():
 @pytest.mark.parametrize("rot", ROTARIES)
 def test_relabeled_heads_fold_the_same(rot: Rotary):
     weights = make(8, 4)
-    moved = principal.ordered(weights, [[2], [0], [3], [1]])  # source head 2 is now head 0, ...
+    moved = principal.order_heads(weights, [[2], [0], [3], [1]])  # source head 2 is now head 0, ...
     found = fold_and_attend(moved, [[1, 0], [3, 2]], rot)
     assert relative_error(found, fold_and_attend(weights, [[0, 2], [1, 3]], rot)) < 1e-6
 

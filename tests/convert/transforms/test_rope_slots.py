@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.layers import dense_distances, random_layer
 
-from kvfold.convert.targets.mla.config import plain_base
+from kvfold.convert.targets.mla.layout import plain_base
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.slots import LayerSurvey
 from kvfold.convert.transforms.weights import Rotary

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvfold.attention.drift.profile import attention_sums
 from kvfold.convert.transforms.fold import principal
+from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.latent.variants import live_norm
-from kvfold.convert.transforms.latent.weights import LatentWeights
-from kvfold.convert.transforms.sinks import SHARES, judged, with_damper
+from kvfold.convert.transforms.sinks import SHARES, add_damper, better_of_two_fits
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 
 E = 32
@@ -63,7 +63,7 @@ def test_a_sink_needs_tokens_weighted_by_received_attention() -> None:
         return relative_error(attend(folded, held_out, STILL), expected)
 
     statistics = measured(weights, inputs(7))
-    best, share = judged(
+    best, share = better_of_two_fits(
         statistics, lambda counted: principal.fold(weights, counted, STILL, ALL), error
     )
     assert share == max(SHARES)
@@ -72,17 +72,25 @@ def test_a_sink_needs_tokens_weighted_by_received_attention() -> None:
 
 def test_the_judge_decides_and_the_first_of_equals_wins() -> None:
     statistics = measured(layer(sink=10.0), inputs(7))
-    sizes = {float(statistics.counting_received(share).gram[0, 0]): share for share in SHARES}
-    best, share = judged(
+    sizes = {
+        float(statistics.weighted_by_received_attention(share).gram[0, 0]): share
+        for share in SHARES
+    }
+    best, share = better_of_two_fits(
         statistics, lambda counted: float(counted.gram[0, 0]), lambda size: 1.0 - sizes[size]
     )
     assert share == sizes[best] == 0.5
-    assert judged(statistics, lambda counted: counted, lambda counted: 1.0) == (statistics, 0.0)
+    assert better_of_two_fits(statistics, lambda counted: counted, lambda counted: 1.0) == (
+        statistics,
+        0.0,
+    )
 
 
 def test_without_received_attention_nothing_is_judged() -> None:
     plain = statistics_of(inputs(7), H)
-    assert judged(plain, lambda counted: counted, lambda counted: pytest.fail("judged")) == (
+    assert better_of_two_fits(
+        plain, lambda counted: counted, lambda counted: pytest.fail("better_of_two_fits")
+    ) == (
         plain,
         0.0,
     )
@@ -110,7 +118,7 @@ def test_behind_a_live_norm_a_channel_without_readers_keeps_the_sink_short() -> 
     x = inputs(7)
     plain = latent()
     statistics = measured(layer(sink=10.0), x)
-    damped = with_damper(plain, statistics)
+    damped = add_damper(plain, statistics)
     length = (x @ damped.down[R]).square()
     assert length[:, 0].min() > 20 * length[:, 1:].mean()
     torch.testing.assert_close(damped.uv[..., :R], plain.uv)
@@ -126,4 +134,4 @@ def test_inputs_that_are_all_zero_have_no_sinks() -> None:
     statistics = replace(
         statistics_of(inputs(7), H), gram=zeros, received_gram=zeros, received_mean=zeros[0]
     )
-    assert with_damper(latent(), statistics).down.isfinite().all()
+    assert add_damper(latent(), statistics).down.isfinite().all()

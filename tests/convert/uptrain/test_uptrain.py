@@ -29,7 +29,7 @@ from kvfold.convert.commands.uptrain_command import uptrain as uptrain_command
 from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.stream.stock import attend_in_blocks
-from kvfold.convert.targets.mla.tensors import CONSTANT
+from kvfold.convert.targets.mla.encode import CONSTANT
 from kvfold.convert.training.fit import distillation_loss, next_token_loss
 from kvfold.convert.uptrain import run as uptrain_run
 from kvfold.convert.uptrain import trainer as uptrain_trainer

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from kvfold.attention.drift.recording import LayerOutput
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.families.layout import layer_rotary, read_layer
+from kvfold.convert.families.layer_io import layer_rotary, read_layer
 from kvfold.convert.families.model import model_of
-from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm
 from kvfold.convert.walk.statistics import SourceHeads, StatisticsAccumulator, with_heads
 

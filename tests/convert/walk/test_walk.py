@@ -10,7 +10,7 @@ from helpers.walks import LAYERS, Case
 from kvfold.attention.drift.compare import Measurement
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError, KvfoldError
-from kvfold.convert.stream.stream import CheckpointStream
+from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.walk.walk import Teacher, Walk
 
 

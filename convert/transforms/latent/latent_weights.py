@@ -20,7 +20,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.linalg import output_metric, with_bias
+from kvfold.convert.transforms.linalg import append_bias, output_metric
 from kvfold.convert.transforms.weights import (
     AttentionWeights,
     HeadNorm,
@@ -55,12 +55,12 @@ class LinearLayer:
 
 def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float) -> LinearLayer:
     """The linear maps of ``weights``, which must have no norms on queries and keys (see
-    `head_norms.linear_heads`).
+    `head_norms.linearize_heads`).
     """
     return LinearLayer(
-        queries=rotary.amplify(with_bias(weights.q, weights.q_bias)),
-        keys=rotary.amplify(with_bias(weights.k, weights.k_bias)),
-        values=with_bias(weights.v, weights.v_bias),
+        queries=rotary.amplify(append_bias(weights.q, weights.q_bias)),
+        keys=rotary.amplify(append_bias(weights.k, weights.k_bias)),
+        values=append_bias(weights.v, weights.v_bias),
         metric=output_metric(weights.o, weights.kv_heads),
         scale=scale,
         group=weights.heads // weights.kv_heads,

@@ -33,8 +33,8 @@ from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.checkpoint.reader import Checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.layout import Read
-from kvfold.convert.stream.stock import auto_class, blaming, empty_model, reason
+from kvfold.convert.families.layer_io import Read
+from kvfold.convert.stream.stock import auto_class, empty_model, errors_as_input_errors, reason
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bo
     attention = (
         {"attn_implementation": "eager"} if checkpoint.config.get("attn_logit_softcapping") else {}
     )
-    with blaming(checkpoint.origin):
+    with errors_as_input_errors(checkpoint.origin):
         # The files of quantized sources hold something else than the model's tensors: these are
         # read and handed over.
         if checkpoint.made_of:

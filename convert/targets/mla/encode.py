@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvfold.convert.targets.mla.config import ATTENTION, LatentTarget
+from kvfold.convert.targets.mla.spec import ATTENTION, MlaSpec
+from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.latent.variants import rotated
-from kvfold.convert.transforms.latent.weights import LatentWeights
 
 # How far the logits of the reference MHA model are off as an exact MLA in float32
 # (recipes/benchmarks/ bench_constants.py --channel, 2026-11-24): 64: 6e-3, 256: 4e-4, from 1024 on
@@ -44,7 +44,7 @@ def norm_weight(rank: int) -> float:
     return float(2.0 ** round(math.log2(CONSTANT / math.sqrt(rank))))
 
 
-def mla_tensors(latent: LatentWeights, layer: int, target: LatentTarget) -> dict[str, Tensor]:
+def mla_tensors(latent: LatentWeights, layer: int, target: MlaSpec) -> dict[str, Tensor]:
     """The attention tensors of ``layer`` by name, with the names and shapes in
     ``layout.layer_shapes``.
 
@@ -79,7 +79,7 @@ def interleave(rows: Tensor, dim: int) -> Tensor:
     return torch.stack([real, imaginary], dim + 1).flatten(dim, dim + 1)
 
 
-def _queries(latent: LatentWeights, target: LatentTarget) -> dict[str, Tensor]:
+def _queries(latent: LatentWeights, target: MlaSpec) -> dict[str, Tensor]:
     """The query tensors, multiplied by the source's scale divided by DeepSeek's scale ``(N +
     P)^-1/2``.
     """
@@ -108,7 +108,7 @@ def _queries(latent: LatentWeights, target: LatentTarget) -> dict[str, Tensor]:
     }
 
 
-def _keys_and_values(latent: LatentWeights, target: LatentTarget) -> dict[str, Tensor]:
+def _keys_and_values(latent: LatentWeights, target: MlaSpec) -> dict[str, Tensor]:
     rope_key = interleave(latent.rope_key, 0)
     read = torch.cat([latent.uk, latent.uv], 1).flatten(
         0, 1
@@ -144,7 +144,7 @@ def _or_zeros(bias: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if bias is None else bias
 
 
-def padded(latent: LatentWeights, target: LatentTarget) -> LatentWeights:
+def padded(latent: LatentWeights, target: MlaSpec) -> LatentWeights:
     """Pad heads and rotary keys with zeros to their stored sizes. Returns ``latent`` itself if the
     sizes match.
     """
@@ -187,7 +187,7 @@ def _grown(rows: Tensor, size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HeldSlice:
+class ConstantSlice:
     """The constant channel's part of a tensor: slice ``index`` along ``axis``.
 
     ``pace`` is its learning rate relative to the rest of the tensor; 0 freezes it.
@@ -198,22 +198,22 @@ class HeldSlice:
     pace: float
 
 
-def held_slices(tensors: Mapping[str, Tensor]) -> dict[str, HeldSlice]:
-    """The `HeldSlice` of each tensor that has the constant channel, by name; only shapes are read.
+def constant_slices(tensors: Mapping[str, Tensor]) -> dict[str, ConstantSlice]:
+    """The `ConstantSlice` of each tensor that has the constant channel, by name; only shapes are read.
 
     Training must preserve the constant: gradient steps would change the bias and the channel's row
     of zeros for a slightly lower error, so these are frozen. The columns that read the channel have
     an input ``B`` times larger than the others, so their learning rate is ``B`` times lower.
     """
-    held: dict[str, HeldSlice] = {}
+    held: dict[str, ConstantSlice] = {}
     for name in tensors:
         parent, _, kind = name.rpartition(".")
         path, _, projection = parent.rpartition(".")
         if projection in _NORM_OF:
             rank = len(tensors[f"{path}.{_NORM_OF[projection]}.weight"])
-            held[name] = HeldSlice(0, rank - 1, 0.0)
+            held[name] = ConstantSlice(0, rank - 1, 0.0)
         elif projection in _READERS and kind == "weight":
-            held[name] = HeldSlice(1, tensors[name].shape[1] - 1, 1 / CONSTANT)
+            held[name] = ConstantSlice(1, tensors[name].shape[1] - 1, 1 / CONSTANT)
     return held
 
 

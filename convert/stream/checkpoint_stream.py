@@ -26,9 +26,9 @@ from torch import Tensor
 from kvfold.attention.drift.frame import Arguments, Frame, attention_name, cache_bytes_per_token
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.layout import Read
-from kvfold.convert.stream.stock import blaming, empty_model
-from kvfold.convert.stream.weights import Parameters, WeightSource
+from kvfold.convert.families.layer_io import Read
+from kvfold.convert.stream.parameters import Parameters, WeightSource
+from kvfold.convert.stream.stock import empty_model, errors_as_input_errors
 
 
 class CheckpointStream:
@@ -115,7 +115,7 @@ class CheckpointStream:
         rows, local = torch.unique(tokens.to(self.device), return_inverse=True)
         table = self.parameters.rows(self._embedding, rows)
         tensors = {**self.parameters.named(self._around), self._embedding: table}
-        with blaming("config.json"):
+        with errors_as_input_errors("config.json"):
             return self._frame.enter(tensors, input_ids=local)[0]
 
     @contextmanager
@@ -143,7 +143,7 @@ class CheckpointStream:
                 self._frame.layers[index],
                 arguments,
                 tensors,
-                partial(blaming, "config.json"),
+                partial(errors_as_input_errors, "config.json"),
             )
         finally:
             tensors.clear()
@@ -156,7 +156,7 @@ class CheckpointStream:
         The output head stays in memory until ``release``.
         """
         ends = self.parameters.named([*self._around, *self._head])
-        with blaming("config.json"):
+        with errors_as_input_errors("config.json"):
             blank = torch.zeros(1, *hidden.shape[1:], dtype=self.dtype, device=self.device).expand(
                 len(hidden), -1, -1
             )
@@ -177,7 +177,7 @@ class CheckpointStream:
             if tensor.is_floating_point()
         }
         blank = torch.zeros(1, tokens, self._width, dtype=self.dtype, device=self.device)
-        with blaming("config.json"):
+        with errors_as_input_errors("config.json"):
             return self._frame.enter(zeros, inputs_embeds=blank, **options)
 
     def attention_sources(self, index: int) -> list[WeightSource]:
@@ -223,7 +223,7 @@ class CheckpointStream:
 
         # Counted in the cache that generation makes, on the meta device, so that no rule of a class
         # is repeated here.
-        with blaming("config.json"):
+        with errors_as_input_errors("config.json"):
             total = cache_bytes_per_token(self._frame.layers, enter)
         name = self._config.get("dtype") or self._config.get("torch_dtype")
         stored = getattr(torch, str(name).removeprefix("torch."), self.dtype)

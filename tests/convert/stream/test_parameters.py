@@ -12,9 +12,9 @@ from transformers.core_model_loading import Chunk, Concatenate, WeightConverter,
 
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError, KvfoldError
-from kvfold.convert.stream import weights as weights_of
+from kvfold.convert.stream import parameters as weights_of
+from kvfold.convert.stream.parameters import WeightMap, load_model
 from kvfold.convert.stream.stock import empty_model, load_config
-from kvfold.convert.stream.weights import WeightMap, load_model
 
 SIZES = {
     "vocab_size": 7,

@@ -6,7 +6,7 @@ import torch
 from tiny_models import SIZES
 
 from kvfold.convert.families.family import load_family
-from kvfold.convert.families.layout import read_layer, write_layer
+from kvfold.convert.families.layer_io import read_layer, write_layer
 from kvfold.convert.families.model import Model
 
 

@@ -1,5 +1,5 @@
 """Converts MHA or GQA to multi-head latent attention, with calibration statistics or without
-(`svd_latent`).
+(`factor_by_svd`).
 
 1. Rotary keys are the principal complex components over the heads at the frequencies in ``Slots``.
 2. The remaining keys lose their rotation; the gain from ``pair_gains`` is the best constant in its
@@ -10,7 +10,7 @@
    key, not only that at its pair's frequency, and compensate for a lost rotation with one at
    another frequency.
 
-Norms on queries and keys are kept if the layout supports them (otherwise `linear_heads` replaces
+Norms on queries and keys are kept if the layout supports them (otherwise `linearize_heads` replaces
 them). A norm divides a key by a number ``d_g(x)`` that depends on the token and the head; otherwise
 it is linear. So the latent is fitted to keys divided by one number per head instead, and the
 weights that read the latent are multiplied by that number. Scores are then divided by the source's
@@ -23,18 +23,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.distances import Distances, mixed_distances, rotation_gains
-from kvfold.convert.transforms.head_norms import divided_heads, has_norms
+from kvfold.convert.transforms.distances import Distances, mix_distances, rotation_gains
+from kvfold.convert.transforms.head_norms import divide_heads, has_norms
 from kvfold.convert.transforms.latent import als
-from kvfold.convert.transforms.latent.als import LatentFit
-from kvfold.convert.transforms.latent.slots import (
-    RotarySplit,
-    Slots,
-    apply_gains,
-    pair_gains,
-    split_rotary,
-)
-from kvfold.convert.transforms.latent.weights import (
+from kvfold.convert.transforms.latent.als import LatentFactors
+from kvfold.convert.transforms.latent.latent_weights import (
     KeptNorms,
     LatentWeights,
     LinearLayer,
@@ -42,6 +35,13 @@ from kvfold.convert.transforms.latent.weights import (
     from_units,
     in_units,
     linear_layer,
+)
+from kvfold.convert.transforms.latent.slots import (
+    RotarySplit,
+    Slots,
+    apply_gains,
+    pair_gains,
+    split_rotary,
 )
 from kvfold.convert.transforms.linalg import covariance, head_moments, input_moment, metric_root
 from kvfold.convert.transforms.weights import (
@@ -65,12 +65,12 @@ class FittedLayer:
     weights: AttentionWeights
     layer: LinearLayer
     mean: Tensor
-    fit: LatentFit
+    fit: LatentFactors
     units: Units
     centered: bool
 
 
-def to_latent(
+def factor_layer(
     weights: AttentionWeights,
     statistics: LayerStatistics,
     rotary: Rotary,
@@ -93,7 +93,7 @@ def to_latent(
     divisors = None
     statistics = statistics.to(weights.q.device)
     if has_norms(source):
-        weights, divisors = divided_heads(source, statistics, key_constant=True)
+        weights, divisors = divide_heads(source, statistics, key_constant=True)
     weights, statistics, units = in_units(weights, statistics)
     scale = weights.head_dim**-0.5 if scale is None else scale
     start = _start(weights, statistics, rotary, slots, context, scale * units.scores, centered)
@@ -103,7 +103,7 @@ def to_latent(
     fit = _first_fit(
         split, apply_gains(split.rest, start.gains, rotary), layer.values, down, readout
     )
-    distances = mixed_distances(statistics.profile, context, als.LATENT_UNIFORM, als.LATENT_TAIL)
+    distances = mix_distances(statistics.profile, context, als.LATENT_UNIFORM, als.LATENT_TAIL)
     # If nothing is left for the latent, the first fit is exact.
     if als.ALS_ROUNDS and down.any():
         fit = als.alternate(
@@ -120,7 +120,7 @@ def to_latent(
     return _keep_norms(assemble(fitted, slots), fitted, divisors, distances, rotary)
 
 
-def svd_latent(
+def factor_by_svd(
     weights: AttentionWeights,
     rotary: Rotary,
     slots: Slots,
@@ -134,13 +134,13 @@ def svd_latent(
     ``slots`` are from ``stride_slots``, as in MHA2MLA (arXiv:2502.14837): one shared key per slot,
     the principal component over the heads' weights. The remaining keys lose their rotation. ``gain
     [E]``, the weight of the norm in front of the attention, only affects the scale of the latent
-    and of the norms on queries and keys, which are kept. ``scale`` as in `to_latent`.
+    and of the norms on queries and keys, which are kept. ``scale`` as in `factor_layer`.
     """
     source = weights
     divisors = None
     blank = blank_statistics(weights, gain)
     if has_norms(source):
-        weights, divisors = divided_heads(source, blank)
+        weights, divisors = divide_heads(source, blank)
     layer = linear_layer(weights, rotary, weights.head_dim**-0.5 if scale is None else scale)
     # Without calibration, assume white inputs.
     moment = torch.eye(weights.model_dim + 1, dtype=torch.float64, device=weights.q.device)
@@ -151,7 +151,7 @@ def svd_latent(
     keys = split.rest.repeat_interleave(layer.group, 0)
     fit = _first_fit(split, keys, layer.values, down / norm, readout * norm)
     fitted = FittedLayer(source, weights, layer, moment[-1], fit, Units(), centered=False)
-    distances = mixed_distances(blank.profile, 0, als.LATENT_UNIFORM, als.LATENT_TAIL)
+    distances = mix_distances(blank.profile, 0, als.LATENT_UNIFORM, als.LATENT_TAIL)
     return _keep_norms(assemble(fitted, slots), fitted, divisors, distances, rotary)
 
 
@@ -164,7 +164,7 @@ def energy_shares(
     context: int = 0,
     centered: bool = True,
 ) -> Tensor:
-    """The energy shares of the principal components from which `to_latent` starts: ``[E]``,
+    """The energy shares of the principal components from which `factor_layer` starts: ``[E]``,
     descending, float64.
 
     A latent of rank ``R`` keeps the first ``R`` of these components, which exclude the rotary keys.
@@ -255,13 +255,13 @@ def principal_basis(rows: Tensor, root: Tensor, rank: int) -> tuple[Tensor, Tens
 
 def _first_fit(
     split: RotarySplit, keys: Tensor, values: Tensor, down: Tensor, readout: Tensor
-) -> LatentFit:
+) -> LatentFactors:
     """The fit from slots and basis, for ``keys [H, D, E+1]`` without rotation and ``values [G, D,
     E+1]``.
     """
     rows = torch.cat([split.rows, torch.nn.functional.pad(down, (0, 1))])
     reading = torch.cat([split.reading, keys[..., :-1] @ readout], -1)
-    return LatentFit(rows, reading, values[..., :-1] @ readout)
+    return LatentFactors(rows, reading, values[..., :-1] @ readout)
 
 
 def assemble(fitted: FittedLayer, slots: Slots) -> LatentWeights:
