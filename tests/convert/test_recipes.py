@@ -22,8 +22,9 @@ from kvfold.convert.options import run_only, specs
 from kvfold.convert.recipes import read_recipe, recipe_names
 from kvfold.convert.uptrain.request import UptrainRequest
 
-FOLDER = Path(__file__).resolve().parents[2] / "convert" / "data" / "recipes"
-README = (Path(__file__).resolve().parents[2] / "recipes" / "README.md").read_text()
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDER = REPOSITORY / "convert" / "data" / "recipes"
+README = (REPOSITORY / "recipes" / "README.md").read_text()
 SCRIPT = ["accelerate", "launch", "--config_file", "convert/data/fsdp.yaml", "recipes/uptrain.py"]
 
 
@@ -249,7 +250,7 @@ def test_an_uptraining_line_is_one_that_the_script_takes(name):
     about = read_recipe(name).about
     line = shlex.split(about["uptrain"])
     assert line[: len(SCRIPT)] == SCRIPT
-    assert all((FOLDER.parent / file).is_file() for file in SCRIPT[3:])
+    assert all((REPOSITORY / file).is_file() for file in SCRIPT[3:])
     taken = uptrain.make_context("uptrain", line[len(SCRIPT) :]).params
     assert (taken["model"], taken["out"], taken["text"]) == ("OUT", "UPTRAINED", "FILE")
     assert taken["teacher"] == about["model"]
@@ -279,7 +280,7 @@ def test_the_recipe_that_the_readme_shows_is_one(tmp_path):
 
 
 def test_a_checkpoint_split_into_files_is_joined_and_damage_is_named(tmp_path):
-    scripts = runpy.run_path(str(FOLDER / "split_model.py"))
+    scripts = runpy.run_path(str(REPOSITORY / "recipes" / "split_model.py"))
     model = tmp_path / "model"
     model.mkdir()
     (model / "model.safetensors").write_bytes(bytes(range(250)))
