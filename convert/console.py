@@ -21,14 +21,12 @@ from typing import Any, NoReturn
 import click
 
 from kvfold.convert.errors import (
-    ALONE,
     KvfoldError,
-    as_option,
+    format_option,
     one_line,
     option_error,
     printable,
     system_failure,
-    worded,
 )
 from kvfold.convert.host import may_have_gpu, set_threads
 from kvfold.convert.options import Option, Request, no_gpu, specs
@@ -142,7 +140,7 @@ def _parameter(spec: Option, required: bool) -> Decorator:
         word for word in spec.words if word.startswith(typed)
     ]
     names = [
-        as_option(spec.name, False if spec.default is True else ALONE),
+        format_option(spec.name, spec.default is not True),
         *spec.spellings,
         spec.name,
     ]
@@ -195,8 +193,7 @@ def run_command(
     outcome: tuple[str | None, int] = None, 1
     with suppress(KeyboardInterrupt), interruptible():
         try:
-            with worded(as_option):
-                command.main(args=words, prog_name=name, standalone_mode=False)
+            command.main(args=words, prog_name=name, standalone_mode=False)
             outcome = (None, 0)
             stopped = False
         except (KeyboardInterrupt, click.Abort) as error:

@@ -4,8 +4,7 @@ import errno
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, Self
 
@@ -31,94 +30,41 @@ _USUAL = {
 
 
 _LONG_WORD = re.compile(r"\S{1000,}")  # longer than paths are
-ALONE = object()  # in place of a value: only the option's name is written
-Wording = Callable[[str, Any], str | None]  # None leaves a field to the enclosing wording
+_NO_VALUE = object()
 _OPTIONS = {"contexts": "context", "batches": "batch"}  # fields whose options have a different name
 
 
-def as_option(field: str, value: Any = ALONE) -> str:
-    """The command-line spelling: ``--kv-heads 5``, ``--overwrite`` for a true flag, ``--no-retrieval``
-    for a false one.
+def format_option(field: str, value: Any = _NO_VALUE) -> str:
+    """The command-line spelling of a field: ``--kv-heads 5``; ``--fresh`` for a true flag,
+    ``--no-retrieval`` for a false one.
     """
     name = _OPTIONS.get(field, field).replace("_", "-")
     if value is False:
         return f"--no-{name}"
-    return f"--{name}" if value is ALONE or value is True else f"--{name} {value}"
-
-
-def as_keyword(field: str, value: Any = ALONE) -> str:
-    """The Python spelling: ``kv_heads=5``."""
-    return (
-        field
-        if value is ALONE
-        else f"{field}={os.fspath(value) if isinstance(value, os.PathLike) else value!r}"
-    )
-
-
-# Not a context variable, because a command's threads must word their errors like the command.
-_wording: list[Wording] = [as_keyword]
-
-
-def opt(field: str, value: Any = ALONE) -> str:
-    """An option as a message spells it: in command-line form while a command runs, otherwise as a
-    Python keyword.
-    """
-    return next(
-        said for wording in reversed(_wording) if (said := wording(field, value)) is not None
-    )
-
-
-@contextmanager
-def worded(wording: Wording) -> Iterator[None]:
-    """Within the block, and in all threads, ``opt`` spells options by ``wording``."""
-    _wording.append(wording)
-    try:
-        yield
-    finally:
-        _wording.pop()
-
-
-class Problem(str):
-    """A sentence with the option at fault and its value; ``field`` is None if there is none, as for
-    a damaged file.
-    """
-
-    field: str | None
-    value: Any
-
-    def __new__(cls, message: str, field: str | None = None, value: Any = None) -> Self:
-        problem = super().__new__(cls, message)
-        problem.field = field
-        problem.value = value
-        return problem
-
-
-def option_problem(field: str, value: Any, rule: str) -> Problem:
-    """The problem of an option and its value: both, as ``opt`` spells them, followed by ``rule``."""
-    space = "" if rule.startswith(":") else " "
-    return Problem(f"{opt(field, value)}{space}{rule}", field, value)
+    return f"--{name}" if value is _NO_VALUE or value is True else f"--{name} {value}"
 
 
 class KvfoldError(Exception):
     """An error that kvfold explains: what is wrong and where, the rule that is broken, and what to
     do.
 
-    ``message`` is one sentence, in which ``opt`` spells the options. ``details`` are further
-    problems of the same kind, one short line each; ``str()`` shows the first 20 and counts the
-    rest. ``problems`` are all of them as `Problem`.
+    Attributes:
+        message: One sentence, which spells options as the command line does.
+        details: Further problems of the same kind, one short line each; ``str()`` shows the first
+            20 and counts the rest.
+        field: The keyword at fault, such as "kv_heads"; None if it is none, as for a damaged file.
     """
 
     exit_status = 1
 
-    def __init__(self, message: str, details: Sequence[str] = ()) -> None:
+    def __init__(
+        self, message: str, details: Sequence[str] = (), *, field: str | None = None
+    ) -> None:
         # Values and names from files may contain line ends and codes that a terminal obeys.
-        self.message, *others = map(printable, (message, *details))
+        self.message = printable(message)
+        self.details = tuple(map(printable, details))
+        self.field = field
         super().__init__(self.message)
-        self.details = tuple(others)
-        given = (
-            each if isinstance(each, Problem) else Problem(each) for each in (message, *details)
-        )
-        self.problems = [Problem(printable(each), each.field, each.value) for each in given]
 
     def __str__(self) -> str:
         lines = [self.message, *(f"  {detail}" for detail in self.details[:_SHOWN])]
@@ -126,10 +72,9 @@ class KvfoldError(Exception):
             lines.append(f"  ... and {len(self.details) - _SHOWN} more")
         return "\n".join(lines)
 
-    def prefixed(self, place: str) -> Self:
-        """The same error, with ``place`` and a colon in front of its message."""
-        first, *others = self.problems
-        return type(self)(Problem(f"{place}: {first}", first.field, first.value), others)
+    def with_prefix(self, prefix: str) -> Self:
+        """The same error, with ``prefix`` and a colon in front of its message."""
+        return type(self)(f"{prefix}: {self.message}", self.details, field=self.field)
 
 
 class InputError(KvfoldError):
@@ -139,8 +84,9 @@ class InputError(KvfoldError):
 
 
 def option_error(field: str, value: Any, rule: str) -> InputError:
-    """The error with only the `option_problem` of these arguments."""
-    return InputError(option_problem(field, value, rule))
+    """The error of one option: its spelling with ``value``, followed by ``rule``."""
+    space = "" if rule.startswith(":") else " "
+    return InputError(f"{format_option(field, value)}{space}{rule}", field=field)
 
 
 def first_line(error: BaseException) -> str:

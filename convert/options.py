@@ -28,7 +28,7 @@ from typing import (
     overload,
 )
 
-from kvfold.convert.errors import InputError, Problem, as_option, did_you_mean, opt, option_error
+from kvfold.convert.errors import InputError, did_you_mean, format_option, option_error
 
 Fields = ParamSpec("Fields")
 Made = TypeVar("Made", contravariant=True)
@@ -195,9 +195,9 @@ class Request:
         found = specs(type(self))
         for name, spec in found.items():
             object.__setattr__(self, name, spec.plain(getattr(self, name)))
-        combined = (Problem(message, name, vars(self)[name]) for name, message in self.problems())
-        if problems := [*value_problems(found, vars(self)), *combined]:
-            raise InputError(problems[0], problems[1:])
+        if problems := [*value_problems(found, vars(self)), *self.problems()]:
+            field, message = problems[0]
+            raise InputError(message, [further for _, further in problems[1:]], field=field)
 
     def problems(self) -> Iterable[tuple[str, str]]:
         """A field and a sentence for each combination of values that is not allowed. Types may
@@ -217,19 +217,21 @@ class Request:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"
 
 
-def value_problems(found: Mapping[str, Option], values: Mapping[str, Any]) -> Iterator[Problem]:
-    """A problem for each value that its option does not accept."""
+def value_problems(
+    found: Mapping[str, Option], values: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """A field and a sentence for each value that its option does not accept."""
     for name, value in values.items():
         spec = found.get(name)
         if spec is not None and (rule := spec.rule_broken(value)) is not None:
             shown = ", ".join(map(repr, value)) if isinstance(value, tuple) else repr(value)
-            named = name.upper() if spec.argument else opt(name)
-            yield Problem(f"{named} must be {rule}, not {shown}", name, value)
+            named = name.upper() if spec.argument else format_option(name)
+            yield name, f"{named} must be {rule}, not {shown}"
 
 
 def no_gpu() -> InputError:
     """The error of ``--device cuda`` on a machine without a GPU."""
-    way_out = f"use {opt('device', 'cpu')} or auto"
+    way_out = "use --device cpu or auto"
     return option_error(
         "device", "cuda", f": torch finds no CUDA device on this machine; {way_out}"
     )
@@ -240,7 +242,7 @@ def command_words(values: Mapping[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in values.items():
         for each in value if isinstance(value, tuple) else (value,):
-            words += [as_option(name)] if each is True else [as_option(name), str(each)]
+            words += [format_option(name)] if each is True else [format_option(name), str(each)]
     return words
 
 

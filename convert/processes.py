@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvfold.convert.errors import InputError, KvfoldError, first_line, one_line, opt
+from kvfold.convert.errors import InputError, KvfoldError, first_line, one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +79,7 @@ def process_group(device: str) -> Iterator[None]:
         if local_rank >= gpus:
             raise InputError(
                 f"torchrun: process {local_rank + 1} on this machine needs its own GPU, but torch"
-                f" finds only {gpus}; use --nproc-per-node {gpus}, or {opt('device', 'cpu')}"
+                f" finds only {gpus}; use --nproc-per-node {gpus}, or --device cpu"
             )
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"

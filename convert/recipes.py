@@ -11,16 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.errors import (
-    InputError,
-    Problem,
-    as_keyword,
-    did_you_mean,
-    one_line,
-    opt,
-    option_error,
-    worded,
-)
+from kvfold.convert.errors import InputError, did_you_mean, one_line, option_error
 from kvfold.convert.methods.registry import methods_of
 from kvfold.convert.options import specs, value_problems
 from kvfold.convert.request import ConvertRequest
@@ -106,12 +97,12 @@ def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
         name: value for name, value in read.options.items() if name not in displaced
     } | overrides
     if values.get("to") is None:
-        way_out = f'add a line such as to = "mqa" (or "gqa", "mla"), or use {opt("to")}'
+        way_out = 'add a line such as to = "mqa" (or "gqa", "mla"), or use --to'
         raise InputError(f"{read.origin} has no target; {way_out}")
     try:
         return ConvertRequest(**values)
     except InputError as error:
-        raise error.prefixed(f"with {read.origin}") from None
+        raise error.with_prefix(f"with {read.origin}") from None
 
 
 def read_recipe(recipe: str) -> Recipe:
@@ -133,20 +124,17 @@ def read_recipe(recipe: str) -> Recipe:
     ):
         hint = did_you_mean(recipe, known)
         known_names = f"use a FILE.toml or one of {', '.join(known)}"
-        message = (
-            f"{opt('recipe', repr(recipe))} is neither a shipped recipe{hint} nor a file;"
-            f" {known_names}"
-        )
-        raise InputError(Problem(message, "recipe", recipe))
+        message = f"--recipe {recipe!r} is neither a shipped recipe{hint} nor a file; {known_names}"
+        raise InputError(message, field="recipe")
     elif not os.path.exists(path):
-        ships = f"use the shipped recipe with {opt('recipe', path.stem)}"
+        ships = f"use the shipped recipe with --recipe {path.stem}"
         raise option_error(
             "recipe", recipe, f": no such file; {ships if path.stem in known else 'check the path'}"
         )
     content = _parsed(path, origin)
     about = content.pop("about", {})
     if problems := list(_problems(content, about)):
-        raise InputError(problems[0], problems[1:]).prefixed(origin)
+        raise InputError(problems[0], problems[1:]).with_prefix(origin)
     return Recipe(origin, content, about)
 
 
@@ -190,9 +178,8 @@ def _problems(options: Mapping[str, Any], about: Any) -> Iterator[str]:
     keys = {name: spec for name, spec in specs(ConvertRequest).items() if not spec.runs}
     for key, value in options.items():
         if key in keys:
-            # Messages spell a recipe's keys as keywords, even while a command runs.
-            with worded(as_keyword):
-                yield from value_problems(keys, {key: keys[key].plain(value)})
+            plain = keys[key].plain(value)
+            yield from (message for _, message in value_problems(keys, {key: plain}))
         elif key in specs(ConvertRequest):
             yield (
                 f"{key!r} says where or how to run, which a recipe must not; use it on the command"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
-from kvfold.convert.errors import InputError, did_you_mean, opt
+from kvfold.convert.errors import InputError, did_you_mean, format_option
 from kvfold.convert.methods import registry
 from kvfold.convert.methods.registry import DEFAULT, Method
 from kvfold.convert.options import (
@@ -325,14 +325,14 @@ class ConvertRequest(Request):
     def problems(self) -> Iterator[tuple[str, str]]:
         """A field and a sentence for each combination of values that is not allowed."""
         to = self.to
-        named = opt("method", self.resolved_method)
-        principal = opt("method", DEFAULT)
+        named = f"--method {self.resolved_method}"
+        principal = f"--method {DEFAULT}"
         if to == "gqa" and self.kv_heads is None:
             heads = (
                 "the number of key/value heads to keep; `kvfold inspect MODEL` lists the possible"
                 " numbers"
             )
-            yield "kv_heads", f"{opt('to', to)} needs {opt('kv_heads')}, {heads}"
+            yield "kv_heads", f"--to {to} needs --kv-heads, {heads}"
         if to not in TARGETS:
             return
         for name, spec in specs(type(self)).items():
@@ -341,8 +341,11 @@ class ConvertRequest(Request):
             # them.
             given = value is not None and value is not False and value != "kvfold"
             if given and spec.targets and to not in spec.targets:
-                some = " or ".join(opt("to", target) for target in spec.targets)
-                yield name, f"{opt(name)} needs {some}, not {opt('to', to)}; omit {opt(name)}"
+                some = " or ".join(f"--to {target}" for target in spec.targets)
+                yield (
+                    name,
+                    f"{format_option(name)} needs {some}, not --to {to}; omit {format_option(name)}",
+                )
         # An unknown method is reported once; the other checks then assume the default method.
         method = registry.find_method(DEFAULT, to)
         try:
@@ -353,8 +356,8 @@ class ConvertRequest(Request):
         except InputError as error:
             yield "method", error.message
         if self.objective is not None and to != "mla" and not method.takes_objective:
-            unused = f"{opt('objective')} has no effect with {named}"
-            yield "objective", f"{unused}; omit {opt('objective')}, or use {principal}"
+            unused = f"--objective has no effect with {named}"
+            yield "objective", f"{unused}; omit --objective, or use {principal}"
         try:
             if isinstance(self.objective, str) and ":" in self.objective:
                 registry.find_objective(self.objective)
@@ -364,53 +367,43 @@ class ConvertRequest(Request):
             yield from self._latent_problems(method)
         elif self.group == "similar" and not method.reads_text:
             unread = (
-                f"{opt('group', 'similar')} compares heads on calibration text, but {named} reads"
-                " no text"
+                f"--group similar compares heads on calibration text, but {named} reads no text"
             )
-            yield "group", f"{unread}; omit {opt('group')}, or use {principal}"
+            yield "group", f"{unread}; omit --group, or use {principal}"
         if self.keep_quantized and self.dtype not in ("auto", "bfloat16"):
-            either = f"{opt('keep_quantized', True)} needs {opt('dtype', 'bfloat16')} or auto"
-            way_out = f"omit {opt('keep_quantized')}, or change {opt('dtype')}"
+            either = "--keep-quantized needs --dtype bfloat16 or auto"
+            way_out = "omit --keep-quantized, or change --dtype"
             yield "keep_quantized", f"{either}, not {self.dtype}; {way_out}"
         if self.effort in EFFORTS:
-            chosen = f"{opt('effort', self.effort)} chooses {opt('refine')} and {opt('polish')}"
+            chosen = f"--effort {self.effort} chooses --refine and --polish"
             yield (
                 "effort",
-                (
-                    f"{chosen}; omit {opt('effort')}, or use it without {opt('polish')} and"
-                    f" {opt('refine')}"
-                ),
+                (f"{chosen}; omit --effort, or use it without --polish and --refine"),
             )
         if self.repeat_text and not self.polish:
-            unused = f"{opt('repeat_text')} has no effect without {opt('polish')}"
-            yield "repeat_text", f"{unused}; omit it, or add {opt('polish', 'auto')}"
+            unused = "--repeat-text has no effect without --polish"
+            yield "repeat_text", f"{unused}; omit it, or add --polish auto"
         if not (method.reads_text or self.refine or self.polish):
-            unused = (
-                f"has no effect, because {named} reads text only with {opt('refine')} or"
-                f" {opt('polish')}"
-            )
+            unused = f"has no effect, because {named} reads text only with --refine or --polish"
             if self.calibration is not None:
                 yield (
                     "calibration",
-                    f"{opt('calibration')} {unused}; omit {opt('calibration')}, or use {principal}",
+                    f"--calibration {unused}; omit --calibration, or use {principal}",
                 )
             if self.spill is not None:
-                yield "spill", f"{opt('spill')} {unused}; omit {opt('spill')}"
+                yield "spill", f"--spill {unused}; omit --spill"
 
     def _latent_problems(self, method: Method) -> Iterator[tuple[str, str]]:
-        named = opt("method", self.resolved_method)
-        principal = opt("method", DEFAULT)
-        both = f"{opt('kv_rank')} and {opt('rope_dim')}"
-        budget = opt("budget")
-        engine = opt("layout", "engine")
+        named = f"--method {self.resolved_method}"
+        principal = f"--method {DEFAULT}"
+        both = "--kv-rank and --rope-dim"
+        budget = "--budget"
+        engine = "--layout engine"
         if self.budget is None and (self.kv_rank is None or self.rope_dim is None):
             missing = "rope_dim" if self.kv_rank else "kv_rank"
             yield (
                 missing,
-                (
-                    f"{opt('to', 'mla')} needs {both}, or {budget}, in KV-cache elements per token"
-                    " per layer"
-                ),
+                (f"--to mla needs {both}, or {budget}, in KV-cache elements per token per layer"),
             )
         if self.budget is not None and (self.kv_rank is not None or self.rope_dim is not None):
             yield "budget", f"{budget} chooses {both}; use either {budget} or the other two options"
@@ -426,12 +419,10 @@ class ConvertRequest(Request):
                 ),
             )
         if self.rotate_latent and (self.layout or DEFAULT_LAYOUT) == "engine":
-            larger = (
-                f"{opt('rotate_latent', True)} increases the error of an FP8 cache with {engine}"
-            )
+            larger = f"--rotate-latent increases the error of an FP8 cache with {engine}"
             yield (
                 "rotate_latent",
-                f"{larger}; omit {opt('rotate_latent')}, or use {opt('layout', 'free')}",
+                f"{larger}; omit --rotate-latent, or use --layout free",
             )
 
 
@@ -592,12 +583,12 @@ class BenchRequest(Request):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.layers is not None and self.shape is None:
-            needs = f"needs {opt('shape')}, because a checkpoint's layers are fixed"
-            yield "layers", f"{opt('layers')} {needs}; omit {opt('layers')}"
+            needs = "needs --shape, because a checkpoint's layers are fixed"
+            yield "layers", f"--layers {needs}; omit --layers"
         if not self.models and self.shape is None:
             yield (
                 "models",
-                f"nothing to time; name at least one MODEL, or use {opt('shape', 'llama-2-7b')}",
+                "nothing to time; name at least one MODEL, or use --shape llama-2-7b",
             )
 
 

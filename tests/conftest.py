@@ -80,17 +80,6 @@ def refused() -> Callable[..., AbstractContextManager[pytest.ExceptionInfo[Excep
 
 
 @pytest.fixture(scope="session", autouse=True)
-def worded_for_commands() -> Iterator[None]:
-    """Errors name options, as where a command runs; ``test_public_names.py`` sees that they name
-    keywords elsewhere.
-    """
-    from kvfold.convert import errors
-
-    with errors.worded(errors.as_option):
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def tokenized_once() -> Iterator[None]:
     """Equal texts are tokenized once: else the text that ships takes a quarter of every tiny
     calibrated conversion.

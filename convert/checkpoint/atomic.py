@@ -29,7 +29,7 @@ from kvfold.convert.checkpoint.folder import (
     extra_names,
     json_beside,
 )
-from kvfold.convert.errors import InputError, opt
+from kvfold.convert.errors import InputError
 from kvfold.convert.signals import DeferredSignals
 from kvfold.convert.sizes import bytes_text
 
@@ -117,9 +117,7 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
     except OSError:  # a file, or a folder that nothing may list
         names = None
     if names != [] and not overwrite:
-        raise InputError(
-            f"{target} already exists; choose another OUT or use {opt('overwrite', True)}"
-        )
+        raise InputError(f"{target} already exists; choose another OUT or use --overwrite")
     if names is None:
         raise InputError(
             f"{target} is not a readable folder and cannot be overwritten; choose another OUT"

@@ -18,7 +18,7 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import text_name
 from kvfold.convert.conversion.source import source_layer, source_rotary
 from kvfold.convert.device import choose_device, training_autocast
-from kvfold.convert.errors import opt, option_error
+from kvfold.convert.errors import option_error
 from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.progress import Stages
 from kvfold.convert.request import LONG_LENGTH, SELF
@@ -63,7 +63,7 @@ def source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
 
     autocast = processes.broadcast_from_rank0(choose)
     if autocast is not None and not request.quiet:
-        other = opt("precision", "float32")
+        other = "--precision float32"
         print(
             f"calibration passes and training in bfloat16, which this {device.type} multiplies"
             f" faster ({other} turns it off); held-out text in float32",
@@ -85,7 +85,7 @@ def load_tokens(
     text; the message recommends ``otherwise``, by default a method that reads no text.
     """
     request = plan.request
-    quick = opt("method", quick_method(plan.request.to))
+    quick = f"--method {quick_method(plan.request.to)}"
 
     def load() -> CalibrationTokens:
         check_seq_len(request.length, plan.geometry.positions, plan.checkpoint.origin)
@@ -133,16 +133,16 @@ def load_tokens(
                 f"{', '.join(tokens.plain)}: plain text without `messages`, but the model has a"
                 " chat template"
             )
-            written = f"{opt('calibration', SELF)} adds dialogues that it writes itself"
+            written = f"--calibration {SELF} adds dialogues that it writes itself"
             if writes_text(plan):
-                without = opt("calibration", f"{SELF}:0")
+                without = f"--calibration {SELF}:0"
                 written = f"dialogues that it writes itself are added ({without} leaves them out)"
             print(
                 f"{chats}; {written}; conversations that resemble its use calibrate better",
                 file=sys.stderr,
             )
         elif tokens.source == BUILT_IN:
-            better = f"{opt('calibration', 'FILE')}.txt|FILE.jsonl"
+            better = "--calibration FILE.txt|FILE.jsonl"
             print(
                 f"text that resembles the model's use calibrates better: {better}", file=sys.stderr
             )

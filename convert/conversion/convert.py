@@ -33,7 +33,7 @@ from kvfold.convert.conversion.memory import (
 from kvfold.convert.conversion.plan import Plan, check_processes, dense_dtype, described, make_plan
 from kvfold.convert.conversion.record import headline, plan_text, summary_text
 from kvfold.convert.conversion.record import record as record_of
-from kvfold.convert.errors import InputError, opt
+from kvfold.convert.errors import InputError
 from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import ConvertRequest
@@ -243,7 +243,7 @@ def _write_weights(
         count = plan.geometry.layers
         done = len(journal.notes)
         if done and not plan.request.quiet:
-            start_over = f"({opt('fresh', True)} starts over)"
+            start_over = "(--fresh starts over)"
             print(
                 f"resuming after layer {done} of {count} of the interrupted run {start_over}",
                 file=sys.stderr,

@@ -21,7 +21,7 @@ from kvfold.convert.checkpoint.shards import tensor_places
 from kvfold.convert.checkpoint.writer import is_laid_out
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import versions
-from kvfold.convert.errors import InputError, opt
+from kvfold.convert.errors import InputError, format_option
 from kvfold.convert.text.corpus import with_share
 
 if TYPE_CHECKING:
@@ -177,10 +177,7 @@ def resumable(plan: Plan) -> Callable[[Path], bool]:
         now = run_settings(plan)
         count = len(journal["layers"])
         if differing := _differing(before, now):
-            way_out = (
-                f"use the same to continue after its layer {count}, or {opt('fresh', True)} to"
-                " discard it"
-            )
+            way_out = f"use the same to continue after its layer {count}, or --fresh to discard it"
             raise InputError(f"the interrupted run in {folder} used {differing}; {way_out}")
         if (
             before == now or not (plan.checkpoint.folder / CONFIG).exists()
@@ -229,8 +226,8 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     for name in [*new, *old]:
         if old.get(name) != new.get(name):
             return (
-                f"{opt(name, old[name]) if name in old else 'no ' + opt(name)}, not"
-                f" {opt(name, new.get(name, 'unset'))}"
+                f"{format_option(name, old[name]) if name in old else 'no ' + format_option(name)}, not"
+                f" {format_option(name, new.get(name, 'unset'))}"
             )
     return next(
         (f"other {_SETTINGS[name]}" for name in _SETTINGS if before.get(name) != now[name]), None

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.conversion.memory import free_bytes, needs_of, writes_text
 from kvfold.convert.conversion.plan import Plan, possible_kv_heads
-from kvfold.convert.errors import opt
 from kvfold.convert.options import command_words
 from kvfold.convert.request import AUTO_LENGTH, EFFORTS, SELF, ConvertRequest
 from kvfold.convert.sizes import duration, tokens_of
@@ -121,7 +120,7 @@ def verdict_text(drift: "DriftReport") -> str:
     doubtful = any(abs(loss.excess - each.excess) < margin for each in LIMITS.values())
     narrow = (
         f"; the 95 % interval of the excess, +-{margin:.3f}, includes a limit: more"
-        f" {opt('samples')} narrow it"
+        f" --samples narrow it"
     )
     figures = (
         f"excess loss {loss.excess:+.3f} nats per token, KL {loss.kl:.3f} nats, top-1 agreement "
@@ -228,9 +227,7 @@ def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep 
             shorter = seconds + per_token * (
                 step * less["refine"] + (tokens_of(less["polish"]) or 0)
             )
-            why += (
-                f"; {opt('effort', _LESS)} takes about {duration(shorter)}, {opt('effort', _MOST)}"
-            )
+            why += f"; --effort {_LESS} takes about {duration(shorter)}, --effort {_MOST}"
     written = ", plus the time to write further dialogues" if writes_text(plan) else ""
     time = (
         None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.errors import InputError, opt, option_error
+from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.host import host_memory, may_have_gpu
 from kvfold.convert.request import SELF, SELF_TOKENS, ConvertRequest, held_out_count
 from kvfold.convert.sizes import bytes_text
@@ -155,14 +155,11 @@ def writes_text(plan: Plan) -> bool:
 def check_memory(plan: Plan) -> None:
     """Raise InputError if the request needs the whole model in memory but the model does not fit."""
     if writes_text(plan):
-        option = (
-            f"text that the model writes itself ({opt('calibration', SELF)}, default of chat"
-            " models)"
-        )
-        otherwise = f"leave it out with {opt('calibration', f'{SELF}:0')}"
+        option = f"text that the model writes itself (--calibration {SELF}, default of chat models)"
+        otherwise = f"leave it out with --calibration {SELF}:0"
     elif plan.request.polish:
-        option = opt("polish")
-        otherwise = f"use only {opt('refine')}, which loads one layer at a time"
+        option = "--polish"
+        otherwise = "use only --refine, which loads one layer at a time"
     else:
         return
     needed = needs_of(plan).memory
@@ -193,7 +190,7 @@ def check_spill(plan: Plan) -> None:
         needed += needs.disk + needs.scratch
     if needed > free:
         sizes = f"hidden states need {bytes_text(needed)}, but only {bytes_text(free)} are free"
-        way_out = f"free some space, use a folder on another disk, or lower {opt('samples')}"
+        way_out = "free some space, use a folder on another disk, or lower --samples"
         raise option_error("spill", folder, f": too little disk space: {sizes}; {way_out}")
 
 

@@ -13,7 +13,7 @@ from kvfold.convert.checkpoint.folder import CONFIG, SINGLE, WEIGHT_SUFFIXES, re
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES, TensorInfo, tensor_bytes
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor, Shard, assign_shards
-from kvfold.convert.errors import InputError, opt, option_error
+from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.families.model import Geometry, Model, model_of
 from kvfold.convert.families.schema import ROLES, Role
 from kvfold.convert.methods.registry import quick_method
@@ -143,18 +143,14 @@ def _fold_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
             f"{model.family.model_type}, which normalizes queries and keys after their rotary"
             " embedding"
         )
-        way_out = f"use {opt('method', quick_method(request.to))} with {opt('refine', 'auto')}"
+        way_out = f"use --method {quick_method(request.to)} with --refine auto"
         raise option_error("method", request.resolved_method, f"does not support {rule}; {way_out}")
     check_kv_heads(kv_heads, model.geometry, request.allow_growth)
     dtype = None if request.dtype == "auto" else request.dtype
     own_code = needs_own_code(model)
     if request.layout is not None and not own_code:
-        why = (
-            f"because the stock class of {model.family.model_type} supports {opt('to', request.to)}"
-        )
-        raise option_error(
-            "layout", request.layout, f"is not needed, {why}; remove {opt('layout')}"
-        )
+        why = f"because the stock class of {model.family.model_type} supports --to {request.to}"
+        raise option_error("layout", request.layout, f"is not needed, {why}; remove --layout")
     # Pooling leaves queries and the output alone in a stock class.
     roles: tuple[Role, ...] = (
         ("k", "v") if method.pools and not request.calibrated and not own_code else ROLES
@@ -192,7 +188,7 @@ def _complete(
             " experts, stored the same way in the output's model class; the source has"
             f" {'; '.join(made_of) or 'no quantized weights'}"
         )
-        raise option_error("keep_quantized", True, f"{rule}; remove {opt('keep_quantized', True)}")
+        raise option_error("keep_quantized", True, f"{rule}; remove --keep-quantized")
     if request.keep_quantized:
         tensors = kept_tensors(tensors, kept)
         config = kept_config(config, tensors, checkpoint)
@@ -295,9 +291,7 @@ def latent_targets(request: ConvertRequest, model: Model) -> list[MlaSpec]:
     if not possible and (request.budget or 0) >= present and not request.allow_growth:
         # However it is split: a split's own problems would not say so.
         rule = f"must be below the source's {present} KV-cache elements per token per layer"
-        raise option_error(
-            "budget", request.budget, f"{rule}; lower it, or add {opt('allow_growth', True)}"
-        )
+        raise option_error("budget", request.budget, f"{rule}; lower it, or add --allow-growth")
     if not possible:
         raise InputError(problems[0][0], problems[0][1:])
     return possible
@@ -317,12 +311,12 @@ def check_kv_heads(kv_heads: int, geometry: Geometry, allow_growth: bool) -> Non
     if present == 1 and not allow_growth:
         raise InputError(
             "the model is already MQA, with one key/value head, so its cache cannot shrink this"
-            f" way; `kvfold inspect` lists the possible targets ({opt('allow_growth', True)}"
+            " way; `kvfold inspect` lists the possible targets (--allow-growth"
             " converts the model anyway)"
         )
     allowed = [present, *possible] if allow_growth else possible
     if kv_heads not in allowed:
-        growth = f", or add {opt('allow_growth', True)}" if kv_heads == present else ""
+        growth = ", or add --allow-growth" if kv_heads == present else ""
         rule = (
             f"must divide the source's {present} key/value"
             f" heads{'' if allow_growth else ' and be smaller'}"

@@ -16,7 +16,6 @@ from kvfold.convert import processes
 from kvfold.convert.conversion.judgment import next_step, verdict_text
 from kvfold.convert.conversion.memory import free_bytes, free_disk, needs_of, writes_text
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.errors import opt
 from kvfold.convert.request import SELF
 from kvfold.convert.sizes import bytes_text, tokens_text
 from kvfold.convert.targets.engines import RANKS, describe_fold, format_support
@@ -367,7 +366,7 @@ def calibration_text(plan: Plan) -> str:
         f"{name} ({100 * share / parts:.0f} %)" if len(texts) > 1 else name for name, share in texts
     )
     line = f"calibration: {request.samples} x {request.length} tokens of {' + '.join(names)}"
-    without = opt("calibration", f"{SELF}:0")
+    without = f"--calibration {SELF}:0"
     itself = (
         f"; {SELF} is text that MODEL writes, which keeps it in memory ({without} leaves it out)"
     )

@@ -17,7 +17,6 @@ import torch
 from kvfold.attention.deepseek import absorb
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
-from kvfold.convert.errors import opt
 from kvfold.convert.request import ChatRequest
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import hide_bars
@@ -103,7 +102,7 @@ def chat_models(request: ChatRequest, prompts: IO[str]) -> None:
         click.echo("the model has no chat template: it continues each prompt", err=True)
     width = shutil.get_terminal_size().columns
     if prompts.isatty():
-        most = opt("max_new_tokens", request.max_new_tokens)
+        most = f"--max-new-tokens {request.max_new_tokens}"
         click.echo(
             f"a message per line, answered in full ({most}); Ctrl-C stops an answer, Ctrl-D ends",
             err=True,

@@ -132,7 +132,7 @@ def layer_stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> Ch
         )
     except InputError as error:
         # Two checkpoints are open: the error must say in which one the problem is.
-        raise error.prefixed(checkpoint.origin) from error
+        raise error.with_prefix(checkpoint.origin) from error
     stream.parameters.map.check_fits(checkpoint)
     return stream
 

@@ -17,7 +17,7 @@ from kvfold.attention.drift.compare import margin, stretch_bounds
 from kvfold.attention.drift.report import perplexity
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
-from kvfold.convert.errors import InputError, opt, option_error
+from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.measure import eval_tasks
 from kvfold.convert.measure.eval_tasks import (
     CHOICES,
@@ -274,7 +274,7 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
         if asked:
             spelled = ", ".join(map(str, lengths))
             parts.insert(0, f"{samples} documents each of {', '.join(TASKS)} at {spelled} tokens")
-        fewer = f"for each model (fewer: {opt('lengths')}, {opt('samples')})"
+        fewer = "for each model (fewer: --lengths, --samples)"
         print(f"{'; '.join(parts)}, {fewer}", file=sys.stderr, flush=True)
     # One after the other: two models of 70B parameters fit into few machines.
     before, after = (
@@ -367,7 +367,7 @@ def _tokens(tokenizer: Any, text: str | None, wanted: int) -> tuple[Tensor, str]
     pieces = list(tokenize(tokenizer, prefix_tokens(tokenizer), documents))
     if not sum(map(len, pieces)):
         raise InputError(
-            f"{corpus.name} contains no text to measure on; choose another with {opt('text')}"
+            f"{corpus.name} contains no text to measure on; choose another with --text"
         )
     return torch.cat(pieces), corpus.name
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.errors import InputError, one_line, opt, option_error
+from kvfold.convert.errors import InputError, one_line, option_error
 from kvfold.convert.request import BUILT_IN_TASKS, EvalRequest
 from kvfold.convert.text.tokenizer import prefix_tokens
 
@@ -156,7 +156,7 @@ def single_words(tokenizer: Any) -> dict[str, int]:
     if len(set(found.values())) < CHOICES:
         raise InputError(
             f"retrieval needs {CHOICES} common English words of one token each, but the tokenizer"
-            f" has only {len(found)}; skip retrieval with {opt('retrieval', False)}"
+            f" has only {len(found)}; skip retrieval with --no-retrieval"
         )
     return found
 
@@ -232,7 +232,7 @@ def check_harness(tasks: Sequence[str]) -> None:
     """Raise InputError if lm-evaluation-harness, which runs ``tasks``, is not installed."""
     if find_spec("lm_eval") is None:
         raise InputError(
-            f"{opt('tasks', ','.join(tasks))} needs lm-evaluation-harness, which is not installed;"
+            f"--tasks {','.join(tasks)} needs lm-evaluation-harness, which is not installed;"
             " run pip install 'kvfold[eval]', or use only built-in tasks:"
             f" {', '.join(BUILT_IN_TASKS)}"
         )
@@ -260,7 +260,7 @@ def harness_scores(model: Any, tokenizer: Any, request: EvalRequest) -> TaskScor
             **seeds,
         )
     except (KeyError, ValueError) as error:
-        shown = opt("tasks", ",".join(request.harness_tasks))
+        shown = f"--tasks {','.join(request.harness_tasks)}"
         raise InputError(
             f"{shown}: lm-evaluation-harness rejected them: {one_line(error)[:300]}"
         ) from error

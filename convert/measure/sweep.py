@@ -47,7 +47,7 @@ from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
 from kvfold.convert.conversion.record import percent_text, text_name, versions
 from kvfold.convert.conversion.student import StudentWalk
-from kvfold.convert.errors import InputError, opt, worded
+from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.sweep_rows import KeptRows
 from kvfold.convert.measure.sweep_targets import (
@@ -57,7 +57,6 @@ from kvfold.convert.measure.sweep_targets import (
     groups,
     parse_targets,
     spelled,
-    target_wording,
 )
 from kvfold.convert.options import command_words, takes
 from kvfold.convert.progress import Progress, Stages
@@ -374,12 +373,11 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
         for options in chosen:
             layout = request.layout if options["to"] == "mla" else None
             try:
-                with worded(target_wording):
-                    plans.append(
-                        make_plan(ConvertRequest(**common, **options, layout=layout), checkpoint)
-                    )
+                plans.append(
+                    make_plan(ConvertRequest(**common, **options, layout=layout), checkpoint)
+                )
             except InputError as error:
-                raise error.prefixed(opt("targets", spelled(options))) from error
+                raise error.with_prefix(f"--targets {spelled(options)}") from error
         check_memory(plans[0])
         with tempfile.TemporaryDirectory(prefix="kvfold-sweep-") as scratch, checkpoint.hashing():
             found = _sweep(chosen, plans, Path(scratch), Stages(progress, request.quiet), request)
@@ -410,7 +408,7 @@ def _sweep(
             rows[target] = _row_of(target, plan, kept.rows[target])
     if rows and not request.quiet:
         done = f"{len(rows)} of {len(plans)} targets of the interrupted sweep"
-        print(f"resuming after {done} ({opt('fresh', True)} starts over)", file=sys.stderr)
+        print(f"resuming after {done} (--fresh starts over)", file=sys.stderr)
     with stages("reading the text and the model"):
         tokens = load_tokens(first, scratch, stages, "")
         stream = source_stream(first, scratch)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvfold.convert.conversion.plan import Plan, possible_kv_heads
-from kvfold.convert.errors import ALONE, InputError, as_option, did_you_mean, option_error
+from kvfold.convert.errors import InputError, did_you_mean, option_error
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import DEFAULT_LAYOUT, TARGETS, Layout
 from kvfold.convert.targets.engines import propose_budgets, propose_kernel_splits
@@ -16,12 +16,6 @@ WITHIN = 0.01
 # The options of a ConvertRequest that name its target.
 TargetOptions = dict[str, Any]
 
-_SIZE_WORDS = {
-    "kv_heads": "heads",
-    "kv_rank": "channels",
-    "rope_dim": "rotary dims",
-    "budget": "elements",
-}
 # Spellings of targets, and the options that their numbers are.
 _FORMS: dict[str, tuple[str, ...]] = {
     "mqa": (),
@@ -62,17 +56,6 @@ def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
             )
             raise option_error("targets", item, f"must be {forms}{meant}")
     return targets
-
-
-def target_wording(field: str, value: Any = ALONE) -> str | None:
-    """An option as errors of a sweep spell it: "4 heads" instead of ``--kv-heads 4``, which is no
-    option of it.
-    """
-    if field == "allow_growth":
-        return f"{as_option(field)} to `kvfold convert`"
-    if field not in _SIZE_WORDS:
-        return None
-    return _SIZE_WORDS[field] if value is ALONE else f"{value} {_SIZE_WORDS[field]}"
 
 
 def spelled(options: TargetOptions) -> str:

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvfold.convert.errors import did_you_mean, opt, option_error
+from kvfold.convert.errors import did_you_mean, option_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -199,7 +199,7 @@ def find_method(name: str, target: str) -> Method:
     """The method ``name`` (or ``MODULE:NAME``) for ``target``. Raises InputError if ``target`` has
     no such method.
     """
-    rule = f"is not available with {opt('to', target)}"
+    rule = f"is not available with --to {target}"
     return _methods[target, _registered("method", name, partial(methods_of, target), rule)]
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvfold.convert.checkpoint.files import check_unicode, portable_name
-from kvfold.convert.errors import InputError, first_line, opt, option_error, short
+from kvfold.convert.errors import InputError, first_line, format_option, option_error, short
 from kvfold.convert.request import SELF
 
 if TYPE_CHECKING:
@@ -328,9 +328,7 @@ def check_seq_len(seq_len: int, positions: int | None, model: str) -> None:
     """
     if positions and seq_len > positions:
         exceeded = f"exceeds the {positions} positions supported by the model {model}"
-        raise option_error(
-            "seq_len", seq_len, f"{exceeded}; use at most {opt('seq_len', positions)}"
-        )
+        raise option_error("seq_len", seq_len, f"{exceeded}; use at most --seq-len {positions}")
 
 
 def open_corpus(
@@ -377,7 +375,7 @@ def _dataset_documents(spec: str, render: Render, seed: int, option: str) -> Ite
             yield _document_of(row, render)
         except ValueError as error:
             raise InputError(
-                f"{opt(option, spec)}, row {number}: {error}; each row must be {_ROW}"
+                f"{format_option(option, spec)}, row {number}: {error}; each row must be {_ROW}"
             ) from error
 
 

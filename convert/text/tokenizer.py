@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.errors import InputError, one_line, opt, option_error, short
+from kvfold.convert.errors import InputError, one_line, option_error, short
 from kvfold.convert.signals import limited
 from kvfold.convert.stream.stock import empty_model, load_config
 from kvfold.convert.text.corpus import Document
@@ -46,8 +46,7 @@ def load_tokenizer(
         )
         if not trust_remote_code and "trust_remote_code" in str(error):
             reason = (
-                "it runs code from the checkpoint; review the code, then pass"
-                f" {opt('trust_remote_code', True)}"
+                "it runs code from the checkpoint; review the code, then pass --trust-remote-code"
             )
         raise InputError(
             f"{checkpoint.origin}: {purpose} needs the model's tokenizer: {reason}{otherwise}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.errors import InputError, opt, option_error
+from kvfold.convert.errors import InputError, format_option, option_error
 from kvfold.convert.request import SELF, held_out_count
 from kvfold.convert.text.corpus import Corpus, TextSplit, open_corpus, permutation, with_share
 from kvfold.convert.text.tokenizer import prefix_tokens, render, tokenize
@@ -98,10 +98,8 @@ def load_calibration(
     weights = [weight for _, weight in shared]
     shares = [share_counts(count, weights) for count in counts]
     if any(not count and name != SELF for count, (name, _) in zip(shares[0], shared, strict=True)):
-        way_out = f"use at least {opt('samples', math.ceil(sum(weights) / min(weights)))}"
-        share = (
-            f"each of the {len(specs)} {opt(option)} texts must contribute at least one sequence"
-        )
+        way_out = f"use at least --samples {math.ceil(sum(weights) / min(weights))}"
+        share = f"each of the {len(specs)} {format_option(option)} texts must contribute at least one sequence"
         raise option_error("samples", samples, f": {share}; {way_out}")
     unwritten = [weight * (name != SELF) for name, weight in shared]
     long_count = _LONG_SEQUENCES if long_length > seq_len and any(unwritten) else 0
@@ -191,7 +189,7 @@ def _draw(
     if seq_len <= len(prefix):
         begins = f"every sequence begins with {len(prefix)} special token{'s' * (len(prefix) != 1)}"
         raise option_error(
-            "seq_len", seq_len, f": {begins}; use at least {opt('seq_len', len(prefix) + 1)}"
+            "seq_len", seq_len, f": {begins}; use at least --seq-len {len(prefix) + 1}"
         )
     # Bytes per token are unknown before tokenizing, so more is read until there is enough, or
     # nothing is left.
@@ -215,11 +213,11 @@ def _draw(
                 if count and not (fewer and kind[0] == "m")
             ]
             divided = f" ({', '.join(parts)})" if len(parts) > 1 else ""
-            advice = f"or lower {opt('samples')} or {opt('seq_len')}"
+            advice = "or lower --samples or --seq-len"
             if not fewer:
                 most = (len(windows) - wanted[1]) * seq_len // 1000
                 at_most = f" to {most}k tokens at most" if most > 0 else ""
-                advice = f"lower {opt('polish')}{at_most}, or add {opt('repeat_text', True)}"
+                advice = f"lower --polish{at_most}, or add --repeat-text"
             raise InputError(
                 f"{corpus.name}: too little text: {found} yield {len(windows)} of {needed}"
                 f" sequences of {seq_len} tokens{divided}; give more text, {advice}"

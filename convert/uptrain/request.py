@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kvfold.convert.errors import opt
 from kvfold.convert.options import (
     Request,
     device_option,
@@ -134,9 +133,9 @@ class UptrainRequest(Request):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.distill_weight is not None and self.teacher is None:
-            weight = opt("distill_weight")
+            weight = "--distill-weight"
             missing = (
-                f"{weight} needs {opt('teacher')}, the checkpoint to distill from; add it, or omit"
+                f"{weight} needs --teacher, the checkpoint to distill from; add it, or omit"
                 f" {weight}"
             )
             yield "distill_weight", missing
@@ -146,10 +145,10 @@ class UptrainRequest(Request):
             and self.seq_len > 1
         )
         if whole and (self.batch_tokens < 1 or self.batch_tokens % self.seq_len):
-            multiple = f"a multiple of {opt('seq_len', self.seq_len)}"
+            multiple = f"a multiple of --seq-len {self.seq_len}"
             yield (
                 "batch_tokens",
-                f"{opt('batch_tokens')} must be {multiple}, not {self.batch_tokens}",
+                f"--batch-tokens must be {multiple}, not {self.batch_tokens}",
             )
 
     @property

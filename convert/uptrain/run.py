@@ -38,7 +38,7 @@ from kvfold.convert.conversion.card import trained_card
 from kvfold.convert.conversion.fitted import Change
 from kvfold.convert.conversion.record import versions
 from kvfold.convert.device import stored_dtype
-from kvfold.convert.errors import InputError, KvfoldError, opt, option_error
+from kvfold.convert.errors import InputError, KvfoldError, option_error
 from kvfold.convert.families.family import text_type
 from kvfold.convert.measure.verify import non_finite
 from kvfold.convert.options import takes
@@ -128,7 +128,7 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
         if source.made_of:
             raise InputError(
                 f"{source.origin}: {source.made_of[0]} cannot be trained; convert the model without"
-                f" {opt('keep_quantized', True)} first, which dequantizes it"
+                f" --keep-quantized first, which dequantizes it"
             )
         if (inner := text_type(source.config)) is not None:
             wraps = (
@@ -179,8 +179,7 @@ def _train(request: UptrainRequest, source: Checkpoint, side_files: "SideFiles")
         if checkpoint is not None:
             after = f"{checkpoint.name.removeprefix('checkpoint-')} of {request.steps}"
             print(
-                f"resuming after step {after} of the interrupted run ({opt('fresh', True)} starts"
-                " over)",
+                f"resuming after step {after} of the interrupted run (--fresh starts over)",
                 file=sys.stderr,
             )
         chosen = (
@@ -237,8 +236,7 @@ def _token_plan(request: UptrainRequest, source: Checkpoint, vocabulary: int) ->
             raise option_error(
                 "eval_text",
                 request.eval_text,
-                f"must differ from {opt('text')}; omit {opt('eval_text')} to hold out part of"
-                f" {opt('text')}",
+                "must differ from --text; omit --eval-text to hold out part of --text",
             )
     return TokenPlan(
         text,
@@ -423,7 +421,7 @@ def _check(source: Checkpoint, folder: Path, trained: Mapping[str, Tensor]) -> N
             f"training produced NaN or infinity in {len(damaged)} tensor{'s' * (len(damaged) != 1)}"
         )
         raise InputError(
-            f"{source.origin}: {what}, so OUT was not written; lower {opt('relative_lr')}", damaged
+            f"{source.origin}: {what}, so OUT was not written; lower --relative-lr", damaged
         )
     for name in sorted(before.keys() | after.keys()):
         # Tensors that transformers does not load, such as inv_freq of old models, may be missing.

@@ -28,7 +28,7 @@ from kvfold.attention.drift.report import perplexity
 from kvfold.convert.checkpoint.files import replacing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, training_autocast
-from kvfold.convert.errors import InputError, opt, option_error
+from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.processes import launched_as_rank0
 from kvfold.convert.progress import Stages
 from kvfold.convert.stream.parameters import load_model
@@ -138,8 +138,8 @@ def divide_batch(sequences: int, micro_batch: int, replicas: int) -> tuple[int, 
     """
     if sequences % replicas:
         raise InputError(
-            f"{opt('batch_tokens')}: {sequences} sequences per step cannot be divided evenly among"
-            f" {replicas} processes or GPUs; use a multiple of {replicas} x {opt('seq_len')}"
+            f"--batch-tokens: {sequences} sequences per step cannot be divided evenly among"
+            f" {replicas} processes or GPUs; use a multiple of {replicas} x --seq-len"
         )
     each = sequences // replicas
     micro = max(n for n in range(1, min(micro_batch, each) + 1) if each % n == 0)
@@ -441,7 +441,7 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
             if not all(
                 math.isfinite(value) for name, value in row.items() if name.endswith("loss")
             ):
-                advice = f"lower {opt('relative_lr')} or raise {opt('warmup')}"
+                advice = "lower --relative-lr or raise --warmup"
                 if state.global_step <= 1:
                     advice += "; if that does not help, the model is damaged: use another copy"
                 raise InputError(f"step {state.global_step}: the loss is NaN or infinite; {advice}")

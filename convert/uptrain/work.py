@@ -26,7 +26,7 @@ from kvfold.convert.checkpoint.atomic import free_space_check
 from kvfold.convert.checkpoint.files import parse_json, read_bytes, replacing, write_file
 from kvfold.convert.checkpoint.folder import stamps
 from kvfold.convert.checkpoint.hashing import file_hashes, file_problems
-from kvfold.convert.errors import InputError, Problem, one_line, opt
+from kvfold.convert.errors import InputError, format_option, one_line
 from kvfold.convert.options import specs
 from kvfold.convert.processes import on_rank0
 from kvfold.convert.text.corpus import Corpus, Document, permutation
@@ -174,9 +174,9 @@ def last_checkpoint(request: UptrainRequest, sources: Iterable[Path]) -> Path | 
     for name in specs(UptrainRequest):
         old, new = (options.get(name, "absent") for options in (before, now))
         if old != new:
-            differs = f"{opt(name)} is {new}, but the interrupted run there was started with {old}"
-            way_out = f"use the same options to continue it, or {opt('fresh', True)} to discard it"
-            raise InputError(Problem(f"{work}: {differs}; {way_out}", name, new))
+            differs = f"{format_option(name)} is {new}, but the interrupted run there was started with {old}"
+            way_out = "use the same options to continue it, or --fresh to discard it"
+            raise InputError(f"{work}: {differs}; {way_out}", field=name)
     if changed := [
         Path(file[0]).name for file in now["files"] if file not in before.get("files", [])
     ]:
@@ -240,7 +240,7 @@ def prepare(
         raise InputError(
             f"{work}: the text or the tokenizer has changed since the interrupted run there was"
             " started, or its tokens are damaged; use the same text and tokenizer to continue it,"
-            f" or {opt('fresh', True)} to discard it"
+            f" or --fresh to discard it"
         )
 
     def start() -> None:
@@ -331,8 +331,8 @@ def make_tokens(plan: TokenPlan, folder: Path) -> None:
         raise InputError(
             f"{(plan.eval_text or plan.text).name}: too little text: only {len(held_out)} of"
             f" {plan.held_out} sequences of {plan.length} tokens can be held out; give more text"
-            f" with {opt('eval_text')}, lower {opt('eval_sequences')} or {opt('seq_len')}, or skip"
-            f" evaluation with {opt('eval_every', 0)}"
+            f" with --eval-text, lower --eval-sequences or --seq-len, or skip"
+            f" evaluation with --eval-every 0"
         )
     # Documents after the last one that the held-out sequences hold a part of.
     others = documents(parts) if plan.eval_text is not None else chain(first, documents(parts))
@@ -343,7 +343,7 @@ def make_tokens(plan: TokenPlan, folder: Path) -> None:
     if not made:
         raise InputError(
             f"{plan.text.name}: too little text for a training sequence of {plan.length} tokens;"
-            f" give more text or lower {opt('seq_len')}"
+            f" give more text or lower --seq-len"
         )
     record = {"made_from": made_from, "held_out": plan.held_out, "training": made}
     with replacing(folder / _RECORD) as new:

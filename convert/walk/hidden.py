@@ -28,7 +28,7 @@ from torch import Tensor
 from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 from kvfold.convert.checkpoint.files import write_all
 from kvfold.convert.checkpoint.tensors import tensor_memory
-from kvfold.convert.errors import KvfoldError, opt, option_error
+from kvfold.convert.errors import KvfoldError, option_error
 
 Hidden = MutableSequence[Tensor]
 # Stores hidden states: ``list`` in memory, ``Spill`` in a file.
@@ -73,7 +73,7 @@ class Spill(ExitStack):
             write_all(self._file.fileno(), tensor_memory(chunk.cpu()), start)
         except OSError as error:
             raise KvfoldError(
-                f"{opt('spill', self._folder)}: hidden states could not be written"
+                f"--spill {self._folder}: hidden states could not be written"
                 f" ({error.strerror}); free some disk space, or choose a folder on another disk"
             ) from None
         stored = _Stored(start, chunk.nbytes, chunk.shape, chunk.dtype, chunk.device)

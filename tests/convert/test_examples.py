@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import kvfold.convert
-from kvfold.convert import errors
 from kvfold.convert.cli import kvfold as commands
 
 FUNCTIONS = [
@@ -29,16 +28,10 @@ QUICK = (
 SLOW = [name for name in FUNCTIONS if name not in QUICK]
 
 
-@pytest.fixture
-def as_in_python():
-    with errors.worded(errors.as_keyword):
-        yield
-
-
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
-def test_example(name, tmp_path, as_in_python):
+def test_example(name, tmp_path):
     exported = {each: getattr(kvfold.convert, each) for each in kvfold.convert.__all__}
     found = doctest.DocTestFinder(recurse=False).find(
         exported[name], name, globs=exported | {"folder": tmp_path}
@@ -56,7 +49,7 @@ DOCUMENTS = [
 
 
 @pytest.mark.slow
-def test_the_page_on_python(tmp_path, as_in_python):
+def test_the_page_on_python(tmp_path):
     told: list[str] = []
     # A blank line ends an expected output.
     text = (REPOSITORY / "docs" / "python.md").read_text().replace("```", "\n```")

@@ -6,7 +6,6 @@ import pytest
 
 import kvfold.attention
 import kvfold.convert
-from kvfold.convert import ConvertRequest, InputError, KvfoldError, errors
 
 
 @pytest.mark.parametrize(
@@ -24,12 +23,3 @@ def test_public_names_are_listed_and_documented(package):
 
 def test_version():
     assert kvfold.convert.__version__ == version("kvfold")
-
-
-def test_errors_name_keywords_where_no_command_runs():
-    with (
-        errors.worded(errors.as_keyword),
-        pytest.raises(KvfoldError, match=r"^to='gqa' needs kv_heads, ") as caught,
-    ):
-        ConvertRequest(model="m", out="o", to="gqa")
-    assert type(caught.value) is InputError

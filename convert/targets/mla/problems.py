@@ -8,7 +8,6 @@ use instead.
 from collections.abc import Iterator
 
 from kvfold.attention.checkpoints import SOURCES
-from kvfold.convert.errors import opt, option_problem
 from kvfold.convert.families.family import WRAPPERS
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import rope_table
@@ -45,15 +44,10 @@ def latent_problems(model: Model, target: MlaSpec, *, allow_growth: bool = False
     """All reasons why ``model`` cannot be converted to ``target``, one line each; empty if it can."""
     if target.layout == "kvfold":
         own = _own_problems(model, target)
-        problems = [
-            f"{opt('layout', 'kvfold')}: {model.family.model_type} {problem}" for problem in own
-        ]
+        problems = [f"--layout kvfold: {model.family.model_type} {problem}" for problem in own]
     else:
         engine = _engine_problems(model) if target.layout == "engine" else ()
-        advised = (
-            f"{opt('layout', 'engine')}: {problem}; use {opt('layout', 'free')}"
-            for problem in engine
-        )
+        advised = (f"--layout engine: {problem}; use --layout free" for problem in engine)
         problems = [*model_problems(model), *advised]
     return [*problems, *_size_problems(model, target, allow_growth)]
 
@@ -63,12 +57,9 @@ def model_problems(model: Model) -> list[str]:
     each.
     """
     kind = model.family.model_type
-    gqa = f"use {opt('to', 'gqa')} instead"
+    gqa = "use --to gqa instead"
     if model.tower is not None and not WRAPPERS[kind].any_text:
-        return [
-            f"{opt('to', 'mla')}: {kind} has a fixed language model class without an MLA version;"
-            f" {gqa}"
-        ]
+        return [f"--to mla: {kind} has a fixed language model class without an MLA version; {gqa}"]
     problems = [
         *_block_problems(model),
         *(_expert_problems(model) if model.block.sparse else ()),
@@ -76,22 +67,17 @@ def model_problems(model: Model) -> list[str]:
         *_stock_attention_problems(model),
     ]
     own = kind in SOURCES and not any(_own_attention_problems(model))
-    instead = f"use {opt('layout', 'kvfold')} instead" if own else gqa
-    return [f"{opt('to', 'mla')}: {kind} {problem}; {instead}" for problem in problems]
+    instead = "use --layout kvfold instead" if own else gqa
+    return [f"--to mla: {kind} {problem}; {instead}" for problem in problems]
 
 
 def _own_problems(model: Model, target: MlaSpec) -> Iterator[str]:
     """Yield reasons why the model cannot be converted to ``target`` in layout ``kvfold``."""
-    attention = [
-        f"{problem}; use {opt('to', 'gqa')} instead" for problem in _own_attention_problems(model)
-    ]
+    attention = [f"{problem}; use --to gqa instead" for problem in _own_attention_problems(model)]
     if not attention and (model.family.model_type not in SOURCES or model.tower is not None):
-        yield (
-            f"has no latent modules in this layout yet; use {opt('layout', 'free')} or"
-            f" {opt('to', 'gqa')} instead"
-        )
+        yield ("has no latent modules in this layout yet; use --layout free or --to gqa instead")
     if target.q_rank is not None:
-        yield f"has no query latent in this layout; remove {opt('q_rank')}"
+        yield "has no query latent in this layout; remove --q-rank"
     yield from attention
 
 
@@ -276,29 +262,23 @@ def _size_problems(model: Model, target: MlaSpec, allow_growth: bool) -> Iterato
             and rope % size.rotary_dims == 0
         ):
             ranks = ", ".join(str(cache - rope) for cache in KERNEL_CACHES)
-            rule += (
-                f"; use {most}, or {opt('kv_rank')} {ranks}, whose kernels take zeros in the rest"
-            )
+            rule += f"; use {most}, or --kv-rank {ranks}, whose kernels take zeros in the rest"
     elif rope % 2:
         rule = f"must be even, such as {rope + 1}, because rotary dims come in pairs"
     if rule:
-        yield option_problem("rope_dim", rope, rule)
+        yield f"--rope-dim {rope} {rule}"
     if rank < least:
         why = ", because one channel is constant" * target.constant
-        yield option_problem("kv_rank", rank, f"must be at least {least}{why}")
+        yield f"--kv-rank {rank} must be at least {least}{why}"
     present = cache_elements(size)
     if rank + rope + divisors >= present and not allow_growth:
         kept = f" ({divisors} of them for key norms)" if divisors else ""
         caches = (
-            f"and {opt('rope_dim', rope)} need {rank + rope + divisors} elements per token per"
+            f"and --rope-dim {rope} need {rank + rope + divisors} elements per token per"
             f" layer{kept}"
         )
-        way_out = f"lower either value, or add {opt('allow_growth', True)}"
-        yield option_problem(
-            "kv_rank", rank, f"{caches}, no fewer than the source's {present}; {way_out}"
-        )
+        way_out = "lower either value, or add --allow-growth"
+        yield (f"--kv-rank {rank} {caches}, no fewer than the source's {present}; {way_out}")
     full = full_query_rank(model, target)
     if target.q_rank is not None and not least <= target.q_rank <= full:
-        yield option_problem(
-            "q_rank", target.q_rank, f"must be from {least} to {full}; {full} is lossless"
-        )
+        yield (f"--q-rank {target.q_rank} must be from {least} to {full}; {full} is lossless")
