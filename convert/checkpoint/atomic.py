@@ -19,16 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvfold.convert.checkpoint.files import sync_path
-from kvfold.convert.checkpoint.folder import (
-    CONFIG,
-    INDEX,
-    LEGACY,
-    RECORD,
-    TEMPLATES,
-    WEIGHT_SUFFIXES,
-    extra_names,
-    json_beside,
-)
+from kvfold.convert.checkpoint.folder import RECORD, list_files, recorded_files
 from kvfold.convert.errors import InputError
 from kvfold.convert.signals import DeferredSignals
 from kvfold.convert.sizes import bytes_text
@@ -41,17 +32,6 @@ _AT_FDCWD = -100
 _NOREPLACE = 1
 _EXCHANGE = 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
-# Code that save_pretrained, the hub and layout kvfold put next to weights
-_CODE = re.compile(
-    r"(modeling|configuration|tokenization|processing|image_processing|video_processing|feature_extraction)_\w+\.py"
-)
-# Some patterns of files that are passed on (vocab*, tokenizer*, *.model) fit a user's files too: of
-# those only the names that transformers' tokenizers write are sure
-_WIDE = re.compile(r"(vocab|tokenizer).*|.*\.model")
-_TOKENIZER = re.compile(
-    r"(vocab|tokenizer)(_config|[-_.](\d+|v\d+|src|tgt|source|target|tekken))?(\.(json|txt|bpe|model|jinja|v\d+))+"
-    r"|(sentencepiece|spiece|spm|source|target)(\.bpe)?\.model"
-)
 
 
 def check_output(
@@ -63,8 +43,8 @@ def check_output(
     """Check that OUT may be written, and return its real path. Changes nothing on disk. ``model``
     may be a hub id.
 
-    Raises InputError if OUT exists without ``overwrite`` and is not an empty folder; if OUT is a
-    file or a mount point, or contains files that do not belong to a checkpoint; if OUT and MODEL
+    Raises InputError if OUT exists and is neither an empty folder nor, with ``overwrite``, a folder
+    with a ``kvfold.json`` that lists all its files; if OUT is a mount point; if OUT and MODEL
     overlap; or if the nearest existing parent is not a writable folder (missing parents are created
     later).
     """
@@ -95,7 +75,7 @@ def check_output(
                 " MODEL"
             )
     if os.path.lexists(target):
-        _check_replaceable(target, overwrite)
+        _check_replaceable(target, overwrite, model)
     parent = next(path for path in target.parents if os.path.lexists(path))
     if not parent.is_dir():
         raise InputError(
@@ -108,67 +88,42 @@ def check_output(
     return target
 
 
-def _check_replaceable(target: Path, overwrite: bool) -> None:
+def _check_replaceable(
+    target: Path, overwrite: bool, model: str | os.PathLike[str] | None = None
+) -> None:
     """Raise InputError unless ``target`` is an empty folder or, with ``overwrite``, a checkpoint
-    and nothing else.
+    that kvfold wrote and nothing else.
     """
     try:
-        names = sorted(os.listdir(target))
-    except OSError:  # a file, or a folder that nothing may list
-        names = None
-    if names != [] and not overwrite:
-        raise InputError(f"{target} already exists; choose another OUT or use --overwrite")
-    if names is None:
+        names = os.listdir(target)
+    except OSError:
         raise InputError(
-            f"{target} is not a readable folder and cannot be overwritten; choose another OUT"
-        )
+            f"{target} exists and is not a readable folder; choose another OUT"
+        ) from None
     if os.path.ismount(target):
         raise InputError(
             f"{target} is a mount point, which cannot be replaced; choose a folder inside it"
         )
-    weights = {name for name in names if Path(name).suffix in WEIGHT_SUFFIXES}
-    extra = set(extra_names(names))
-    known = weights | {CONFIG, INDEX, *LEGACY, RECORD, "README.md", ".gitattributes", TEMPLATES}
-    known |= {name for name in extra if not _WIDE.fullmatch(name) or _TOKENIZER.fullmatch(name)}
-    known |= {name for name in names if _CODE.fullmatch(name)}
-    known |= {name for name in names if name in extra or name.endswith(".py")} & _listed_files(
-        target
-    )
-    foreign = [
-        name
-        for name in names
-        if name not in known or (name != TEMPLATES and (target / name).is_dir())
-    ]
-    below = (target / TEMPLATES).glob("*")
-    foreign += [
-        f"{TEMPLATES}/{path.name}"
-        for path in below
-        if path.suffix != ".jinja" or not path.is_file()
-    ]
-    way_out = "delete that folder yourself if you do not need it, or choose another OUT"
+    if not names:
+        return
+    recorded = recorded_files(target)
+    if recorded is None:
+        # Trained weights are lost for good where OUT and MODEL were swapped.
+        swapped = model is not None and recorded_files(Path(model)) is not None
+        raise InputError(
+            f"{target} already exists, and kvfold did not write it (no {RECORD} with a list of"
+            f" files), so it is never replaced; choose another OUT"
+            f"{' (are MODEL and OUT swapped?)' if swapped else ''}"
+        )
+    if not overwrite:
+        raise InputError(f"{target} already exists; choose another OUT or use --overwrite")
+    foreign = sorted({*list_files(target)} - {*recorded, RECORD, ".gitattributes"})
     if foreign:
         shown = f"{', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}"
         raise InputError(
-            f"{target} contains {shown}, which kvfold does not recognize as checkpoint files;"
-            f" {way_out}"
+            f"{target} contains {shown}, which kvfold did not write; move what you need elsewhere,"
+            " or choose another OUT"
         )
-    if names and not weights and RECORD not in names:
-        raise InputError(
-            f"{target} is not a checkpoint: it has {', '.join(names[:3])}, but no weights;"
-            f" {way_out}"
-        )
-
-
-def _listed_files(folder: Path) -> set[str]:
-    """The files listed in ``kvfold.json``, and the Python files with the classes in config.json's
-    ``auto_map``.
-    """
-    auto_map = json_beside(folder, CONFIG).get("auto_map")
-    files = json_beside(folder, RECORD).get("files")
-    values = auto_map.values() if isinstance(auto_map, dict) else ()
-    classes = [name for value in values for name in (value if isinstance(value, list) else [value])]
-    modules = {f"{name.rpartition('.')[0]}.py" for name in classes if isinstance(name, str)}
-    return modules | set(files if isinstance(files, dict) else ())
 
 
 @contextmanager
@@ -378,6 +333,7 @@ def _complete_replacement(path: Path, target: Path) -> None:
 def _publish(folder: Path, target: Path, overwrite: bool) -> None:
     """Move the finished ``folder`` to ``target`` and sync the parent folder."""
     if overwrite and os.path.lexists(target):
+        _check_replaceable(target, overwrite)  # another program may have put something there
         # Without an atomic exchange, a run that finds the old OUT aside but no OUT moves it back.
         if not _renameat2(folder, target, _EXCHANGE):
             os.rename(target, folder.with_name(folder.name + _ASIDE))

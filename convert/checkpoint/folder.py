@@ -173,6 +173,29 @@ def json_beside(folder: Path, name: str) -> dict[str, Any]:
         return {}
 
 
+def recorded_files(folder: Path) -> dict[str, str] | None:
+    """The names and SHA-256 hashes that ``kvfold.json`` of ``folder`` lists; None if the folder has
+    no such record of its own (a link is not one).
+    """
+    if (folder / RECORD).is_symlink():
+        return None
+    files = json_beside(folder, RECORD).get("files")
+    if not isinstance(files, dict) or not files:
+        return None
+    return files if all(isinstance(digest, str) for digest in files.values()) else None
+
+
+def list_files(folder: Path) -> list[str]:
+    """The relative paths of all files below ``folder``, sorted. A link to a folder is a file: what
+    is behind it is not part of ``folder``.
+    """
+    names = []
+    for root, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        names += [os.path.relpath(os.path.join(root, name), folder) for name in files + links]
+    return sorted(names)
+
+
 def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     """Read ``config.json``. Returns its content and the SHA-256 of its bytes."""
     path = folder / CONFIG

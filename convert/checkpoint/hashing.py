@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from kvfold.convert.checkpoint.files import AT_ONCE, drop_cached, open_source, read_parts
-from kvfold.convert.checkpoint.folder import RECORD, resolve_member
+from kvfold.convert.checkpoint.folder import RECORD, list_files, resolve_member
 from kvfold.convert.checkpoint.shards import Shard
 from kvfold.convert.errors import InputError, short
 
@@ -177,17 +177,5 @@ def file_problems(folder: Path, expected: Mapping[str, str], record: str = RECOR
 
 
 def _names(folder: Path, record: str) -> list[str]:
-    """The relative paths of all files below ``folder``, except ``record`` and top-level hidden ones
-    (``.git``).
-
-    A link to a folder is a file here: what is behind it is not part of ``folder``.
-    """
-    walked = ((Path(root), below, names) for root, below, names in os.walk(folder))
-    files = (
-        (root / name).relative_to(folder)
-        for root, below, names in walked
-        for name in (*names, *(each for each in below if (root / each).is_symlink()))
-    )
-    return sorted(
-        str(file) for file in files if str(file) != record and not file.parts[0].startswith(".")
-    )
+    """The files below ``folder``, except ``record`` and top-level hidden ones (``.git``)."""
+    return [name for name in list_files(folder) if name != record and not name.startswith(".")]

@@ -1,8 +1,8 @@
 """Output folders: whole or absent, refusals, locks, what failures and interrupts leave behind."""
 
+import json
 import os
 import resource
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from helpers.processes import PATIENCE
 from kvfold.convert.checkpoint import atomic
 from kvfold.convert.checkpoint.atomic import check_output, free_space_check, output_folder
 from kvfold.convert.checkpoint.files import replacing
+from kvfold.convert.checkpoint.folder import RECORD
 from kvfold.convert.errors import InputError
 
 WEIGHTS = "model.safetensors"
@@ -28,6 +29,7 @@ def fill(folder: Path, text: str) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(text)
     (folder / WEIGHTS).write_text(text * 1000)
+    (folder / RECORD).write_text(json.dumps({"files": {"config.json": "", WEIGHTS: ""}}))
 
 
 def content(folder: Path) -> str:
@@ -80,7 +82,7 @@ def test_the_new_is_there_whole_or_not_at_all(
             raise error
     if error is None:
         assert content(out) == "new"
-        assert names(out) == ["config.json", WEIGHTS]
+        assert names(out) == ["config.json", RECORD, WEIGHTS]
         assert names(out.parent) == ["out"]
     else:
         assert names(tmp_path) == there
@@ -116,7 +118,9 @@ def test_everything_is_synced_before_it_gets_its_name(
     with output_folder(tmp_path / "out") as folder:
         fill(folder, "new")
     before = events[: events.index("rename")]
-    assert sorted(before) == sorted(str(folder / part) for part in (WEIGHTS, "config.json", ""))
+    assert sorted(before) == sorted(
+        str(folder / part) for part in (WEIGHTS, "config.json", RECORD, "")
+    )
     assert events[-1] == str(tmp_path)
 
 
@@ -133,55 +137,60 @@ def refusal(out: Path | str, **options: Any) -> str:
 
 
 def test_out_exists(out: Path, told: Told) -> None:
-    out.mkdir()
-    (out / "something").touch()
-    told(refusal(out))
-    shutil.rmtree(out)
     out.touch()
-    told(refusal(out))
-    told(refusal(out, overwrite=True))
+    for overwrite in (False, True):
+        told(refusal(out, overwrite=overwrite))
+    out.unlink()
+    out.mkdir()
+    assert check_output(out) == out
+    fill(out, "old")
+    assert "--overwrite" in refusal(out)
+    assert check_output(out, overwrite=True) == out
 
 
 @pytest.mark.parametrize(
-    "names",
-    [
-        "llama/",
-        "notes.txt",
-        "config.json",
-        f"config.json {WEIGHTS} thesis.tex",
-        f"config.json {WEIGHTS}/",
-        f"config.json {WEIGHTS} modeling.py",
-        f"{WEIGHTS} trained.model training.py vocabulary-of-birds.txt",  # though patterns of a checkpoint's files fit
-        f"{WEIGHTS} a.jpg b.jpg c.jpg d.jpg",
-    ],
+    "record",
+    [None, "link", "", "{}", "[]", '{"files": []}', '{"files": {}}', '{"files": {"a": 1}}'],
 )
-def test_what_is_no_checkpoint_is_not_overwritten(out: Path, names: str, told: Told) -> None:
-    out.mkdir()
-    for name in names.split():
-        (out / name).mkdir() if name.endswith("/") else (out / name).write_text("{}")
-    told(refusal(out, overwrite=True))
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_checkpoint_that_kvfold_did_not_write_is_never_replaced(
+    tmp_path: Path, out: Path, record: str | None, overwrite: bool, told: Told
+) -> None:
+    fill(out, "trained")
+    (out / RECORD).rename(tmp_path / "record")
+    if record == "link":
+        (out / RECORD).symlink_to(tmp_path / "record")
+    elif record is not None:
+        (out / RECORD).write_text(record)
+    converted = tmp_path / "converted"
+    converted.mkdir()
+    for model in (None, "owner/name", converted):
+        text = refusal(out, overwrite=overwrite, model=model)
+        told(text)
+        assert "--overwrite" not in text
+        assert "swapped" not in text
+    fill(converted, "converted")
+    assert "swapped" in refusal(out, overwrite=overwrite, model=converted)
 
 
-def test_checkpoints_and_empty_folders_are_overwritten(out: Path) -> None:
-    out.mkdir()
+@pytest.mark.parametrize("name", ["notes.txt", ".git/HEAD", "sub/thesis.tex", "link"])
+def test_files_of_others_in_a_checkpoint_are_not_lost(out: Path, name: str) -> None:
+    fill(out, "old")
+    (out / ".gitattributes").touch()
     assert check_output(out, overwrite=True) == out
-    for name in (
-        "kvfold.json",
-        "config.json",
-        "README.md",
-        "tokenizer.json",
-        "LICENSE",
-        "modeling_kvfold.py",
-    ):
-        (out / name).touch()
-        assert check_output(out, overwrite=True) == out
-    for name in ("spiece.model", "tokenizer.model.v3", "vocab-src.json", "layers.py", "notes.py"):
-        (out / name).touch()
-    (out / "config.json").write_text(
-        '{"auto_map": {"AutoModel": "layers.Model", "AutoTokenizer": [null, "x--a.B"]}}'
-    )
-    (out / "kvfold.json").write_text('{"files": {"notes.py": ""}}')
-    assert check_output(out, overwrite=True) == out
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).symlink_to(out.parent) if name == "link" else (out / name).touch()
+    assert name in refusal(out, overwrite=True)
+
+
+def test_what_another_program_puts_in_place_of_out_meanwhile_is_kept(
+    out: Path, either: None, refused: Any
+) -> None:
+    fill(out, "old")
+    with refused(), output_folder(out, overwrite=True) as folder:
+        fill(folder, "new")
+        (out / RECORD).unlink()
+    assert content(out) == "old"
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -277,7 +286,7 @@ def test_resuming_what_a_killed_run_left(tmp_path: Path, out: Path) -> None:
         assert not killed[2].exists()
         fill(folder, "new")
     assert names(tmp_path) == ["out"]
-    assert names(out) == ["begun", "config.json", WEIGHTS]
+    assert names(out) == ["begun", "config.json", RECORD, WEIGHTS]
 
 
 def test_a_folder_stays_only_for_a_resume_that_takes_it(tmp_path: Path, out: Path) -> None:

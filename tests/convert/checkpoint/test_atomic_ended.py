@@ -23,8 +23,9 @@ from kvfold.convert.console import run_command
 from kvfold.convert.errors import InputError
 
 CALLS = (*forked.CALLS, "rmdir", "scandir", (fcntl, "flock"), (atomic, "_renameat2"))
-FILES = {"config.json": b"{}", "model.safetensors": b"new"}
-OLD = {"config.json": b"{}", "model.safetensors": b"old"}
+RECORD = b'{"files": {"config.json": "", "model.safetensors": ""}}'
+FILES = {"config.json": b"{}", "kvfold.json": RECORD, "model.safetensors": b"new"}
+OLD = {**FILES, "model.safetensors": b"old"}
 OVERWRITING = ("exchange", "aside")
 
 

@@ -134,7 +134,7 @@ def test_further_chat_templates_go_along(source, tmp_path):
     )
     (out / "additional_chat_templates" / "notes.txt").touch()
     with pytest.raises(
-        InputError, match=r"contains additional_chat_templates/notes\.txt, which kvfold does not"
+        InputError, match=r"contains additional_chat_templates/notes\.txt, which kvfold did not"
     ):
         convert(model, out, kv_heads=2, overwrite=True)
 
@@ -252,7 +252,7 @@ def test_numbers_of_heads(source, tmp_path, told):
 
 def test_places_and_models_that_cannot_be(tmp_path, model):
     (tmp_path / "there" / "something").mkdir(parents=True)
-    assert "--overwrite" in refused(model, tmp_path / "there")
+    assert "kvfold did not write it" in refused(model, tmp_path / "there")
     assert "is inside MODEL (" in refused(model, model / "out")
     assert "no such folder" in refused(tmp_path / "nothing", tmp_path / "out")
     config = json.loads((model / "config.json").read_text())
