@@ -1,6 +1,10 @@
 """Entry point of ``python -m kvfold.convert``, which does the same as ``kvfold``."""
 
-from kvfold.convert.cli import main
+import sys
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the current folder, perhaps a checkpoint with a stranger's Python files
+    from kvfold.convert.cli import main
+
     main()

@@ -186,6 +186,8 @@ def run_command(
     The notes of an exception say what an ended run left behind.
     """
     set_threads()
+    # libraries' children, such as compilers, must not import a stranger's file of the current folder
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     logging.setLogRecordFactory(_PlainRecord)
     words = sys.argv[1:] if arguments is None else arguments
     left = "nothing was left behind"

@@ -4,7 +4,7 @@ when needed.
 
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +18,9 @@ from kvfold.convert.checkpoint.folder import (
     INDEX,
     LEGACY_INDEX,
     LEGACY_SINGLE,
+    RECORD,
     SINGLE,
+    resolve_member,
 )
 from kvfold.convert.checkpoint.headers import MAX_HEADER, Header, parse_header
 from kvfold.convert.errors import InputError, first_line
@@ -160,13 +162,14 @@ def _get_range(files: RemoteFiles, name: str, start: int, length: int) -> tuple[
         return response.read(), int(total[1])
 
 
-def upload(folder: Path, repository: str, private: bool = False) -> str:
-    """Upload the checkpoint in ``folder`` to a model repository, which is created; returns the URL
-    of the commit.
+def upload(folder: Path, names: Iterable[str], repository: str, private: bool = False) -> str:
+    """Upload the files ``names`` of ``folder`` to a model repository, which is created; returns the
+    URL of the commit.
 
     Uses huggingface_hub's own upload, with the token of ``hf auth login`` or HF_TOKEN. Raises
-    InputError if it fails.
+    InputError if it fails, and if a name or a link leaves the folder.
     """
+    paths = {name: resolve_member(folder, name, RECORD) for name in names}
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars
 
@@ -175,10 +178,12 @@ def upload(folder: Path, repository: str, private: bool = False) -> str:
     try:
         api = huggingface_hub.HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
-        done = api.upload_folder(
-            repo_id=repository,
-            folder_path=folder,
-            ignore_patterns=[".*"],
+        done = api.create_commit(
+            repository,
+            [
+                huggingface_hub.CommitOperationAdd(name, str(path))
+                for name, path in sorted(paths.items())
+            ],
             commit_message="Converted by kvfold",
         )
     except Exception as error:  # as in `_asking`

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from kvfold.convert.checkpoint.folder import RECORD
+from kvfold.convert.checkpoint.folder import RECORD, recorded_files
 from kvfold.convert.errors import InputError
 from kvfold.convert.progress import Stages
 
@@ -21,7 +21,7 @@ def push(out: str, repo: str, private: bool) -> None:
     """Upload the converted checkpoint OUT, with its model card, to the model repository REPO
     (owner/name) on the hub.
 
-    OUT is verified first. REPO is created if it does not exist. The token is that of `hf auth
+    OUT is verified first, and only the files that its kvfold.json lists are uploaded. REPO is created if it does not exist. The token is that of `hf auth
     login`, or HF_TOKEN.
     """
     from kvfold.convert.checkpoint.hub import HUB_ID, upload
@@ -31,13 +31,14 @@ def push(out: str, repo: str, private: bool) -> None:
         raise click.UsageError(
             f"REPO must be owner/name, not {repo!r}", click.get_current_context()
         )
-    if Path(out).is_dir() and not (Path(out) / RECORD).exists():
+    recorded = recorded_files(Path(out))
+    if recorded is None:
         raise InputError(
-            f"{out} has no {RECORD}, so kvfold did not write it; give the output folder of a"
-            " conversion"
+            f"{out} has no {RECORD} with a list of files, so kvfold did not write it; give the"
+            " output folder of a conversion"
         )
     with Stages()(f"verifying {out}"):
         check_verified(verify_checkpoint(out))
     with Stages()(f"uploading {out}"):
-        url = upload(Path(out), repo, private)
+        url = upload(Path(out), [*recorded, RECORD], repo, private)
     click.echo(f"uploaded {out}: {url}")

@@ -277,6 +277,7 @@ def run_in_process(subject: Subject, *settings: Any) -> dict[str, Any]:
         task_file.write_bytes(pickle.dumps((subject, *settings)))
         command = [
             sys.executable,
+            "-P",  # the current folder may have a stranger's torch.py
             "-m",
             "kvfold.convert.measure.bench_worker",
             str(task_file),

@@ -22,6 +22,8 @@ import torch
 from helpers.processes import run_python
 from safetensors.torch import load_file, save_file
 
+from kvfold.convert.checkpoint.hashing import file_sha256
+from kvfold.convert.checkpoint.hub import upload
 from kvfold.convert.data import demo_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -228,7 +230,8 @@ show(found)
 
 
 def test_what_the_hub_does_not_have_and_what_headers_cannot_give(ask, told) -> None:
-    told("\n".join(ask(REFUSED, "team/none", "team/tiny@v9", "team/tiny")))
+    for message in ask(REFUSED, "team/none", "team/tiny@v9", "team/tiny"):
+        told(message)
 
 
 def test_offline_without_a_cached_copy(ask) -> None:
@@ -241,7 +244,8 @@ def test_offline_without_a_cached_copy(ask) -> None:
 
 def test_files_on_the_hub_that_are_cut_or_sent_whole(hub: Hub, folder: Path, ask, told) -> None:
     os.truncate(folder / SHARDS[0], (folder / SHARDS[0]).stat().st_size - 10)
-    told("\n".join(ask(REFUSED, "team/tiny")))
+    for message in ask(REFUSED, "team/tiny"):
+        told(message)
     hub.ranges = False
     told(ask(REFUSED, "team/tiny")[0])
 
@@ -293,6 +297,15 @@ class Receiver(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
+def test_upload_follows_no_link_out_of_the_folder(tmp_path: Path, refused: Any) -> None:
+    (tmp_path / "secret").touch()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "x.txt").symlink_to(tmp_path / "secret")
+    for name in ("x.txt", "../secret"):
+        with refused():
+            upload(tmp_path / "out", [name], "me/small")
+
+
 def test_a_result_is_verified_and_uploaded(demo_latent: Path, tmp_path: Path) -> None:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
     server.place = f"http://127.0.0.1:{server.server_port}"
@@ -313,12 +326,9 @@ def test_a_result_is_verified_and_uploaded(demo_latent: Path, tmp_path: Path) ->
     done = push(demo_latent, "me/small")
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"{server.place}/me/small/commit/{COMMIT}\n")
-    present = {
-        path.name: path.read_bytes()
-        for path in demo_latent.iterdir()
-        if not path.name.startswith(".")
-    }
-    assert server.files == present
+    record = json.loads((demo_latent / "kvfold.json").read_text())
+    names = {*record["files"], "kvfold.json"}
+    assert server.files == {name: (demo_latent / name).read_bytes() for name in names}
     refused = push(demo_latent, "me/small", HF_TOKEN="hf_other")
     assert refused.returncode == 2
     assert "me/small: the hub refused the upload (" in refused.stderr
@@ -330,7 +340,15 @@ def test_a_result_is_verified_and_uploaded(demo_latent: Path, tmp_path: Path) ->
     server.asked.clear()
     other = push(demo_folder(), "me/small")
     assert other.returncode == 2
-    assert "has no kvfold.json, so kvfold did not write it" in other.stderr
+    assert "kvfold did not write it" in other.stderr
+    secret = tmp_path / "id_rsa"
+    secret.write_text("secret")
+    for record in ({}, {"files": {}}, {"files": {"x.txt": file_sha256(secret)}}):
+        folder = Path(shutil.copytree(demo_latent, tmp_path / f"links-{len(str(record))}"))
+        (folder / "x.txt").symlink_to(secret)
+        (folder / "kvfold.json").write_text(json.dumps(record))
+        done = push(folder, "me/small")
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
     damaged = Path(shutil.copytree(demo_latent, tmp_path / "damaged"))
     (damaged / "config.json").write_text((damaged / "config.json").read_text() + " ")
     assert push(damaged, "me/small").returncode != 0
