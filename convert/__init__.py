@@ -10,6 +10,8 @@ not import torch.
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
+from kvfold import __version__ as __version__
+
 if TYPE_CHECKING:
     from kvfold.convert.conversion.convert import Conversion as Conversion
     from kvfold.convert.conversion.convert import convert_checkpoint as convert_checkpoint
@@ -26,12 +28,14 @@ if TYPE_CHECKING:
     from kvfold.convert.measure.verify import Verification as Verification
     from kvfold.convert.measure.verify import verify_checkpoint as verify_checkpoint
     from kvfold.convert.recipes import recipe_request as recipe_request
+    from kvfold.convert.request import BenchRequest as BenchRequest
     from kvfold.convert.request import ConvertRequest as ConvertRequest
+    from kvfold.convert.request import DriftRequest as DriftRequest
+    from kvfold.convert.request import EvalRequest as EvalRequest
+    from kvfold.convert.request import SweepRequest as SweepRequest
     from kvfold.convert.uptrain.request import UptrainRequest as UptrainRequest
     from kvfold.convert.uptrain.run import Uptrained as Uptrained
     from kvfold.convert.uptrain.run import uptrain_checkpoint as uptrain_checkpoint
-
-    __version__: str
 
 # The imports above are only for type checkers; at run time names are looked up in this table.
 _NAMES = {
@@ -45,7 +49,7 @@ _NAMES = {
     "measure.sweep": ("Sweep", "sweep_checkpoint"),
     "measure.verify": ("Verification", "verify_checkpoint"),
     "recipes": ("recipe_request",),
-    "request": ("ConvertRequest",),
+    "request": ("BenchRequest", "ConvertRequest", "DriftRequest", "EvalRequest", "SweepRequest"),
     "uptrain.request": ("UptrainRequest",),
     "uptrain.run": ("Uptrained", "uptrain_checkpoint"),
 }
@@ -53,10 +57,6 @@ __all__ = sorted(["__version__", *(name for names in _NAMES.values() for name in
 
 
 def __getattr__(name: str) -> object:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("kvfold")
     for module, names in _NAMES.items():
         if name in names:
             return getattr(_import_module(f"{__name__}.{module}"), name)

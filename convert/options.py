@@ -9,30 +9,14 @@ records and the keywords of public functions.
 """
 
 import functools
-import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from types import UnionType
-from typing import (
-    Any,
-    Literal,
-    ParamSpec,
-    Protocol,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    overload,
-)
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvfold.convert.errors import InputError, did_you_mean, format_option, option_error
-
-Fields = ParamSpec("Fields")
-Made = TypeVar("Made", contravariant=True)
-Returned = TypeVar("Returned", covariant=True)
 
 # The whole numbers that Python reads quickly, in the digits of a keyboard: int() also takes those
 # of other scripts.
@@ -244,36 +228,3 @@ def command_words(values: Mapping[str, Any]) -> list[str]:
         for each in value if isinstance(value, tuple) else (value,):
             words += [format_option(name)] if each is True else [format_option(name), str(each)]
     return words
-
-
-class Entry(Protocol[Made, Fields, Returned]):
-    """A public function that accepts either a request or the request's fields."""
-
-    @overload
-    def __call__(self, request: Made, /, **callbacks: Any) -> Returned: ...
-    @overload
-    def __call__(self, *arguments: Fields.args, **keywords: Fields.kwargs) -> Returned: ...
-
-
-def takes(
-    request: Callable[Fields, Made],
-) -> Callable[[Callable[..., Returned]], Entry[Made, Fields, Returned]]:
-    """Decorator for a function of a ``request``, which can then also be called with the request's
-    fields.
-
-    Keywords for the function's other parameters, such as ``progress``, are passed through.
-    """
-
-    def decorate(function: Callable[..., Returned]) -> Entry[Made, Fields, Returned]:
-        further = list(inspect.signature(function).parameters)[1:]
-
-        @functools.wraps(function)
-        def call(*arguments: Any, **keywords: Any) -> Returned:
-            if arguments and isinstance(arguments[0], Request):
-                return function(*arguments, **keywords)
-            callbacks = {name: keywords.pop(name) for name in further if name in keywords}
-            return function(request(*arguments, **keywords), **callbacks)
-
-        return call
-
-    return decorate

@@ -24,6 +24,8 @@ from kvfold.convert.measure.eval import eval_checkpoints
 sys.path.append(str(Path(__file__).parent / "benchmarks"))
 from measured import commit, conditions, continue_rows
 
+from kvfold.convert import EvalRequest
+
 CHOSEN = (
     "MLA 128+64",
     "MLA 64+64",
@@ -72,7 +74,7 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
                 "quiet": True,
                 "text": args.text,
             }
-            found = eval_checkpoints(str(args.model), str(out), tasks=tasks, **shape)
+            found = eval_checkpoints(EvalRequest(str(args.model), str(out), tasks=tasks, **shape))
             kept = {
                 name: value
                 for name, value in found.to_dict().items()

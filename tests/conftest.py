@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import tiny_models
 
+from kvfold.convert import ConvertRequest
+
 pytest.register_assert_rewrite("helpers")
 
 # The models of the tests are tiny: more threads only wait for each other. Set before torch is
@@ -154,7 +156,9 @@ def demo_latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     out = tmp_path_factory.mktemp("demo") / "latent"
     convert_checkpoint(
-        demo_folder(), out, to="mla", kv_rank=24, rope_dim=8, method="svd", quiet=True
+        ConvertRequest(
+            demo_folder(), out, to="mla", kv_rank=24, rope_dim=8, method="svd", quiet=True
+        )
     )
     return out
 

@@ -34,7 +34,6 @@ from kvfold.convert.conversion.plan import Plan, check_processes, dense_dtype, d
 from kvfold.convert.conversion.record import headline, plan_text, summary_text
 from kvfold.convert.conversion.record import record as record_of
 from kvfold.convert.errors import InputError
-from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.sizes import jsonable
@@ -130,7 +129,6 @@ class Conversion(FitReport):
         )
 
 
-@takes(ConvertRequest)
 def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None) -> Conversion:
     """Convert ``request.model`` into the folder ``request.out``.
 

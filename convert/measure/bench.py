@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.errors import InputError, KvfoldError, did_you_mean, option_error
-from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import BenchRequest
 from kvfold.convert.sizes import bytes_text, table
@@ -190,7 +189,6 @@ class Benchmark:
         ]
 
 
-@takes(BenchRequest)
 def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -> Benchmark:
     """Time ``models`` side by side, each in its own process, as ``kvfold bench`` does.
 
@@ -199,7 +197,8 @@ def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -
     relative to the first model. If a model's process fails, its rows contain the error. Raises
     InputError for an invalid request and KvfoldError if all models fail.
 
-    >>> done = bench_checkpoints([demo_folder()], contexts=[64], prefill_tokens=0, seconds=0.01, quiet=True)
+    >>> sizes = {"contexts": [64], "prefill_tokens": 0, "seconds": 0.01, "quiet": True}
+    >>> done = bench_checkpoints(BenchRequest([demo_folder()], **sizes))
     >>> done.rows[0].context, done.rows[0].ratio
     (64, 1.0)
     """

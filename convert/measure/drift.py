@@ -18,7 +18,6 @@ from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.page import number, percent, totals
-from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import DriftRequest
 from kvfold.convert.sizes import table
@@ -51,7 +50,6 @@ _LEGEND = (
 )
 
 
-@takes(DriftRequest)
 def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -> DriftReport:
     """Compare ``out`` with ``model`` on ``samples`` sequences of ``seq_len`` tokens from ``text``.
 
@@ -61,7 +59,8 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
     the text. Raises InputError if a checkpoint cannot be opened, the models do not match, or the
     text is too short.
 
-    >>> drift_checkpoints(demo_folder(), demo_folder(), samples=1, seq_len=32).identical
+    >>> request = DriftRequest(demo_folder(), demo_folder(), samples=1, seq_len=32)
+    >>> drift_checkpoints(request).identical
     True
     """
     with (

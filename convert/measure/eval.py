@@ -41,7 +41,6 @@ from kvfold.convert.measure.replies import (
     write_replies,
 )
 from kvfold.convert.measure.ruler import draw_ruler
-from kvfold.convert.options import takes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import BUILT_IN_TASKS, RULER, EvalRequest
 from kvfold.convert.sizes import table
@@ -219,7 +218,6 @@ def _answer_cells(row: AnswerRow) -> tuple[str, ...]:
     return (*cells[:-1], "the source guesses") if row.guesses else cells
 
 
-@takes(EvalRequest)
 def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> Evaluation:
     """Compare ``out`` with ``model``: retrieval at ``lengths``, loss by position, and ``tasks``.
 
@@ -232,7 +230,8 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
     length), ``losses`` (documents) and ``replies`` (documents, for each task and length). Raises
     InputError for an invalid request or checkpoint.
 
-    >>> found = eval_checkpoints(demo_folder(), demo_folder(), lengths=[256], samples=2)
+    >>> request = EvalRequest(demo_folder(), demo_folder(), lengths=[256], samples=2)
+    >>> found = eval_checkpoints(request)
     >>> [(row.task, row.length, row.difference) for row in found.retrieval]
     [('needle', 256, 0.0), ('keys', 256, 0.0)]
     """

@@ -58,7 +58,7 @@ from kvfold.convert.measure.sweep_targets import (
     parse_targets,
     spelled,
 )
-from kvfold.convert.options import command_words, takes
+from kvfold.convert.options import command_words
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import ConvertRequest, SweepRequest
 from kvfold.convert.sizes import duration, table
@@ -338,11 +338,10 @@ class _Target:
     distances: list[float] = field(default_factory=list)
 
 
-@takes(SweepRequest)
 def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) -> Sweep:
     """Fit and measure ``targets`` of ``model`` without writing a checkpoint::
 
-        found = sweep_checkpoint("MODEL", "gqa:4,2 mqa mla:576,512+64")
+        found = sweep_checkpoint(SweepRequest("MODEL", "gqa:4,2 mqa mla:576,512+64"))
         print(found.table())
         found.smallest(0.01)        # the smallest within 1 % of the source's perplexity, or None
 
@@ -354,7 +353,8 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     calibration tokens stay in memory, once for the source and once for each target. Raises
     InputError for an invalid target, option or checkpoint.
 
-    >>> found = sweep_checkpoint(demo_folder(), "gqa:4 mqa", samples=4, seq_len=32, quiet=True)
+    >>> sizes = {"samples": 4, "seq_len": 32, "quiet": True}
+    >>> found = sweep_checkpoint(SweepRequest(demo_folder(), "gqa:4 mqa", **sizes))
     >>> [(row.kind, row.cache_elements) for row in found.rows]
     [('GQA-4', 256), ('MQA', 64)]
     """

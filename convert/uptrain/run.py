@@ -41,7 +41,6 @@ from kvfold.convert.device import stored_dtype
 from kvfold.convert.errors import InputError, KvfoldError, option_error
 from kvfold.convert.families.family import text_type
 from kvfold.convert.measure.verify import non_finite
-from kvfold.convert.options import takes
 from kvfold.convert.processes import launched_as_rank0, on_rank0
 from kvfold.convert.sizes import jsonable, parse_size
 from kvfold.convert.stream.parameters import load_model
@@ -105,7 +104,6 @@ class Uptrained:
         return {**self.record, "log": [row.to_dict() for row in self.rows]}
 
 
-@takes(UptrainRequest)
 def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
     """Train ``request.model`` further and write it to ``request.out``; in distributed runs, call it
     in every process.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from measured import conditions
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert import ConvertRequest, EvalRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.measure.eval import eval_checkpoints
 
@@ -28,7 +28,7 @@ def main() -> None:
             ConvertRequest(demo_folder(), out, "mqa", refine=20, samples=8, seq_len=128, quiet=True)
         )
         found = eval_checkpoints(
-            str(demo_folder()), str(out), samples=16, lengths=(256, 512), quiet=True
+            EvalRequest(str(demo_folder()), str(out), samples=16, lengths=(256, 512), quiet=True)
         )
     found = replace(found, model="demo", out="mqa")  # no paths of this machine
     print(found.table())

@@ -4,3 +4,10 @@ compute with.
 This folder is the package ``kvfold`` itself: with it, ``python -m kvfold`` does the same as the
 command ``kvfold``.
 """
+
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("kvfold")
+except PackageNotFoundError:  # a clone that is on the path, but not installed
+    __version__ = "unknown"

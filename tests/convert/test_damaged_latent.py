@@ -11,7 +11,7 @@ import torch
 from helpers.checkpoints import tensors
 from safetensors.torch import save_file
 
-from kvfold.convert import InputError, drift_checkpoints, inspect_checkpoint
+from kvfold.convert import DriftRequest, InputError, drift_checkpoints, inspect_checkpoint
 from kvfold.convert.data import demo_folder
 
 
@@ -75,7 +75,7 @@ def test_drift_checks_shapes_before_it_runs(out):
     with pytest.raises(
         InputError, match=r"^out: its tensors do not match its config.json"
     ) as raised:
-        drift_checkpoints(str(demo_folder()), str(out))
+        drift_checkpoints(DriftRequest(str(demo_folder()), str(out)))
     assert len(raised.value.details) == 2
 
 
@@ -91,4 +91,4 @@ def test_drift_checks_tokens_before_it_runs(tmp_path):
     with pytest.raises(
         InputError, match=r"produces token id \d+, but the model's vocabulary has only 100"
     ):
-        drift_checkpoints(str(model), str(model), samples=1, seq_len=16)
+        drift_checkpoints(DriftRequest(str(model), str(model), samples=1, seq_len=16))

@@ -4,6 +4,7 @@ from importlib.metadata import version
 
 import pytest
 
+import kvfold
 import kvfold.attention
 import kvfold.convert
 
@@ -22,4 +23,4 @@ def test_public_names_are_listed_and_documented(package):
 
 
 def test_version():
-    assert kvfold.convert.__version__ == version("kvfold")
+    assert kvfold.__version__ == kvfold.convert.__version__ == version("kvfold")

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from kvfold.convert import ConvertRequest, recipes
 from kvfold.convert.console import PanelCommand, request_options
 from kvfold.convert.errors import InputError
-from kvfold.convert.options import option, specs, takes
+from kvfold.convert.options import option, specs
 from kvfold.convert.request import BenchRequest, DriftRequest, EvalRequest, SweepRequest
 from kvfold.convert.sizes import bytes_text, parse_size
 
@@ -240,18 +240,3 @@ def test_a_field_is_an_option_a_key_of_recipes_and_a_rule(monkeypatch, tmp_path)
     monkeypatch.setattr(recipes, "ConvertRequest", Extended)
     (tmp_path / "sharp.toml").write_text('to = "mqa"\nsharpness = 7')
     assert recipes.recipe_request(str(tmp_path / "sharp.toml"), model="m", out="o").sharpness == 7
-
-
-def test_functions_take_a_request_or_its_fields():
-    @takes(DriftRequest)
-    def measure(request, progress=None):
-        return request, progress
-
-    request = DriftRequest("m", "o", samples=3)
-    assert (
-        measure("m", "o", samples=3, progress=print)
-        == measure(request, progress=print)
-        == (request, print)
-    )
-    with pytest.raises(InputError, match="--samples must be"):
-        measure("m", "o", samples=0)

@@ -12,7 +12,7 @@ import torch
 from helpers.checkpoints import stock_model, tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvfold.convert import ConvertRequest, convert_checkpoint, sweep_checkpoint
+from kvfold.convert import ConvertRequest, SweepRequest, convert_checkpoint, sweep_checkpoint
 from kvfold.convert.conversion import latent as splits
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
@@ -216,7 +216,7 @@ def test_a_budget_takes_the_split_that_drifts_least(split):
 
 @pytest.mark.slow
 def test_a_sweep_chooses_the_same_split_of_a_budget(split, tiny_reader):
-    (row,) = sweep_checkpoint(tiny_reader, "mla:8", **LITTLE, quiet=True).rows
+    (row,) = sweep_checkpoint(SweepRequest(tiny_reader, "mla:8", **LITTLE, quiet=True)).rows
     record = split[0]
     assert ([each.to_dict() for each in row.splits], row.kind) == (
         record["splits"],

@@ -211,14 +211,14 @@ def test_a_model_that_writes_dialogues_takes_longer_to_polish(planned, monkeypat
 
 def test_a_conversion_ends_with_its_verdict(tiny_reader, tmp_path):
     done = convert_checkpoint(
-        tiny_reader, tmp_path / "out", to="mqa", samples=2, seq_len=16, quiet=True
+        ConvertRequest(tiny_reader, tmp_path / "out", to="mqa", samples=2, seq_len=16, quiet=True)
     )
     assert done.to_dict()["verdict"] == done.verdict == verdict_of(judgment.loss_of(done.drift))
     assert done.pass_seconds > 0
     assert done.summary().splitlines()[-3].startswith(f"verdict: {done.verdict}, uncertain: ")
     assert f"\nVerdict: {done.verdict} " in (tmp_path / "out" / "README.md").read_text()
     pooled = convert_checkpoint(
-        tiny_reader, tmp_path / "pooled", to="mqa", method="mean", quiet=True
+        ConvertRequest(tiny_reader, tmp_path / "pooled", to="mqa", method="mean", quiet=True)
     )
     assert pooled.verdict is None
     assert "verdict:" not in pooled.summary()

@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from kvfold.attention import absorb
 from kvfold.convert import (
     ConvertRequest,
+    DriftRequest,
     UptrainRequest,
     convert_checkpoint,
     drift_checkpoints,
@@ -149,7 +150,9 @@ def test_a_wrapper_is_calibrated_on_text_alone(tmp_path):
     }
     same(convert(source, tmp_path / "out", 4, **options), source, given)
     folded = convert(source, tmp_path / "two", 2, **{**options, "calibration": "self"})
-    report = drift_checkpoints(str(source), str(folded), text=str(text), samples=4, seq_len=32)
+    report = drift_checkpoints(
+        DriftRequest(str(source), str(folded), text=str(text), samples=4, seq_len=32)
+    )
     assert 0 < report.measured.kl < 10
     same(convert(source, tmp_path / "latent", **{**options, **LATENT}), source, given)
 

@@ -43,7 +43,7 @@ def in_process():
 
 
 def measured(models=(), **options):
-    return bench_checkpoints(models, **{**SHORT, **options})
+    return bench_checkpoints(BenchRequest(models, **{**SHORT, **options}))
 
 
 @pytest.fixture(scope="module")

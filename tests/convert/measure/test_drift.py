@@ -10,7 +10,7 @@ import pytest
 from helpers.checkpoints import add_demo_tokenizer
 
 from kvfold.attention.drift.report import DriftReport, Floor, HeadDrift, LayerDrift, Measurement
-from kvfold.convert import demo_folder, drift_checkpoints
+from kvfold.convert import DriftRequest, demo_folder, drift_checkpoints
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.drift import drift_table
 
@@ -89,7 +89,7 @@ def test_a_summary_is_short_and_has_the_worst_layers_first():
 def test_layers_and_then_rounding_are_counted():
     calls = []
     options = {"samples": 1, "seq_len": 16, "quiet": True, "progress": lambda *at: calls.append(at)}
-    drift_checkpoints(demo_folder(), demo_folder(), **options)
+    drift_checkpoints(DriftRequest(demo_folder(), demo_folder(), **options))
     assert calls == [(stage, done, 4) for stage in ("compare", "floor") for done in range(5)]
 
 
@@ -105,12 +105,14 @@ def test_models_that_do_not_match_are_told_in_any_family(tiny_family, tmp_path):
     for model in models:
         add_demo_tokenizer(model)
     with pytest.raises(InputError, match=r"num_hidden_layers must be 2 as in .*gpt2-2, not 3"):
-        drift_checkpoints(*models, samples=1, seq_len=16, quiet=True)
+        drift_checkpoints(DriftRequest(*models, samples=1, seq_len=16, quiet=True))
     with pytest.raises(
         InputError,
         match=r"--seq-len 100000 exceeds the [0-9]+ positions supported by the model gpt2-2",
     ):
-        drift_checkpoints(models[0], models[0], samples=1, seq_len=100_000, quiet=True)
+        drift_checkpoints(
+            DriftRequest(models[0], models[0], samples=1, seq_len=100_000, quiet=True)
+        )
 
 
 def test_a_conversion_in_place_of_its_source_is_told(demo_latent, capsys):
@@ -119,7 +121,7 @@ def test_a_conversion_in_place_of_its_source_is_told(demo_latent, capsys):
         (demo_folder(), demo_latent),
         (demo_latent, demo_latent),
     ):
-        drift_checkpoints(*models, samples=1, seq_len=16, quiet=True)
+        drift_checkpoints(DriftRequest(*models, samples=1, seq_len=16, quiet=True))
     swapped = f"{demo_latent} has a kvfold.json, as conversions have, and {demo_folder()} has none"
     assert (
         capsys.readouterr().err

@@ -13,6 +13,7 @@ import torch
 from helpers.checkpoints import add_demo_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvfold.convert import EvalRequest
 from kvfold.convert.cli import main
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
@@ -129,7 +130,7 @@ def test_tasks_need_the_harness(monkeypatch):
         match=r"--tasks lambada_openai needs .*pip install 'kvfold\[eval\]', or use .*vt",
     ):
         evaluation.eval_checkpoints(
-            demo_folder(), demo_folder(), tasks=["choice", "lambada_openai"]
+            EvalRequest(demo_folder(), demo_folder(), tasks=["choice", "lambada_openai"])
         )
 
 
@@ -141,10 +142,10 @@ def test_contexts_and_lengths_that_cannot_be(tiny_family, tmp_path):
     with pytest.raises(
         InputError, match=f"must not exceed the {context} positions supported by gpt2"
     ):
-        evaluation.eval_checkpoints(model, model, lengths=[context + 1], quiet=True)
+        evaluation.eval_checkpoints(EvalRequest(model, model, lengths=[context + 1], quiet=True))
     with pytest.raises(InputError, match="--lengths 1 must be at least 2 for a loss to measure"):
         evaluation.eval_checkpoints(
-            demo_folder(), demo_folder(), lengths=[1], retrieval=False, quiet=True
+            EvalRequest(demo_folder(), demo_folder(), lengths=[1], retrieval=False, quiet=True)
         )
 
 

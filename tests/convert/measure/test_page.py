@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from kvfold.convert import console, drift_checkpoints, inspect_checkpoint
+from kvfold.convert import DriftRequest, console, drift_checkpoints, inspect_checkpoint
 from kvfold.convert.cli import kvfold
 from kvfold.convert.measure.figures import attention_rows_by_head, excess_by_cache
 
@@ -184,7 +184,9 @@ def test_targets_of_one_size_stand_beside_each_other_and_a_line_joins_the_best()
 def test_the_numbers_of_a_drift_name_their_inputs_and_fill_the_map_of_heads(folder, reader):
     drift = json.loads((folder / "drift.json").read_text())
     expected = [[head["row_kl"]["value"] for head in layer["heads"]] for layer in drift["layers"]]
-    report = drift_checkpoints(reader, folder / "out", samples=2, seq_len=16, quiet=True)
+    report = drift_checkpoints(
+        DriftRequest(reader, folder / "out", samples=2, seq_len=16, quiet=True)
+    )
     (image,) = attention_rows_by_head(report).figure.axes[0].images
     assert image.get_array().tolist() == expected
     assert (image.norm.vmin, image.norm.vmax) == (1e-4, 1.0)

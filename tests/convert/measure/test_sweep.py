@@ -12,7 +12,13 @@ from unittest.mock import Mock
 import pytest
 from click.testing import CliRunner
 
-from kvfold.convert import ConvertRequest, KvfoldError, convert_checkpoint, sweep_checkpoint
+from kvfold.convert import (
+    ConvertRequest,
+    KvfoldError,
+    SweepRequest,
+    convert_checkpoint,
+    sweep_checkpoint,
+)
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.cli import kvfold
 from kvfold.convert.conversion.plan import make_plan
@@ -27,7 +33,7 @@ TEXT = {"samples": 4, "seq_len": 24, "quiet": True}
 
 @pytest.fixture(scope="module")
 def swept(reader):
-    return sweep_checkpoint(str(reader), "gqa:2 mqa mla:16+8,8", **TEXT)
+    return sweep_checkpoint(SweepRequest(str(reader), "gqa:2 mqa mla:16+8,8", **TEXT))
 
 
 def with_losses(found, losses, margin=0.005):
@@ -64,7 +70,7 @@ def test_a_target_is_what_its_conversion_alone_would_be(tmp_path, swept, place):
 
 def test_targets_are_fitted_in_the_requested_precision(reader):
     wide, short = (
-        sweep_checkpoint(str(reader), "mqa", **TEXT, precision=name)
+        sweep_checkpoint(SweepRequest(str(reader), "mqa", **TEXT, precision=name))
         for name in ("float32", "bfloat16")
     )
     assert (wide.rows[0].precision, short.rows[0].precision) == ("float32", "bfloat16")
@@ -142,21 +148,21 @@ def test_an_interrupted_sweep_shows_its_rows_and_continues_after_them(
     with monkeypatch.context() as patch:
         patch.setattr(sweep, "survey_layers", interrupted)
         with pytest.raises(KeyboardInterrupt) as raised:
-            sweep_checkpoint(**options)
+            sweep_checkpoint(SweepRequest(**options))
         assert raised.value.__notes__ == ["finished rows kept for the same request: 2"]
         assert "MQA: 75.0 % less cache, " in capsys.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             sweep_checkpoint(
-                **options | {"samples": 5, "targets": "mla:8"}
+                SweepRequest(**options | {"samples": 5, "targets": "mla:8"})
             )  # another sweep, which has no rows
         with pytest.raises(KeyboardInterrupt):
             sweep_checkpoint(
-                **options | {"layout": "free"}
+                SweepRequest(**options | {"layout": "free"})
             )  # another too, though its folds have no layout
         assert len(list((tmp_path / "cache").rglob("*.json"))) == 2
     fitted = Mock(side_effect=sweep.fitted_fold)
     monkeypatch.setattr(sweep, "fitted_fold", fitted)
-    found = sweep_checkpoint(**options)
+    found = sweep_checkpoint(SweepRequest(**options))
     assert not fitted.called
     assert (
         "resuming after 2 of 3 targets of the interrupted sweep (--fresh starts over)"
@@ -216,7 +222,7 @@ def test_an_impossible_target_ends_the_sweep_before_it_begins(reader, refused):
     """The messages name no option but --targets, except in commands of another kind."""
     for words in ("gqa:3", "gqa:4", "mla:9999", "mla:24+7", "mla:200+8"):
         with refused():
-            sweep_checkpoint(str(reader), f"mqa {words}", **TEXT)
+            sweep_checkpoint(SweepRequest(str(reader), f"mqa {words}", **TEXT))
 
 
 def test_targets_given_several_times_are_all_read():

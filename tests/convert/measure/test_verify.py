@@ -10,7 +10,7 @@ import torch
 from helpers.checkpoints import tensors
 from safetensors.torch import save_file
 
-from kvfold.convert import InputError, convert_checkpoint, verify_checkpoint
+from kvfold.convert import ConvertRequest, InputError, convert_checkpoint, verify_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.measure.verify import check_verified
 
@@ -24,7 +24,9 @@ def out(demo_latent, tmp_path):
 def test_what_was_written_is_sound(demo_latent, tmp_path, name):
     out = demo_latent if name == "latent" else tmp_path / "fold"
     if name == "fold":
-        convert_checkpoint(demo_folder(), out, to="gqa", kv_heads=4, method="mean", quiet=True)
+        convert_checkpoint(
+            ConvertRequest(demo_folder(), out, to="gqa", kv_heads=4, method="mean", quiet=True)
+        )
     done = verify_checkpoint(str(out))
     check_verified(done)
     record = json.loads((out / "kvfold.json").read_text())

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from helpers.checkpoints import add_demo_tokenizer
 
-from kvfold.convert import ConvertRequest, convert_checkpoint
+from kvfold.convert import ConvertRequest, DriftRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.drift import drift_checkpoints
@@ -88,7 +88,9 @@ def test_the_auxiliary_loss_of_experts_is_not_requested(tmp_path, tiny_family):
 def test_a_method_that_reads_no_text_checks_types_too(tmp_path, refused):
     model = with_config(demo_folder(), tmp_path / "model", rms_norm_eps="x")
     with refused():
-        convert_checkpoint(model, tmp_path / "out", to="mqa", method="mean", quiet=True)
+        convert_checkpoint(
+            ConvertRequest(model, tmp_path / "out", to="mqa", method="mean", quiet=True)
+        )
 
 
 def test_drift_says_whose_config_it_is(tmp_path):
@@ -96,4 +98,4 @@ def test_drift_says_whose_config_it_is(tmp_path):
     with pytest.raises(
         InputError, match=r"bad: config.json: hidden_act must be an activation that transformers"
     ):
-        drift_checkpoints(str(demo_folder()), str(bad), samples=1, seq_len=16)
+        drift_checkpoints(DriftRequest(str(demo_folder()), str(bad), samples=1, seq_len=16))

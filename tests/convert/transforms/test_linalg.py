@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvfold.convert import convert_checkpoint
+from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.transforms import linalg
 from kvfold.convert.transforms.fold import score_fit
@@ -35,6 +35,8 @@ def test_the_shared_heads_of_a_small_model_are_fitted_by_one_thread(
         "average_rotations",
         lambda *args: counts.add(torch.get_num_threads()) or average(*args),
     )
-    convert_checkpoint(demo_folder(), tmp_path / "out", **target, samples=2, seq_len=16, quiet=True)
+    convert_checkpoint(
+        ConvertRequest(demo_folder(), tmp_path / "out", **target, samples=2, seq_len=16, quiet=True)
+    )
     assert counts == {1}
     assert torch.get_num_threads() == 2
