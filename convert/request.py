@@ -47,8 +47,7 @@ _LAYOUTS = (
     " without a stock MLA class."
 )
 # Tasks of `kvfold eval` that need neither a download nor lm-evaluation-harness.
-RULER = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
-BUILT_IN_TASKS = ("replies", "choice", "arithmetic", "copying", *RULER)
+BUILT_IN_TASKS = ("replies",)
 # Tokens of a sequence with --seq-len auto. SmolLM2-135M, MLA 128+64: after a fit on 128 x 512
 # tokens the KL was lower to 1024 tokens than on 64 x 1024, and equal from there to 2048; on 256 x
 # 256 it was 0.002 larger (docs/method.md).
@@ -503,8 +502,8 @@ class EvalRequest(Request):
     out: str = _source()
     tasks: tuple[str, ...] = option(
         (),
-        f"Tasks: {', '.join(BUILT_IN_TASKS)}; or of lm-evaluation-harness, by name or as FILE.yaml "
-        "(needs the eval extra).",
+        "Tasks: replies, which compares what the models write; or of lm-evaluation-harness, by name"
+        " or as FILE.yaml (needs the eval extra).",
         metavar="NAME,NAME",
         rule="names of tasks separated by commas",
     )
@@ -517,11 +516,11 @@ class EvalRequest(Request):
     lengths: tuple[int, ...] = _numbers(
         (),
         "Context lengths in tokens; default: MODEL's maximum (on a CPU at most 1024), and 1/2, 1/4"
-        f" and 1/8 of it; for {RULER[0]} to {RULER[-1]} only the maximum.",
+        " and 1/8 of it.",
     )
     samples: int | None = _samples(
         default=None,
-        help="Documents per length or built-in task; default: 32, on a CPU 16.",
+        help="Documents per length, and prompts of replies; default: 32, on a CPU 16.",
         least=2,
     )
     text: str | None = option(
@@ -534,7 +533,7 @@ class EvalRequest(Request):
     )
     batch: int | None = option(
         None,
-        "Task documents per batch; default: 8, with lm-evaluation-harness 1.",
+        "Replies or task documents per batch; default: 8, with lm-evaluation-harness 1.",
         metavar="N",
         least=1,
     )

@@ -4,7 +4,7 @@ SmolLM2-135M-Instruct.
     python recipes/real_models.py checkpoint SMOLLM2 python recipes/evidence.py SMOLLM2
     --calibration FILE --work DIR --json recipes/results/evidence.json
 
-Each row is one group of built-in tasks, or the loss by position to 8192 tokens, for one target as
+Each row is the task `replies`, or the loss by position to 8192 tokens, for one target as
 fitted, or for a conversion that `--only "MLA 128+64, polished on 1M tokens=FOLDER"` names.
 Conversions are kept in DIR and rows that the JSON file holds are not measured again, so a run can
 be interrupted. What is printed is the table of docs/evaluating.md.
@@ -31,12 +31,9 @@ CHOSEN = (
     "MLA 64+64",
 )  # half and a third of 384 KV-cache elements per token per layer
 FIT = ("--samples", "64", "--seq-len", "256")
-# Tasks, documents and tokens. A row of the first group takes 5 CPU minutes; one of the second was
-# not done after 9. RULER's other tasks are left out: in a trial of four prompts at 1024 tokens the
-# source found one needle in eight, and few words.
+# Tasks, documents and tokens.
 GROUPS: dict[str, tuple[tuple[str, ...], int, int]] = {
-    "writing": (("replies", "choice", "arithmetic", "copying"), 16, 256),
-    "ruler": (("niah_single_1", "vt", "fwe"), 8, 1024),
+    "writing": (("replies",), 16, 256),
     "positions": ((), 4, 8192),
     "positions to 4096": ((), 6, 4096),
     "positions to 2048": ((), 12, 2048),
@@ -99,11 +96,6 @@ def show(row: dict[str, Any]) -> None:
         for each in row["positions"]:
             change = f"{each['excess']:+.3f} ± {each['margin']:.3f}"
             _line(row["target"], f"tokens {each['from']} to {each['to']}", "", "", change)
-    for each in row["answers"]:
-        figures = (f"{100 * each['source']:.1f} %", f"{100 * each['student']:.1f} %")
-        change = f"{100 * each['difference']:+.1f} ± {100 * each['margin']:.1f}"
-        name = each["task"] + (f" at {each['length']} tokens" if each["length"] else "")
-        _line(row["target"], name, *figures, "the source guesses" if each["guesses"] else change)
     for each in row["tasks"]:
         change = f"{each['difference']:+.2f} ± {each['margin']:.2f}"
         _line(
@@ -112,13 +104,6 @@ def show(row: dict[str, Any]) -> None:
             f"{each['source']:.2f}",
             f"{each['student']:.2f}",
             change,
-        )
-    if row["letters"]:
-        _line(
-            row["target"],
-            "letters A, B, C, D, none",
-            *(", ".join(map(str, each.values())) for each in row["letters"].values()),
-            "",
         )
 
 

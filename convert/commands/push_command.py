@@ -21,8 +21,8 @@ def push(out: str, repo: str, private: bool) -> None:
     """Upload the converted checkpoint OUT, with its model card, to the model repository REPO
     (owner/name) on the hub.
 
-    OUT is verified first, and only the files that its kvfold.json lists are uploaded. REPO is created if it does not exist. The token is that of `hf auth
-    login`, or HF_TOKEN.
+    OUT is verified first, and only the files that its kvfold.json lists are uploaded. REPO is
+    created if it does not exist. The token is that of `hf auth login`, or HF_TOKEN.
     """
     from kvfold.convert.checkpoint.hub import HUB_ID, upload
     from kvfold.convert.measure.verify import check_verified, verify_checkpoint

@@ -12,6 +12,7 @@ from pathlib import Path
 from measured import conditions
 
 from kvfold.convert import ConvertRequest, EvalRequest, convert_checkpoint
+from kvfold.convert.commands.eval_command import format_evaluation
 from kvfold.convert.data import demo_folder
 from kvfold.convert.measure.eval import eval_checkpoints
 
@@ -31,7 +32,7 @@ def main() -> None:
             EvalRequest(str(demo_folder()), str(out), samples=16, lengths=(256, 512), quiet=True)
         )
     found = replace(found, model="demo", out="mqa")  # no paths of this machine
-    print(found.table())
+    print(format_evaluation(found))
     if given.json:
         given.json.write_text(json.dumps({**conditions(), **found.to_dict()}, indent=2) + "\n")
 

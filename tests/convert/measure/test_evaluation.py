@@ -1,11 +1,8 @@
-"""``kvfold eval``: questions, losses by position, pairs of the harness, and the whole on the
-shipped model.
-"""
+"""``kvfold eval``: needles, replies, losses by position, and pairs of lm-evaluation-harness."""
 
 import json
 import shutil
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -16,10 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvfold.convert import EvalRequest
 from kvfold.convert.cli import main
 from kvfold.convert.data import demo_folder
-from kvfold.convert.errors import InputError
 from kvfold.convert.measure import eval as evaluation
 from kvfold.convert.measure import eval_tasks
-from kvfold.convert.measure.eval_tasks import CHOICES, answers, draw_questions, single_words
 from kvfold.convert.measure.losses import token_losses
 
 
@@ -29,189 +24,195 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
 def encode(tokenizer):
     return lambda text: torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-@pytest.mark.parametrize("task", ["needle", "keys"])
-def test_questions_hide_their_answer_at_every_depth(tokenizer, encode, task):
+def ignore(amount):
+    """A progress callback."""
+
+
+def test_needles_lie_at_every_depth_and_are_asked_for(tokenizer, encode, refused):
     filler = encode("Nothing of interest is said in this sentence. " * 40)
-    asked = draw_questions(tokenizer, filler, task, 256, 8, seed=0)
-    words = {token: word for word, token in single_words(tokenizer).items()}
+    questions = eval_tasks.draw_questions(tokenizer, filler, 256, 8, seed=0)
     depths = []
-    for question in asked:
+    for question in questions:
         assert question.tokens.shape == (256,)
-        assert len(set(question.choices)) == CHOICES
+        assert len(set(question.choices)) == eval_tasks.CHOICES
         text = tokenizer.decode(question.tokens)
         name = text.rsplit("The secret word of ", 1)[1].removesuffix(" is")
-        answer = words[question.choices[question.right]]
-        assert text.count(f"The secret word of {name} is {answer}.") == 1
-        present = [
-            word
-            for word in (words[token] for token in question.choices)
-            if f" is {word}.\n" in text
-        ]
-        assert len(present) == (1 if task == "needle" else CHOICES)
-        depths.append(text.index(f"{name} is {answer}."))
+        answer = tokenizer.decode(question.choices[question.answer])
+        assert text.count(f"The secret word of {name} is{answer}.") == 1
+        depths.append(text.index(f"{name} is{answer}."))
     assert depths == sorted(depths)
     assert depths[0] < 256 < depths[-1]
-    assert {question.right for question in asked} != {0}
-    with pytest.raises(
-        InputError, match="--lengths 12: too short for the hidden sentences of task"
-    ):
-        draw_questions(tokenizer, filler, task, 12, 1, seed=0)
+    assert len({question.answer for question in questions}) > 1
+    with refused() as error:
+        eval_tasks.draw_questions(tokenizer, filler, 12, 1, seed=0)
+    assert error.value.field == "lengths"
 
 
-def test_an_answer_is_the_likeliest_of_the_choices(tokenizer, encode):
-    asked = draw_questions(tokenizer, encode("Some words. " * 50), "keys", 200, 6, seed=1)
+def test_the_answer_is_the_likeliest_choice(tokenizer, encode):
+    questions = eval_tasks.draw_questions(tokenizer, encode("Some words. " * 50), 200, 6, seed=1)
 
     def model(input_ids, logits_to_keep):
-        """Knows every answer of the first three questions, and takes the wrong choice in the
-        others.
-        """
-        at = next(i for i, each in enumerate(asked) if torch.equal(each.tokens, input_ids[0]))
+        """Answers the first three questions right, and the others with a wrong choice."""
+        index = [torch.equal(question.tokens, input_ids[0]) for question in questions].index(True)
+        question = questions[index]
+        choice = (question.answer + (index > 2)) % eval_tasks.CHOICES
         logits = torch.zeros(1, 1, 5000)
-        logits[0, 0, asked[at].choices[(asked[at].right + (at > 2)) % CHOICES]] = 1
+        logits[0, 0, question.choices[choice]] = 1
         return SimpleNamespace(logits=logits)
 
     model.device = "cpu"
-    assert answers(model, asked).tolist() == [1, 1, 1, 0, 0, 0]
+    correct = eval_tasks.answer_questions(model, questions, ignore)
+    assert correct.tolist() == [1, 1, 1, 0, 0, 0]
 
 
-def test_losses_by_position_are_those_of_transformers(encode):
-    model = AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32)
+def test_a_source_that_does_not_beat_chance_guesses():
+    one_eighth = torch.tensor([1.0, *[0.0] * 7])
+    half = torch.tensor([1.0, 0.0] * 16)
+    assert evaluation.pair_answers(256, one_eighth, one_eighth).guesses is True
+    assert evaluation.pair_answers(256, half, half).guesses is False
+
+
+def test_losses_by_position_are_those_of_transformers(encode, model):
     tokens = encode("The list is sorted in place. " * 20)[:80].view(2, 40)
     losses = token_losses(model, tokens)
-    assert losses.mean().item() == pytest.approx(
-        model(input_ids=tokens, labels=tokens).loss.item(), rel=1e-4
-    )
-    rows = evaluation.by_position(losses, losses + 0.5)
-    assert [(row.start, row.end, row.documents) for row in rows] == [(1, 40, 2)]
-    assert rows[0].difference == pytest.approx(0.5)
-    assert rows[0].student == pytest.approx(rows[0].source * 2.718281828**0.5)
-    long = evaluation.by_position(torch.ones(2, 299), torch.ones(2, 299))
+    expected = model(input_ids=tokens, labels=tokens).loss.item()
+    assert losses.mean().item() == pytest.approx(expected, rel=1e-4)
+    (row,) = evaluation.pair_by_position(losses, losses + 0.5)
+    assert (row.start, row.end, row.documents) == (1, 40, 2)
+    assert row.difference == pytest.approx(0.5)
+    assert row.student == pytest.approx(row.source * 2.718281828**0.5)
+    long = evaluation.pair_by_position(torch.ones(2, 299), torch.ones(2, 299))
     assert [(row.start, row.end) for row in long] == [(1, 64), (64, 128), (128, 256), (256, 300)]
 
 
-# Of a text the harness gives the log-likelihood and the length in words or bytes, whatever the
-# metric's name
-LOSSES = {"word_perplexity": "nats_per_word", "bits_per_byte": "bits_per_byte"}
+def test_batches_write_what_single_prompts_write(tokenizer, model, encode):
+    prompts = [encode("The list"), encode("Return the first item of the"), encode("A")]
+    advanced: list[int] = []
+    replies = eval_tasks.write_replies(model, tokenizer, prompts, 2, advanced.append, 12)
+    assert advanced == [2, 1]
+    for prompt, reply in zip(prompts, replies, strict=True):
+        alone = model.generate(prompt[None], do_sample=False, max_new_tokens=12)
+        assert reply.tolist() == alone[0, len(prompt) :].tolist()
+    # As if the third token were the end token.
+    first = replies[0].tolist()
+    third = SimpleNamespace(eos_token_id=first[2])
+    (ended,) = eval_tasks.write_replies(model, third, prompts[:1], 1, ignore, 12)
+    assert ended.tolist() == first[: first.index(first[2]) + 1]
+
+
+def test_prompts_use_the_chat_template(tokenizer):
+    plain = list(map(tokenizer.decode, eval_tasks.draw_prompts(tokenizer, 32, 0)))
+    assert len(set(plain)) == 32
+    assert plain[0] != tokenizer.decode(eval_tasks.draw_prompts(tokenizer, 1, 1)[0])
+    chat = AutoTokenizer.from_pretrained(demo_folder())
+    chat.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    chat.chat_template += "{% if add_generation_prompt %}[assistant] {% endif %}"
+    (prompt,) = eval_tasks.draw_prompts(chat, 1, 0)
+    assert chat.decode(prompt).startswith("[user] ")
+    assert chat.decode(prompt).endswith("\n[assistant] ")
+
+
+def test_replies_are_compared_with_those_of_the_source():
+    source = [[5, 6, 7, 8, 9, 1], [5, 6, 7, 8], [2, 2, 2, 2, 2, 2]]
+    student = [[5, 6, 0, 8, 9], [5, 6, 7, 8], [2, 2, 2, 2, 2, 1]]
+    p = torch.tensor([[[0.5, 0.5, 0.0]]])
+    q = torch.tensor([[[0.25, 0.25, 0.5]]])
+    metrics = eval_tasks.compare_replies(
+        list(map(torch.tensor, source)), list(map(torch.tensor, student)), (p, q)
+    )
+    values = {name: (one.tolist(), other.tolist()) for name, (one, other) in metrics.items()}
+    assert values == {
+        "first_difference": ([6, 4, 6], [2, 4, 5]),
+        "draft_acceptance": ([1.0], [0.5]),
+        "repetition": ([0, 0, pytest.approx(2 / 3)], [0, 0, pytest.approx(1 / 3)]),
+        "length": ([6, 4, 6], [5, 4, 6]),
+    }
+
+
+def test_next_token_probabilities_are_the_models(model):
+    windows = torch.arange(5, 85).view(2, 40)
+    probabilities = eval_tasks.next_token_probabilities(model, windows)
+    assert probabilities.shape == (2, 32, 2048)
+    exact = model(windows).logits[:, [0, 39]].softmax(-1)
+    assert (probabilities[:, [0, -1]].float() - exact).abs().max() < 1e-3
 
 
 def test_scores_of_the_harness_are_paired_by_document():
-    def samples(values, losses):
-        tasks = {"tiny": (["acc"], values), "text": ([*LOSSES], losses)}
-        return {
-            task: [
-                {"doc_id": i, "metrics": names, **dict.fromkeys(names, value)}
-                for i, value in found.items()
-            ]
-            for task, (names, found) in tasks.items()
-        }
+    def score(accuracy, likelihood):
+        """Of a text the harness gives the log-likelihood and the length in words or bytes."""
+        right = [{"doc_id": i, "metrics": ["acc"], "acc": acc} for i, acc in accuracy.items()]
+        metrics = ["word_perplexity", "bits_per_byte"]
+        text = [{"doc_id": 0, "metrics": metrics, **dict.fromkeys(metrics, likelihood)}]
+        return eval_tasks.score_documents({"tiny": right, "text": text})
 
-    before = eval_tasks.document_scores(samples({0: 1, 1: True, 2: 0.0, 3: 1}, {0: (-8.0, 4)}))
-    after = eval_tasks.document_scores(samples({3: 0, 2: 0, 1: 1, 9: 1}, {0: (-12.0, 4)}))
-    scored = eval_tasks.paired_scores(before, after)
-    rows = [evaluation.paired(*values) for _, _, *values in scored]
-    assert [metric for _, metric, *_ in scored] == ["acc", *LOSSES.values()]
+    before = score({0: 1, 1: True, 2: 0.0, 3: 1}, (-8.0, 4))
+    rows = evaluation.pair_by_task(before, score({3: 0, 2: 0, 1: 1, 9: 1}, (-12.0, 4)))
+    assert [row.metric for row in rows] == ["acc", "nats_per_word", "bits_per_byte"]
     assert [row.documents for row in rows] == [3, 1, 1]
     assert rows[0].difference == pytest.approx(-1 / 3)
-    assert rows[0].margin == pytest.approx(
-        1.434, rel=0.15
-    )  # t of 2 degrees of freedom, 4.30, x 1/3
+    # Student's t with 2 degrees of freedom, 4.30, times 1/3.
+    assert rows[0].margin == pytest.approx(1.434, rel=0.15)
     assert (rows[1].source, rows[1].student, rows[1].margin) == (2.0, 3.0, None)
     assert rows[2].source == pytest.approx(2 / 0.693147, rel=1e-5)
 
 
-def test_tasks_need_the_harness(monkeypatch):
+def test_tasks_need_the_harness(monkeypatch, refused):
     monkeypatch.setattr(eval_tasks, "find_spec", lambda name: None)
-    with pytest.raises(
-        InputError,
-        match=r"--tasks lambada_openai needs .*pip install 'kvfold\[eval\]', or use .*vt",
-    ):
+    with refused() as error:
         evaluation.eval_checkpoints(
-            EvalRequest(demo_folder(), demo_folder(), tasks=["choice", "lambada_openai"])
+            EvalRequest(demo_folder(), demo_folder(), tasks=["lambada_openai"])
         )
+    assert "pip install 'kvfold[eval]'" in str(error.value)
 
 
-def test_contexts_and_lengths_that_cannot_be(tiny_family, tmp_path):
+def test_lengths_that_cannot_be_are_refused(tiny_family, tmp_path, refused):
     """Of a family whose config spells the context in its own way."""
     model = shutil.copytree(tiny_family("gpt2", vocab_size=2048), tmp_path / "gpt2")
     add_demo_tokenizer(model)
     context = json.loads((model / "config.json").read_text())["n_positions"]
-    with pytest.raises(
-        InputError, match=f"must not exceed the {context} positions supported by gpt2"
-    ):
-        evaluation.eval_checkpoints(EvalRequest(model, model, lengths=[context + 1], quiet=True))
-    with pytest.raises(InputError, match="--lengths 1 must be at least 2 for a loss to measure"):
-        evaluation.eval_checkpoints(
-            EvalRequest(demo_folder(), demo_folder(), lengths=[1], retrieval=False, quiet=True)
-        )
+    for length in (context + 1, 1):
+        request = EvalRequest(model, model, lengths=[length], retrieval=False, quiet=True)
+        with refused() as error:
+            evaluation.eval_checkpoints(request)
+        assert error.value.field == "lengths"
 
 
-def test_the_command_measures_tasks_and_long_contexts(monkeypatch, capsys):
-    fake = ModuleType("lm_eval")
-    models = ModuleType("lm_eval.models.huggingface")
-    models.HFLM = lambda pretrained, tokenizer, batch_size: pretrained
-    fake.simple_evaluate = lambda model, tasks, limit, **options: {
-        "samples": {
-            tasks[0]: [{"doc_id": i, "metrics": ["acc"], "acc": i % 2} for i in range(limit)]
-        }
-    }
-    modules = {
-        "lm_eval": fake,
-        "lm_eval.models": ModuleType("m"),
-        "lm_eval.models.huggingface": models,
-    }
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+def test_the_command_measures_a_model_against_itself(monkeypatch, capsys):
+    def simple_evaluate(model, tasks, limit, **options):
+        documents = [{"doc_id": i, "metrics": ["acc"], "acc": i % 2} for i in range(limit)]
+        return {"samples": {tasks[0]: documents}}
+
+    harness = ModuleType("lm_eval")
+    harness.simple_evaluate = simple_evaluate
+    wrapper = ModuleType("lm_eval.models.huggingface")
+    wrapper.HFLM = lambda pretrained, tokenizer, batch_size: pretrained
+    monkeypatch.setitem(sys.modules, "lm_eval", harness)
+    monkeypatch.setitem(sys.modules, "lm_eval.models", ModuleType("lm_eval.models"))
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", wrapper)
     monkeypatch.setattr(eval_tasks, "find_spec", lambda name: True)
-    line = [
-        "eval",
-        demo_folder(),
-        demo_folder(),
-        "--tasks",
-        "tiny",
-        "--limit",
-        4,
-        "--lengths",
-        256,
-        "--samples",
-        2,
-    ]
+    model = str(demo_folder())
+    line = ["eval", model, model, "--tasks", "replies,tiny", "--limit", "4", "--lengths", "256"]
     with pytest.raises(SystemExit) as end:
-        main([*map(str, line), "--json", "-"])
+        main([*line, "--samples", "2", "--json", "-"])
     shown = capsys.readouterr()
     assert end.value.code == 0, shown.err
     found = json.loads(shown.out)
-    asked = [(row["task"], row["length"], row["margin"]) for row in found["retrieval"]]
-    assert asked == [("needle", 256, 0.0), ("keys", 256, 0.0)]
-    assert [(row["to"], row["excess"]) for row in found["positions"]] == [
-        (64, 0.0),
-        (128, 0.0),
-        (256, 0.0),
-    ]
-    means = {"documents": 4, "source": 0.5, "student": 0.5, "difference": 0.0, "margin": 0.0}
-    assert found["tasks"] == [{"task": "tiny", "metric": "acc", **means}]
-    assert (
-        "2 documents each of needle, keys at 256 tokens; 2 windows of 256 tokens; tiny, for each"
-        in shown.err
-    )
-    told = ("tiny, acc", "needle at 256 tokens", "the source guesses")
-    assert all(each in shown.err for each in told)
-
-
-def test_the_table_of_the_documents_is_what_was_measured():
-    root = Path(__file__).resolve().parents[3]
-    found = json.loads((root / "recipes/results/evaluate_demo.json").read_text())
-    text = (root / "docs/evaluating.md").read_text()
-    names = {"from": "start", "to": "end", "excess": "difference"}
-    positions = [
-        {names.get(name, name): value for name, value in row.items()} for row in found["positions"]
-    ]
-    rows = [evaluation.AnswerRow(**row) for row in found["retrieval"]]
-    rows = rows, [evaluation.PositionRow(**row) for row in positions]
-    about = (found[name] for name in ("model", "out", "text", "samples"))
-    table = evaluation.Evaluation(*about, *rows, tasks=found["tasks"]).table()
-    assert "\n".join(table.splitlines()[2:]) in text
-    assert found["date"] in text
+    (needle,) = found["retrieval"]
+    assert (needle["task"], needle["length"], needle["difference"]) == ("needle", 256, 0.0)
+    excess = [(row["from"], row["to"], row["excess"]) for row in found["positions"]]
+    assert excess == [(1, 64, 0.0), (64, 128, 0.0), (128, 256, 0.0)]
+    tasks = {row["metric"]: row for row in found["tasks"]}
+    assert tasks["draft_acceptance"]["student"] == pytest.approx(1, abs=1e-3)
+    assert tasks["first_difference"]["difference"] == tasks["length"]["difference"] == 0
+    assert tasks["acc"]["source"] == 0.5
+    assert tasks["acc"]["documents"] == 4
+    assert all(text in shown.err for text in ("tiny, acc", "needle at 256 tokens"))
