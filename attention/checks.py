@@ -4,7 +4,6 @@ violates.
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 
@@ -20,9 +19,7 @@ def expect_shape(name: str, tensor: Tensor, dims: str, sizes: Mapping[str, int])
         if sizes.get(dim, size) != size
     }
     if len(shape) != len(names) or wrong:
-        rule = (
-            " with " + ", ".join(f"{dim} = {size}" for dim, size in wrong.items()) if wrong else ""
-        )
+        rule = "".join(f", {dim} = {size}" for dim, size in wrong.items())
         raise ValueError(f"{name} has shape {shape}; it must be [{', '.join(names)}]{rule}")
 
 
@@ -51,15 +48,3 @@ def expect_alike(
         raise ValueError(
             f"{name} is on {tensor.device}; it must be on {other.device}, like {other_name}"
         )
-
-
-def expect_counts(
-    name: str, counts: Tensor | None, batch: int, like_name: str, like: Tensor
-) -> None:
-    """Check that ``counts`` is None or an integer tensor ``[B]`` on the device of ``like``."""
-    if counts is None:
-        return
-    expect_shape(name, counts, "B", {"B": batch})
-    if counts.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name} has dtype {counts.dtype}; it must be torch.int64 or torch.int32")
-    expect_alike(name, counts, like_name, like, dtype=False)

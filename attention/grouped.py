@@ -74,42 +74,37 @@ def attend(
             rule = replace(rule, offset=rule.offset - low)
             bias = None if bias is None else bias[..., low:high]
     groups, keys = key.shape[1:3]
-    shared = torch.unflatten(query, 1, (groups, heads // groups))
+    grouped = torch.unflatten(query, 1, (groups, heads // groups))
+    # in half precision on a CPU the fused kernel loses to blocks of matrix products at any length
+    on_cpu = query.device.type == "cpu"
     fused = (
         bias is None
         and key.shape[-1] == value.shape[-1]
         and min(batch, queries) > 0
         and keys > _FEW_KEYS
-    )
-    # in half precision on a CPU the fused kernel loses to blocks of matrix products at any length
-    fused = fused and not (
-        query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)
+        and not (on_cpu and query.dtype in (torch.bfloat16, torch.float16))
     )
     if fused and rule.sees_all(queries, keys):
         # query heads of a group become rows of one key head, which is then read once for all of
         # them
-        rows = shared.flatten(2, 3)
-        z: Tensor = scaled_dot_product_attention(rows, key, value, scale=scale)
+        z: Tensor = scaled_dot_product_attention(grouped.flatten(2, 3), key, value, scale=scale)
         return torch.unflatten(z, 2, (-1, queries)).flatten(1, 2)
     triangle = rule.causal and not rule.ragged and rule.offset == 0 and queries == keys
     if fused and triangle and (rule.window is None or rule.window >= keys):
-        if query.device.type == "cpu":
+        if on_cpu and heads != groups:
             # on a CPU enable_gqa copies the keys for every head; a stride of zero repeats them in
             # place
             key, value = (
                 x.flatten(0, 1)[:, None].expand(-1, heads // groups, -1, -1) for x in (key, value)
             )
             z = scaled_dot_product_attention(
-                shared.flatten(0, 1), key, value, is_causal=True, scale=scale
+                grouped.flatten(0, 1), key, value, is_causal=True, scale=scale
             )
-            z = torch.unflatten(z, 0, (batch, groups)).flatten(1, 2)
-        else:
-            repeats = heads != groups
-            z = scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=scale, enable_gqa=repeats
-            )
-        return z
-    return blocked_attention(shared, key, value, rule, scale, bias).flatten(1, 2)
+            return torch.unflatten(z, 0, (batch, groups)).flatten(1, 2)
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=heads != groups
+        )
+    return blocked_attention(grouped, key, value, rule, scale, bias).flatten(1, 2)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> None:

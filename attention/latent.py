@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kvfold.attention.blocked import AttentionScores, weighted_values
+from kvfold.attention.blocked import AttentionScores, weigh_values
 from kvfold.attention.checks import expect_alike, expect_shape
 from kvfold.attention.grouped import attend
 from kvfold.attention.mask import Visibility, visibility
@@ -73,32 +73,29 @@ def latent_attention(
         wants_gradient = torch.is_grad_enabled() and any(
             x.requires_grad for x in (query, query_rope, latent)
         )
-        plain = rule.window is None and not wants_gradient and min(latent.shape) > 0
+        plain = window is None and not wants_gradient and min(latent.shape) > 0
         if plain and kernel_takes(query, query_rope, None):
-            seen = (
-                None
-                if rule.sees_all(1, slots)
-                else rule.block(0, 1, 0, slots, latent.device)[:, None]
-            )
+            seen = None
+            if not rule.sees_all(1, slots):
+                seen = rule.block(slice(0, 1), slice(0, slots), latent.device)[:, None]
             z = latent_decode(
                 query, query_rope, latent[..., :rank], latent[..., rank:], scale, seen
             )
         else:
             keys = latent[:, None]
-            z = attend(
-                torch.cat([query, query_rope], -1), keys, keys[..., :rank], rule, scale, None
-            )
+            query = torch.cat([query, query_rope], -1)
+            z = attend(query, keys, keys[..., :rank], rule, scale, None)
         return expand_value(z, up_value)
     # every head gets keys and values of its own: cheaper where many queries share them
     heads = up_key.shape[0]
-    c = latent[..., :rank]
-    rope = latent[..., rank:]
     nope, value = (
-        torch.unflatten(linear(c, up.flatten(0, 1)), -1, (heads, -1)).transpose(1, 2)
+        torch.unflatten(linear(latent[..., :rank], up.flatten(0, 1)), -1, (heads, -1))
         for up in (up_key, up_value)
     )
-    key = torch.cat([nope, rope[:, None].expand(-1, heads, -1, -1)], -1)
-    return attend(torch.cat([query_nope, query_rope], -1), key, value, rule, scale, None)
+    rope = latent[:, None, :, rank:].expand(-1, heads, -1, -1)
+    key = torch.cat([nope.transpose(1, 2), rope], -1)
+    query = torch.cat([query_nope, query_rope], -1)
+    return attend(query, key, value.transpose(1, 2), rule, scale, None)
 
 
 def latent_decode(
@@ -127,24 +124,11 @@ def latent_decode(
         return decode_latent(
             query, query_rope, latent, key_rope, scale, mask=None if mask is None else mask[:, 0, 0]
         )
-    scores = latent_scores(query, query_rope, latent, key_rope, scale, mask)
-    return weighted_values(scores, scores.keys[0]).squeeze(1)
-
-
-def latent_scores(
-    query: Tensor,
-    query_rope: Tensor,
-    latent: Tensor,
-    key_rope: Tensor,
-    scale: float,
-    mask: Tensor | None,
-) -> AttentionScores:
-    """The scores of ``latent_decode``: all heads are members of one key head, and nothing of the
-    cache is copied.
-    """
+    # all heads are members of one key head, and nothing of the cache is copied
     queries = (query.unsqueeze(1), query_rope.unsqueeze(1))
     keys = (latent.unsqueeze(1), key_rope.unsqueeze(1))
-    return AttentionScores(queries, keys, scale, _EVERYTHING, mask)
+    scores = AttentionScores(queries, keys, scale, _EVERYTHING, mask)
+    return weigh_values(scores, keys[0]).squeeze(1)
 
 
 def kernel_takes(query: Tensor, query_rope: Tensor, mask: Tensor | None) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfold.attention.checks import expect_at_least, expect_counts
+from kvfold.attention.checks import expect_alike, expect_at_least, expect_shape
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,15 @@ class Visibility:
 
     @property
     def ragged(self) -> bool:
-        """True if the rule may differ between sequences of the batch; a query may then see no key
-        at all.
-        """
+        """True if the rule may differ between sequences; a query may then see no key at all."""
         return (
-            self.starts is not None or self.lengths is not None or isinstance(self.offset, Tensor)
+            isinstance(self.offset, Tensor) or self.starts is not None or self.lengths is not None
         )
+
+    @property
+    def hides_keys(self) -> bool:
+        """True if some query may not see some key."""
+        return self.causal or self.window is not None or self.ragged
 
     def sees_all(self, queries: int, keys: int) -> bool:
         """True if every query sees every key."""
@@ -61,40 +64,35 @@ class Visibility:
         low = 0
         high = keys
         if isinstance(self.offset, Tensor):
-            # reading the bounds from a device would wait for it
-            if self.offset.device.type != "cpu":
-                return low, high
-            begin = int(self.offset.min())
-            end = int(self.offset.max())
-        else:
-            begin = end = self.offset
+            return low, high
         if self.causal:
-            high = min(high, end + last)
+            high = min(high, self.offset + last)
         elif self.window is not None:
-            high = min(high, end + last - 1 + self.window)
+            high = min(high, self.offset + last - 1 + self.window)
         if self.window is not None:
-            low = max(low, begin + first - self.window + 1)
-        return min(low, keys), max(min(low, keys), high)
+            low = min(keys, max(low, self.offset + first - self.window + 1))
+        return low, max(low, high)
 
-    def block(self, first: int, last: int, low: int, high: int, device: torch.device) -> Tensor:
-        """``see`` for queries ``first .. last - 1`` and keys ``low .. high - 1``: bool, ``[B or 1,
-        rows, width]``.
-        """
-        keys = torch.arange(low, high, device=device)
+    def block(self, queries: slice, keys: slice, device: torch.device) -> Tensor:
+        """``see`` for a range of queries and one of keys: bool, ``[B or 1, rows, width]``."""
+        slots = torch.arange(keys.start, keys.stop, device=device)
         offset = self.offset[:, None, None] if isinstance(self.offset, Tensor) else self.offset
-        places = torch.arange(first, last, device=device)[None, :, None] + offset
-        seen = keys <= places if self.causal else torch.ones_like(keys + places, dtype=torch.bool)
+        positions = torch.arange(queries.start, queries.stop, device=device)[:, None] + offset
+        if self.causal:
+            seen = slots <= positions
+        else:
+            seen = torch.ones_like(positions + slots, dtype=torch.bool)
         if self.window is not None:
-            seen = seen & ((places - keys).abs() < self.window)
+            seen = seen & ((positions - slots).abs() < self.window)
         if self.starts is not None:
-            seen = seen & (keys >= self.starts[:, None, None])
+            seen = seen & (slots >= self.starts[:, None, None])
         if self.lengths is not None:
-            seen = seen & (keys < self.lengths[:, None, None])
-        return seen
+            seen = seen & (slots < self.lengths[:, None, None])
+        return seen if seen.dim() == 3 else seen[None]
 
 
 def visibility(
-    like: Tensor,
+    query: Tensor,
     keys: int,
     *,
     causal: bool,
@@ -103,34 +101,37 @@ def visibility(
     starts: Tensor | None,
     lengths: Tensor | None,
 ) -> Visibility:
-    """Check a caller's mask arguments and return their rule. ``like [B, H, T, D]`` is the query
-    tensor.
+    """Check a caller's mask arguments for ``query [B, H, T, D]`` and return their rule.
 
     ``offset=None`` aligns the last query with the last of the ``keys`` keys, as in decoding with a
     cache. Raises ValueError for arguments that do not fit the queries and keys.
     """
-    batch, _, queries, _ = like.shape
-    # without either, the positions of queries among the keys do not matter
-    placed = causal or window is not None
+    batch, _, queries, _ = query.shape
     if window is not None:
         expect_at_least("window", window, 1)
-    expect_counts("starts", starts, batch, "query", like)
-    expect_counts("lengths", lengths, batch, "query", like)
-    if isinstance(offset, Tensor):
-        expect_counts("offset", offset, batch, "query", like)
-    else:
-        if offset is None:
-            offset = keys - queries if placed else 0
-            if offset < 0:
+    for name, counts in (("starts", starts), ("lengths", lengths), ("offset", offset)):
+        if isinstance(counts, Tensor):
+            expect_shape(name, counts, "B", {"B": batch})
+            expect_alike(name, counts, "query", query, dtype=False)
+            if counts.dtype not in (torch.int32, torch.int64):
                 raise ValueError(
-                    f"key has S = {keys} keys; causal or windowed queries need at least T ="
-                    f" {queries}"
+                    f"{name} has dtype {counts.dtype}; it must be torch.int64 or torch.int32"
                 )
-        expect_at_least("offset", offset, 0)
-        # a query past the last key would see the wrong window
-        if placed and offset + queries > keys:
+    if isinstance(offset, Tensor):
+        return Visibility(causal, offset, window, starts, lengths)
+    # without either, the positions of queries among the keys do not matter
+    has_positions = causal or window is not None
+    if offset is None:
+        offset = keys - queries if has_positions else 0
+        if offset < 0:
             raise ValueError(
-                f"offset is {offset}; with causal or window, it must be at most S - T ="
-                f" {keys - queries}"
+                f"key has S = {keys} keys; causal or windowed queries need at least T = {queries}"
             )
+    expect_at_least("offset", offset, 0)
+    # a query past the last key would see the wrong window
+    if has_positions and offset + queries > keys:
+        raise ValueError(
+            f"offset is {offset}; with causal or window, it must be at most S - T ="
+            f" {keys - queries}"
+        )
     return Visibility(causal, offset, window, starts, lengths)

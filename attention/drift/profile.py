@@ -12,7 +12,7 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from kvfold.attention.blocked import AttentionScores
+from kvfold.attention.blocked import AttentionScores, largest_size
 from kvfold.attention.checks import expect_alike, expect_at_least, expect_divides, expect_shape
 from kvfold.attention.mask import Visibility
 
@@ -62,15 +62,14 @@ def attention_sums(
     total = torch.zeros(batch, groups, share, 2 * length, dtype=torch.float64, device=query.device)
     received = torch.zeros(batch, groups, length, dtype=torch.float64, device=query.device)
     blocks = list(scores.blocks(buffers=2))
-    room = scores.room(blocks)
+    memory = scores.allocate(largest_size(blocks))
     for block in blocks:
-        weights = scores.weights(block, room)
+        weights = scores.weights(block, memory)
         # rows of a block are consecutive queries of one head, so that distances lie on diagonals
-        maps = weights.view(-1, block.last - block.first, weights.shape[-1])
-        sum_by_distance(
-            maps, block.first, block.low, total[block.batch, block.groups].view(len(maps), -1)
-        )
-        part = received[block.batch, block.groups, block.low : block.high]
+        maps = weights.view(-1, *block.shape[-2:])
+        sums = total[block.batch, block.groups].view(len(maps), -1)
+        sum_by_distance(maps, block.queries.start, block.keys.start, sums)
+        part = received[block.batch, block.groups, block.keys]
         part += weights.sum(1).view(part.shape)
     # column T holds distance 0, columns before it the keys behind a query
     folded = total[..., 1 : length + 1].flip(-1)
@@ -121,11 +120,11 @@ def row_kl(
     )
     total = torch.zeros(batch, heads, dtype=torch.float64, device=query.device)
     blocks = list(models[0].blocks(buffers=4))
-    rooms = [model.room(blocks) for model in models]
+    memories = [model.allocate(largest_size(blocks)) for model in models]
     for block in blocks:
         log_p, log_q = (
-            torch.log_softmax(model.masked(block, room)[0], -1)
-            for model, room in zip(models, rooms, strict=True)
+            torch.log_softmax(model.masked(block, memory)[0], -1)
+            for model, memory in zip(models, memories, strict=True)
         )
         part = total[block.batch, block.groups]
         part += divergence_terms(log_p, log_q).sum(-1).sum(-1, dtype=torch.float64).view(part.shape)

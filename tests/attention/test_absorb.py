@@ -123,11 +123,11 @@ def decode(model, tokens, splits, cache=None, **options):
 def calls(monkeypatch):
     """The queries of each call of the absorbed path."""
     seen = []
-    plain = am._absorbed
+    plain = am._decode
     monkeypatch.setattr(
         am,
-        "_absorbed",
-        lambda this, nope, *rest: seen.append(nope.shape[2]) or plain(this, nope, *rest),
+        "_decode",
+        lambda this, hidden, *rest: seen.append(hidden.shape[1]) or plain(this, hidden, *rest),
     )
     return seen
 

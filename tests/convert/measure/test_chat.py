@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from transformers import AutoTokenizer
 
-from kvfold.attention.deepseek import FORMS
+from kvfold.attention.deepseek import ABSORBED
 from kvfold.convert.cli import kvfold
 from kvfold.convert.data import demo_folder
 from kvfold.convert.measure.chat import Speaker, chat_models, open_speaker, side_by_side
@@ -44,7 +44,7 @@ def chatty(demo_latent, tmp_path_factory):
 
 def test_a_model_keeps_the_conversation_and_its_latent_is_absorbed(chatty):
     speaker = open_speaker(str(chatty), ChatRequest(model=str(chatty), device="cpu"))
-    assert {type(module) for module in speaker.model.modules()} & set(FORMS.values())
+    assert {type(module) for module in speaker.model.modules()} & set(ABSORBED.values())
     first, rate = speaker.answer("What is a list?", 4)
     assert rate > 0
     assert speaker.messages == []
