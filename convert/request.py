@@ -50,7 +50,7 @@ _LAYOUTS = (
 BUILT_IN_TASKS = ("replies",)
 # Tokens of a sequence with --seq-len auto. SmolLM2-135M, MLA 128+64: after a fit on 128 x 512
 # tokens the KL was lower to 1024 tokens than on 64 x 1024, and equal from there to 2048; on 256 x
-# 256 it was 0.002 larger (docs/method.md).
+# 256 it was 0.002 larger (convert/README.md, "The loss by position").
 AUTO_LENGTH = 512
 # Tokens of the sequences on which the loss by position is measured, if the model's context is as
 # long; chosen.
