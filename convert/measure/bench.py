@@ -10,37 +10,25 @@ P``:
     2 B S H ((Dn + Dv) R + Dn + P + Dv)
 """
 
+import itertools
 import json
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
-from collections import namedtuple
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvfold.convert.errors import InputError, KvfoldError, did_you_mean, option_error
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import BenchRequest
-from kvfold.convert.sizes import bytes_text, table
 from kvfold.convert.targets.mla.spec import is_latent
 from kvfold.convert.targets.own_code import BLOCK, source_type
 
-_HEAD = (
-    "model",
-    "context",
-    "batch",
-    "prefill tok/s",
-    "decode tok/s",
-    "ms/step",
-    "attn ms",
-    "cache",
-    "peak",
-    "ratio",
-)
 # Of published models: model dim, inner dim, heads, layers, vocabulary, positions.
 SHAPES = {
     "llama-2-7b": (4096, 11008, 32, 32, 32000, 4096),
@@ -49,10 +37,21 @@ SHAPES = {
     "llama-2-70b": (8192, 28672, 64, 80, 32000, 4096),
     "tiny": (64, 128, 8, 2, 256, 256),
 }
+_SETTINGS = (
+    "contexts",
+    "batches",
+    "device",
+    "dtype",
+    "cache",
+    "prefill_tokens",
+    "seconds",
+    "threads",
+)
 # Targets of a shape: eight key/value heads as in Llama 3, the latent of DeepSeek's models.
 _KV_HEADS = 8
 _RANK = 512
 _ROPE = 64
+_WORKER = "kvfold.convert.measure.bench_worker"
 # Allocators round up and libraries need room: torch alone takes about 0.6 GB of a process.
 _SPARE = 1.05
 _FIXED = 600 << 20
@@ -60,8 +59,12 @@ _FIXED = 600 << 20
 
 @dataclass(frozen=True)
 class Subject:
-    """A model in one form. ``folder`` None: random weights of ``config``. ``form``: ``stock`` or
-    ``absorbed``.
+    """A model to be timed in one form.
+
+    name: the checkpoint, or the attention kind of a shape.
+    form: ``stock``, as transformers loads it, or ``absorbed``.
+    config: its config, with sizes under llama's names.
+    folder: where its weights are; None for random weights.
     """
 
     name: str
@@ -77,11 +80,23 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRow:
-    """One model at one context and batch: measured, or too large (``needed_bytes``,
-    ``free_bytes``), or ``failed``.
+    """One model at one context and batch. All but the first four fields may be None.
 
-    ``prefill_tokens``: numbers of sequences and of tokens in each. ``ratio``: tokens per second by
-    the first model's.
+    model, form, context, batch: what was timed.
+    prefill_tokens: the numbers of sequences and of tokens in each.
+    prefill_tokens_per_s: the speed of the prefill.
+    step_ms: the median time of a decoding step of all sequences.
+    steps: the number of timed steps.
+    decode_tokens_per_s: tokens decoded per second.
+    attention_ms: the part of ``step_ms`` in attention modules.
+    cache_bytes: the size of the allocated cache.
+    peak_bytes: the peak memory.
+    read_bytes: the bytes that a step must read: weights and cache.
+    operations: the floating-point operations of a step.
+    cache_bytes_formula: the cache size by formula.
+    needed_bytes, free_bytes: the memory that is needed and free, if the model does not fit.
+    failed: why the model does not run.
+    ratio: tokens per second by those of the first model.
     """
 
     model: str
@@ -104,31 +119,18 @@ class BenchRow:
     failed: str | None = None
     ratio: float | None = None
 
-    def cells(self) -> list[str]:
-        """The row as texts for a table; fewer if nothing was measured."""
-        start = [self.model, str(self.context), str(self.batch)]
-        if self.failed is not None:
-            return [*start, f"does not run: {self.failed.split(': ', 1)[-1]}"]
-        if self.needed_bytes is not None:
-            needed = bytes_text(self.needed_bytes)
-            free = bytes_text(self.free_bytes or 0)
-            return [*start, f"does not fit: needs {needed}, but only {free} is free"]
-        return [
-            *start,
-            "-" if self.prefill_tokens_per_s is None else f"{self.prefill_tokens_per_s:.0f}",
-            f"{self.decode_tokens_per_s:.1f}",
-            f"{self.step_ms:.1f}",
-            f"{self.attention_ms:.1f}",
-            bytes_text(self.cache_bytes or 0),
-            bytes_text(self.peak_bytes or 0),
-            "-" if self.ratio is None else f"{self.ratio:.2f}",
-        ]
-
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The results of ``kvfold bench``: settings, machine (``device`` is the processor's name), and
-    rows.
+    """The result of `bench_checkpoints`.
+
+    kvfold, transformers, torch: versions.
+    dtype: the dtype of weights and computation.
+    cache: the kind of cache.
+    options: the settings.
+    rows: the measurements.
+    device: the name of the processor.
+    threads: the number of CPU threads.
     """
 
     kvfold: str
@@ -149,45 +151,6 @@ class Benchmark:
         ]
         return {**vars(self), "rows": rows}
 
-    def table(self) -> str:
-        """A line for each model, context and batch; one that was not measured gives the reason."""
-        many = len({(row.context, row.batch) for row in self.rows}) > 1
-        rows = sorted(self.rows, key=lambda row: (row.context, row.batch)) if many else self.rows
-        head = f"{self.device}, {self.threads} threads, {self.dtype}, {self.cache} cache"
-        versions = f"kvfold {self.kvfold}, torch {self.torch}, transformers {self.transformers}"
-        return "\n".join(
-            [
-                f"{head}; {versions}",
-                "",
-                *table([_HEAD, *(row.cells() for row in rows)]),
-                *self._notes(),
-            ]
-        )
-
-    def _notes(self) -> list[str]:
-        """What ``absorbed`` means, and how much faster it decodes, if there are such rows."""
-        absorbed = [row for row in self.rows if row.form == "absorbed"]
-        if not absorbed:
-            return []
-        speeds = {(row.model, row.context, row.batch): row.decode_tokens_per_s for row in self.rows}
-        gains = []
-        for row in absorbed:
-            stock = speeds.get((row.model.replace(", absorbed", ", stock"), row.context, row.batch))
-            if stock and row.decode_tokens_per_s:
-                gains.append(row.decode_tokens_per_s / stock)
-        gain = (
-            f", which decodes {min(gains):.1f} to {max(gains):.1f} times as fast here"
-            if gains
-            else ""
-        )
-        return [
-            "",
-            (
-                "stock: as transformers loads it; absorbed: after"
-                f" kvfold.attention.absorb(model){gain}"
-            ),
-        ]
-
 
 def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -> Benchmark:
     """Time ``models`` side by side, each in its own process, as ``kvfold bench`` does.
@@ -205,102 +168,102 @@ def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -
     from kvfold.convert.conversion.record import versions
     from kvfold.convert.device import choose_device
 
-    chosen = subjects(request)
+    subjects = list_subjects(request)
     device = choose_device(request.device).type
-    # All models run in one dtype, so that their times can be compared: few CPUs have units for
-    # bfloat16.
+    # All models run in one dtype, so that their times can be compared.
     dtype = str(request.dtype)
-    config = chosen[0].config
+    if dtype == "auto" and device == "cpu":
+        dtype = "float32"  # few CPUs have units for bfloat16
+    elif dtype == "auto":
+        config = subjects[0].config
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     prefill = request.prefill_tokens
-    if dtype == "auto":
-        dtype = (
-            "float32"
-            if device == "cpu"
-            else str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-        )
     if prefill is None:
         prefill = 2048 if device == "cpu" else 32768
     rows: list[BenchRow] = []
     machine: dict[str, Any] = {}
     failures: list[KvfoldError] = []
-    for subject in Stages(progress, request.quiet).over("bench", chosen, len(chosen), "model"):
+    stages = Stages(progress, request.quiet)
+    for subject in stages.over("bench", subjects, len(subjects), "model"):
         try:
             result = run_in_process(subject, request, device, dtype, prefill)
         except KvfoldError as error:
             # One model that runs out of memory must not cost the rows of the others.
             failures.append(error)
-            pairs = [
-                {"context": context, "batch": batch}
-                for context in request.contexts
-                for batch in request.batches
-            ]
-            result = {"rows": [{**pair, "failed": str(error)} for pair in pairs]}
-        rows += [
-            BenchRow(model=subject.label, form=subject.form, **row) for row in result.pop("rows")
-        ]
+            pairs = itertools.product(request.contexts, request.batches)
+            result = {
+                "rows": [
+                    {"context": context, "batch": batch, "failed": str(error)}
+                    for context, batch in pairs
+                ]
+            }
         machine |= result
-    if len(failures) == len(chosen):
+        rows += [
+            BenchRow(model=subject.label, form=subject.form, **row) for row in machine.pop("rows")
+        ]
+    if len(failures) == len(subjects):
         raise failures[0]
+    versions_now = versions()
+    return Benchmark(
+        kvfold=str(versions_now["kvfold"]),
+        transformers=str(versions_now["transformers"]),
+        dtype=dtype,
+        cache=request.cache,
+        options={name: getattr(request, name) for name in _SETTINGS},
+        rows=_add_ratios(rows),
+        **machine,
+    )
+
+
+def _add_ratios(rows: list[BenchRow]) -> list[BenchRow]:
+    """The rows with their speeds relative to the first model's at the same context and batch."""
     first = {
         (row.context, row.batch): row.decode_tokens_per_s
         for row in rows
-        if row.model == chosen[0].label
+        if row.model == rows[0].model
     }
-    for place, row in enumerate(rows):
+    with_ratios = []
+    for row in rows:
         speed = row.decode_tokens_per_s
         base = first[row.context, row.batch]
-        rows[place] = replace(row, ratio=speed / base if speed and base else None)
-    names = (
-        "contexts",
-        "batches",
-        "device",
-        "dtype",
-        "cache",
-        "prefill_tokens",
-        "seconds",
-        "threads",
-    )
-    options = {name: getattr(request, name) for name in names}
-    found = versions()
-    about = str(found["kvfold"]), str(found["transformers"]), dtype, request.cache
-    return Benchmark(*about, options, rows, **machine)
+        with_ratios.append(replace(row, ratio=speed / base if speed and base else None))
+    return with_ratios
 
 
 def run_in_process(subject: Subject, *settings: Any) -> dict[str, Any]:
-    """`bench_worker.run` in a process of its own: its InputError, or KvfoldError with the last line
-    of its stderr.
+    """The result of `bench_worker.run` in a process of its own.
+
+    Raises its InputError, or KvfoldError with the last line of its stderr.
     """
     with tempfile.TemporaryDirectory() as folder:
         task_file = Path(folder, "task")
         result_file = Path(folder, "result.json")
         task_file.write_bytes(pickle.dumps((subject, *settings)))
-        command = [
-            sys.executable,
-            "-P",  # the current folder may have a stranger's torch.py
-            "-m",
-            "kvfold.convert.measure.bench_worker",
-            str(task_file),
-            str(result_file),
-        ]
+        # -P: the current folder may have a stranger's torch.py.
+        command = [sys.executable, "-P", "-m", _WORKER, str(task_file), str(result_file)]
         # The worker reads the pipe until it ends: by that it knows that this process was killed.
-        alive, ours = os.pipe()
+        reader, writer = os.pipe()
         try:
-            done = subprocess.run(command, stdin=alive, capture_output=True, text=True, check=False)
+            ended = subprocess.run(
+                command, stdin=reader, capture_output=True, text=True, check=False
+            )
         finally:
-            os.close(alive)
-            os.close(ours)
-        if done.returncode != 0:
-            last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-            why = last[0] if last else f"exit status {done.returncode} (out of memory?)"
-            raise KvfoldError(f"{subject.label}: its process failed: {why}")
+            os.close(reader)
+            os.close(writer)
+        if ended.returncode != 0:
+            lines = [line for line in ended.stderr.splitlines() if line.strip()]
+            reason = f"exit status {ended.returncode} (out of memory?)"
+            raise KvfoldError(
+                f"{subject.label}: its process failed: {lines[-1] if lines else reason}"
+            )
         result = dict(json.loads(result_file.read_text()))
     if "refused" in result:
-        first, *others = result["refused"]
-        raise InputError(f"{subject.label}: {first}", others)
+        message, *details = result["refused"]
+        raise InputError(f"{subject.label}: {message}", details)
     return result
 
 
-def subjects(request: BenchRequest) -> list[Subject]:
+def list_subjects(request: BenchRequest) -> list[Subject]:
     """The request's checkpoints, then its shape with each kind of attention; MLA models both stock
     and absorbed.
 
@@ -308,18 +271,19 @@ def subjects(request: BenchRequest) -> list[Subject]:
     """
     from kvfold.convert.checkpoint.opening import open_checkpoint
 
-    found: list[tuple[str, Mapping[str, Any], str | None]] = []
+    models: list[tuple[str, Mapping[str, Any], str | None]] = []
     for model in request.models:
-        checkpoint = open_checkpoint(model)
-        found.append((model, checkpoint.config, str(checkpoint.folder)))
-        checkpoint.close()
+        with closing(open_checkpoint(model)) as checkpoint:
+            models.append((model, checkpoint.config, str(checkpoint.folder)))
     if request.shape is not None:
-        found += [(kind, config, None) for kind, config in _shape_configs(request).items()]
-    return [
-        Subject(name, form, {**config, **_usual_names(config)}, folder)
-        for name, config, folder in found
-        for form in (("stock", "absorbed") if is_latent(config) else ("stock",))
-    ]
+        models += [(kind, config, None) for kind, config in _shape_configs(request).items()]
+    subjects = []
+    for name, config, folder in models:
+        sizes = dict(config) | _usual_names(config)
+        subjects.append(Subject(name, "stock", sizes, folder))
+        if is_latent(config):
+            subjects.append(Subject(name, "absorbed", sizes, folder))
+    return subjects
 
 
 def _shape_configs(request: BenchRequest) -> dict[str, dict[str, Any]]:
@@ -369,10 +333,8 @@ def _usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     source = source_type(config)
-    kind = config.get("model_type")
-    names = (
-        CONFIG_MAPPING[source or kind].attribute_map if (source or kind) in CONFIG_MAPPING else {}
-    )
+    family = source or config.get("model_type")
+    names = CONFIG_MAPPING[family].attribute_map if family in CONFIG_MAPPING else {}
     sizes = {usual: config[name] for usual, name in names.items() if name in config}
     if source is None:
         return sizes
@@ -380,16 +342,33 @@ def _usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
     dim = block["head_dim"]
     if "kv_rank" not in block:
         return {**sizes, "head_dim": dim, "num_key_value_heads": block["kv_heads"]}
-    sizes |= {"qk_nope_head_dim": dim, "v_head_dim": dim}
-    sizes |= {"kv_lora_rank": block["kv_rank"], "qk_rope_head_dim": block["rope_dim"]}
-    if (norm := block.get("norm")) is not None:
+    norm = block.get("norm")
+    if norm is not None:
         sizes["cached_divisors"] = 1 if norm["flat"] else block["kv_heads"]
-    return sizes
+    return {
+        **sizes,
+        "qk_nope_head_dim": dim,
+        "v_head_dim": dim,
+        "kv_lora_rank": block["kv_rank"],
+        "qk_rope_head_dim": block["rope_dim"],
+    }
 
 
-# Bytes and operations of one decoding step of a whole model, and the memory that it needs, in
-# bytes.
-StepCosts = namedtuple("StepCosts", "cache_bytes attention_operations operations read_bytes memory")
+class StepCosts(NamedTuple):
+    """The costs of one decoding step of a whole model.
+
+    cache_bytes: the cache.
+    attention_operations: the operations of attention alone.
+    operations: all operations.
+    read_bytes: the bytes of weights and cache that must be read.
+    memory: the bytes of memory that the model needs.
+    """
+
+    cache_bytes: int
+    attention_operations: int
+    operations: int
+    read_bytes: int
+    memory: int
 
 
 def step_costs(
@@ -407,7 +386,8 @@ def step_costs(
     head). ``prefill`` is the number of tokens prefilled at once; the memory includes their
     activations.
     """
-    config, (total, read) = subject.config, weights
+    config = subject.config
+    total, read = weights
     layers = int(config["num_hidden_layers"])
     slots = batch * context
     heads = int(config["num_attention_heads"])
@@ -420,9 +400,9 @@ def step_costs(
         # Stock attention repeats shared keys and values for every query head.
         expanded = 0 if groups == heads else 2 * heads * dim
     else:
-        rank, nope, value = (
-            int(config[name]) for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
-        )
+        rank = int(config["kv_lora_rank"])
+        nope = int(config["qk_nope_head_dim"])
+        value = int(config["v_head_dim"])
         rope = int(config["qk_rope_head_dim"]) + int(config.get("cached_divisors", 0))
         elements = rank + rope
         # The modeling file of layout kvfold decodes over the latents by itself.

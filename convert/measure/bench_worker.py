@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, DynamicCache, StaticCache
 
 from kvfold.attention.checkpoints.registered import register_model
@@ -41,19 +40,16 @@ _ROOM = 64
 
 
 def run(
-    subject: Subject, request: BenchRequest, place: str, computed: str, prefill_tokens: int
+    subject: Subject, request: BenchRequest, device_name: str, dtype_name: str, prefill_tokens: int
 ) -> dict[str, Any]:
     """A row for each context and batch, smallest first, with the threads, the torch version and the
-    processor.
-
-    ``place`` is the device, ``computed`` the dtype; ``prefill_tokens`` are those of all sequences
-    together.
+    processor. ``prefill_tokens`` are those of all sequences together.
     """
     torch.manual_seed(_SEED)
     if request.threads:
         torch.set_num_threads(request.threads)
-    device = torch.device(place)
-    dtype = getattr(torch, computed)
+    device = torch.device(device_name)
+    dtype = getattr(torch, dtype_name)
     register_model(str(subject.config.get("model_type")))
     if subject.folder is not None:
         empty_model(subject.config)  # raises the error of a wrong value
@@ -172,20 +168,15 @@ def filled_cache(model: Any, kind: str, context: int, batch: int) -> Any:
         past_key_values=probe,
         use_cache=True,
     )
-    static = kind == "static"
-    cache = (
-        StaticCache(model.config, max_cache_len=context + _ROOM)
-        if static
-        else DynamicCache(config=model.config)
-    )
+    cache: Any = DynamicCache(config=model.config)
+    if kind == "static":
+        cache = StaticCache(model.config, max_cache_len=context + _ROOM)
     generator = torch.Generator(model.device).manual_seed(_SEED)
 
-    def random(like: Tensor) -> Tensor:
-        shape = (batch, like.shape[1], context, like.shape[3])
-        return torch.empty(shape, dtype=like.dtype, device=like.device).normal_(generator=generator)
-
     for index, layer in enumerate(probe.layers):
-        cache.update(random(layer.keys), random(layer.values), index)
+        keys = layer.keys.new_empty(batch, layer.keys.shape[1], context, layer.keys.shape[3])
+        values = layer.values.new_empty(*keys.shape[:3], layer.values.shape[3])
+        cache.update(keys.normal_(generator=generator), values.normal_(generator=generator), index)
     return cache
 
 
@@ -236,10 +227,10 @@ def run_task(task: Path, result: Path) -> None:
     """
     try:
         with errors_as_input_errors("config.json"):
-            made = run(*pickle.loads(task.read_bytes()))
+            values = run(*pickle.loads(task.read_bytes()))
     except InputError as error:
-        made = {"refused": [error.message, *error.details]}
-    result.write_text(json.dumps(made))
+        values = {"refused": [error.message, *error.details]}
+    result.write_text(json.dumps(values))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ import torch
 from measured import conditions
 
 from kvfold.attention.latent import absorb_query, expand_value, latent_decode
-from kvfold.convert.measure.bench import Subject, bench_checkpoints, step_costs, subjects
+from kvfold.convert.commands.bench_command import format_benchmark
+from kvfold.convert.measure.bench import Subject, bench_checkpoints, list_subjects, step_costs
 from kvfold.convert.measure.machine import Clock, repeat
 from kvfold.convert.request import BenchRequest
 
@@ -149,13 +150,13 @@ def main() -> None:
     )  # fmt: skip
     done = bench_checkpoints(request)
     if any(row.needed_bytes for row in done.rows):
-        raise SystemExit(done.table())
+        raise SystemExit(format_benchmark(done))
     report = done.to_dict() | conditions(device)
     report["rates"] = rates = machine_rates(device)
-    for row, subject in zip(report["rows"], subjects(request), strict=True):
+    for row, subject in zip(report["rows"], list_subjects(request), strict=True):
         alone = attention_alone(subject, chosen.context, chosen.batch, device)
         add_roofline(row, subject, rates, chosen.layers, alone)
-    print(done.table(), "\n\n", roofline_table(report["rows"]), sep="")
+    print(format_benchmark(done), "\n\n", roofline_table(report["rows"]), sep="")
     print(
         f"\nread {rates['read_bytes_per_s'] / 1e9:.1f} GB/s, matrices"
         f" {rates['operations_per_s'] / 1e9:.0f} GFLOP/s"

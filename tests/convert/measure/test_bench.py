@@ -14,10 +14,11 @@ from helpers.quantized import fp8_blocks, fp8_settings, quantized_copy
 
 from kvfold.convert import ConvertRequest, bench_checkpoints, convert_checkpoint
 from kvfold.convert.cli import kvfold
+from kvfold.convert.commands.bench_command import format_benchmark
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.measure import bench
 from kvfold.convert.measure import bench_worker as worker
-from kvfold.convert.measure.bench import step_costs, subjects
+from kvfold.convert.measure.bench import list_subjects, step_costs
 from kvfold.convert.request import BenchRequest
 
 RUN_IN_PROCESS = bench.run_in_process  # the fixture below replaces it for the whole module
@@ -52,7 +53,7 @@ def report(in_process):
 
 
 def shape(name, layers=None, context=64):
-    return subjects(BenchRequest(shape=name, layers=layers, contexts=(context,)))
+    return list_subjects(BenchRequest(shape=name, layers=layers, contexts=(context,)))
 
 
 def test_every_kind_of_a_shape_is_measured(report):
@@ -68,10 +69,7 @@ def test_every_kind_of_a_shape_is_measured(report):
     assert {row.ratio for row in report.rows if row.model == "MHA"} == {1.0}
     assert found["MHA", 2] == 2 * 32 * 2 * 64 * 4  # K and V, slots, sequences, numbers, bytes
     assert found["GQA-2", 2] * 4 == found["MHA", 2]
-    *_, note = report.table().splitlines()
-    assert note.startswith(
-        "stock: as transformers loads it; absorbed: after kvfold.attention.absorb(model), which"
-    )
+    assert "absorbed: after kvfold.attention.absorb" in format_benchmark(report)
     assert found["MLA 32 + 4, absorbed", 1] == 32 * (32 + 4) * 4
 
 
@@ -79,7 +77,7 @@ def test_every_kind_of_a_shape_is_measured(report):
 def test_a_static_cache_is_measured_without_its_spare_slots():
     done = measured(shape="tiny", layers=1, contexts=[32], cache="static")
     assert [row.cache_bytes for row in done.rows] == [row.cache_bytes_formula for row in done.rows]
-    assert ", static cache; " in done.table()
+    assert ", static cache; " in format_benchmark(done)
 
 
 @pytest.mark.usefixtures("in_process")
@@ -92,7 +90,7 @@ def test_a_combination_that_does_not_fit_is_a_row_that_says_so(monkeypatch):
     done = measured(**options)
     assert [row.ratio for row in done.rows[:2]] == [1.0, None]
     assert (done.rows[1].needed_bytes, done.rows[1].free_bytes) == (large, small)
-    assert "does not fit: needs " in done.table()
+    assert "does not fit: needs " in format_benchmark(done)
     assert "ratio" not in done.to_dict()["rows"][1]
 
 
@@ -122,7 +120,7 @@ def test_quantized_checkpoints_are_timed_dequantized(tiny_family, tmp_path):
     source = tiny_family("qwen3")
     block = (16, 16)
     twin = quantized_copy(source, tmp_path / "fp8", fp8_settings(block), fp8_blocks(block))
-    (subject,) = subjects(BenchRequest([str(tmp_path / "fp8")]))
+    (subject,) = list_subjects(BenchRequest([str(tmp_path / "fp8")]))
     assert "quantization_config" not in subject.config
     expected = stock_model(twin, dtype=torch.bfloat16).state_dict()
     found = worker.make_model(subject, None, torch.bfloat16, torch.device("cpu")).state_dict()
