@@ -131,28 +131,27 @@ def report_option(content: str) -> Decorator:
 def _parameter(spec: Option, required: bool) -> Decorator:
     """The click argument or option for one field."""
     if spec.argument:
-        several: dict[str, Any] = {"nargs": -1} if spec.each is not None else {"required": required}
-        return click.argument(spec.name, metavar=spec.metavar, **several)
-    metavar = spec.metavar or (f"[{'|'.join(spec.words)}]" if spec.words else None)
+        if spec.item_type is not None:
+            return click.argument(spec.name, metavar=spec.metavar, nargs=-1)
+        return click.argument(spec.name, metavar=spec.metavar, required=required)
+    metavar = spec.metavar or (f"[{'|'.join(spec.choices)}]" if spec.choices else None)
     # No click.Choice: the request checks words, and its errors suggest similar ones.
     settings: dict[str, Any] = {"help": spec.help, "metavar": metavar}
     settings["shell_complete"] = lambda ctx, param, typed: [
-        word for word in spec.words if word.startswith(typed)
+        word for word in spec.choices if word.startswith(typed)
     ]
-    names = [
-        format_option(spec.name, spec.default is not True),
-        *spec.spellings,
-        spec.name,
-    ]
-    if bool in spec.kinds:
+    names = [format_option(spec.name, spec.default is not True), *spec.aliases, spec.name]
+    if bool in spec.types:
         return click.option(*names, is_flag=True, **settings)
-    settings |= {"required": required, "multiple": spec.many, "type": str}
-    if int in spec.kinds and spec.panel is None and spec.least is not None:
-        # A command without panels shows the range of its numbers in --help.
-        settings["type"] = click.IntRange(int(spec.least))
-    elif spec.kinds and str not in spec.kinds and not spec.words:
-        settings["type"] = spec.kinds[0]
-    default = ",".join(map(str, spec.default)) if spec.each is not None else spec.default
+    is_number = spec.types and str not in spec.types and not spec.choices
+    settings |= {
+        "required": required,
+        "multiple": spec.multiple,
+        "type": spec.types[0] if is_number else str,
+    }
+    default = spec.default
+    if isinstance(default, tuple):
+        default = None if spec.multiple else ",".join(map(str, default))
     if default not in (MISSING, None):
         settings |= {"default": default, "show_default": default != ""}
     return click.option(*names, **settings)

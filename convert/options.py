@@ -1,11 +1,11 @@
 """Options of commands and functions, declared once as fields of a frozen dataclass.
 
 A request such as ``ConvertRequest`` is a ``Request`` whose fields are created by ``option``. A
-field's annotation sets its type and allowed words, its metadata everything else. The ``specs`` of a
+field's annotation sets its type and its choices, its metadata everything else. The ``specs`` of a
 request define the command line (``console.request_options``), the validation of values, recipes,
 records and the keywords of public functions.
 
-    samples: int = option(128, "Calibration sequences.", least=1)
+    samples: int = option(128, "Calibration sequences.", minimum=1)
 """
 
 import functools
@@ -18,102 +18,97 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvfold.convert.errors import InputError, did_you_mean, format_option, option_error
 
-# The whole numbers that Python reads quickly, in the digits of a keyboard: int() also takes those
-# of other scripts.
-_WHOLE = "[0-9]{1,18}"
-# The limit of whole numbers without one of their own: products of a few must fit the 63 bits of
-# torch's sizes.
-_MOST = 2**31
-_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+# Whole numbers that Python reads quickly, in the digits of a keyboard: int() also takes those of
+# other scripts.
+_DIGITS = "[0-9]{1,18}"
+_TYPE_RULES = {
+    bool: "true or false",
+    int: "a whole number of at least {}",
+    float: "a number of at least {}",
+    str: "text",
+}
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option. A field sets the first attributes through `option`; ``specs`` derives the others
-    from the field.
+    """One option of a request. Its field sets the first attributes by `option`; `specs` derives the
+    others from the annotation and the default.
 
-    ``check`` returns the rule that a value of the right type breaks; ``rule`` describes the valid
-    types and range.
+    Attributes:
+        help: Text for ``--help``.
+        panel: Heading in ``--help`` for this option and the following ones.
+        metavar: Name of the value in ``--help``.
+        aliases: Further spellings on the command line.
+        minimum: Smallest number.
+        maximum: Largest number. Products of a few defaults fit the 63 bits of torch's sizes.
+        check: Returns the rule that a value of the right type breaks, or None.
+        rule: The valid types and range in words that follow "must be".
+        targets: Values of ``to`` that allow this option; empty for all.
+        runs: The option only says where and how to run: it is not in recipes and records.
+        argument: Positional on the command line.
+        multiple: An option with a tuple that is repeated, instead of taking one text with commas.
+        name: Name of the field.
+        default: Its default, or ``MISSING``.
+        types: Accepted types among bool, int, float and str.
+        choices: Accepted words, of a ``Literal``.
+        item_type: Type of a tuple's items; None if the value is no tuple.
     """
 
     help: str = ""
-    panel: str | None = None  # heading in --help for this option and the following ones
+    panel: str | None = None
     metavar: str | None = None
-    spellings: tuple[str, ...] = ()
-    least: float | None = None
-    below: float | None = None
+    aliases: tuple[str, ...] = ()
+    minimum: float = 0
+    maximum: float = 2**31
     check: Callable[[Any], str | None] | None = None
     rule: str | None = None
-    targets: tuple[str, ...] = ()  # values of ``to`` that allow this option
-    runs: bool = False  # only says where and how to run: not in recipes and records
-    argument: bool = False  # positional on the command line
+    targets: tuple[str, ...] = ()
+    runs: bool = False
+    argument: bool = False
+    multiple: bool = False
 
     name: str = ""
     default: Any = None
-    kinds: tuple[type, ...] = ()  # the accepted types among bool, int, float and str
-    words: tuple[str, ...] = ()  # the words of a Literal
-    many: bool = False  # accepts one or more strings
-    each: type | None = None  # accepts a tuple of this type, or one string with commas
+    types: tuple[type, ...] = ()
+    choices: tuple[str, ...] = ()
+    item_type: type | None = None
 
-    def plain(self, value: Any) -> Any:
-        """``value`` with paths as strings and lists as tuples; with ``many``, one item is unpacked,
-        [] is None.
-        """
-        value = os.fspath(value) if isinstance(value, os.PathLike) else value
-        # On the command line, numbers of steps are strings.
-        if self.words and int in self.kinds and re.fullmatch(_WHOLE, str(value)):
-            return int(value)
-        if self.each is not None and isinstance(value, str):
-            value = (
-                [value]
-                if self.argument
-                else [part.strip() for part in value.split(",") if part.strip()]
-            )
-        if not isinstance(value, (list, tuple)):
-            return value
-        parts = [os.fspath(part) if isinstance(part, os.PathLike) else part for part in value]
-        if self.each is not None:
-            numbers = (
-                int(part) if self.each is int and re.fullmatch(_WHOLE, str(part)) else part
-                for part in parts
-            )
-            return tuple(dict.fromkeys(numbers))
-        if self.many and len(parts) < 2:
-            return next(iter(parts), None)
-        return tuple(parts) if self.many else value
+    def normalize(self, value: Any) -> Any:
+        """``value`` as a request stores it: paths as text, lists as tuples, digits as numbers."""
+        if self.item_type is None:
+            value = os.fspath(value) if isinstance(value, os.PathLike) else value
+            # A number of steps may also be a word, so the command line passes it as text.
+            is_number = self.choices and int in self.types and re.fullmatch(_DIGITS, str(value))
+            return int(value) if is_number else value
+        if value is None:
+            return ()
+        if isinstance(value, str) and not (self.argument or self.multiple):
+            value = [item.strip() for item in value.split(",") if item.strip()]
+        items = []
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            item = os.fspath(item) if isinstance(item, os.PathLike) else item
+            if self.item_type is int and re.fullmatch(_DIGITS, str(item)):
+                item = int(item)
+            items.append(item)
+        return tuple(dict.fromkeys(items))
 
-    def rule_broken(self, value: Any) -> str | None:
-        """The rule that ``value`` breaks, worded to follow "must be"; None if the value is valid."""
-        if (value is None and self.default is None) or (
-            isinstance(value, str) and value in self.words
-        ):
+    def broken_rule(self, value: Any) -> str | None:
+        """The rule that ``value`` breaks, in words that follow "must be"; None if it is valid."""
+        if value is None and self.default is None:
             return None
-        if self.each is not None:
-            taken = isinstance(value, tuple) and all(
-                type(part) is self.each and part for part in value
-            )
-            return None if taken else self.rule
-        if not self.kinds:
-            return f"one of {', '.join(self.words)}{did_you_mean(value, self.words)}"
-        rule = self.rule or _TYPES[self.kinds[0]] + (
-            "" if self.least is None else f" of at least {self.least}"
-        )
-        # isinstance accepts True as an int.
-        kinds = (*self.kinds, int) if float in self.kinds else self.kinds
-        if isinstance(value, bool) != (bool in kinds) or not isinstance(
-            value, (*kinds, tuple) if self.many else kinds
-        ):
+        if self.item_type is not None:
+            valid = all(type(item) is self.item_type and str(item).strip() for item in value)
+            return None if valid and 0 not in value else self.rule
+        if isinstance(value, str) and value in self.choices:
+            return None
+        if not self.types:
+            return f"one of {', '.join(self.choices)}{did_you_mean(value, self.choices)}"
+        rule = self.rule or _TYPE_RULES[self.types[0]].format(self.minimum)
+        # Compared exactly, because isinstance accepts True as an int.
+        if type(value) not in self.types and not (type(value) is int and float in self.types):
             return rule
-        if isinstance(value, (int, float)) and self.least is not None and not value >= self.least:
-            return rule
-        if isinstance(value, (int, float)) and self.below is not None and value >= self.below:
-            return f"below {self.below}"
-        if type(value) is int and self.below is None and value >= _MOST:
-            return f"below {_MOST}"
-        # An empty path, as from an unset shell variable, would mean the current folder, which
-        # ``overwrite`` replaces.
-        if self.argument and not str(value).strip():
-            return f"{rule} (is a shell variable unset?)"
+        if type(value) in (int, float) and not self.minimum <= value <= self.maximum:
+            return f"at most {self.maximum}" if value > self.maximum else rule
         return None if self.check is None else self.check(value)
 
 
@@ -125,9 +120,9 @@ def option(default: Any = MISSING, help: str = "", **details: Any) -> Any:
 
 
 # Options of several requests; a request passes keywords for what differs.
-seq_len_option = functools.partial(option, default=512, help="Tokens per sequence.", least=2)
+seq_len_option = functools.partial(option, default=512, help="Tokens per sequence.", minimum=2)
 seed_option = functools.partial(
-    option, default=0, help="Seed for drawing sequences.", least=0, below=2**63
+    option, default=0, help="Seed for drawing sequences.", minimum=0, maximum=2**63 - 1
 )
 device_option = functools.partial(
     option, default="auto", help="Device to compute on; auto: a GPU if there is one.", runs=True
@@ -141,30 +136,25 @@ trust_option = functools.partial(
 def specs(request: type[Any]) -> dict[str, Option]:
     """The options of a request by name, in field order."""
     hints = get_type_hints(request)
-    found = dict[str, Option]()
+    options: dict[str, Option] = {}
     panel = None
-    for each in fields(request):
-        if "option" not in each.metadata:
-            continue
-        said = each.metadata["option"]
-        hint = hints[each.name]
-        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        kinds = tuple(part for part in parts if part in _TYPES)
-        inside = next((get_args(part)[0] for part in parts if get_origin(part) is tuple), None)
-        panel = said.panel or panel
-        found[each.name] = replace(
-            said,
+    for declared in fields(request):
+        spec: Option = declared.metadata["option"]
+        hint = hints[declared.name]
+        members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        literals = [get_args(member) for member in members if get_origin(member) is Literal]
+        items = [get_args(member)[0] for member in members if get_origin(member) is tuple]
+        panel = spec.panel or panel
+        options[declared.name] = replace(
+            spec,
             panel=panel,
-            name=each.name,
-            default=each.default,
-            kinds=kinds,
-            words=tuple(
-                word for part in parts if get_origin(part) is Literal for word in get_args(part)
-            ),
-            many=inside is not None and str in kinds,
-            each=None if str in kinds else inside,
+            name=declared.name,
+            default=declared.default,
+            types=tuple(member for member in members if member in _TYPE_RULES),
+            choices=tuple(word for words in literals for word in words),
+            item_type=items[0] if items else None,
         )
-    return found
+    return options
 
 
 def run_only(request: type) -> frozenset[str]:
@@ -173,20 +163,21 @@ def run_only(request: type) -> frozenset[str]:
 
 
 class Request:
-    """Base class of requests. Converts paths to strings; raises one InputError with every problem."""
+    """Base class of requests. Raises one InputError with the problem of every invalid value; of every
+    combination, if the values are valid.
+    """
 
     def __post_init__(self) -> None:
-        found = specs(type(self))
-        for name, spec in found.items():
-            object.__setattr__(self, name, spec.plain(getattr(self, name)))
-        if problems := [*value_problems(found, vars(self)), *self.problems()]:
+        options = specs(type(self))
+        for name, spec in options.items():
+            object.__setattr__(self, name, spec.normalize(getattr(self, name)))
+        problems = list(value_problems(options, vars(self))) or list(self.problems())
+        if problems:
             field, message = problems[0]
             raise InputError(message, [further for _, further in problems[1:]], field=field)
 
     def problems(self) -> Iterable[tuple[str, str]]:
-        """A field and a sentence for each combination of values that is not allowed. Types may
-        still be wrong.
-        """
+        """A field and a sentence for each combination of valid values that is not allowed."""
         return ()
 
     def given(self) -> dict[str, Any]:
@@ -198,33 +189,31 @@ class Request:
         }
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"
+        values = [f"{name}={value!r}" for name, value in self.given().items()]
+        return f"{type(self).__name__}({', '.join(values)})"
 
 
 def value_problems(
-    found: Mapping[str, Option], values: Mapping[str, Any]
+    options: Mapping[str, Option], values: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
     """A field and a sentence for each value that its option does not accept."""
     for name, value in values.items():
-        spec = found.get(name)
-        if spec is not None and (rule := spec.rule_broken(value)) is not None:
+        if name in options and (rule := options[name].broken_rule(value)) is not None:
             shown = ", ".join(map(repr, value)) if isinstance(value, tuple) else repr(value)
-            named = name.upper() if spec.argument else format_option(name)
-            yield name, f"{named} must be {rule}, not {shown}"
+            option_name = name.upper() if options[name].argument else format_option(name)
+            yield name, f"{option_name} must be {rule}, not {shown}"
 
 
 def no_gpu() -> InputError:
     """The error of ``--device cuda`` on a machine without a GPU."""
-    way_out = "use --device cpu or auto"
-    return option_error(
-        "device", "cuda", f": torch finds no CUDA device on this machine; {way_out}"
-    )
+    rule = ": torch finds no CUDA device on this machine; use --device cpu or auto"
+    return option_error("device", "cuda", rule)
 
 
-def command_words(values: Mapping[str, Any]) -> list[str]:
-    """Option values as command-line words, such as ``["--to", "gqa", "--kv-heads", "4"]``."""
-    words: list[str] = []
+def to_argv(values: Mapping[str, Any]) -> list[str]:
+    """Option values as words of a command line, such as ``["--to", "gqa", "--kv-heads", "4"]``."""
+    argv: list[str] = []
     for name, value in values.items():
-        for each in value if isinstance(value, tuple) else (value,):
-            words += [format_option(name)] if each is True else [format_option(name), str(each)]
-    return words
+        for item in value if isinstance(value, tuple) else (value,):
+            argv += [format_option(name)] if item is True else [format_option(name), str(item)]
+    return argv

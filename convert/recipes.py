@@ -178,8 +178,8 @@ def _problems(options: Mapping[str, Any], about: Any) -> Iterator[str]:
     keys = {name: spec for name, spec in specs(ConvertRequest).items() if not spec.runs}
     for key, value in options.items():
         if key in keys:
-            plain = keys[key].plain(value)
-            yield from (message for _, message in value_problems(keys, {key: plain}))
+            normalized = keys[key].normalize(value)
+            yield from (message for _, message in value_problems(keys, {key: normalized}))
         elif key in specs(ConvertRequest):
             yield (
                 f"{key!r} says where or how to run, which a recipe must not; use it on the command"

@@ -1,12 +1,12 @@
 """The options of each command and their valid values. Neither opens a checkpoint nor imports torch."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
-from kvfold.convert.errors import InputError, did_you_mean, format_option
+from kvfold.convert.errors import InputError, format_option
 from kvfold.convert.methods import registry
 from kvfold.convert.methods.registry import DEFAULT, Method
 from kvfold.convert.options import (
@@ -58,10 +58,6 @@ LONG_LENGTH = 2048
 SELF = "self"  # --calibration self or self:SHARE: the source generates the text ...
 SELF_TOKENS = 24_576  # ... so many tokens at once: chosen, not tuned; memory grows with them
 
-_SOURCE_RULE = "a folder or a hub id"
-_FOLDER_RULE = "the path of an output folder"
-_TEXTS_RULE = "the name of a text file or dataset"
-
 
 def held_out_count(samples: int) -> int:
     """Held-out sequences for ``samples`` calibration sequences: an eighth, at least 8."""
@@ -78,36 +74,43 @@ def _methods() -> str:
     return "; ".join(f"{', '.join(kinds)}: {names}" for names, kinds in targets.items())
 
 
-def _registered(known: Callable[[], tuple[str, ...]]) -> Callable[[str], str | None]:
-    # MODULE of MODULE:NAME is imported only by `problems`.
-    return lambda name: (
-        None
-        if ":" in name or name in known()
-        else f"one of {', '.join(known())}, or MODULE:NAME{did_you_mean(name, known())}"
-    )
+def _blank(path: str) -> str | None:
+    # An empty path, as from an unset shell variable, would mean the current folder, which
+    # ``overwrite`` replaces.
+    return None if path.strip() else "a path that is not blank (is a shell variable unset?)"
 
 
-def _texts_broken(names: str | tuple[Any, ...]) -> str | None:
-    """The rule that a value of ``calibration`` breaks, worded to follow "must be"; None if it is
-    valid.
-    """
-    each = names if isinstance(names, tuple) else (names,)
-    if not all(isinstance(name, str) and name.strip() for name in each):
-        return _TEXTS_RULE
-    return "a list of different texts" if len(set(each)) < len(each) else None
+def _token_count(value: int | str) -> str | None:
+    return None if isinstance(value, int) or tokens_of(value) else _POLISH_RULE
 
 
 _POLISH_RULE = "a number of steps, a number of tokens above 0 such as 200k or 1M, or 'auto'"
-_STEPS: dict[str, Any] = {"metavar": "STEPS|auto", "least": 0, "rule": "a number of steps or auto"}
-_texts = partial(option, None, metavar="FILE|DATASET|self", check=_texts_broken, rule=_TEXTS_RULE)
-_numbers = partial(
-    option, metavar="N,N", rule="positive numbers separated by commas, such as 2048,8192"
-)
-_latent = partial(option, None, targets=("mla",))
-_fold = partial(option, None, targets=("gqa", "mqa"))
 # Options of several requests; keywords replace what differs in one of them.
-_source = partial(option, argument=True, rule=_SOURCE_RULE)
-_samples = partial(option, default=128, help="Calibration sequences.", least=1)
+_source = partial(option, argument=True, rule="a folder or a hub id", check=_blank)
+_texts = partial(
+    option,
+    (),
+    metavar="FILE|DATASET|self",
+    rule="the name of a text file or dataset",
+    panel="Calibration",
+    multiple=True,
+)
+_samples = partial(option, default=128, help="Calibration sequences.", minimum=1)
+_LENGTH: dict[str, Any] = {
+    "default": "auto",
+    "help": (
+        f"Tokens per sequence; auto: {AUTO_LENGTH}, or MODEL's context, if it is shorter, in as"
+        f" many sequences as hold SAMPLES x {AUTO_LENGTH} tokens."
+    ),
+    "metavar": "N|auto",
+    "minimum": 2,
+    "rule": "a whole number of at least 2, or auto",
+}
+_STEPS: dict[str, Any] = {
+    "default": 0,
+    "metavar": "STEPS|auto",
+    "rule": "a number of steps or auto",
+}
 _PRECISION: dict[str, Any] = {
     "default": "auto",
     "help": (
@@ -115,15 +118,11 @@ _PRECISION: dict[str, Any] = {
         " text: float32."
     ),
 }
-_LENGTH: dict[str, Any] = {
-    "help": (
-        f"Tokens per sequence; auto: {AUTO_LENGTH}, or MODEL's context, if it is shorter, in as"
-        f" many sequences as hold SAMPLES x {AUTO_LENGTH} tokens."
-    ),
-    "metavar": "N|auto",
-    "least": 2,
-    "rule": "a whole number of at least 2, or auto",
-}
+_numbers = partial(
+    option, metavar="N,N", rule="positive numbers separated by commas, such as 2048,8192"
+)
+_latent = partial(option, None, targets=("mla",))
+_fold = partial(option, None, targets=("gqa", "mqa"))
 
 
 @dataclass(frozen=True, repr=False)
@@ -141,34 +140,34 @@ class ConvertRequest(Request):
     """
 
     model: str = _source(runs=True)
-    out: str = option(argument=True, rule=_FOLDER_RULE, runs=True)
+    out: str = option(argument=True, rule="the path of an output folder", check=_blank, runs=True)
     to: AttentionKind = option(
         help="Attention kind to convert to; required without --recipe.", panel="Target"
     )
     kv_heads: int | None = option(
-        None, "Key/value heads to keep (gqa).", metavar="N", least=1, targets=("gqa",)
+        None, "Key/value heads to keep (gqa).", metavar="N", minimum=1, targets=("gqa",)
     )
     kv_rank: int | None = _latent(
-        "Rank of the latent: R cache elements per token per layer (mla).", metavar="R", least=1
+        "Rank of the latent: R cache elements per token per layer (mla).", metavar="R", minimum=1
     )
     rope_dim: int | None = _latent(
-        "Rotary key dims: P cache elements per token per layer (mla).", metavar="P", least=0
+        "Rotary key dims: P cache elements per token per layer (mla).", metavar="P"
     )
-    budget: int | None = _latent("Choose R + P = N by measured drift (mla).", metavar="N", least=4)
+    budget: int | None = _latent(
+        "Choose R + P = N by measured drift (mla).", metavar="N", minimum=4
+    )
     q_rank: int | None = _latent(
-        "Also factor the queries through a latent of rank N (mla).", metavar="N", least=1
+        "Also factor the queries through a latent of rank N (mla).", metavar="N", minimum=1
     )
     method: str | None = option(
         None,
         f"Default: {DEFAULT} (calibrated). {_methods()}; or MODULE:NAME.",
         metavar="NAME",
-        check=_registered(registry.methods_of),
     )
     objective: str | None = _fold(
         f"Error that a fold minimizes (gqa, mqa): {', '.join(registry.objectives())}, or"
         f" MODULE:NAME. Default: {registry.DEFAULT_OBJECTIVE}.",
         metavar="NAME",
-        check=_registered(registry.objectives),
     )
     group: Literal["similar", "contiguous"] | None = _fold(
         "How to group the heads that will share keys and values: by similarity, or neighbors."
@@ -187,15 +186,14 @@ class ConvertRequest(Request):
     allow_growth: bool = option(
         False, "Allow targets whose cache is not smaller than the source's.", runs=True
     )
-    calibration: str | tuple[str, ...] | None = _texts(
+    calibration: tuple[str, ...] = _texts(
         "Text that resembles the model's use: a text file, a .jsonl file or a dataset name; self:"
         " MODEL generates it. Repeat the option to mix texts, in equal shares or by weight:"
         " --calibration FILE:3 --calibration FILE2:1. A third of the text of a model with a chat"
-        " template is self, unless the option names it; self:0 turns this off.",
-        panel="Calibration",
+        " template is self, unless the option names it; self:0 turns this off."
     )
     samples: int = _samples()
-    seq_len: Length = option("auto", **_LENGTH)
+    seq_len: Length = option(**_LENGTH)
     seed: int = seed_option(help="Seed for drawing sequences (and for --method random).")
     effort: Literal["quick", "normal", "thorough"] | None = option(
         None,
@@ -205,8 +203,7 @@ class ConvertRequest(Request):
         panel="Refinement",
     )
     refine: Steps = option(
-        0,
-        "Steps of training each layer's attention to reconstruct the source's, without labels.",
+        help="Steps of training each layer's attention to reconstruct the source's, without labels.",
         **_STEPS,
     )
     polish: Steps | str = option(
@@ -214,9 +211,8 @@ class ConvertRequest(Request):
         "Then steps of about 1024 tokens (or a number of tokens: 200k, 1M) of training all layers"
         " against MODEL's predictions; needs memory for the whole model.",
         metavar="STEPS|TOKENS|auto",
-        least=0,
         rule=_POLISH_RULE,
-        check=lambda value: None if isinstance(value, int) or tokens_of(value) else _POLISH_RULE,
+        check=_token_count,
     )
     repeat_text: bool = option(
         False, "Polish on the text again where it has fewer tokens than --polish."
@@ -280,19 +276,12 @@ class ConvertRequest(Request):
         return self.chosen_method.reads_text or bool(self.refine) or bool(self.polish)
 
     @property
-    def texts(self) -> tuple[str, ...]:
-        """The names in ``calibration``, as a tuple."""
-        if self.calibration is None or isinstance(self.calibration, str):
-            return () if self.calibration is None else (self.calibration,)
-        return self.calibration
-
-    @property
     def length(self) -> int:
-        """Tokens per calibration sequence, of a request without ``auto`` (see `sized`)."""
+        """Tokens per calibration sequence, of a request without ``auto`` (see `resolve_length`)."""
         assert isinstance(self.seq_len, int)
         return self.seq_len
 
-    def sized(self, positions: int) -> "ConvertRequest":
+    def resolve_length(self, positions: int) -> "ConvertRequest":
         """The request with the numbers that ``seq_len="auto"`` stands for in a model of so many
         ``positions``.
         """
@@ -326,103 +315,77 @@ class ConvertRequest(Request):
         to = self.to
         named = f"--method {self.resolved_method}"
         principal = f"--method {DEFAULT}"
-        if to == "gqa" and self.kv_heads is None:
-            heads = (
-                "the number of key/value heads to keep; `kvfold inspect MODEL` lists the possible"
-                " numbers"
-            )
-            yield "kv_heads", f"--to {to} needs --kv-heads, {heads}"
-        if to not in TARGETS:
-            return
+        try:
+            method = self.chosen_method
+        except InputError as error:
+            yield "method", error.message
+            method = registry.find_method(DEFAULT, to)
+        if self.objective is not None:
+            try:
+                registry.find_objective(self.objective)
+            except InputError as error:
+                yield "objective", error.message
         for name, spec in specs(type(self)).items():
             value = getattr(self, name)
             # Layout kvfold also allows GQA and MQA, for families whose stock class cannot represent
             # them.
             given = value is not None and value is not False and value != "kvfold"
             if given and spec.targets and to not in spec.targets:
-                some = " or ".join(f"--to {target}" for target in spec.targets)
-                yield (
-                    name,
-                    f"{format_option(name)} needs {some}, not --to {to}; omit {format_option(name)}",
-                )
-        # An unknown method is reported once; the other checks then assume the default method.
-        method = registry.find_method(DEFAULT, to)
-        try:
-            if isinstance(self.method, str) and (
-                ":" in self.method or self.method in registry.methods_of()
-            ):
-                method = self.chosen_method
-        except InputError as error:
-            yield "method", error.message
+                allowed = " or ".join(f"--to {target}" for target in spec.targets)
+                spelling = format_option(name)
+                yield name, f"{spelling} needs {allowed}, not --to {to}; omit {spelling}"
+        if to == "mla":
+            yield from self._latent_problems(method)
+        if to == "gqa" and self.kv_heads is None:
+            yield (
+                "kv_heads",
+                "--to gqa needs --kv-heads, the number of key/value heads to keep; `kvfold inspect"
+                " MODEL` lists the possible numbers",
+            )
         if self.objective is not None and to != "mla" and not method.takes_objective:
             unused = f"--objective has no effect with {named}"
             yield "objective", f"{unused}; omit --objective, or use {principal}"
-        try:
-            if isinstance(self.objective, str) and ":" in self.objective:
-                registry.find_objective(self.objective)
-        except InputError as error:
-            yield "objective", error.message
-        if to == "mla":
-            yield from self._latent_problems(method)
-        elif self.group == "similar" and not method.reads_text:
-            unread = (
-                f"--group similar compares heads on calibration text, but {named} reads no text"
-            )
+        if self.group == "similar" and to != "mla" and not method.reads_text:
+            unread = f"--group similar compares heads on text, but {named} reads no text"
             yield "group", f"{unread}; omit --group, or use {principal}"
         if self.keep_quantized and self.dtype not in ("auto", "bfloat16"):
-            either = "--keep-quantized needs --dtype bfloat16 or auto"
-            way_out = "omit --keep-quantized, or change --dtype"
-            yield "keep_quantized", f"{either}, not {self.dtype}; {way_out}"
-        if self.effort in EFFORTS:
+            needs = f"--keep-quantized needs --dtype bfloat16 or auto, not {self.dtype}"
+            yield "keep_quantized", f"{needs}; omit --keep-quantized, or change --dtype"
+        if self.effort is not None:
             chosen = f"--effort {self.effort} chooses --refine and --polish"
-            yield (
-                "effort",
-                (f"{chosen}; omit --effort, or use it without --polish and --refine"),
-            )
+            yield "effort", f"{chosen}; omit --effort, or use it without --polish and --refine"
         if self.repeat_text and not self.polish:
             unused = "--repeat-text has no effect without --polish"
             yield "repeat_text", f"{unused}; omit it, or add --polish auto"
-        if not (method.reads_text or self.refine or self.polish):
-            unused = f"has no effect, because {named} reads text only with --refine or --polish"
-            if self.calibration is not None:
-                yield (
-                    "calibration",
-                    f"--calibration {unused}; omit --calibration, or use {principal}",
-                )
-            if self.spill is not None:
-                yield "spill", f"--spill {unused}; omit --spill"
+        if self.calibration and not (method.reads_text or self.refine or self.polish):
+            unused = (
+                f"--calibration has no effect, because {named} reads text only with --refine or"
+                " --polish"
+            )
+            yield "calibration", f"{unused}; omit --calibration, or use {principal}"
 
     def _latent_problems(self, method: Method) -> Iterator[tuple[str, str]]:
-        named = f"--method {self.resolved_method}"
-        principal = f"--method {DEFAULT}"
-        both = "--kv-rank and --rope-dim"
-        budget = "--budget"
-        engine = "--layout engine"
+        split = self.kv_rank is not None or self.rope_dim is not None
+        reads_none = f"but --method {self.resolved_method} reads no text; use --method {DEFAULT}"
         if self.budget is None and (self.kv_rank is None or self.rope_dim is None):
-            missing = "rope_dim" if self.kv_rank else "kv_rank"
             yield (
-                missing,
-                (f"--to mla needs {both}, or {budget}, in KV-cache elements per token per layer"),
+                "kv_rank" if self.kv_rank is None else "rope_dim",
+                "--to mla needs --kv-rank and --rope-dim, or --budget, in KV-cache elements per"
+                " token per layer",
             )
-        if self.budget is not None and (self.kv_rank is not None or self.rope_dim is not None):
-            yield "budget", f"{budget} chooses {both}; use either {budget} or the other two options"
+        if self.budget is not None and split:
+            yield (
+                "budget",
+                "--budget chooses --kv-rank and --rope-dim; use either --budget or the other two"
+                " options",
+            )
         if self.budget is not None and not method.reads_text:
-            measured = f"{budget} chooses by the drift measured on text"
-            yield "budget", f"{measured}, but {named} reads no text; use {principal}"
+            yield "budget", f"--budget chooses by the drift measured on text, {reads_none}"
         if self.layout == "engine" and not method.reads_text:
-            yield (
-                "layout",
-                (
-                    f"{engine} calibrates the latent's norm on text, but {named} reads no text; use"
-                    f" {principal}"
-                ),
-            )
+            yield "layout", f"--layout engine calibrates the latent's norm on text, {reads_none}"
         if self.rotate_latent and (self.layout or DEFAULT_LAYOUT) == "engine":
-            larger = f"--rotate-latent increases the error of an FP8 cache with {engine}"
-            yield (
-                "rotate_latent",
-                f"{larger}; omit --rotate-latent, or use --layout free",
-            )
+            worse = "--rotate-latent increases the error of an FP8 cache with --layout engine"
+            yield "rotate_latent", f"{worse}; omit --rotate-latent, or use --layout free"
 
 
 @dataclass(frozen=True, repr=False)
@@ -456,12 +419,14 @@ class SweepRequest(Request):
     """
 
     model: str = _source()
-    targets: str | tuple[str, ...] | None = option(
-        None,
+    targets: tuple[str, ...] = option(
+        (),
         "gqa:HEADS, mqa, mla:ELEMENTS (kvfold chooses the split) or mla:RANK+ROTARY, as in gqa:4,2"
         " mqa mla:576,512+64. Default: a few that suit MODEL.",
         panel="Targets",
         metavar="TARGET...",
+        multiple=True,
+        rule="targets",
     )
     layout: Layout | None = option(
         None, f"Layout of MLA targets (default {DEFAULT_LAYOUT}). {_LAYOUTS}"
@@ -472,15 +437,14 @@ class SweepRequest(Request):
         panel="Decision",
         metavar="OUT",
     )
-    calibration: str | tuple[str, ...] | None = _texts(
-        "Text that resembles the model's use, as in `kvfold convert`.", panel="Calibration"
+    calibration: tuple[str, ...] = _texts(
+        "Text that resembles the model's use, as in `kvfold convert`."
     )
     samples: int = _samples()
-    seq_len: Length = option("auto", **_LENGTH)
+    seq_len: Length = option(**_LENGTH)
     seed: int = seed_option()
     refine: Steps = option(
-        0,
-        "Steps of training each layer's attention, for every target.",
+        help="Steps of training each layer's attention, for every target.",
         panel="Refinement",
         **_STEPS,
     )
@@ -511,7 +475,7 @@ class EvalRequest(Request):
         None,
         "Maximum number of documents per lm-evaluation-harness task; default: all.",
         metavar="N",
-        least=1,
+        minimum=1,
     )
     lengths: tuple[int, ...] = _numbers(
         (),
@@ -521,7 +485,7 @@ class EvalRequest(Request):
     samples: int | None = _samples(
         default=None,
         help="Documents per length, and prompts of replies; default: 32, on a CPU 16.",
-        least=2,
+        minimum=2,
     )
     text: str | None = option(
         None,
@@ -535,7 +499,7 @@ class EvalRequest(Request):
         None,
         "Replies or task documents per batch; default: 8, with lm-evaluation-harness 1.",
         metavar="N",
-        least=1,
+        minimum=1,
     )
     seed: int = seed_option(help="Random seed.")
     device: Device = device_option()
@@ -565,19 +529,17 @@ class BenchRequest(Request):
         "Time every attention kind with random weights in a known shape, such as llama-2-7b.",
         metavar="NAME",
     )
-    layers: int | None = option(None, "Number of layers with --shape.", metavar="N", least=1)
+    layers: int | None = option(None, "Number of layers with --shape.", metavar="N", minimum=1)
     device: Device = device_option()
     dtype: Dtype = dtype_option()
     cache: Literal["dynamic", "static"] = option("dynamic", "Kind of KV cache.")
     prefill_tokens: int | None = option(
-        None, "Maximum number of tokens to prefill; 0 skips the prefill.", metavar="N", least=0
+        None, "Maximum number of tokens to prefill; 0 skips the prefill.", metavar="N"
     )
     threads: int | None = option(
-        None, "CPU threads; default: torch's choice.", metavar="N", least=1
+        None, "CPU threads; default: torch's choice.", metavar="N", minimum=1
     )
-    seconds: float = option(
-        4.0, "Seconds to time each model, context and batch.", metavar="X", least=0
-    )
+    seconds: float = option(4.0, "Seconds to time each model, context and batch.", metavar="X")
     quiet: bool = option(False, "Print no progress.")
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -601,7 +563,7 @@ class ChatRequest(Request):
         "A second model, such as the source of MODEL: both answer every prompt.",
         metavar="MODEL2",
     )
-    max_new_tokens: int = option(200, "Longest answer, in tokens.", least=1)
+    max_new_tokens: int = option(200, "Longest answer, in tokens.", minimum=1)
     device: Device = device_option()
     dtype: Dtype = dtype_option()
     trust_remote_code: bool = trust_option(help="Allow code in the checkpoints to run.")

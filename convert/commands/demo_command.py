@@ -12,7 +12,7 @@ import click
 
 from kvfold.convert.console import STDOUT, check_files, json_option, tell
 from kvfold.convert.errors import InputError
-from kvfold.convert.options import command_words
+from kvfold.convert.options import to_argv
 from kvfold.convert.sizes import table
 
 _WINDOWS = 32
@@ -125,9 +125,7 @@ def _convert_and_measure(folder: Path, to_stderr: bool) -> list[DemoRow]:
         rows = [DemoRow("the original (MHA)", elements, checkpoint_perplexity(model, tokens))]
         for options in CONVERSIONS:
             name = "-".join(str(value) for option, value in options.items() if option not in _TEXT)
-            click.echo(
-                f"kvfold convert MODEL {name} {' '.join(command_words(options))}", err=to_stderr
-            )
+            click.echo(f"kvfold convert MODEL {name} {' '.join(to_argv(options))}", err=to_stderr)
             request = ConvertRequest(
                 model=str(model), out=str(folder / name), quiet=True, **options
             )

@@ -92,12 +92,8 @@ def sweep(
     check_files(json_file, plot, report)
     if request.out is not None:
         check_output(request.out, model=request.model)
-    check_sources(
-        (request.calibration,)
-        if isinstance(request.calibration, str)
-        else request.calibration or ()
-    )
-    if request.targets is not None:
+    check_sources(request.calibration)
+    if request.targets:
         parse_targets(request.targets)
     if not request.quiet:
         click.echo(f"reading {request.model}", err=True)

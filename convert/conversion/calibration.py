@@ -103,7 +103,7 @@ def load_tokens(
         sizes = request.samples, request.length, request.seed
         # Only a number of tokens says how much text there must be.
         enough = tokens_of(request.polish) is None or request.repeat_text
-        texts = calibration_texts(request.texts, plan.checkpoint.chats)
+        texts = calibration_texts(request.calibration, plan.checkpoint.chats)
         long_length = min(LONG_LENGTH, plan.geometry.positions)
         write = partial(_written_sequences, plan, tokenizer, scratch, stages)
         spec = texts if len(texts) > 1 else texts[0]

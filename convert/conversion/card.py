@@ -20,7 +20,7 @@ from kvfold.convert.conversion.judgment import loss_of, verdict_of
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import by_text, rank_sizes, text_name, versions
 from kvfold.convert.families.family import WRAPPERS
-from kvfold.convert.options import command_words, run_only
+from kvfold.convert.options import run_only, to_argv
 from kvfold.convert.request import SELF, ConvertRequest
 from kvfold.convert.signals import limited
 from kvfold.convert.text.corpus import with_share
@@ -326,9 +326,9 @@ def _repeating(plan: Plan) -> str:
         for name, value in plan.request.given().items()
         if name not in run_only(ConvertRequest)
     }
-    if plan.request.texts:
+    if plan.request.calibration:
         # Files by their names alone: no path of this machine is in the card.
-        named = [(text, with_share(text)[0]) for text in plan.request.texts]
+        named = [(text, with_share(text)[0]) for text in plan.request.calibration]
         given["calibration"] = tuple(
             (
                 portable_name(Path(name)) + text.removeprefix(name)
@@ -337,7 +337,7 @@ def _repeating(plan: Plan) -> str:
             )
             for text, name in named
         )
-    return f"kvfold convert {source_name(plan)} {shlex.join(['converted', *command_words(given)])}"
+    return f"kvfold convert {source_name(plan)} {shlex.join(['converted', *to_argv(given)])}"
 
 
 def trained_card(card: str, name: str, section: str, *, attention_only: bool) -> str:

@@ -148,7 +148,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
         request = replace(request, quiet=True)
         progress = None
     check_output(request.out, overwrite=request.overwrite, model=request.model)
-    check_sources(request.texts)
+    check_sources(request.calibration)
     stages = Stages(progress, request.quiet or request.dry_run)
     dtype = dense_dtype(request)
     with stages("reading"):

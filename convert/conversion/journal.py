@@ -239,10 +239,10 @@ def run_settings(plan: Plan) -> dict[str, Any]:
     import torch
 
     request = plan.request
-    files = [*plan.checkpoint.states, *(Path(with_share(text)[0]) for text in request.texts)]
+    files = [*plan.checkpoint.states, *(Path(with_share(text)[0]) for text in request.calibration)]
     settings = {
         "model": plan.checkpoint.origin if plan.checkpoint.hub_id else plan.checkpoint.folder,
-        "options": request.result_options() | {"calibration": request.calibration},
+        "options": request.result_options() | {"calibration": list(request.calibration)},
         # Sums are in another order on another device, or with other threads or processes.
         "device": [
             request.device,

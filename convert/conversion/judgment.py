@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.conversion.memory import free_bytes, needs_of, writes_text
 from kvfold.convert.conversion.plan import Plan, possible_kv_heads
-from kvfold.convert.options import command_words
+from kvfold.convert.options import to_argv
 from kvfold.convert.request import AUTO_LENGTH, EFFORTS, SELF, ConvertRequest
 from kvfold.convert.sizes import duration, tokens_of
 from kvfold.convert.targets.engines import propose_budgets, propose_kernel_splits
@@ -247,11 +247,11 @@ def _asked(plan: Plan) -> ConvertRequest:
     asked = replace(
         request, samples=max(1, request.samples * request.length // AUTO_LENGTH), seq_len="auto"
     )
-    return asked if asked.sized(plan.geometry.positions) == request else request
+    return asked if asked.resolve_length(plan.geometry.positions) == request else request
 
 
 def _uptraining(request: ConvertRequest, per_token: float | None) -> NextStep:
-    text = next((name for name, _ in map(with_share, request.texts) if name != SELF), "FILE")
+    text = next((name for name, _ in map(with_share, request.calibration) if name != SELF), "FILE")
     words = [
         "kvfold",
         "uptrain",
@@ -264,7 +264,7 @@ def _uptraining(request: ConvertRequest, per_token: float | None) -> NextStep:
     ]
     time = None if per_token is None else per_token * math.prod(_UPTRAIN.values())
     return NextStep(
-        shlex.join([*words, *command_words(_UPTRAIN)]), "train all weights against the source", time
+        shlex.join([*words, *to_argv(_UPTRAIN)]), "train all weights against the source", time
     )
 
 
@@ -276,4 +276,4 @@ def _again(request: ConvertRequest, out: str, *flags: str) -> str:
         given = {name: value for name, value in given.items() if name not in EFFORTS[_MOST]} | {
             "effort": _MOST
         }
-    return shlex.join(["kvfold", "convert", request.model, out, *command_words(given), *flags])
+    return shlex.join(["kvfold", "convert", request.model, out, *to_argv(given), *flags])

@@ -145,7 +145,7 @@ def _whole_model(plan: Plan) -> int:
 def writes_text(plan: Plan) -> bool:
     """True if the source writes some of the calibration text itself."""
     texts = (
-        calibration_texts(plan.request.texts, plan.checkpoint.chats)
+        calibration_texts(plan.request.calibration, plan.checkpoint.chats)
         if plan.request.calibrated
         else []
     )

@@ -95,7 +95,7 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
             problems,
         )
     model.check_values()
-    request = request.sized(model.geometry.positions)
+    request = request.resolve_length(model.geometry.positions)
     if request.to != "mla":
         return _fold_plan(request, checkpoint, model)
     # With a budget, the largest split stands in for all: calibration chooses the split and the

@@ -359,7 +359,7 @@ def calibration_text(plan: Plan) -> str:
         return ""
     texts = [
         with_share(text or BUILT_IN)
-        for text in calibration_texts(request.texts, plan.checkpoint.chats)
+        for text in calibration_texts(request.calibration, plan.checkpoint.chats)
     ]
     parts = sum(share for _, share in texts)
     names = (

@@ -58,7 +58,7 @@ from kvfold.convert.measure.sweep_targets import (
     parse_targets,
     spelled,
 )
-from kvfold.convert.options import command_words
+from kvfold.convert.options import to_argv
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import ConvertRequest, SweepRequest
 from kvfold.convert.sizes import duration, table
@@ -179,7 +179,7 @@ class SweptTarget:
         given = {
             name: value for name, value in self.request.given().items() if name not in _NOT_REPEATED
         }
-        return shlex.join(["kvfold", "convert", model, out, *command_words(given)])
+        return shlex.join(["kvfold", "convert", model, out, *to_argv(given)])
 
     def to_dict(self, source: SweptSource) -> dict[str, Any]:
         """Plain JSON values, with None for numbers that are not finite."""
@@ -358,7 +358,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     >>> [(row.kind, row.cache_elements) for row in found.rows]
     [('GQA-4', 256), ('MQA', 64)]
     """
-    named = None if request.targets is None else parse_targets(request.targets)
+    named = parse_targets(request.targets) if request.targets else None
     common: TargetOptions = {name: getattr(request, name) for name in _SHARED}
     common |= {"out": request.out or "OUT", "quiet": True}
     started = time.monotonic()

@@ -50,7 +50,7 @@ class UptrainRequest(Request):
     seq_len: int = seq_len_option(default=1024, help="Tokens per packed sequence.")
     # The seeds of numpy's generator, which transformers seeds, are below 2**32.
     seed: int = seed_option(
-        help="Random seed for the order of the text and the held-out part.", below=2**32
+        help="Random seed for the order of the text and the held-out part.", maximum=2**32 - 1
     )
     teacher: str | None = option(
         None,
@@ -62,7 +62,7 @@ class UptrainRequest(Request):
         None,
         "Weight of the distillation loss, 0 to 1; default with --teacher: 1.",
         metavar="W",
-        check=lambda value: None if 0 <= value <= 1 else "a number from 0 to 1",
+        maximum=1,
     )
     temperature: float = option(
         1.0,
@@ -72,7 +72,7 @@ class UptrainRequest(Request):
     train: Trained = option(
         "all", "Train all weights, or only those of the attention.", panel="Training"
     )
-    steps: int = option(1000, "Number of optimizer steps.", least=1)
+    steps: int = option(1000, "Number of optimizer steps.", minimum=1)
     batch_tokens: int = option(
         65536, "Tokens per step, summed over all processes; a multiple of --seq-len."
     )
@@ -81,7 +81,7 @@ class UptrainRequest(Request):
         "Peak learning rate (AdamW) relative to the size of each tensor; default: follows the width"
         " and the batch.",
         metavar="RATE",
-        spellings=("--lr",),
+        aliases=("--lr",),
         check=lambda value: None if 0 < value < 1 else "a number between 0 and 1",
     )
     schedule: Schedule = option("cosine", "Learning-rate schedule.")
@@ -93,18 +93,17 @@ class UptrainRequest(Request):
         check=lambda value: None if 0 <= value < 1 else "at least 0 and below 1",
     )
     weight_decay: float = option(
-        0.0, "Weight decay (except biases and norms), times the learning rate.", least=0, below=100
+        0.0, "Weight decay (except biases and norms), times the learning rate.", maximum=100
     )
-    clip: float = option(1.0, "Maximum gradient norm; 0 disables clipping.", least=0)
+    clip: float = option(1.0, "Maximum gradient norm; 0 disables clipping.")
     eval_every: int = option(
         100,
         "Steps between drift measurements; 0 disables them.",
         panel="Measurement",
         metavar="N",
-        least=0,
     )
-    eval_sequences: int = option(64, "Number of held-out sequences.", least=1)
-    log_every: int = option(10, "Steps between log rows.", metavar="N", least=1, runs=True)
+    eval_sequences: int = option(64, "Number of held-out sequences.", minimum=1)
+    log_every: int = option(10, "Steps between log rows.", metavar="N", minimum=1, runs=True)
     device: Device = device_option(panel="Running")
     precision: Precision = option(
         "auto",
@@ -116,12 +115,12 @@ class UptrainRequest(Request):
         "Maximum sequences per device at a time; default: 4, on a CPU as many as hold"
         f" {BATCH_TOKENS} tokens.",
         metavar="N",
-        least=1,
+        minimum=1,
         runs=True,
     )
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
     save_every: int = option(
-        200, "Steps between checkpoints; 0 disables them.", metavar="N", least=0, runs=True
+        200, "Steps between checkpoints; 0 disables them.", metavar="N", runs=True
     )
     max_shard_size: int | str = option(
         "5GB", "Maximum size per shard.", metavar="SIZE", check=size_expected, runs=True
@@ -139,17 +138,9 @@ class UptrainRequest(Request):
                 f" {weight}"
             )
             yield "distill_weight", missing
-        whole = (
-            isinstance(self.batch_tokens, int)
-            and isinstance(self.seq_len, int)
-            and self.seq_len > 1
-        )
-        if whole and (self.batch_tokens < 1 or self.batch_tokens % self.seq_len):
+        if self.batch_tokens < 1 or self.batch_tokens % self.seq_len:
             multiple = f"a multiple of --seq-len {self.seq_len}"
-            yield (
-                "batch_tokens",
-                f"--batch-tokens must be {multiple}, not {self.batch_tokens}",
-            )
+            yield "batch_tokens", f"--batch-tokens must be {multiple}, not {self.batch_tokens}"
 
     @property
     def sequences(self) -> int:

@@ -27,9 +27,8 @@ def refused(request=ConvertRequest, **options):
 
 
 def test_an_error_names_the_field_at_fault_and_every_further_problem():
-    wrong = {"samples": 0, "device": "tpu", "spill": "DIR", "method": "first"}
-    error = refused(model="m", out="o", to="gqa", **wrong)
-    assert (error.field, len(error.details)) == ("samples", 3)
+    error = refused(model="m", out="o", to="gqa", samples=0, device="tpu", dtype="int8")
+    assert (error.field, len(error.details)) == ("samples", 2)
     assert "--samples" in error.message
     received = pickle.loads(pickle.dumps(error.with_prefix("recipe")))  # as between processes
     assert (received.message[:8], received.field) == ("recipe: ", "samples")
@@ -72,7 +71,7 @@ def test_bytes_are_shown_in_the_largest_unit_that_fits(count, text):
 )
 def test_paths_become_text_and_one_text_or_several_are_texts(calibration, texts):
     request = ConvertRequest(Path("a") / "b", Path("c"), to="mqa", calibration=calibration)
-    assert (request.model, request.out, request.texts) == (str(Path("a") / "b"), "c", texts)
+    assert (request.model, request.out, request.calibration) == (str(Path("a") / "b"), "c", texts)
 
 
 def test_defaults():
@@ -97,7 +96,7 @@ def test_defaults():
 )
 def test_automatic_lengths_keep_the_number_of_tokens(options, positions, numbers):
     """An explicit length stays, and is refused elsewhere if the model is too short for it."""
-    sized = ConvertRequest(model="m", out="o", to="mqa", **options).sized(positions)
+    sized = ConvertRequest(model="m", out="o", to="mqa", **options).resolve_length(positions)
     assert (sized.samples, sized.length) == numbers
 
 
@@ -217,7 +216,7 @@ def test_names_and_numbers_may_be_one_text_with_commas():
 class Extended(ConvertRequest):
     """A conversion with one more option."""
 
-    sharpness: int = option(3, help="How sharp.", panel="Target", least=1)
+    sharpness: int = option(3, help="How sharp.", panel="Target", minimum=1)
 
 
 def test_a_field_is_an_option_a_key_of_recipes_and_a_rule(monkeypatch, tmp_path):

@@ -135,7 +135,7 @@ def test_an_objective_of_a_module(usual: Path, tmp_path, way: str) -> None:
         ),
         (
             {"objective": "score"},
-            r"--objective must be one of scores, or MODULE:NAME .did you mean scores",
+            r"--objective score is not a known objective; use one of scores .did you mean scores",
         ),
         ({"objective": "scores", "method": "mean"}, "--objective has no effect with --method mean"),
         (
