@@ -17,9 +17,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvfold.attention.drift.profile import divergence_terms, row_kl
 from kvfold.attention.drift.recording import LayerOutput
@@ -128,22 +129,21 @@ def compare(
     """Run both models over ``tokens [N, T]``, ``batch`` sequences at a time; call ``progress()``
     after each layer.
     """
-    parts = torch.split(tokens, batch)
-    expected = [teacher.embed(part) for part in parts]
-    actual = [student.embed(part) for part in parts]
+    batches = torch.split(tokens, batch)
+    expected = [teacher.embed(rows) for rows in batches]
+    actual = [student.embed(rows) for rows in batches]
     layers = []
     for index in range(teacher.layers):
         with teacher.open_layer(index) as layer, student.open_layer(index) as student_layer:
             layers.append(compare_layer(index, layer, student_layer, expected, actual, student))
         progress()
-    return replace(
-        compare_predictions(teacher, student, expected, actual, parts), layers=tuple(layers)
-    )
+    measured = compare_predictions(teacher, student, expected, actual, batches)
+    return replace(measured, layers=tuple(layers))
 
 
 def compare_layer(
     index: int,
-    layer: Callable[[Tensor], LayerOutput],
+    layer: StreamLayer,
     student_layer: StreamLayer,
     expected: MutableSequence[Tensor],
     actual: MutableSequence[Tensor],
@@ -152,10 +152,10 @@ def compare_layer(
     """Run both residual streams (lists of ``[B, T, E]``, replaced in place) through one layer;
     return its drift.
     """
-    sums: list[Tensor] = []
-    heads: list[_Compared] = []
+    errors = []
+    heads: list[_BatchHeads] = []
     sequences = 0
-    for part, (hidden, student_hidden) in enumerate(zip(expected, actual, strict=True)):
+    for batch, (hidden, student_hidden) in enumerate(zip(expected, actual, strict=True)):
         shown = hidden.to(student.device, student.dtype)
         output = layer(hidden)
         local = student_layer(shown)
@@ -163,121 +163,139 @@ def compare_layer(
         propagated = local if torch.equal(shown, student_hidden) else student_layer(student_hidden)
         pairs = [(output.attention, other.attention) for other in (local, propagated)]
         pairs += [(output.states, other.states) for other in (local, propagated)]
-        sums.append(_squared_errors(pairs))
-        # heads are matched on the first batch
+        errors.append(_squared_errors(pairs))
         if sequences * hidden.shape[1] < _HEAD_TOKENS:
-            compared = _compare_heads(output, local, heads[0][0] if heads else None)
+            # heads are matched on the first batch
+            compared = _compare_heads(output, local, heads[0].student_heads if heads else None)
             heads += [] if compared is None else [compared]
             sequences += len(hidden)
-        expected[part], actual[part] = output.states, propagated.states
-    errors = [relative(*pair) for pair in torch.stack(sums).sum(0).tolist()]
-    rows = [kl for _, _, kl in heads if kl is not None]
-    kls: list[float] = (torch.stack(rows).sum(0) / sequences).tolist() if rows else []
-    drifts: list[HeadDrift] = []
-    if heads:
-        of_heads = [
-            relative(*pair) for pair in torch.stack([each for _, each, _ in heads]).sum(0).tolist()
-        ]
-        numbered = itertools.zip_longest(range(len(of_heads)), heads[0][0].tolist(), of_heads, kls)
-        drifts = [HeadDrift(*each) for each in numbered]
-    mean_kl = math.fsum(kls) / len(kls) if kls else None
-    return LayerDrift(index, errors[0], errors[1], errors[2], errors[3], mean_kl, tuple(drifts))
+        expected[batch] = output.states
+        actual[batch] = propagated.states
+    drifts = _head_drifts(heads, sequences)
+    row_kls = [head.row_kl for head in drifts if head.row_kl is not None]
+    mean_kl = math.fsum(row_kls) / len(row_kls) if row_kls else None
+    attention, attention_propagated, residual, residual_propagated = _relative_errors(errors)
+    return LayerDrift(
+        layer=index,
+        attention_local=attention,
+        attention_propagated=attention_propagated,
+        residual_local=residual,
+        residual_propagated=residual_propagated,
+        row_kl=mean_kl,
+        heads=drifts,
+    )
 
 
-# weighted values at the positions of all sequences ``[N, H, Dv]`` and output projection ``[E, H,
-# Dv]``
-_Heads = tuple[Tensor, Tensor]
-# for one batch: the student head for each teacher head ``[H]``, squared error and squared norm of
-# contributions ``[H, 2]``, and row KL ``[H]`` summed over sequences
-_Compared = tuple[Tensor, Tensor, Tensor | None]
+class _BatchHeads(NamedTuple):
+    """The heads of one batch."""
+
+    student_heads: Tensor  # [H], the student's head for each of the teacher's
+    errors: Tensor  # [H, 2], squared error and squared norm of contributions
+    row_kl: Tensor | None  # [H], summed over sequences
+
+
+def _head_drifts(heads: list[_BatchHeads], sequences: int) -> tuple[HeadDrift, ...]:
+    if not heads:
+        return ()
+    errors = _relative_errors([batch.errors for batch in heads])
+    row_kl: list[float | None] = [None] * len(errors)
+    sums = [batch.row_kl for batch in heads if batch.row_kl is not None]
+    if sums:
+        row_kl = (torch.stack(sums).sum(0) / sequences).tolist()
+    student_heads = heads[0].student_heads.tolist()
+    return tuple(map(HeadDrift, range(len(errors)), student_heads, errors, row_kl))
 
 
 def _compare_heads(
-    teacher: LayerOutput, student: LayerOutput, order: Tensor | None
-) -> _Compared | None:
-    """Compare one batch; None if head outputs are missing or head counts differ. ``order=None``
-    matches the heads.
+    teacher: LayerOutput, student: LayerOutput, student_heads: Tensor | None
+) -> _BatchHeads | None:
+    """Compare one batch; None if head outputs are missing or head counts differ.
+    ``student_heads=None`` matches the heads.
     """
-    if teacher.context is None or teacher.output_weight is None:
+    context, weight = teacher.context, teacher.output_weight
+    other, other_weight = student.context, student.output_weight
+    if context is None or weight is None or other is None or other_weight is None:
         return None
-    if (
-        student.context is None
-        or student.output_weight is None
-        or student.context.shape[2] != teacher.context.shape[2]
-    ):
+    if other.shape[2] != context.shape[2]:
         return None
-
-    def wide(tensor: Tensor) -> Tensor:
-        return tensor.to(teacher.attention.device, torch.promote_types(tensor.dtype, torch.float32))
-
-    ours = wide(teacher.context.flatten(0, 1)), wide(teacher.output_weight)
-    theirs = wide(student.context.flatten(0, 1)), wide(student.output_weight)
-    order = match_heads(ours, theirs) if order is None else order
-    # what each head adds to the attention's output, [N, E]
-    pairs = (
-        (ours[0][:, head] @ ours[1][:, head].mT, theirs[0][:, other] @ theirs[1][:, other].mT)
-        for head, other in enumerate(order.tolist())
+    context, weight, other, other_weight = (
+        x.to(context.device, torch.promote_types(x.dtype, torch.float32))
+        for x in (context.flatten(0, 1), weight, other.flatten(0, 1), other_weight)
     )
-    rows = compare_rows(teacher, student, order)
-    return order, _squared_errors(pairs), None if rows is None else rows * len(teacher.attention)
+    if student_heads is None:
+        student_heads = match_heads(context, weight, other, other_weight)
+    # what each head adds to the attention's output, [N, E]
+    contributions = (
+        (context[:, head] @ weight[:, head].mT, other[:, match] @ other_weight[:, match].mT)
+        for head, match in enumerate(student_heads.tolist())
+    )
+    rows = compare_rows(teacher, student, student_heads)
+    rows = None if rows is None else rows * len(teacher.attention)
+    return _BatchHeads(student_heads, _squared_errors(contributions), rows)
 
 
-def match_heads(teacher: _Heads, student: _Heads) -> Tensor:
+def match_heads(context: Tensor, weight: Tensor, other: Tensor, other_weight: Tensor) -> Tensor:
     """The student head that corresponds to each teacher head: ``[H]``.
 
-    Folding may relabel heads, since a layer's output does not depend on their order. Heads keep
-    their numbers unless a greedy matching of the most similar heads reduces the difference by more
-    than half.
+    ``context`` and ``other`` are weighted values ``[N, H, Dv]`` of teacher and student, ``weight``
+    and ``other_weight`` output projections ``[E, H, Dv]``. Folding may relabel heads, since a
+    layer's output does not depend on their order. Heads keep their numbers unless a greedy matching
+    of the most similar heads reduces the difference by more than half.
     """
-    samples = []
-    for context, weight in (teacher, student):
-        # contributions of all heads at some positions spread over the batch, [H, n * E]
-        count = max(1, _SAMPLED // (context.shape[1] * len(weight)))
-        some = context[:: -(-len(context) // count)].double()
-        samples.append(torch.einsum("nhd,ehd->hne", some, weight.double()).flatten(1))
-    ours, theirs = samples
-    product = ours @ theirs.mT
+    # contributions of all heads at some positions spread over the batch, [H, n * E]
+    count = max(1, _SAMPLED // (context.shape[1] * len(weight)))
+    step = -(-len(context) // count)
+    ours, theirs = (
+        torch.einsum("nhd,ehd->hne", x[::step].double(), w.double()).flatten(1)
+        for x, w in ((context, weight), (other, other_weight))
+    )
+    distance = torch.cdist(ours, theirs).square().cpu()
+    similarity = nn.functional.normalize(ours) @ nn.functional.normalize(theirs).mT
+    similarity = similarity.cpu()
     heads = len(ours)
-    distance = (
-        (ours.square().sum(1)[:, None] + theirs.square().sum(1) - 2 * product).clamp_min(0).cpu()
-    )
-    cosine = product / (ours.norm(dim=1)[:, None] * theirs.norm(dim=1)).clamp_min(
-        torch.finfo(product.dtype).tiny
-    )
     same = torch.arange(heads)
-    order = torch.zeros(heads, dtype=torch.long)
-    free = cosine.cpu()
+    order = same.clone()
     # greedy, because heads that correspond are far more alike than any others
     for _ in range(heads):
-        row, column = divmod(int(free.argmax()), heads)
+        row, column = divmod(int(similarity.argmax()), heads)
         order[row] = column
-        free[row], free[:, column] = -torch.inf, -torch.inf
+        similarity[row] = -torch.inf
+        similarity[:, column] = -torch.inf
     return order if distance[same, order].sum() < _CLEARLY * distance[same, same].sum() else same
 
 
-def compare_rows(teacher: LayerOutput, student: LayerOutput, order: Tensor) -> Tensor | None:
+def compare_rows(
+    teacher: LayerOutput, student: LayerOutput, student_heads: Tensor
+) -> Tensor | None:
     """Row KL of matched heads ``[H]``; None without queries and keys, for masks that differ, or
     with sinks in a row.
     """
-    if teacher.query is None or teacher.key is None or student.query is None or student.key is None:
+    query, key = student.query, student.key
+    if teacher.query is None or teacher.key is None or query is None or key is None:
+        return None
+    if teacher.sinks is not None or student.sinks is not None:
         return None
     length = teacher.attention.shape[1]
-    window, other = (
-        None if (each.window or length) >= length else each.window for each in (teacher, student)
+    window, other_window = (
+        None if output.window is None or output.window >= length else output.window
+        for output in (teacher, student)
     )
-    with_sinks = teacher.sinks is not None or student.sinks is not None
-    if with_sinks or student.query.shape[1] != teacher.query.shape[1] or other != window:
+    if query.shape[1] != teacher.query.shape[1] or other_window != window:
         return None
-    device = teacher.query.device
-    query = student.query.to(device)
-    key = student.key.to(device)
-    matched = order.to(device)
+    query = query.to(teacher.query.device)
+    key = key.to(teacher.query.device)
     # copies are made only where heads have moved
-    if not torch.equal(order, torch.arange(len(order))):
-        query, key = query[:, matched], key[:, matched // (query.shape[1] // key.shape[1])]
-    maps = teacher.query, teacher.key, query, key, teacher.scale, student.scale
+    if not torch.equal(student_heads, torch.arange(len(student_heads))):
+        matches = student_heads.to(query.device)
+        key = key[:, matches // (query.shape[1] // key.shape[1])]
+        query = query[:, matches]
     return row_kl(
-        *maps,
+        teacher.query,
+        teacher.key,
+        query,
+        key,
+        teacher.scale,
+        student.scale,
         window=window,
         causal=teacher.causal,
         softcap=teacher.softcap,
@@ -290,17 +308,16 @@ def compare_predictions(
     student: LayerStream,
     expected: Sequence[Tensor],
     actual: Sequence[Tensor],
-    parts: Sequence[Tensor],
+    batches: Sequence[Tensor],
 ) -> Measurement:
     """Compare next-token distributions after the last layer, a few positions at a time to avoid
     storing ``[N, T, V]``.
 
     Raises ValueError if the vocabularies differ.
     """
-    found = []
-    bounds = stretch_bounds(parts[0].shape[1])
-    for hidden, student_hidden, tokens in zip(expected, actual, parts, strict=True):
-        labels = tokens[:, 1:].to(teacher.device)
+    bounds = stretch_bounds(batches[0].shape[1])
+    sums = []
+    for hidden, student_hidden, tokens in zip(expected, actual, batches, strict=True):
         vocabulary = teacher.logits(hidden[:1, :1]).shape[-1]
         other = student.logits(student_hidden[:1, :1]).shape[-1]
         if vocabulary != other:
@@ -308,49 +325,52 @@ def compare_predictions(
                 f"the student's logits cover {other} tokens, but the source's cover {vocabulary};"
                 " compare models with the same tokenizer and vocabulary size"
             )
+        labels = tokens[:, 1:].to(teacher.device)
         # vocabularies are large: logits of all positions would not fit
         budget = _CPU_LOGITS if teacher.device.type == "cpu" else _GPU_LOGITS
-        of_part = torch.zeros(
+        step = max(1, budget // (len(tokens) * vocabulary))
+        by_stretch = torch.zeros(
             len(bounds), 4, len(tokens), dtype=torch.float64, device=teacher.device
         )
-        step = max(1, budget // (len(tokens) * vocabulary))
-        for place, (first, last) in enumerate(bounds):
+        for stretch, (first, last) in enumerate(bounds):
             for start in range(first - 1, last - 1, step):
                 span = slice(start, min(start + step, last - 1))
                 logits = teacher.logits(hidden[:, span])
-                # a model compared with itself, to measure its loss only
-                same = student is teacher and student_hidden is hidden
-                others = (
-                    logits if same else student.logits(student_hidden[:, span]).to(teacher.device)
-                )
-                of_part[place] += distances(logits, others, labels[:, span])
-        found.append(of_part)
-    by_place = torch.cat(found, 2)  # [stretches, 4, N], by sequence
-    each = by_place.sum(0)
-    length = parts[0].shape[1] - 1
-    kl, agreement, loss, student_loss = (each.sum(1) / (length * each.shape[1])).tolist()
+                others = logits
+                # otherwise a model is compared with itself, to measure its loss only
+                if student is not teacher or student_hidden is not hidden:
+                    others = student.logits(student_hidden[:, span]).to(teacher.device)
+                by_stretch[stretch] += distances(logits, others, labels[:, span])
+        sums.append(by_stretch)
+    by_stretch = torch.cat(sums, 2)  # [stretches, 4, N]
     stretches = []
-    for (first, last), sums in zip(bounds, by_place, strict=True):
-        excess = (sums[3] - sums[2]) / (last - first)
-        of_each = sums[0] / (last - first)
-        means = float(excess.mean()), margin(excess), float(of_each.mean()), margin(of_each)
-        stretches.append(Stretch(first, last, *means, sequences=len(excess)))
-    kls = each[0] / length
-    excesses = (each[3] - each[2]) / length
-    student_losses = each[3] / length
+    for (first, last), values in zip(bounds, by_stretch, strict=True):
+        values = values / (last - first)
+        excess = values[3] - values[2]
+        stretches.append(
+            Stretch(
+                start=first,
+                end=last,
+                excess=float(excess.mean()),
+                margin=margin(excess),
+                kl=float(values[0].mean()),
+                kl_margin=margin(values[0]),
+                sequences=len(excess),
+            )
+        )
+    kl, agreement, loss, student_loss = by_stretch.sum(0) / (batches[0].shape[1] - 1)  # [N] each
+    excess = student_loss - loss
     return Measurement(
-        predictions=each.shape[1] * length,
-        kl=kl,
-        agreement=agreement,
-        teacher_loss=loss,
-        student_loss=student_loss,
+        predictions=labels.shape[1] * len(kl),
+        kl=float(kl.mean()),
+        agreement=float(agreement.mean()),
+        teacher_loss=float(loss.mean()),
+        student_loss=float(student_loss.mean()),
         layers=(),
-        kl_margin=margin(kls),
-        excess_margin=margin(excesses),
+        kl_margin=margin(kl),
+        excess_margin=margin(excess),
         stretches=tuple(stretches),
-        by_sequence=tuple(
-            zip(kls.tolist(), excesses.tolist(), student_losses.tolist(), strict=True)
-        ),
+        by_sequence=tuple(map(tuple, torch.stack([kl, excess, student_loss], 1).tolist())),
     )
 
 
@@ -359,32 +379,28 @@ def stretch_bounds(length: int) -> list[tuple[int, int]]:
     1-64, 64-128, ...
     """
     # losses fall with the logarithm of the position, so each stretch is as long as all before it
-    inner = itertools.takewhile(
-        lambda end: end < length, (_FIRST << power for power in itertools.count())
-    )
-    return list(itertools.pairwise([1, *inner, length]))
+    ends = [1]
+    end = _FIRST
+    while end < length:
+        ends.append(end)
+        end *= 2
+    return list(itertools.pairwise([*ends, length]))
 
 
 def distances(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
     """Per-sequence sums: ``KL(logits || other)``, top-1 matches, both negative log-likelihoods;
-    ``[4, B]``, float64.
+    ``[4, B]``, float64. Logits are ``[B, T, V]``, labels ``[B, T]``.
     """
     wide = torch.promote_types(torch.promote_types(logits.dtype, other.dtype), torch.float32)
     log_p = logits.to(wide).log_softmax(-1)
-    if other is logits:
-        losses = -log_p.gather(-1, labels[..., None])[..., 0].sum(-1, dtype=torch.float64)
-        return torch.stack(
-            [torch.zeros_like(losses), torch.full_like(losses, labels.shape[-1]), losses, losses]
-        )
-    log_q = other.to(wide).log_softmax(-1)
-    return torch.stack(
-        [
-            divergence_terms(log_p, log_q).sum(-1).sum(-1, dtype=torch.float64),
-            (log_p.argmax(-1) == log_q.argmax(-1)).sum(-1, dtype=torch.float64),
-            -log_p.gather(-1, labels[..., None])[..., 0].sum(-1, dtype=torch.float64),
-            -log_q.gather(-1, labels[..., None])[..., 0].sum(-1, dtype=torch.float64),
-        ]
-    )
+    log_q = log_p if other is logits else other.to(wide).log_softmax(-1)
+    by_position = [
+        divergence_terms(log_p, log_q).sum(-1),
+        log_p.argmax(-1) == log_q.argmax(-1),
+        -log_p.gather(-1, labels[..., None])[..., 0],
+        -log_q.gather(-1, labels[..., None])[..., 0],
+    ]
+    return torch.stack([values.sum(-1, dtype=torch.float64) for values in by_position])
 
 
 def margin(values: Tensor) -> float | None:
@@ -427,3 +443,8 @@ def _squared_errors(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         exact = expected.to(wide)
         errors.append(torch.stack([squares(exact - actual.to(exact.device, wide)), squares(exact)]))
     return torch.stack(errors)
+
+
+def _relative_errors(batches: list[Tensor]) -> list[float]:
+    """The relative errors of all batches, from squared errors and squared norms ``[pairs, 2]``."""
+    return [relative(*pair) for pair in torch.stack(batches).sum(0).tolist()]

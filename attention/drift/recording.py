@@ -20,10 +20,21 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AttentionInterface
 
-from kvfold.attention.drift.frame import Arguments, Stop, attention_name
-
 RECORDER = "kvfold_recorder"
+_ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 _OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo")
+
+
+class Stop(Exception):
+    """Raised to leave the forward of a stock module early."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments passed to a stock decoder layer in addition to the residual stream."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,20 @@ class OpenLayer:
         tensors = {key.removeprefix(prefix): held[key] for key in held if key.startswith(prefix)}
         result: Tensor = functional_call(module, tensors, (inputs,))
         return result
+
+
+def attention_name(layer: nn.Module) -> str:
+    """The name of a decoder layer's self-attention module. Raises ValueError if it has none of the
+    usual names.
+    """
+    for name in _ATTENTION_NAMES:
+        if isinstance(getattr(layer, name, None), nn.Module):
+            return name
+    children = ", ".join(name for name, _ in layer.named_children()) or "none"
+    names = " or ".join(_ATTENTION_NAMES)
+    raise ValueError(
+        f"the self-attention of a decoder layer must be named {names}; this layer has: {children}"
+    )
 
 
 @contextmanager

@@ -4,19 +4,35 @@ profiles.
 Two models can process the same tokens side by side with only one layer of each in memory.
 ``as_stream`` wraps loaded models; checkpoints on disk have their own streams. Shapes: ``B``
 sequences, ``T`` positions, ``E`` model dim, ``V`` vocabulary.
+
+Embeddings, rotary tables, masks, the final norm and the head are not reimplemented. A *frame* is a
+stock model whose decoder layers are replaced by stand-ins. Its own forward then reveals the
+arguments of each layer, and computes logits from any residual stream::
+
+    tokens -> embedding -> [stand-in 0] -> ... -> [stand-in L-1] -> final norm -> head -> logits
+                                 |   ^
+              hidden, Arguments  v   |  hidden states to continue with, or Stop
+                           visit(index, hidden, arguments)
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import Cache
 
-from kvfold.attention.drift.frame import Arguments, Frame, cache_bytes_per_token, layer_list
-from kvfold.attention.drift.recording import LayerOutput, OpenLayer
+from kvfold.attention.drift.recording import (
+    Arguments,
+    LayerOutput,
+    OpenLayer,
+    Stop,
+    attention_name,
+)
 
 # One layer, in memory: takes the residual stream before it, ``[B, T, E]``, at a text's positions 0
 # .. T-1.
@@ -53,88 +69,6 @@ class LayerStream(Protocol):
         """The same model, computed on another device or in another dtype."""
 
 
-class LoadedStream:
-    """The layer stream of a causal language model in memory. The model itself is never changed.
-
-    If ``device`` or ``dtype`` differs from the model's, layers are copied and converted one at a
-    time. transformers computes norms and rotary angles in float32 for any dtype.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        first = next(model.parameters())
-        self.model = model
-        # of a tensor: "cuda" is "cuda:0" then
-        self.device = first.device if device is None else torch.empty(0, device=device).device
-        self.dtype = first.dtype if dtype is None else dtype
-        self._layers = list(layer_list(model)[1])
-        self.layers = len(self._layers)
-        # the arguments of every layer, by the shape of the tokens that were embedded last
-        self._recorded: dict[tuple[int, ...], list[Arguments]] = {}
-
-    @cached_property
-    def _frame(self) -> Frame:
-        """A copy of the model without layers, on the stream's device and in its dtype; shares
-        tensors if possible.
-        """
-        # deepcopy takes what its memo holds: layers are shared, not copied
-        memo: dict[int, Any] = {id(layer): layer for layer in self._layers}
-        if not _differs(self.model, self.device, self.dtype):
-            memo |= {
-                id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())
-            }
-        frame = Frame(copy.deepcopy(self.model, memo))
-        _convert(frame.model, self.device, self.dtype).eval()
-        return frame
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        hidden, arguments = self._frame.enter(input_ids=tokens.to(self.device))
-        self._recorded = {tuple(tokens.shape): arguments}
-        return hidden
-
-    @contextmanager
-    def open_layer(self, index: int) -> Iterator[OpenLayer]:
-        def arguments(hidden: Tensor) -> Arguments:
-            shape = tuple(hidden.shape[:2])
-            if shape not in self._recorded:
-                self.embed(torch.zeros(shape, dtype=torch.long))
-            return self._recorded[shape][index]
-
-        layer = self._layers[index]
-        if _differs(layer, self.device, self.dtype):
-            layer = _convert(copy.deepcopy(layer), self.device, self.dtype)
-        with evaluating(layer):
-            yield OpenLayer(index, layer, arguments)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        blank = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
-        return self._frame.logits(hidden, input_ids=blank)
-
-    @torch.no_grad()
-    def cache_bytes_per_token(self) -> int:
-        # generation runs in the dtype of the model itself, whatever the stream computes in
-        if _differs(self.model, self.device, self.dtype):
-            return LoadedStream(self.model).cache_bytes_per_token()
-
-        def enter(tokens: int) -> tuple[Tensor, list[Arguments]]:
-            blank = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
-            return self._frame.enter(input_ids=blank, use_cache=True)
-
-        with evaluating(self.model):
-            return cache_bytes_per_token(self._layers, enter)
-
-    def to(
-        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> "LoadedStream":
-        return LoadedStream(
-            self.model, self.device if device is None else device, dtype or self.dtype
-        )
-
-
 def as_stream(
     model: nn.Module | LayerStream,
     *,
@@ -154,15 +88,114 @@ def as_stream(
             f"the model has type {type(model).__name__!r}; it must be a transformers model or a"
             " LayerStream"
         )
-    unchanged = (device is None or torch.device(device) == model.device) and dtype in (
-        None,
-        model.dtype,
-    )
-    return model if unchanged else model.to(device=device, dtype=dtype)
+    same_device = device is None or torch.device(device) == model.device
+    if same_device and dtype in (None, model.dtype):
+        return model
+    return model.to(device=device, dtype=dtype)
+
+
+class LoadedStream:
+    """The layer stream of a causal language model in memory. The model itself is never changed.
+
+    If ``device`` or ``dtype`` differs from the model's, layers are copied and converted one at a
+    time. transformers computes norms and rotary angles in float32 for any dtype.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        first = next(model.parameters())
+        self.model = model
+        # of a tensor: "cuda" is "cuda:0" then
+        self.device = torch.empty(0, device=first.device if device is None else device).device
+        self.dtype = dtype or first.dtype
+        self._layers = list(layer_list(model)[1])
+        self.layers = len(self._layers)
+        # the arguments of every layer, by the shape of the tokens that were embedded last
+        self._recorded: dict[torch.Size, list[Arguments]] = {}
+
+    @cached_property
+    def _frame(self) -> "Frame":
+        """A copy of the model without layers, on the stream's device and in its dtype; shares
+        tensors if possible.
+        """
+        # deepcopy takes what its memo holds: layers are shared, not copied
+        shared: list[Any] = list(self._layers)
+        if not self._differs(self.model):
+            shared += [*self.model.parameters(), *self.model.buffers()]
+        frame = Frame(copy.deepcopy(self.model, {id(item): item for item in shared}))
+        self._convert(frame.model).eval()
+        return frame
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        hidden, arguments = self._frame.enter(input_ids=tokens.to(self.device))
+        self._recorded = {tokens.shape: arguments}
+        return hidden
+
+    @contextmanager
+    def open_layer(self, index: int) -> Iterator[OpenLayer]:
+        def arguments(hidden: Tensor) -> Arguments:
+            shape = hidden.shape[:2]
+            if shape not in self._recorded:
+                self.embed(torch.zeros(shape, dtype=torch.long))
+            return self._recorded[shape][index]
+
+        layer = self._layers[index]
+        if self._differs(layer):
+            layer = self._convert(copy.deepcopy(layer))
+        with _evaluating(layer):
+            yield OpenLayer(index, layer, arguments)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        blank = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
+        return self._frame.logits(hidden, input_ids=blank)
+
+    @torch.no_grad()
+    def cache_bytes_per_token(self) -> int:
+        # generation runs in the dtype of the model itself, whatever the stream computes in
+        if self._differs(self.model):
+            return LoadedStream(self.model).cache_bytes_per_token()
+
+        def enter(tokens: int) -> tuple[Tensor, list[Arguments]]:
+            blank = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
+            return self._frame.enter(input_ids=blank, use_cache=True)
+
+        with _evaluating(self.model):
+            return cache_bytes_per_token(self._layers, enter)
+
+    def to(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "LoadedStream":
+        return LoadedStream(self.model, device or self.device, dtype or self.dtype)
+
+    def _differs(self, module: nn.Module) -> bool:
+        first = next(module.parameters())
+        return first.device != self.device or first.dtype != self.dtype
+
+    def _convert(self, module: nn.Module) -> nn.Module:
+        """Move and cast ``module`` in place. Buffers, and parameters in another dtype than the
+        first, keep their dtype.
+        """
+        parameters = list(module.parameters())
+        main = parameters[0].dtype if parameters else None
+        for parameter in parameters:
+            dtype = self.dtype if parameter.dtype == main else None
+            parameter.data = parameter.data.to(self.device, dtype)
+        for part in module.modules():
+            config: Any = getattr(part, "config", None)
+            if self.dtype == torch.float64 and config is not None:
+                # grouped matmuls have no float64
+                config._experts_implementation_internal = "eager"
+            for name, buffer in part._buffers.items():
+                part._buffers[name] = None if buffer is None else buffer.to(self.device)
+        return module
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def _evaluating(module: nn.Module) -> Iterator[None]:
     """Turn dropout off inside the context, then restore the training flag of each submodule."""
     training = [part for part in module.modules() if part.training]
     module.eval()
@@ -173,24 +206,147 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             part.training = True
 
 
-def _differs(module: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
-    first = next(module.parameters())
-    return first.device != device or first.dtype != dtype
+Visit = Callable[[int, Tensor, Arguments], Tensor]
 
 
-def _convert(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Move and cast ``module`` in place. Buffers, and parameters in another dtype than the first,
-    keep their dtype.
+class Frame:
+    """``model`` with its decoder ``layers`` replaced by stand-ins, in place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.path, layers = layer_list(model)
+        self.layers = list(layers)
+        self.visit: Visit
+        # some families (bloom) unpack layer outputs; ``enter`` and ``logits`` detect this from the
+        # tensor's shape
+        self.returns_tuples = False
+        parent, _, name = self.path.rpartition(".")
+        stand_ins = (_StandIn(index, layer, self) for index, layer in enumerate(layers))
+        setattr(model.get_submodule(parent), name, nn.ModuleList(stand_ins))
+
+    def run(self, visit: Visit, tensors: Mapping[str, Tensor] | None = None, **inputs: Any) -> Any:
+        """The stock forward's output for ``inputs``, or None if ``visit`` raised ``Stop``.
+
+        ``tensors`` replace the parameters and buffers with the same names.
+        """
+        # stand-ins leave a cache unfilled, which stock models would then read
+        inputs = {"use_cache": False, **inputs}
+        self.visit = visit
+        with suppress(Stop):
+            return functional_call(self.model, dict(tensors or {}), (), inputs, strict=False)
+
+    def enter(
+        self, tensors: Mapping[str, Tensor] | None = None, **inputs: Any
+    ) -> tuple[Tensor, list[Arguments]]:
+        """The residual stream before the first layer, ``[B, T, E]``, and the arguments of every
+        layer.
+        """
+        entered: list[Tensor] = []
+        recorded: list[Arguments] = []
+
+        def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
+            entered.append(hidden)
+            recorded.append(arguments)
+            if index == len(self.layers) - 1:
+                raise Stop
+            # the model took the first sequence for the whole batch
+            self.returns_tuples |= hidden.dim() < entered[0].dim()
+            return entered[0] if self.returns_tuples else hidden
+
+        self.run(visit, tensors, **inputs)
+        return entered[0], recorded
+
+    def logits(
+        self, hidden: Tensor, tensors: Mapping[str, Tensor] | None = None, **inputs: Any
+    ) -> Tensor:
+        """Logits ``[B, T, V]`` for the residual stream after the last layer; only the shape of
+        ``inputs`` matters.
+        """
+
+        def visit(index: int, entering: Tensor, arguments: Arguments) -> Tensor:
+            return hidden if index == len(self.layers) - 1 else entering
+
+        logits: Tensor = self.run(visit, tensors, **inputs).logits
+        if logits.dim() == hidden.dim():
+            return logits
+        # the model took the first row of a stand-in's tensor for the whole output
+        self.returns_tuples = True
+        return self.logits(hidden, tensors, **inputs)
+
+
+class _StandIn(nn.Module):
+    """Replaces a decoder layer in the stock forward: has the layer's attributes, but calls the
+    frame's ``visit``.
     """
-    first = next(module.parameters(), None)
-    main = None if first is None else first.dtype
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(device, dtype if parameter.dtype == main else None)
-    for part in module.modules():
-        config: Any = getattr(part, "config", None)
-        if dtype == torch.float64 and config is not None:
-            # grouped matmuls have no float64
-            config._experts_implementation_internal = "eager"
-        for name, buffer in part._buffers.items():
-            part._buffers[name] = None if buffer is None else buffer.to(device)
-    return module
+
+    def __init__(self, index: int, layer: nn.Module, frame: Frame) -> None:
+        super().__init__()
+        self.index = index
+        # in a tuple, so that neither becomes a submodule
+        self._layer_and_frame = (layer, frame)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattribute__("_layer_and_frame")[0], name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+        frame = self._layer_and_frame[1]
+        hidden = frame.visit(self.index, hidden_states, Arguments(args, kwargs))
+        return (hidden,) if frame.returns_tuples else hidden
+
+
+def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The path and the list of a model's decoder layers: ``num_hidden_layers`` modules with
+    self-attention.
+
+    Raises ValueError if there is no such list.
+    """
+    config = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if config is not None else None
+    count = getattr(text, "num_hidden_layers", None)
+    # a wrapper's vision tower may be as deep
+    decoder = getattr(model, "get_decoder", lambda: None)() or model
+    inside = set(decoder.modules())
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and module in inside and 0 < len(module) == count:
+            attention_name(module[0])
+            return path, module
+    raise ValueError(
+        f"{type(model).__name__} has no ModuleList of decoder layers that matches num_hidden_layers"
+        f" in its config ({count}); use a causal language model from transformers"
+    )
+
+
+def cache_bytes_per_token(
+    layers: Sequence[nn.Module], enter: Callable[[int], tuple[Tensor, Sequence[Arguments]]]
+) -> int:
+    """Growth of the generation cache in bytes per token, summed over all layers.
+
+    ``enter(tokens)`` returns the result of ``Frame.enter(..., use_cache=True)`` for one sequence;
+    its arguments include the cache object that the stock model creates for generation. The model
+    may be on the meta device.
+    """
+
+    def stop(module: nn.Module, inputs: Any, output: Any) -> None:
+        raise Stop
+
+    sizes = []
+    for tokens in (2, 4):
+        hidden, arguments = enter(tokens)
+        caches: set[Cache] = set()
+        for layer, call in zip(layers, arguments, strict=True):
+            attention = layer.get_submodule(attention_name(layer))
+            # the cache is filled before the attention returns: the rest of the layer is not needed
+            with suppress(Stop), attention.register_forward_hook(stop):
+                layer(hidden, *call.args, **call.kwargs)
+            # all layers are given the same object
+            values = (*call.args, *call.kwargs.values())
+            caches.update(value for value in values if isinstance(value, Cache))
+        tensors = [
+            value for cache in caches for layer in cache.layers for value in vars(layer).values()
+        ]
+        sizes.append(sum(value.nbytes for value in tensors if isinstance(value, Tensor)))
+    # the difference excludes tensors whose size does not depend on the length
+    return (sizes[1] - sizes[0]) // 2

@@ -24,7 +24,8 @@ import torch
 from transformers import AutoConfig, DynamicCache, StaticCache
 
 from kvfold.attention.checkpoints.registered import register_model
-from kvfold.attention.drift.frame import attention_name, layer_list
+from kvfold.attention.drift.recording import attention_name
+from kvfold.attention.drift.streams import layer_list
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import free_memory
 from kvfold.convert.errors import InputError

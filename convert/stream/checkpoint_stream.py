@@ -3,7 +3,7 @@ at a time.
 
 The model is built from its config on the meta device, where it uses no memory, and its modules stay
 there. The forward pass of transformers, with every decoder layer replaced by a stand-in
-(``attention/drift/frame.py``), computes the embeddings, the arguments of each layer and the logits.
+(``attention/drift/streams.py``), computes the embeddings, the arguments of each layer and the logits.
 A layer runs with tensors that are read when it is opened and dropped when it is closed. If ``read``
 returns trainable tensors for some names, gradients reach them::
 
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.frame import Arguments, Frame, attention_name, cache_bytes_per_token
-from kvfold.attention.drift.recording import OpenLayer
+from kvfold.attention.drift.recording import Arguments, OpenLayer, attention_name
+from kvfold.attention.drift.streams import Frame, cache_bytes_per_token
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.layer_io import Read
 from kvfold.convert.stream.parameters import Parameters, WeightSource

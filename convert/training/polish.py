@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from kvfold.attention.drift.compare import distances
-from kvfold.attention.drift.frame import Arguments, Frame, Stop
+from kvfold.attention.drift.recording import Arguments, Stop
+from kvfold.attention.drift.streams import Frame
 from kvfold.convert import processes
 from kvfold.convert.families.layer_io import Read
 from kvfold.convert.stream.parameters import WeightMap

@@ -23,8 +23,9 @@ from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from kvfold.attention.drift.frame import attention_name, layer_list
+from kvfold.attention.drift.recording import attention_name
 from kvfold.attention.drift.report import perplexity
+from kvfold.attention.drift.streams import layer_list
 from kvfold.convert.checkpoint.files import replacing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, training_autocast

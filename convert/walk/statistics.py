@@ -13,9 +13,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.frame import Arguments
 from kvfold.attention.drift.profile import ScoreOptions, attention_sums
-from kvfold.attention.drift.recording import LayerOutput
+from kvfold.attention.drift.recording import Arguments, LayerOutput
 from kvfold.attention.rotary import apply_rotary, rotary_tables
 from kvfold.convert import processes
 from kvfold.convert.transforms.head_norms import has_norms, project

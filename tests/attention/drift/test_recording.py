@@ -13,8 +13,7 @@ from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.attention import blocked
-from kvfold.attention.drift.frame import Arguments
-from kvfold.attention.drift.recording import RECORDER, OpenLayer
+from kvfold.attention.drift.recording import RECORDER, Arguments, OpenLayer
 from kvfold.attention.interface import BLOCKWISE, blockwise_attention
 
 
