@@ -219,12 +219,7 @@ class ConvertRequest(Request):
     )
     device: Device = device_option(panel="Running")
     precision: TrainingDtype = option(**_PRECISION)
-    dtype: Dtype = dtype_option(
-        help="Stored dtype; auto keeps the source's dtype (bfloat16 if the source is quantized)."
-    )
-    keep_quantized: bool = option(
-        False, "Leave FP8 or MXFP4 weights outside the attention as they are."
-    )
+    dtype: Dtype = dtype_option(help="Stored dtype; auto keeps the source's dtype.")
     max_shard_size: int | str = option(
         "5GB", "Maximum size of a weight file.", metavar="SIZE", check=size_expected
     )
@@ -348,9 +343,6 @@ class ConvertRequest(Request):
         if self.group == "similar" and to != "mla" and not method.reads_text:
             unread = f"--group similar compares heads on text, but {named} reads no text"
             yield "group", f"{unread}; omit --group, or use {principal}"
-        if self.keep_quantized and self.dtype not in ("auto", "bfloat16"):
-            needs = f"--keep-quantized needs --dtype bfloat16 or auto, not {self.dtype}"
-            yield "keep_quantized", f"{needs}; omit --keep-quantized, or change --dtype"
         if self.effort is not None:
             chosen = f"--effort {self.effort} chooses --refine and --polish"
             yield "effort", f"{chosen}; omit --effort, or use it without --polish and --refine"

@@ -58,10 +58,9 @@ EXTRA_PATTERNS = (
     "COPYING*",
     "USE_POLICY*",
 )
-# The way out of every quantization that is not supported
+# The way out of every quantization
 DEQUANTIZE = (
-    "use the unquantized checkpoint, or dequantize the model with transformers first"
-    " (docs/questions.md)"
+    "use the unquantized checkpoint, or dequantize the model first, as docs/questions.md shows"
 )
 _SHARD_NAMES = {
     INDEX: re.compile(r"model-\d+-of-\d+\.safetensors"),

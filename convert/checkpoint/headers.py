@@ -46,8 +46,7 @@ class TensorInfo:
     """One stored tensor. ``start`` and ``end`` are byte positions in ``file``, whose name is
     relative to the folder.
 
-    ``made`` is ``dequantized`` or ``cast`` if the tensor differs from its stored bytes. For such
-    tensors, and for those in a legacy pickle, the positions only define an order.
+    For tensors in a legacy pickle, the positions only define an order.
     """
 
     name: str
@@ -56,7 +55,6 @@ class TensorInfo:
     file: str
     start: int
     end: int
-    made: str = ""
 
     @property
     def nbytes(self) -> int:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint import hub
-from kvfold.convert.checkpoint.dequantized import check_libraries, dequantized, undeclared_problems
 from kvfold.convert.checkpoint.files import open_source, portable_name, read_bytes
 from kvfold.convert.checkpoint.folder import (
     CARD,
@@ -33,29 +32,27 @@ from kvfold.convert.checkpoint.folder import (
 )
 from kvfold.convert.checkpoint.headers import Header, TensorInfo, read_header
 from kvfold.convert.checkpoint.reader import Checkpoint, Reader
-from kvfold.convert.errors import ADVICE, InputError
+from kvfold.convert.errors import ADVICE, InputError, short
 
 if TYPE_CHECKING:
     import torch
 
 # The beginning of the text file that Git has in place of a large one
 _LFS_POINTER = b"version https://git-lfs"
+# Ends of the names of integer tensors that are weights; buffers such as masks and positions are not
+_PACKED = (".weight", ".qweight", ".qzeros", ".weight_packed", ".SCB")
 
 __all__ = ["Checkpoint", "TensorInfo", "check_opens", "open_checkpoint", "open_headers"]
 
 
-def open_checkpoint(model: str | os.PathLike[str], dtype: str = "BF16") -> Checkpoint:
+def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     """Open a folder or a hub id (``id@revision``, downloaded unless it is in the cache) and check
     every header.
 
-    Quantized weights appear as dense weights in the safetensors ``dtype``. Raises one InputError
-    with all problems: no such folder or id, a missing or invalid config.json, truncated or
-    inconsistent files, links that leave the folder, a quantization that is not supported or whose
-    library is not installed.
+    Raises one InputError with all problems: no such folder or id, a missing or invalid config.json,
+    truncated or inconsistent files, links that leave the folder, quantized weights.
     """
-    checkpoint = _open_local(_locate(model), dtype)
-    check_libraries(checkpoint.reader)
-    return checkpoint
+    return _open_local(_locate(model))
 
 
 def check_opens(*models: str) -> None:
@@ -66,7 +63,7 @@ def check_opens(*models: str) -> None:
         open_checkpoint(model).close()
 
 
-def open_headers(model: str | os.PathLike[str], dtype: str = "BF16") -> Checkpoint:
+def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
     """Like ``open_checkpoint``, but of a hub id, fetch only config, index, chat template and
     headers: no tensors.
 
@@ -86,11 +83,8 @@ def open_headers(model: str | os.PathLike[str], dtype: str = "BF16") -> Checkpoi
                 opened = Checkpoint(
                     files.folder, config, {}, f"{place.partition('@')[0]}@{files.commit}", digest
                 )
-                return dequantized(
-                    _with_tensors(opened, files.names, entry, partial(hub.remote_headers, files)),
-                    dtype,
-                )
-    return _open_local(place, dtype)
+                return _with_tensors(opened, files.names, entry, partial(hub.remote_headers, files))
+    return _open_local(place)
 
 
 def _locate(model: str | os.PathLike[str]) -> Path | str:
@@ -109,7 +103,7 @@ def _locate(model: str | os.PathLike[str]) -> Path | str:
     return folder.resolve()
 
 
-def _open_local(place: Path | str, dtype: str) -> Checkpoint:
+def _open_local(place: Path | str) -> Checkpoint:
     """Open a folder, or the snapshot of a hub id. A snapshot's folder is named after its commit."""
     if isinstance(place, Path):
         folder = place
@@ -163,7 +157,7 @@ def _open_local(place: Path | str, dtype: str) -> Checkpoint:
         except InputError as error:
             problems.append(error.message)
     opened = Checkpoint(folder, config, {}, origin, digest, reader, states, paths=paths)
-    return dequantized(_with_tensors(opened, names, entry, headers, problems), dtype)
+    return _with_tensors(opened, names, entry, headers, problems)
 
 
 def _with_tensors(
@@ -182,8 +176,26 @@ def _with_tensors(
     if weight_map:
         found += index_problems(entry, weight_map, headers, names)
     tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
-    raise_problems([*found, *undeclared_problems(opened.config, tensors)])
+    raise_problems(found)
+    refuse_quantized(opened.origin, opened.config, tensors)
     return replace(opened, tensors=tensors)
+
+
+def refuse_quantized(
+    origin: str, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
+) -> None:
+    """Raise InputError if ``config`` or a tensor says that the weights are quantized."""
+    settings = config.get("quantization_config") or config.get("compression_config")
+    if settings:
+        method = settings.get("quant_method") if isinstance(settings, dict) else settings
+        raise InputError(f"{origin}: its weights are quantized ({short(method)}); {DEQUANTIZE}")
+    for name, info in tensors.items():
+        low = info.dtype == "F4" or info.dtype.startswith(("F8_", "F6_"))
+        if low or (info.dtype[0] in "IU" and name.endswith(_PACKED)):
+            raise InputError(
+                f"{origin}: tensor {name!r} in {info.file} is quantized ({info.dtype});"
+                f" {DEQUANTIZE}"
+            )
 
 
 class _SafetensorsReader(Reader):

@@ -24,20 +24,16 @@ from kvfold.convert.errors import InputError, KvfoldError
 if TYPE_CHECKING:
     import torch
 
-    from kvfold.convert.checkpoint.formats import StoredWeight
-
 
 class Reader:
-    """Reads tensors. Subclasses read safetensors files, legacy files and quantized weights.
+    """Reads tensors. Subclasses read safetensors files and legacy files.
 
-    ``raw`` maps file names to paths; tensors whose ``made`` is empty have their bytes at ``start``
-    .. ``end`` of these files. ``keepable`` are the quantized weights, by dense name, that an output
-    can contain as they are stored (``--keep-quantized``). This base class serves headers that were
-    fetched from the hub: reading a tensor raises an error.
+    ``raw`` maps file names to paths; tensors have their bytes at ``start`` .. ``end`` of these
+    files. This base class serves headers that were fetched from the hub: reading a tensor raises an
+    error.
     """
 
     raw: Mapping[str, Path] = MappingProxyType({})
-    keepable: Mapping[str, "StoredWeight"] = MappingProxyType({})
 
     def read(self, info: TensorInfo) -> "torch.Tensor":
         """Read a tensor into CPU memory of its own."""
@@ -62,8 +58,7 @@ class Checkpoint:
     ``tensors`` are in byte order, file by file. ``origin`` names the source without a local path:
     ``id@commit`` for a hub model, else the folder's name. ``config_hash`` is the SHA-256 of
     config.json, and ``hashes`` has those of the weight files, by path in ``paths``, once they are
-    computed. ``states`` describes every local file before it was read. ``made_of`` has one line for
-    each stored format from which weights were dequantized.
+    computed. ``states`` describes every local file before it was read.
     """
 
     folder: Path
@@ -73,7 +68,6 @@ class Checkpoint:
     config_hash: str
     reader: Reader = field(default_factory=Reader)
     states: dict[Path, tuple[int, int, int, int]] = field(default_factory=dict)
-    made_of: tuple[str, ...] = ()
     paths: Mapping[str, Path] = field(default_factory=dict)
     hashes: dict[Path, str] = field(default_factory=dict)
 
@@ -117,10 +111,10 @@ class Checkpoint:
         return self.reader.chunks(self.info(name), elements)
 
     def raw_path(self, info: TensorInfo) -> Path | None:
-        """The file with the tensor's bytes at ``start`` .. ``end``; None for legacy, remote and
-        ``made`` tensors.
+        """The file with the tensor's bytes at ``start`` .. ``end``; None for legacy and remote
+        tensors.
         """
-        return None if info.made else self.reader.raw.get(info.file)
+        return self.reader.raw.get(info.file)
 
     @contextmanager
     def hashing(

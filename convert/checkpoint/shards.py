@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvfold.convert.checkpoint.folder import SINGLE
-from kvfold.convert.checkpoint.headers import DTYPE_BITS, LENGTH_BYTES, TensorInfo, tensor_bytes
+from kvfold.convert.checkpoint.headers import DTYPE_BITS, LENGTH_BYTES, tensor_bytes
 from kvfold.convert.errors import KvfoldError
 
 _ALIGNMENT = 8
@@ -23,15 +23,13 @@ class OutputTensor:
 
     ``source`` names the source tensor whose bytes are copied, or cast if the dtypes differ. Several
     names mean that these tensors are concatenated, such as experts stored one by one; ``()`` means
-    a tensor of zeros, and None a tensor computed by a transform. ``kept`` is the stored part of a
-    quantized weight that is copied unchanged.
+    a tensor of zeros, and None a tensor computed by a transform.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     source: str | tuple[str, ...] | None
-    kept: TensorInfo | None = None
 
     @property
     def sources(self) -> tuple[str, ...]:

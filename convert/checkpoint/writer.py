@@ -167,7 +167,7 @@ class ShardWriter:
 
         An error in the block stops the copy; an error in the copy is raised by the next
         ``write_own`` or when the block ends. If the source has tensors that are created in memory
-        (legacy or dequantized ones), the copy runs after the block.
+        (legacy ones), the copy runs after the block.
         """
         if any(checkpoint.raw_path(info) is None for info in checkpoint.tensors.values()):
             yield
@@ -255,7 +255,7 @@ def _moves(place: TensorPlace, checkpoint: Checkpoint) -> list[_Move]:
     moves = []
     start = place.start
     for name in tensor.sources:
-        info = tensor.kept or checkpoint.info(name)
+        info = checkpoint.info(name)
         cast = info.dtype != tensor.dtype
         whole = info.shape == tensor.shape or len(tensor.sources) > 1
         if not whole or (cast and not {info.dtype, tensor.dtype} <= FLOAT_DTYPES):

@@ -55,7 +55,7 @@ The cache size is in KV-cache elements per token per layer, on one device.
 
 ## How it was made
 
-{method}.{refined}{polished}{made_of}
+{method}.{refined}{polished}
 {untouched} `kvfold.json` contains the request, the versions, a hash of the source's config and weights, and
 the origin of each tensor. This command reproduces the checkpoint:
 
@@ -151,11 +151,7 @@ def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None
     """
     request = plan.request
     # Tensors that no transform touches.
-    rest = "stored as bfloat16" if plan.checkpoint.made_of else "byte for byte"
-    if request.dtype != "auto":
-        rest = f"stored as {request.dtype}"
-    elif request.keep_quantized:
-        rest = f"{plan.keepable} weights still quantized, byte for byte, and the rest in bfloat16"
+    rest = "byte for byte" if request.dtype == "auto" else f"stored as {request.dtype}"
     engines = []
     for verdict in plan.engines:
         engine = (
@@ -184,7 +180,6 @@ def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None
         method=request.chosen_method.card,
         refined=_REFINED if request.refine else "",
         polished=("" if not polish.get("kept") else _POLISHED.format(steps=polish["kept"])),
-        made_of="".join(f"\nThe source: {line}." for line in plan.checkpoint.made_of),
         untouched=untouched,
         command=_repeating(plan),
     )
@@ -295,8 +290,8 @@ def _usage(plan: Plan) -> str:
         commands.append("mlx_lm.server --model .")
     if commands:
         parts.append(_SERVE.format(commands="\n".join(commands)))
-    # `kvfold uptrain` trains a plain model that writes text, of dense weights.
-    if plan.checkpoint.config.get("model_type") not in WRAPPERS and not plan.request.keep_quantized:
+    # `kvfold uptrain` trains a plain model that writes text.
+    if plan.checkpoint.config.get("model_type") not in WRAPPERS:
         source = source_name(plan)
         parts.append(_TRAIN.format(source=source, beside=_beside(source)))
     return "".join(parts)

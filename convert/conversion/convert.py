@@ -30,7 +30,7 @@ from kvfold.convert.conversion.memory import (
     free_disk,
     needs_of,
 )
-from kvfold.convert.conversion.plan import Plan, check_processes, dense_dtype, described, make_plan
+from kvfold.convert.conversion.plan import Plan, check_processes, described, make_plan
 from kvfold.convert.conversion.record import headline, plan_text, summary_text
 from kvfold.convert.conversion.record import record as record_of
 from kvfold.convert.errors import InputError
@@ -107,7 +107,7 @@ class Conversion(FitReport):
                 **record_of(plan),
             }
         else:
-            size = sum(tensor.nbytes for tensor in plan.tensors)
+            size = sum(tensor.nbytes for tensor in plan.layout.tensors)
             record = {name: value for name, value in self.record.items() if name != "files"}
             facts = {
                 "out": str(self.written),
@@ -150,18 +150,15 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     check_output(request.out, overwrite=request.overwrite, model=request.model)
     check_sources(request.calibration)
     stages = Stages(progress, request.quiet or request.dry_run)
-    dtype = dense_dtype(request)
     with stages("reading"):
         if request.dry_run:
             # Headers are enough for a model on the hub, and config.json for a folder without
             # weights.
-            checkpoint = described(request) or open_headers(request.model, dtype)
+            checkpoint = described(request) or open_headers(request.model)
         else:
             if processes.world_size() > 1:  # the first downloads it for all
-                processes.broadcast_from_rank0(
-                    lambda: open_checkpoint(request.model, dtype).close()
-                )
-            checkpoint = open_checkpoint(request.model, dtype)
+                processes.broadcast_from_rank0(lambda: open_checkpoint(request.model).close())
+            checkpoint = open_checkpoint(request.model)
     with closing(checkpoint):
         plan = make_plan(request, checkpoint)
         request = plan.request
@@ -293,7 +290,7 @@ def _write_weights(
 def _write_config(plan: Plan, folder: Path) -> None:
     """Write what loading the weights in ``folder`` needs."""
     write_index(folder, plan.shards)
-    write_file(folder / "config.json", dump(plan.config))
+    write_file(folder / "config.json", dump(plan.layout.config))
 
 
 def _complete(

@@ -68,9 +68,9 @@ def needs_of(plan: Plan) -> Needs:
     """
     request = plan.request
     shape = plan.geometry
-    headers = 3 * sum(len(tensor.name) + 120 for tensor in plan.tensors)
+    headers = 3 * sum(len(tensor.name) + 120 for tensor in plan.layout.tensors)
     extra = sum(path.stat().st_size for path in plan.checkpoint.extra_files())
-    disk = sum(tensor.nbytes for tensor in plan.tensors) + headers + extra + _SLACK
+    disk = sum(tensor.nbytes for tensor in plan.layout.tensors) + headers + extra + _SLACK
     width = shape.model_dim
     latent = request.to == "mla"
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * width

@@ -5,14 +5,13 @@ weight is read.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.files import portable_name
 from kvfold.convert.checkpoint.folder import CONFIG, SINGLE, WEIGHT_SUFFIXES, read_config
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES, TensorInfo, tensor_bytes
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.shards import OutputTensor, Shard, assign_shards
+from kvfold.convert.checkpoint.shards import Shard, assign_shards
 from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.families.model import Geometry, Model, model_of
 from kvfold.convert.families.schema import ROLES, Role
@@ -31,13 +30,7 @@ from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.mla.spec import MlaSpec, cached_divisors
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout, own_latent_layout
 from kvfold.convert.targets.same_family import attention_label, cache_elements, folded_layout
-from kvfold.convert.targets.target import (
-    OutputLayout,
-    keepable,
-    kept_config,
-    kept_tensors,
-    output_dtype,
-)
+from kvfold.convert.targets.target import OutputLayout
 
 
 @dataclass(frozen=True)
@@ -45,10 +38,7 @@ class Plan:
     """All decisions made before weights are read.
 
     ``latent`` is the split for an MLA target, otherwise None. ``reads[layer]`` names the source
-    tensors that the layer's transform reads. ``tensors`` and ``config`` describe the output files;
-    they are ``layout.tensors`` and ``layout.config`` unless weights stay quantized. ``keepable`` is
-    the number of quantized weights that ``--keep-quantized`` can keep, whether or not it is set.
-    ``source_kind`` and ``cache_elements`` (per token per layer) describe the source. ``padding`` is
+    tensors that the layer's transform reads. ``source_kind`` and ``cache_elements`` (per token per layer) describe the source. ``padding`` is
     the number of zeros that pad heads to sizes supported by the engines' kernels. ``own_shards``
     are the ``shards`` that this process writes.
     """
@@ -60,12 +50,8 @@ class Plan:
     layout: OutputLayout
     latent: MlaSpec | None
     reads: tuple[tuple[str, ...], ...]
-    tensors: tuple[OutputTensor, ...]
-    config: dict[str, Any]
     shards: tuple[Shard, ...]
     own_shards: tuple[Shard, ...]
-    keepable: int
-    made_of: tuple[str, ...]
     source_kind: str
     cache_elements: int
     padding: int
@@ -171,35 +157,13 @@ def _complete(
     reads: tuple[tuple[str, ...], ...],
     latent: MlaSpec | None,
 ) -> Plan:
-    """Complete the plan for ``layout``. Raises InputError if ``--keep-quantized`` is set but no
-    weight can be kept.
-    """
-    # The attention is dense in any case, converted or not: engines join its projections.
-    attention = frozenset(
-        name for layer in range(len(reads)) for name in model.attention_names(layer)
-    )
-    tensors = layout.tensors
-    config = layout.config
-    made_of = checkpoint.made_of
-    kept = keepable(tensors, checkpoint, attention)
-    if request.keep_quantized and not kept:
-        rule = (
-            "needs FP8 weights outside the attention with a scale for each whole block, or MXFP4"
-            " experts, stored the same way in the output's model class; the source has"
-            f" {'; '.join(made_of) or 'no quantized weights'}"
-        )
-        raise option_error("keep_quantized", True, f"{rule}; remove --keep-quantized")
-    if request.keep_quantized:
-        tensors = kept_tensors(tensors, kept)
-        config = kept_config(config, tensors, checkpoint)
-        made_of = (*made_of, f"{len(kept)} of these weights kept as they are stored")
+    """Complete the plan for ``layout``."""
     result = (
         describe_fold(model, request.kv_heads or 1)
         if latent is None
         else describe_mla(model, latent)
     )
-    result = replace(result, kept=request.keep_quantized)
-    shards = tuple(assign_shards(tensors, request.shard_bytes))
+    shards = tuple(assign_shards(layout.tensors, request.shard_bytes))
     return Plan(
         request=request,
         checkpoint=checkpoint,
@@ -208,25 +172,14 @@ def _complete(
         layout=layout,
         latent=latent,
         reads=reads,
-        tensors=tensors,
-        config=config,
         shards=shards,
         own_shards=tuple(shards[number] for number in processes.shard_range(len(shards))),
-        keepable=len(kept),
-        made_of=made_of,
         source_kind=attention_label(model.geometry.heads, model.geometry.kv_heads),
         cache_elements=cache_elements(model.geometry),
         padding=0 if latent is None or layout.code is not None else padding(model, latent),
         result=result,
         engines=support_for(result, propose_alternatives(model, latent)),
     )
-
-
-def dense_dtype(request: ConvertRequest) -> str:
-    """The safetensors dtype to which quantized source weights are dequantized; the output stores
-    them in it.
-    """
-    return output_dtype("BF16", None if request.dtype == "auto" else request.dtype)
 
 
 def described(request: ConvertRequest) -> Checkpoint | None:

@@ -171,7 +171,7 @@ def _rewritten(
     tokens = calibrated.tokens
     if tensors:
         # Every tensor counts as written: the trained ones are replaced in the files that are there.
-        writer = ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.tensors])
+        writer = ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.layout.tensors])
         writer.write_own(tensors)
         writer.sync()
     record = {

@@ -54,7 +54,6 @@ def record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[str, A
         "source": {
             "name": plan.checkpoint.origin,
             **hashed,
-            **({"made_of": list(plan.made_of)} if plan.made_of else {}),
         },
         "attention": {"from": plan.source_kind, "to": plan.layout.kind},
         "cache_elements": {
@@ -68,7 +67,7 @@ def record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[str, A
         "engines": [asdict(verdict) for verdict in plan.engines],
         **({"padding_parameters": plan.padding} if plan.padding else {}),
         **measured,
-        "tensors": {tensor.name: origins[tensor.name] for tensor in plan.tensors},
+        "tensors": {tensor.name: origins[tensor.name] for tensor in plan.layout.tensors},
     }
 
 
@@ -77,11 +76,11 @@ def _origins(plan: Plan) -> dict[str, dict[str, Any]]:
     tensors.
     """
     origins: dict[str, dict[str, Any]] = {}
-    for tensor in plan.tensors:
+    for tensor in plan.layout.tensors:
         if tensor.source is not None:
-            infos = [tensor.kept or plan.checkpoint.tensors[name] for name in tensor.sources]
+            infos = [plan.checkpoint.tensors[name] for name in tensor.sources]
             changed = any(tensor.dtype != info.dtype for info in infos)
-            kind = next((info.made for info in infos if info.made), "cast" if changed else "copied")
+            kind = "cast" if changed else "copied"
             origins[tensor.name] = {
                 "origin": kind if infos else "zeros",
                 "from": list(tensor.sources),
@@ -117,7 +116,7 @@ def summary_text(
     command.
     """
     request = plan.request
-    size = sum(tensor.nbytes for tensor in plan.tensors)
+    size = sum(tensor.nbytes for tensor in plan.layout.tensors)
     compare = shlex.join(["kvfold", "drift", str(request.model), str(request.out)])
     following = f"next: {compare} --text FILE measures the drift on your own text"
     if drift is not None and math.isfinite(drift.excess):
@@ -278,16 +277,12 @@ def plan_text(plan: Plan) -> str:
     needs = needs_of(plan)
     # The split, and so the shapes, are not chosen yet.
     open_split = request.budget is not None
-    lines = [headline(plan), *(f"source: {line}" for line in plan.made_of)]
-    if plan.keepable and not request.keep_quantized:
-        lines.append(
-            f"--keep-quantized would keep {plan.keepable} of these weights as they are stored"
-        )
+    lines = [headline(plan)]
     if plan.padding and not open_split:
         lines.append(padding_text(plan))
     computed = sum(map(len, plan.layout.computed))
     lines.append(
-        f"tensors: {len(plan.tensors) - computed} copied, {computed} computed; in layer 0:"
+        f"tensors: {len(plan.layout.tensors) - computed} copied, {computed} computed; in layer 0:"
     )
     for tensor in plan.layout.tensors:
         if tensor.name in plan.layout.computed[0]:

@@ -111,7 +111,6 @@ def make_model(subject: Subject, config: Any, dtype: torch.dtype, device: torch.
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
-        # Quantized weights are dequantized here, as in a conversion.
         checkpoint = open_checkpoint(subject.folder)
         model = load_model(checkpoint, dtype, trust_remote_code=False).to(device)
         checkpoint.close()

@@ -302,7 +302,6 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
             latent = is_latent(language)
             read = _latent_facts(checkpoint, language) if latent else _converted_facts(checkpoint)
             facts, result, windows, tried = read
-            result = replace(result, kept=bool(checkpoint.reader.keepable))
             cache = cache_size(result, windows, facts["dtype"])
             engines = support_for(result) if tried else []
             found = Inspection(**facts, cache=cache, engines=engines, targets=[], latent=None)

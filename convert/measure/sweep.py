@@ -44,7 +44,7 @@ from kvfold.convert.conversion.latent import (
 )
 from kvfold.convert.conversion.layers import fitted_fold
 from kvfold.convert.conversion.memory import check_memory
-from kvfold.convert.conversion.plan import Plan, dense_dtype, make_plan
+from kvfold.convert.conversion.plan import Plan, make_plan
 from kvfold.convert.conversion.record import percent_text, text_name, versions
 from kvfold.convert.conversion.student import StudentWalk
 from kvfold.convert.errors import InputError
@@ -362,9 +362,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     common: TargetOptions = {name: getattr(request, name) for name in _SHARED}
     common |= {"out": request.out or "OUT", "quiet": True}
     started = time.monotonic()
-    with closing(
-        open_checkpoint(request.model, dense_dtype(ConvertRequest(**common, to="mqa")))
-    ) as checkpoint:
+    with closing(open_checkpoint(request.model)) as checkpoint:
         if request.out is not None:
             check_output(request.out, model=checkpoint.folder)
         model = model_of(checkpoint.config, checkpoint.tensors)

@@ -27,7 +27,6 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.checkpoint.reader import Checkpoint
@@ -179,18 +178,8 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bo
         {"attn_implementation": "eager"} if checkpoint.config.get("attn_logit_softcapping") else {}
     )
     with errors_as_input_errors(checkpoint.origin):
-        # The files of quantized sources hold something else than the model's tensors: these are
-        # read and handed over.
-        if checkpoint.made_of:
-            config = CONFIG_MAPPING[checkpoint.config["model_type"]].from_dict(checkpoint.config)
-            tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
-            model = classes._model_mapping[type(config)]
-            loaded = model.from_pretrained(
-                None, config=config, state_dict=tensors, dtype=dtype, **attention
-            )
-        else:
-            options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **attention}
-            loaded = classes.from_pretrained(checkpoint.folder, **options)
+        options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **attention}
+        loaded = classes.from_pretrained(checkpoint.folder, **options)
         # Some values of a config, such as more experts per token than there are, show only when it
         # runs. Under FSDP, only the first process has weights.
         if not foreign and not any(parameter.is_meta for parameter in loaded.parameters()):

@@ -40,7 +40,6 @@ class ServedModel:
     (unrotated, rotary, value) dims. ``family`` is the ``model_type`` of a fold, or of the wrapper
     around a latent model. ``older_rope``: engines that do not read ``rope_parameters`` still use
     the right ``rope_theta``. ``experts``: the result is a latent model with experts (Mistral4).
-    ``kept``: weights outside the attention are FP8 or MXFP4.
     """
 
     kind: Literal["fold", "free", "engine", "own"]
@@ -56,7 +55,6 @@ class ServedModel:
     older_rope: bool = True
     vocabulary: int = 0
     experts: bool = False
-    kept: bool = False
 
     def cache_elements(self, ranks: int = 1) -> int:
         """KV-cache elements per token per layer on each of ``ranks`` tensor-parallel ranks.
@@ -161,7 +159,6 @@ class Engine:
     ``ask`` returns the answer for a result. A run compared greedy tokens with those from
     transformers in float32. ``ran`` lists the kinds that were run (folds only with llama, so for
     other families they count as not run), ``ran_experts`` those run for a model with experts.
-    ``kept`` replaces a positive answer if weights outside the attention are quantized.
     """
 
     name: str
@@ -169,7 +166,6 @@ class Engine:
     ask: Callable[[ServedModel], Way]
     ran: tuple[str, ...] = ()
     ran_experts: tuple[str, ...] = ()
-    kept: Way | None = None
 
     def way(self, result: ServedModel) -> Way:
         """The answer for ``result``. Only transformers was tested with everything that kvfold
@@ -181,8 +177,7 @@ class Engine:
                 return Way(False, "not tested with modeling code from a checkpoint")
             if result.family in WRAPPERS:
                 return Way(False, "not tested with multimodal wrappers")
-        answer = self.ask(result)
-        return self.kept if self.kept and result.kept and answer.serves else answer
+        return self.ask(result)
 
 
 @dataclass(frozen=True)
@@ -457,7 +452,6 @@ ENGINES = (
         "SGLang",
         "0.5.23",
         _sglang,
-        kept=Way(False, "not tested with FP8 weights and dense attention"),
     ),
     # conversion/deepseek.py, conversion/phi.py (key/value heads), src/models/deepseek2.cpp (query
     # rank), src/llama-model.cpp (number of tensors), conversion/mistral3.py and
@@ -471,10 +465,5 @@ ENGINES = (
         _mlx_lm,
         ("fold", "free", "engine"),
         ("free", "engine"),
-        Way(
-            False,
-            "it rejects FP8 scales in GQA and MQA models, and supports only FP8 blocks of 128 in"
-            " DeepSeek models",
-        ),
     ),
 )

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.attention.checkpoints import SOURCES
 from kvfold.convert.checkpoint.files import with_dtype
-from kvfold.convert.checkpoint.formats import Shape
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
@@ -216,7 +215,7 @@ def grouped_model(source: Model, kv_heads: int) -> Model:
     return Model(family, source.config, source.tower)
 
 
-def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, Shape]:
+def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, tuple[int, ...]]:
     """The shapes of the attention tensors in ``layer`` for ``rank`` latent channels and ``rope``
     dims, by name.
     """
@@ -227,7 +226,7 @@ def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, 
     dim = size.head_dim
     # Kept norms act on whole queries, so their rotary part is a map of the normalized query.
     queries = heads * dim if source.qk_norm is not None else heads * (dim + rope)
-    shapes: dict[str, Shape] = {
+    shapes: dict[str, tuple[int, ...]] = {
         "q_proj.weight": (queries, width),
         "kv_down_proj.weight": (rank + rope, width),
         "kv_down_proj.bias": (rank + rope,),
@@ -294,7 +293,10 @@ def _latent_tensors(source: Model, layer: int, latent: "LatentWeights") -> dict[
 
 
 def _output_tensors(
-    source: Model, checkpoint: Checkpoint, shapes: Sequence[Mapping[str, Shape]], dtype: str | None
+    source: Model,
+    checkpoint: Checkpoint,
+    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+    dtype: str | None,
 ) -> tuple[OutputTensor, ...]:
     """The output tensors in the source's order, with the new attention of each layer in place of
     the old.

@@ -123,11 +123,6 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
             "uptraining needs accelerate, which is not installed: pip install 'kvfold[train]'"
         )
     with closing(open_checkpoint(request.model)) as source, ExitStack() as locks:
-        if source.made_of:
-            raise InputError(
-                f"{source.origin}: {source.made_of[0]} cannot be trained; convert the model without"
-                f" --keep-quantized first, which dequantizes it"
-            )
         if (inner := text_type(source.config)) is not None:
             wraps = (
                 f"model type {source.config['model_type']} is multimodal (a wrapper around {inner})"

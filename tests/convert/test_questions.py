@@ -1,18 +1,19 @@
-"""The recipe of docs/questions.md for a quantization that kvfold does not read: dequantized by
-transformers.
-"""
+"""The recipes of docs/questions.md for quantized models, which kvfold refuses."""
 
 import json
 import re
+import shutil
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.checkpoints import tensors
+from safetensors.torch import save_file
 from torch import Tensor
 
-from kvfold.convert.checkpoint.folder import DEQUANTIZE
+from kvfold.convert.checkpoint.folder import SINGLE
 from kvfold.convert.checkpoint.opening import open_headers
 from kvfold.convert.conversion.convert import convert_checkpoint
 from kvfold.convert.errors import InputError
@@ -63,6 +64,124 @@ def write_gguf(source: Path, file: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in meant.items() if not re.search("q_proj|k_proj", name)}
 
 
+def recipe(number: int, *changes: tuple[str, str]) -> None:
+    """Run the page's ``number``-th piece of Python in the current folder."""
+    code = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)[number]
+    for old, new in changes:
+        assert old in code
+        code = code.replace(old, new)
+    exec(code, {})
+
+
+@pytest.fixture
+def model(tiny_reader: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder MODEL in the current one, with the config and the tokenizer of a tiny Llama."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_reader, "MODEL")
+    return Path("MODEL")
+
+
+def quantize(folder: Path, settings: Any, stored: dict[str, Tensor]) -> None:
+    """Store ``stored`` in ``folder`` as its quantized weights; kvfold must name this page."""
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    for file in folder.glob("model*"):
+        file.unlink()
+    save_file({name: value.contiguous() for name, value in stored.items()}, folder / SINGLE)
+    with pytest.raises(InputError, match=r"docs/questions\.md"):
+        open_headers(folder)
+
+
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [16, 16],
+    "modules_to_not_convert": ["lm_head"],
+}
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "all": {
+            "targets": ["Linear"],
+            "weights": {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True},
+            "input_activations": {
+                "type": "int",
+                "num_bits": 8,
+                "strategy": "token",
+                "dynamic": True,
+            },
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("tool", ["compressed-tensors", "fp8 blocks", "fp8 in transformers"])
+def test_a_dequantized_model_converts(model: Path, tool: str) -> None:
+    pytest.importorskip("compressed_tensors", minversion="0.20")
+    stored = {}
+    meant = {}
+    int8 = tool == "compressed-tensors"
+    for name, value in tensors(model).items():
+        meant[name] = value.bfloat16()
+        if not name.endswith("_proj.weight"):
+            stored[name] = meant[name]
+            continue
+        rows, columns = (1, value.shape[1]) if int8 else (16, 16)
+        blocks = value.float().unflatten(0, (-1, rows)).unflatten(-1, (-1, columns))
+        scale = blocks.abs().amax((1, 3)) / (127 if int8 else 448)
+        scaled = blocks / scale[:, None, :, None]
+        codes = scaled.round().to(torch.int8) if int8 else scaled.to(torch.float8_e4m3fn)
+        stored[name] = codes.flatten(0, 1).flatten(1)
+        stored[f"{name}_scale{'' if int8 else '_inv'}"] = scale
+        meant[name] = (codes.float() * scale[:, None, :, None]).flatten(0, 1).flatten(1).bfloat16()
+    quantize(model, INT8 if int8 else FP8, stored)
+    if int8:
+        recipe(0)
+    elif tool == "fp8 blocks":
+        call = 'FP8BlockDequantizer.from_pretrained("MODEL", weight_block_size=(16, 16))'
+        recipe(0, ('CompressedTensorsDequantizer("MODEL", ignore=dense)', call), IMPORTED)
+    else:
+        recipe(1, ("Mxfp4Config", "FineGrainedFP8Config"))
+    dense = tensors(Path("DENSE"))
+    assert {*dense} == {*meant}
+    for name, value in meant.items():
+        torch.testing.assert_close(dense[name], value, msg=name)
+    convert_checkpoint(ConvertRequest("DENSE", "OUT", to="mqa", method="mean", quiet=True))
+    assert list(Path("OUT").glob("tokenizer*"))
+
+
+IMPORTED = ("import CompressedTensorsDequantizer", "import FP8BlockDequantizer")
+
+
+def test_mxfp4_experts_are_dequantized_by_transformers(model: Path, tiny_family: Any) -> None:
+    source = tiny_family("gpt_oss", intermediate_size=64)
+    shutil.copyfile(source / "config.json", model / "config.json")
+    codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    stored = {}
+    meant = {}
+    for name, value in tensors(source).items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = meant[name] = value.bfloat16()
+            continue
+        experts, into, out = value.shape
+        numbers = torch.randint(16, (experts, out, into // 32, 32), dtype=torch.uint8)
+        scales = torch.randint(120, 131, numbers.shape[:-1], dtype=torch.uint8)
+        signed = torch.where(numbers > 7, -1, 1) * codes[numbers.long() % 8]
+        weight = signed * torch.exp2(scales.float() - 127)[..., None]
+        meant[name] = weight.reshape(experts, out, into).mT.bfloat16()
+        stored[f"{name}_blocks"] = numbers[..., ::2] | (numbers[..., 1::2] << 4)
+        stored[f"{name}_scales"] = scales
+    quantize(model, {"quant_method": "mxfp4"}, stored)
+    recipe(1)
+    dense = tensors(Path("DENSE"))
+    assert {*dense} == {*meant}
+    assert all(torch.equal(dense[name], value) for name, value in meant.items())
+    convert_checkpoint(ConvertRequest("DENSE", "OUT", to="mqa", method="mean", quiet=True))
+
+
 @pytest.mark.skipif(
     metadata.version("transformers") < "5.23",
     reason="older versions hand merges over as tokenizers 0.23 refuses them",
@@ -70,23 +189,25 @@ def write_gguf(source: Path, file: Path) -> dict[str, Tensor]:
 def test_a_gguf_model_is_dequantized_by_transformers_then_converted(
     tiny_family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The code of the page, as it stands there; GGUF permutes rotary rows, so those matrices are
-    not compared.
-    """
+    """GGUF permutes rotary rows, so those matrices are not compared."""
     monkeypatch.chdir(tmp_path)
     Path("MODEL").mkdir()
     source = tiny_family("llama", num_key_value_heads=4, attention_bias=False, mlp_bias=False)
     meant = write_gguf(source, Path("MODEL/FILE.gguf"))
-    with pytest.raises(InputError, match=re.escape(DEQUANTIZE)):
+    with pytest.raises(InputError, match=r"docs/questions\.md"):
         open_headers("MODEL")
-    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
-    exec(code, {})
+    file = 'gguf_file="FILE.gguf"'
+    recipe(
+        1,
+        ("Mxfp4Config", "GgufConfig"),
+        ('    "MODEL",', f'    "MODEL", {file},'),
+        (
+            'AutoTokenizer.from_pretrained("MODEL")',
+            f'AutoTokenizer.from_pretrained("MODEL", {file})',
+        ),
+    )
     dense = tensors(Path("DENSE"))
     assert meant
     assert all(torch.equal(dense[name], tensor) for name, tensor in meant.items())
     convert_checkpoint(ConvertRequest("DENSE", "OUT", to="mqa", method="mean", quiet=True))
-    values = "model.layers.0.self_attn.v_proj.weight"
-    assert torch.equal(
-        tensors(Path("OUT"))[values], dense[values].float().unflatten(0, (4, -1)).mean(0).bfloat16()
-    )
     assert list(Path("OUT").glob("tokenizer*"))

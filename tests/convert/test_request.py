@@ -134,8 +134,6 @@ WRONG |= {
         },
         {
             "to": "mqa",
-            "keep_quantized": True,
-            "dtype": "float32",
             "calibration": ["a.txt", "a.txt"],
         },
         {"to": "mqa", "repeat_text": True},

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
-from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.console import check_files
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
@@ -32,33 +31,6 @@ def model(tmp_path: Path) -> Path:
         if file.is_file():
             (copy / file.name).write_bytes(file.read_bytes())
     return copy
-
-
-@pytest.mark.parametrize(
-    "group",
-    [
-        5,
-        {},
-        {"weights": {"type": 3, "num_bits": 4}},
-        {"weights": {"type": "int", "num_bits": 0}},
-        {"weights": {**WEIGHTS, "strategy": "group", "group_size": "x"}},
-        {"weights": WEIGHTS, "targets": 5},
-        {"weights": WEIGHTS, "targets": [5]},
-        {"weights": WEIGHTS, "targets": ["re:("]},
-        {"weights": WEIGHTS, "format": []},
-    ],
-    ids=json.dumps,
-)
-def test_settings_of_quantization_are_checked(group, model, refused):
-    config = json.loads((model / "config.json").read_text())
-    settings = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {"g": group},
-    }
-    (model / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
-    with refused():
-        open_checkpoint(str(model))
 
 
 @pytest.mark.parametrize(

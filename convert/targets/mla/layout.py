@@ -25,7 +25,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvfold.convert.checkpoint.files import with_dtype
-from kvfold.convert.checkpoint.formats import Shape
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.shards import OutputTensor
@@ -241,7 +240,7 @@ _ROLE_NAMES: dict[BlockRole, str] = {
 _GATE_UP: tuple[BlockRole, BlockRole] = ("gate", "up")
 
 Source = str | tuple[str, ...] | None
-Shapes = dict[str, tuple[Shape, Source]]
+Shapes = dict[str, tuple[tuple[int, ...], Source]]
 
 
 def latent_layout(
@@ -340,7 +339,7 @@ def layer_shapes(model: Model, target: MlaSpec, layer: int) -> Shapes:
     return shapes
 
 
-def _attention_shapes(model: Model, target: MlaSpec, layer: int) -> dict[str, Shape]:
+def _attention_shapes(model: Model, target: MlaSpec, layer: int) -> dict[str, tuple[int, ...]]:
     """The shapes of the attention tensors in ``layer``, by name; all of these tensors are computed."""
     size = model.geometry
     heads = size.heads
@@ -350,7 +349,7 @@ def _attention_shapes(model: Model, target: MlaSpec, layer: int) -> dict[str, Sh
     queries = heads * (nope + target.rope_dim)
     q_rank = query_rank(model, target)
     if q_rank is None:
-        shapes: dict[str, Shape] = {"q_proj.weight": (queries, width)}
+        shapes: dict[str, tuple[int, ...]] = {"q_proj.weight": (queries, width)}
     else:
         shapes = {
             "q_a_proj.weight": (q_rank, width),

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from helpers.checkpoints import stock_model
-from helpers.quantized import fp8_blocks, fp8_settings, quantized_copy
 
 from kvfold.convert import ConvertRequest, bench_checkpoints, convert_checkpoint
 from kvfold.convert.cli import kvfold
@@ -114,17 +112,6 @@ def test_costs_of_a_step_of_a_known_shape():
         worker.AutoConfig.for_model(**shape("llama-2-7b")[0].config)
     )
     assert (total, total - read) == (6_738_415_616, 32000 * 4096)
-
-
-def test_quantized_checkpoints_are_timed_dequantized(tiny_family, tmp_path):
-    source = tiny_family("qwen3")
-    block = (16, 16)
-    twin = quantized_copy(source, tmp_path / "fp8", fp8_settings(block), fp8_blocks(block))
-    (subject,) = list_subjects(BenchRequest([str(tmp_path / "fp8")]))
-    assert "quantization_config" not in subject.config
-    expected = stock_model(twin, dtype=torch.bfloat16).state_dict()
-    found = worker.make_model(subject, None, torch.bfloat16, torch.device("cpu")).state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 @pytest.mark.usefixtures("in_process")
