@@ -61,6 +61,7 @@ class PanelCommand(click.Command):
 WITHDRAWN: dict[str, str] = {
     "--keep-intervals": "convert with several numbers of --polish, each into an OUT of its own",
     "--keep-quantized": "dequantize the model first, as docs/questions.md shows",
+    "--q-rank": "queries keep their size, and the cache does not depend on it; remove the option",
     "--resume": "the same command continues an interrupted run by itself",
     "--teacher": "kvfold uptrain OUT TRAINED --teacher MODEL2 learns from another model",
     "--train": "kvfold uptrain OUT TRAINED --train all trains all weights",

@@ -156,9 +156,6 @@ class ConvertRequest(Request):
     budget: int | None = _latent(
         "Choose R + P = N by measured drift (mla).", metavar="N", minimum=4
     )
-    q_rank: int | None = _latent(
-        "Also factor the queries through a latent of rank N (mla).", metavar="N", minimum=1
-    )
     method: str | None = option(
         None,
         f"Default: {DEFAULT} (calibrated). {_methods()}; or MODULE:NAME.",

@@ -137,7 +137,7 @@ def candidate(plan: Plan, target: MlaSpec, layers: Sequence[LayerSurvey]) -> Can
     if plan.request.chosen_method.reads_text:
         thetas = [layer.theta for layer in layers]
         choose = rope_slots.plain_slots if target.layout == "engine" else rope_slots.choose_slots
-        kept = target.rope_kept(plan.geometry.rotary_dims)
+        kept = target.used_rope_dim(plan.geometry.rotary_dims)
         slots = rope_slots.slots_by_layer(
             thetas, lambda alike: choose([layers[layer] for layer in alike], kept)
         )

@@ -29,8 +29,12 @@ from kvfold.convert.targets.mla.layout import latent_layout, padding
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.mla.spec import MlaSpec, cached_divisors
 from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout, own_latent_layout
-from kvfold.convert.targets.same_family import attention_label, cache_elements, folded_layout
-from kvfold.convert.targets.target import OutputLayout
+from kvfold.convert.targets.same_family import (
+    OutputLayout,
+    attention_label,
+    cache_elements,
+    folded_layout,
+)
 
 
 @dataclass(frozen=True)
@@ -224,7 +228,7 @@ def latent_targets(request: ConvertRequest, model: Model) -> list[MlaSpec]:
     layout = (
         "kvfold" if request.layout is None and needs_own_code(model) else request.resolved_layout
     )
-    options = request.q_rank, layout, request.rotate_latent
+    rotated = request.rotate_latent
     if request.budget is None:
         splits = [(request.kv_rank or 0, request.rope_dim or 0)]
     else:
@@ -233,9 +237,11 @@ def latent_targets(request: ConvertRequest, model: Model) -> list[MlaSpec]:
         step = max(2, 1 << (request.budget // 8).bit_length() >> 1)
         ropes = range(step, request.budget, step) if model.geometry.rotary_dims else (0,)
         # Norms that are kept use part of the budget.
-        latent = request.budget - cached_divisors(model, MlaSpec(request.budget, 0, *options))
+        latent = request.budget - cached_divisors(
+            model, MlaSpec(request.budget, 0, layout, rotated)
+        )
         splits = [(latent - rope, rope) for rope in ropes]
-    targets = [MlaSpec(rank, rope, *options) for rank, rope in splits]
+    targets = [MlaSpec(rank, rope, layout, rotated) for rank, rope in splits]
     problems = [
         latent_problems(model, target, allow_growth=request.allow_growth) for target in targets
     ]

@@ -11,7 +11,7 @@ norms on queries and keys if the source has them.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvfold.attention.checkpoints import SOURCES
@@ -23,8 +23,13 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.values import evaluate
 from kvfold.convert.targets.mla.spec import MlaSpec, cached_divisors
-from kvfold.convert.targets.same_family import attention_label, cache_elements
-from kvfold.convert.targets.target import OutputLayout, output_dtype
+from kvfold.convert.targets.same_family import (
+    FoldLayout,
+    OutputLayout,
+    attention_label,
+    cache_elements,
+    output_dtype,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +45,7 @@ NORMED = "normed_latent"
 
 
 def needs_own_code(model: Model) -> bool:
-    """True if no stock class can express ``model`` with fewer key/value heads."""
+    """Whether no stock class can express ``model`` with fewer key/value heads."""
     return model.family.sizes.kv_heads is None
 
 
@@ -69,76 +74,81 @@ def own_folded_layout(
         "frequencies": frequencies,
         "amplitude": amplitude,
     }
-    if (clip := source.layers[0].clip) is not None:
+    clip = source.layers[0].clip
+    if clip is not None:
         facts["clip"] = clip
     target = grouped_model(source, kv_heads)
-    names = [target.attention_names(layer) for layer in range(target.geometry.layers)]
+    names = tuple(target.attention_names(layer) for layer in range(target.geometry.layers))
     shapes = [{name: target.tensors[name].shape for name in layer} for layer in names]
-
-    def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
-        from kvfold.convert.families.layer_io import write_layer  # needs torch, a plan does not
-
-        return write_layer(target, layer, weights)
-
-    return OutputLayout(
-        attention_label(target.geometry.heads, kv_heads),
-        own_config(source, checkpoint, facts, dtype),
-        _output_tensors(source, checkpoint, shapes, dtype),
-        tuple(names),
-        cache_elements(target.geometry),
-        encode,
-        CODE,
+    return FoldLayout(
+        kind=attention_label(target.geometry.heads, kv_heads),
+        config=own_config(source, checkpoint, facts, dtype),
+        tensors=_output_tensors(source, checkpoint, shapes, dtype),
+        computed=names,
+        cache_elements=cache_elements(target.geometry),
+        code=CODE,
+        model=target,
+        roles=ROLES,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnLatentLayout(OutputLayout):
+    """The layout of ``model`` with latent attention of ``spec`` in kvfold's modules."""
+
+    model: Model
+    spec: MlaSpec
+
+    def encode(self, layer: int, weights: "LatentWeights") -> dict[str, "Tensor"]:
+        from kvfold.convert.transforms.latent.variants import mix_channels  # needs torch
+
+        return _latent_tensors(
+            self.model, layer, mix_channels(weights) if self.spec.rotated else weights
+        )
 
 
 def own_latent_layout(
     source: Model,
     checkpoint: Checkpoint,
-    target: MlaSpec,
+    spec: MlaSpec,
     theta: Sequence[Sequence[float]],
     dtype: str | None,
 ) -> OutputLayout:
     """The layout of ``source`` with latent attention in kvfold's modules; ``theta [layers][P/2]``:
     rotary frequencies.
 
-    The cache takes ``target.kv_rank + target.rope_dim`` elements per token per layer, plus
+    The cache takes ``spec.kv_rank + spec.rope_dim`` elements per token per layer, plus
     `cached_divisors` (divisors of norms) if the source normalizes queries and keys.
     """
     norm = source.qk_norm
-    divisors = cached_divisors(source, target)
+    divisors = cached_divisors(source, spec)
     facts: dict[str, Any] = {
         "variant": LATENT if norm is None else NORMED,
-        "kv_rank": target.kv_rank,
-        "rope_dim": target.rope_dim,
+        "kv_rank": spec.kv_rank,
+        "rope_dim": spec.rope_dim,
         "qkv_bias": "q" in source.biased,
         "o_bias": True,  # constant values are in it
     }
     if norm is not None:
+        facts["kv_heads"] = source.geometry.kv_heads
         # `flat` norms act on all heads at once; the gain of a norm is its weight plus `offset`.
-        eps = float(evaluate(norm.eps, source.values))
-        described = {
+        facts["norm"] = {
             "kind": norm.kind,
             "flat": norm.extent == "flat",
-            "eps": eps,
+            "eps": float(evaluate(norm.eps, source.values)),
             "offset": norm.offset,
         }
-        facts |= {"kv_heads": source.geometry.kv_heads, "norm": described}
     layers = range(source.geometry.layers)
-    shapes = [latent_shapes(source, layer, target.kv_rank, target.rope_dim) for layer in layers]
-
-    def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
-        from kvfold.convert.transforms.latent.variants import rotated  # needs torch
-
-        return _latent_tensors(source, layer, rotated(weights) if target.rotated else weights)
-
-    return OutputLayout(
-        f"MLA {target.kv_rank}+{target.rope_dim}" + (f"+{divisors}" if divisors else ""),
-        own_config(source, checkpoint, facts, dtype, theta),
-        _output_tensors(source, checkpoint, shapes, dtype),
-        tuple(tuple(layer) for layer in shapes),
-        target.kv_rank + target.rope_dim + divisors,
-        encode,
-        CODE,
+    shapes = [latent_shapes(source, layer, spec.kv_rank, spec.rope_dim) for layer in layers]
+    return OwnLatentLayout(
+        kind=f"MLA {spec.kv_rank}+{spec.rope_dim}" + (f"+{divisors}" if divisors else ""),
+        config=own_config(source, checkpoint, facts, dtype, theta),
+        tensors=_output_tensors(source, checkpoint, shapes, dtype),
+        computed=tuple(tuple(layer) for layer in shapes),
+        cache_elements=spec.kv_rank + spec.rope_dim + divisors,
+        code=CODE,
+        model=source,
+        spec=spec,
     )
 
 
@@ -252,44 +262,47 @@ def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, 
 
 
 def _latent_tensors(source: Model, layer: int, latent: "LatentWeights") -> dict[str, "Tensor"]:
-    """The tensors described by `latent_shapes`, computed from the weights ``latent`` of ``layer``."""
+    """The tensors of `latent_shapes`, from the weights ``latent`` of ``layer``; zeros for a bias
+    that ``latent`` lacks.
+    """
     import torch
 
-    down_bias = latent.down.new_zeros(latent.rank) if latent.down_bias is None else latent.down_bias
-    rope_bias = (
-        latent.down.new_zeros(latent.rope_dim)
-        if latent.rope_key_bias is None
-        else latent.rope_key_bias
-    )
-    tensors = {
+    tensors: dict[str, Tensor | None] = {
         "kv_down_proj.weight": torch.cat([latent.down, latent.rope_key]),
-        "kv_down_proj.bias": torch.cat([down_bias, rope_bias]),
-        "k_up_proj.weight": latent.uk.flatten(0, 1),
-        "v_up_proj.weight": latent.uv.flatten(0, 1),
-        "o_proj.weight": latent.o.flatten(1),
-        "o_proj.bias": (
-            latent.o.new_zeros(latent.down.shape[1]) if latent.o_bias is None else latent.o_bias
-        ),
+        "k_up_proj.weight": latent.uk,
+        "v_up_proj.weight": latent.uv,
+        "o_proj.weight": latent.o,
+        "o_proj.bias": latent.o_bias,
     }
-    if (norms := latent.norms) is not None:
+    biases = [
+        rows.new_zeros(len(rows)) if bias is None else bias
+        for rows, bias in (
+            (latent.down, latent.down_bias),
+            (latent.rope_key, latent.rope_key_bias),
+        )
+    ]
+    tensors["kv_down_proj.bias"] = torch.cat(biases)
+    norms = latent.norms
+    if norms is not None:
         tensors |= {
-            "q_proj.weight": norms.q.flatten(0, 1),
+            "q_proj.weight": norms.q,
+            "q_proj.bias": norms.q_bias,
             "q_norm.weight": norms.q_norm.weight,
-            "k_proj.weight": norms.k.flatten(0, 1),
-            "k_up_proj.bias": norms.constant.flatten(),
+            "k_proj.weight": norms.k,
+            "k_proj.bias": norms.k_bias,
+            "k_up_proj.bias": norms.constant,
+            "q_rope_proj.weight": norms.rope,
         }
-        if norms.rope.shape[1]:
-            tensors["q_rope_proj.weight"] = norms.rope.flatten(0, 1)
-        biases = {"q_proj.bias": norms.q_bias, "k_proj.bias": norms.k_bias}
-        tensors |= {name: bias.flatten() for name, bias in biases.items() if bias is not None}
     else:
-        tensors["q_proj.weight"] = torch.cat([latent.q_nope, latent.q_rope], 1).flatten(0, 1)
+        tensors["q_proj.weight"] = torch.cat([latent.q_nope, latent.q_rope], 1)
         if latent.q_nope_bias is not None and latent.q_rope_bias is not None:
-            tensors["q_proj.bias"] = torch.cat(
-                [latent.q_nope_bias, latent.q_rope_bias], 1
-            ).flatten()
-    module = source.family.attention.place(layer)
-    return {f"{module}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+            tensors["q_proj.bias"] = torch.cat([latent.q_nope_bias, latent.q_rope_bias], 1)
+    encoded = {}
+    for name, shape in latent_shapes(source, layer, latent.rank, latent.rope_dim).items():
+        tensor = tensors[name.removeprefix(f"{source.family.attention.place(layer)}.")]
+        zeros = latent.o.new_zeros(shape)
+        encoded[name] = zeros if tensor is None else tensor.reshape(shape).contiguous()
+    return encoded
 
 
 def _output_tensors(

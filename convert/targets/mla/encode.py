@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 
 from kvfold.convert.targets.mla.spec import ATTENTION, MlaSpec
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights
-from kvfold.convert.transforms.latent.variants import rotated
+from kvfold.convert.transforms.latent.variants import mix_channels
 
 # How far the logits of the reference MHA model are off as an exact MLA in float32
 # (recipes/benchmarks/ bench_constants.py --channel, 2026-11-24): 64: 6e-3, 256: 4e-4, from 1024 on
@@ -44,7 +44,7 @@ def norm_weight(rank: int) -> float:
     return float(2.0 ** round(math.log2(CONSTANT / math.sqrt(rank))))
 
 
-def mla_tensors(latent: LatentWeights, layer: int, target: MlaSpec) -> dict[str, Tensor]:
+def mla_tensors(latent: LatentWeights, layer: int, spec: MlaSpec) -> dict[str, Tensor]:
     """The attention tensors of ``layer`` by name, with the names and shapes in
     ``layout.layer_shapes``.
 
@@ -52,17 +52,17 @@ def mla_tensors(latent: LatentWeights, layer: int, target: MlaSpec) -> dict[str,
     """
     # Nothing may be dropped in silence.
     biases = ("down_bias", "rope_key_bias", "q_nope_bias", "q_rope_bias", "o_bias")
-    placeless = [name for name in biases if getattr(latent, name) is not None]
-    if not target.constant and placeless:
-        raise ValueError(f"latent: layout 'engine' has no tensors for {', '.join(placeless)}")
+    unstored = [name for name in biases if getattr(latent, name) is not None]
+    if not spec.constant and unstored:
+        raise ValueError(f"latent: layout 'engine' has no tensors for {', '.join(unstored)}")
     if latent.q_nope_bias is not None and latent.query is None:
         raise ValueError(
             "latent: a bias on queries needs a query latent (transforms/latent/variants.py)"
         )
-    latent = padded(rotated(latent) if target.rotated else latent, target)
-    tensors = {**_queries(latent, target), **_keys_and_values(latent, target)}
+    latent = pad_heads(mix_channels(latent) if spec.rotated else latent, spec)
+    tensors = {**_queries(latent), **_keys_and_values(latent, spec)}
     tensors["o_proj.weight"] = latent.o.flatten(1)
-    if target.constant:
+    if spec.constant:
         tensors["o_proj.bias"] = _or_zeros(latent.o_bias, latent.o[:, 0, 0])
     return {
         f"{ATTENTION.format(layer=layer)}.{name}": tensor.contiguous()
@@ -79,41 +79,35 @@ def interleave(rows: Tensor, dim: int) -> Tensor:
     return torch.stack([real, imaginary], dim + 1).flatten(dim, dim + 1)
 
 
-def _queries(latent: LatentWeights, target: MlaSpec) -> dict[str, Tensor]:
+def _queries(latent: LatentWeights) -> dict[str, Tensor]:
     """The query tensors, multiplied by the source's scale divided by DeepSeek's scale ``(N +
     P)^-1/2``.
     """
     factor = latent.scale * math.sqrt(latent.nope_dim + latent.rope_dim)
     if latent.query is None:
         return {"q_proj.weight": _heads(latent.q_nope, latent.q_rope).flatten(0, 1) * factor}
-    read = _heads(latent.query.q_nope, latent.query.q_rope).flatten(0, 1) * factor
     down = latent.query.down
-    if not target.constant:
-        return {
-            "q_a_proj.weight": down,
-            "q_a_layernorm.weight": down.new_ones(len(down)),
-            "q_b_proj.weight": read,
-        }
-    bias = read.new_zeros(len(read))
+    rank = len(down) + 1
+    readout = _heads(latent.query.q_nope, latent.query.q_rope).flatten(0, 1) * factor
+    bias = readout.new_zeros(len(readout))
     if latent.q_nope_bias is not None and latent.q_rope_bias is not None:
         bias = _heads(latent.q_nope_bias, latent.q_rope_bias).flatten() * factor
-    rank = len(down) + 1
     # The weights that read the latent undo what is left of the norm's factor.
     remainder = CONSTANT / math.sqrt(rank) / norm_weight(rank)
     return {
         "q_a_proj.weight": pad(down, (0, 0, 0, 1)),
         "q_a_proj.bias": pad(down.new_zeros(len(down)), (0, 1), value=CONSTANT),
         "q_a_layernorm.weight": down.new_full((rank,), norm_weight(rank)),
-        "q_b_proj.weight": torch.cat([read, (bias / CONSTANT)[:, None]], 1) * remainder,
+        "q_b_proj.weight": torch.cat([readout, (bias / CONSTANT)[:, None]], 1) * remainder,
     }
 
 
-def _keys_and_values(latent: LatentWeights, target: MlaSpec) -> dict[str, Tensor]:
+def _keys_and_values(latent: LatentWeights, spec: MlaSpec) -> dict[str, Tensor]:
     rope_key = interleave(latent.rope_key, 0)
     read = torch.cat([latent.uk, latent.uv], 1).flatten(
         0, 1
     )  # [H (N + D), R], per head keys then values
-    if not target.constant:
+    if not spec.constant:
         return {
             "kv_a_proj_with_mqa.weight": torch.cat([latent.down, rope_key]),
             "kv_a_layernorm.weight": latent.down.new_ones(latent.rank),
@@ -121,7 +115,7 @@ def _keys_and_values(latent: LatentWeights, target: MlaSpec) -> dict[str, Tensor
         }
     rank = latent.rank + 1
     weight = latent.down.new_full((rank,), norm_weight(rank))
-    if target.rotated:
+    if spec.rotated:
         weight[-1] = 0  # keeps the constant out of a quantized cache, whose scale it would set
     down_bias = _or_zeros(latent.down_bias, latent.down[:, 0])
     rope_bias = interleave(_or_zeros(latent.rope_key_bias, latent.rope_key[:, 0]), 0)
@@ -144,32 +138,26 @@ def _or_zeros(bias: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if bias is None else bias
 
 
-def padded(latent: LatentWeights, target: MlaSpec) -> LatentWeights:
+def pad_heads(latent: LatentWeights, spec: MlaSpec) -> LatentWeights:
     """Pad heads and rotary keys with zeros to their stored sizes. Returns ``latent`` itself if the
     sizes match.
     """
-    nope, value = target.head_dims(latent.value_dim)
-    rope = target.rope_dim
+    nope, value = spec.head_dims(latent.value_dim)
+    rope = spec.rope_dim
     if (latent.nope_dim, latent.value_dim, latent.rope_dim) == (nope, value, rope):
         return latent
-    query = latent.query
-    if query is not None:
-        query = replace(
-            query, q_nope=_grown(query.q_nope, nope), q_rope=spread(query.q_rope, 1, rope)
-        )
     return replace(
         latent,
-        rope_key=spread(latent.rope_key, 0, rope),
-        q_nope=_grown(latent.q_nope, nope),
-        q_rope=spread(latent.q_rope, 1, rope),
-        uk=_grown(latent.uk, nope),
-        uv=_grown(latent.uv, value),
+        rope_key=spread_pairs(latent.rope_key, 0, rope),
+        q_nope=_pad_rows(latent.q_nope, nope),
+        q_rope=spread_pairs(latent.q_rope, 1, rope),
+        uk=_pad_rows(latent.uk, nope),
+        uv=_pad_rows(latent.uv, value),
         o=pad(latent.o, (0, value - latent.value_dim)),
-        query=query,
     )
 
 
-def spread(rows: Tensor, dim: int, size: int) -> Tensor:
+def spread_pairs(rows: Tensor, dim: int, size: int) -> Tensor:
     """Spread half-split rotary dims of ``rows`` along ``dim`` to every ``k``-th pair of ``size``
     dims; the rest are 0.
 
@@ -181,16 +169,17 @@ def spread(rows: Tensor, dim: int, size: int) -> Tensor:
     return pad(halves, (0, step - 1)).flatten(-3).movedim(-1, dim)
 
 
-def _grown(rows: Tensor, size: int) -> Tensor:
+def _pad_rows(rows: Tensor, size: int) -> Tensor:
     """Append zeros to ``rows [H, n, ...]``. Returns ``[H, size, ...]``."""
     return pad(rows, (0, 0, 0, size - rows.shape[1]))
 
 
 @dataclass(frozen=True)
 class ConstantSlice:
-    """The constant channel's part of a tensor: slice ``index`` along ``axis``.
+    """The constant channel's part of a tensor.
 
-    ``pace`` is its learning rate relative to the rest of the tensor; 0 freezes it.
+    axis, index: the slice ``index`` along ``axis``
+    pace: its learning rate relative to the rest of the tensor; 0 freezes it
     """
 
     axis: int
@@ -205,16 +194,16 @@ def constant_slices(tensors: Mapping[str, Tensor]) -> dict[str, ConstantSlice]:
     of zeros for a slightly lower error, so these are frozen. The columns that read the channel have
     an input ``B`` times larger than the others, so their learning rate is ``B`` times lower.
     """
-    held: dict[str, ConstantSlice] = {}
+    slices: dict[str, ConstantSlice] = {}
     for name in tensors:
         parent, _, kind = name.rpartition(".")
         path, _, projection = parent.rpartition(".")
         if projection in _NORM_OF:
             rank = len(tensors[f"{path}.{_NORM_OF[projection]}.weight"])
-            held[name] = ConstantSlice(0, rank - 1, 0.0)
+            slices[name] = ConstantSlice(0, rank - 1, 0.0)
         elif projection in _READERS and kind == "weight":
-            held[name] = ConstantSlice(1, tensors[name].shape[1] - 1, 1 / CONSTANT)
-    return held
+            slices[name] = ConstantSlice(1, tensors[name].shape[1] - 1, 1 / CONSTANT)
+    return slices
 
 
 def latent_norms(names: Iterable[str]) -> list[str]:

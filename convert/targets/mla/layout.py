@@ -21,7 +21,8 @@ but the source has no shared expert: layout ``free`` stores a shared expert of w
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvfold.convert.checkpoint.files import with_dtype
@@ -31,11 +32,19 @@ from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.families.family import names_in_files
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import BlockRole
-from kvfold.convert.targets.mla.spec import ATTENTION, EXPERT_TYPE, MlaSpec, context, query_rank
-from kvfold.convert.targets.target import OutputLayout, output_dtype
+from kvfold.convert.targets.mla.spec import (
+    ATTENTION,
+    EXPERT_TYPE,
+    MlaSpec,
+    context_length,
+    query_rank,
+)
+from kvfold.convert.targets.same_family import OutputLayout, output_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 
 _CLASSES: dict[str, dict[str, Any]] = {
     "free": {"architectures": ["YoutuForCausalLM"], "model_type": "youtu"},
@@ -46,7 +55,7 @@ _ROPE_BASE = 10000.0  # of the standard frequencies that longrope's factors divi
 
 
 def mla_config(
-    model: Model, target: MlaSpec, theta: Sequence[float], *, dtype: str
+    model: Model, spec: MlaSpec, theta: Sequence[float], *, dtype: str
 ) -> dict[str, Any]:
     """``config.json`` of the output. ``theta [P/2]`` are the rotary frequencies in radians per
     position.
@@ -57,17 +66,17 @@ def mla_config(
     size = model.geometry
     block = model.block
     config = model.config
-    nope, value = target.head_dims(size.head_dim)
+    nope, value = spec.head_dims(size.head_dim)
     # Where all layers have experts, the width of the MLPs that the model lacks is theirs.
     down = model.names.get(("down", 0)) or model.names["expert_down", 0]
     width = model.tensors[down[0]].shape[1]
     special = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    if target.layout == "free":
+    if spec.layout == "free":
         # transformers 5.23 zeroes the embedding of the pad token when it loads a Youtu model.
         special["pad_token_id"] = None
     return {
-        **(_CLASSES["experts" if block.sparse else target.layout]),
-        "attention_bias": target.constant,
+        **(_CLASSES["experts" if block.sparse else spec.layout]),
+        "attention_bias": spec.constant,
         "attention_dropout": config.get("attention_dropout", 0.0),
         **special,
         "vocab_size": size.vocabulary,
@@ -77,40 +86,38 @@ def mla_config(
         "num_hidden_layers": size.layers,
         "num_attention_heads": size.heads,
         "num_key_value_heads": size.heads,
-        "kv_lora_rank": target.kv_rank,
-        "q_lora_rank": query_rank(model, target),
+        "kv_lora_rank": spec.kv_rank,
+        "q_lora_rank": query_rank(model, spec),
         "qk_nope_head_dim": nope,
-        "qk_rope_head_dim": target.rope_dim,
+        "qk_rope_head_dim": spec.rope_dim,
         "v_head_dim": value,
-        "max_position_embeddings": context(model),
+        "max_position_embeddings": context_length(model),
         "initializer_range": size.initializer_range,
         "rms_norm_eps": block.norm_eps,
-        "tie_word_embeddings": block.tied and target.layout != "engine",
+        "tie_word_embeddings": block.tied and spec.layout != "engine",
         "use_cache": True,
         "rope_interleave": True,
-        **_expert_config(model, target, width),
-        **_rope(model, target, theta),
+        **_expert_config(model, spec, width),
+        **_rope(model, spec, theta),
         "dtype": dtype,
         "torch_dtype": dtype,  # the spelling before transformers 5
     }
 
 
-def _rope(model: Model, target: MlaSpec, theta: Sequence[float]) -> dict[str, Any]:
+def _rope(model: Model, spec: MlaSpec, theta: Sequence[float]) -> dict[str, Any]:
     """The config keys for the rotary embedding, and ``head_dim`` if readers need it."""
-    cached = target.kv_rank + target.rope_dim
-    positions = context(model)
+    cached = spec.kv_rank + spec.rope_dim
+    positions = context_length(model)
     head_dim = (
-        cached
-        if target.has_kernels
-        else target.head_dims(model.geometry.head_dim)[0] + target.rope_dim
+        cached if spec.has_kernels else spec.head_dims(model.geometry.head_dim)[0] + spec.rope_dim
     )
     # vLLM's Transformers backend takes head_dim for the size of the latent cache. Youtu and
     # Mistral4 rotate a part of their head_dim dims, rounded down, and otherwise ignore it: where
     # kernels support the cache one value serves all.
-    part = {"partial_rotary_factor": (target.rope_dim + 0.5) / head_dim}
-    plain: Literal["default", "yarn", "longrope"] = "longrope" if target.has_kernels else "default"
+    part = {"partial_rotary_factor": (spec.rope_dim + 0.5) / head_dim}
+    plain: Literal["default", "yarn", "longrope"] = "longrope" if spec.has_kernels else "default"
     table = stored_rope(
-        theta, positions, "yarn" if model.block.sparse or target.layout == "engine" else plain
+        theta, positions, "yarn" if model.block.sparse or spec.layout == "engine" else plain
     )
     if model.block.sparse:
         # Mistral4 rotates a part of a head, but not by plain RoPE, and would scale its queries by
@@ -119,7 +126,7 @@ def _rope(model: Model, target: MlaSpec, theta: Sequence[float]) -> dict[str, An
             "head_dim": head_dim,
             "rope_parameters": {**table, **part, "llama_4_scaling_beta": 0.0},
         }
-    if target.layout == "engine":
+    if spec.layout == "engine":
         # YaRN of factor 1 changes no frequency and no scale. It is the way of DeepSeek-V3 itself;
         # for plain interleaved RoPE vLLM 0.32 has a kernel on CPUs that rotates several heads
         # wrongly.
@@ -129,12 +136,12 @@ def _rope(model: Model, target: MlaSpec, theta: Sequence[float]) -> dict[str, An
             "rope_scaling": {**scaling, "type": table["rope_type"]},
         }
         return {**older, "rope_parameters": table}
-    if not target.has_kernels:
+    if not spec.has_kernels:
         return {"rope_parameters": table}
     return {"head_dim": cached, "rope_parameters": {**table, **part}}
 
 
-def _expert_config(model: Model, target: MlaSpec, width: int) -> dict[str, Any]:
+def _expert_config(model: Model, spec: MlaSpec, width: int) -> dict[str, Any]:
     """The config keys for experts; empty in layout ``free`` if there are none. ``width`` is the
     width of the MLPs.
     """
@@ -147,14 +154,14 @@ def _expert_config(model: Model, target: MlaSpec, width: int) -> dict[str, Any]:
             "first_k_dense_replace": first,
             "moe_intermediate_size": model.tensors[downs[0]].shape[1],
             "n_routed_experts": len(downs),
-            "n_shared_experts": int(target.layout == "engine"),
+            "n_shared_experts": int(spec.layout == "engine"),
             "num_experts_per_tok": routing.per_token,
             "n_group": 1,
             "topk_group": 1,
             "norm_topk_prob": routing.renormalized,
             "routed_scaling_factor": 1.0,
         }
-    if target.layout != "engine":
+    if spec.layout != "engine":
         return {}
     # A DeepSeek model without experts has the smallest numbers that its readers accept.
     return {
@@ -243,10 +250,39 @@ Source = str | tuple[str, ...] | None
 Shapes = dict[str, tuple[tuple[int, ...], Source]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatentLayout(OutputLayout):
+    """The layout of ``model``, whose files are ``checkpoint``, as MLA of ``spec`` in a stock class."""
+
+    model: Model
+    spec: MlaSpec
+    checkpoint: Checkpoint
+
+    def encode(self, layer: int, weights: "LatentWeights") -> dict[str, "Tensor"]:
+        from kvfold.convert.targets.mla.encode import mla_tensors  # needs torch, a plan does not
+
+        tensors = mla_tensors(weights, layer, self.spec)
+        for fused in self.model.names.get(("gate_up", layer), ()):
+            gate, up = self.checkpoint.read(fused).chunk(2)
+            tensors[_ROLE_NAMES["gate"].format(layer=layer)] = gate.contiguous()
+            tensors[_ROLE_NAMES["up"].format(layer=layer)] = up.contiguous()
+        return {
+            stored_name(self.model, self.checkpoint, name): tensor
+            for name, tensor in tensors.items()
+        }
+
+
+def stored_name(model: Model, checkpoint: Checkpoint, name: str) -> str:
+    """The name in the output's files of the stock class's tensor ``name``: a wrapper's files have
+    another prefix.
+    """
+    return name if model.tower is None else names_in_files(checkpoint.tensors).wrapped(name)
+
+
 def latent_layout(
     model: Model,
     checkpoint: Checkpoint,
-    target: MlaSpec,
+    spec: MlaSpec,
     theta: Sequence[float],
     dtype: str | None,
 ) -> OutputLayout:
@@ -257,12 +293,10 @@ def latent_layout(
     computed tensors then have the dtype of the first query projection.
     """
     computed_dtype = checkpoint.tensors[model.attention_names(0)[0]].dtype
-    # A wrapper's files have a prefix before the language model's names, which the stock shapes
-    # lack.
-    moved = (
-        (lambda name: name) if model.tower is None else names_in_files(checkpoint.tensors).wrapped
-    )
-    shapes = {moved(name): value for name, value in mla_shapes(model, target).items()}
+    shapes = {
+        stored_name(model, checkpoint, name): value
+        for name, value in mla_shapes(model, spec).items()
+    }
     if model.tower is not None:
         # A multimodal wrapper also holds a vision tower and a projector, which are copied.
         others = (info for info in checkpoint.tensors.values() if info.name not in model.tensors)
@@ -278,32 +312,30 @@ def latent_layout(
         tensors.append(OutputTensor(name, output_dtype(present, dtype), shape, source))
     computed = tuple(
         tuple(
-            moved(name)
-            for name, (_, source) in layer_shapes(model, target, layer).items()
+            stored_name(model, checkpoint, name)
+            for name, (_, source) in layer_shapes(model, spec, layer).items()
             if source is None
         )
         for layer in range(model.geometry.layers)
     )
-    config = mla_config(model, target, theta, dtype=dtype or TORCH_NAMES[computed_dtype])
+    config = mla_config(model, spec, theta, dtype=dtype or TORCH_NAMES[computed_dtype])
     if model.tower is not None:
         config = {**checkpoint.config, "text_config": config}
         config = config if dtype is None else with_dtype(config, dtype)
 
-    def encode(layer: int, weights: Any) -> Mapping[str, "Tensor"]:
-        from kvfold.convert.targets.mla.encode import mla_tensors  # needs torch, a plan does not
-
-        made = mla_tensors(weights, layer, target)
-        for fused in model.names.get(("gate_up", layer), ()):
-            for role, half in zip(_GATE_UP, checkpoint.read(fused).chunk(2), strict=True):
-                made[_ROLE_NAMES[role].format(layer=layer)] = half.contiguous()
-        return {moved(name): tensor for name, tensor in made.items()}
-
-    kind = f"MLA {target.kv_rank}+{target.rope_dim}"
-    elements = target.kv_rank + target.rope_dim
-    return OutputLayout(kind, config, tuple(tensors), computed, elements, encode)
+    return LatentLayout(
+        kind=f"MLA {spec.kv_rank}+{spec.rope_dim}",
+        config=config,
+        tensors=tuple(tensors),
+        computed=computed,
+        cache_elements=spec.kv_rank + spec.rope_dim,
+        model=model,
+        spec=spec,
+        checkpoint=checkpoint,
+    )
 
 
-def mla_shapes(model: Model, target: MlaSpec) -> Shapes:
+def mla_shapes(model: Model, spec: MlaSpec) -> Shapes:
     """The shape of each output tensor and the source tensors that it copies (see
     ``OutputTensor.source``), by name.
     """
@@ -314,17 +346,17 @@ def mla_shapes(model: Model, target: MlaSpec) -> Shapes:
         "model.norm.weight": (model.tensors[norm].shape, norm),
     }
     # A tied head is not stored, except for engines, whose loaders ask for it.
-    if head != embedding or target.layout == "engine":
+    if head != embedding or spec.layout == "engine":
         shapes["lm_head.weight"] = (model.tensors[head].shape, head)
     for layer in range(model.geometry.layers):
-        shapes |= layer_shapes(model, target, layer)
+        shapes |= layer_shapes(model, spec, layer)
     return shapes
 
 
-def layer_shapes(model: Model, target: MlaSpec, layer: int) -> Shapes:
+def layer_shapes(model: Model, spec: MlaSpec, layer: int) -> Shapes:
     """The entries of `mla_shapes` that belong to ``layer``."""
     shapes: Shapes = {
-        name: (shape, None) for name, shape in _attention_shapes(model, target, layer).items()
+        name: (shape, None) for name, shape in _attention_shapes(model, spec, layer).items()
     }
     for fused in model.names.get(("gate_up", layer), ()):  # two tensors in the stock class
         rows, width = model.tensors[fused].shape
@@ -335,19 +367,19 @@ def layer_shapes(model: Model, target: MlaSpec, layer: int) -> Shapes:
         for source in model.names.get((role, layer), ()):
             shapes[name.format(layer=layer)] = (model.tensors[source].shape, source)
     if model.layers[layer].sparse:
-        shapes |= _expert_shapes(model, target, layer)
+        shapes |= _expert_shapes(model, spec, layer)
     return shapes
 
 
-def _attention_shapes(model: Model, target: MlaSpec, layer: int) -> dict[str, tuple[int, ...]]:
+def _attention_shapes(model: Model, spec: MlaSpec, layer: int) -> dict[str, tuple[int, ...]]:
     """The shapes of the attention tensors in ``layer``, by name; all of these tensors are computed."""
     size = model.geometry
     heads = size.heads
     width = size.model_dim
-    rank = target.kv_rank
-    nope, value = target.head_dims(size.head_dim)
-    queries = heads * (nope + target.rope_dim)
-    q_rank = query_rank(model, target)
+    rank = spec.kv_rank
+    nope, value = spec.head_dims(size.head_dim)
+    queries = heads * (nope + spec.rope_dim)
+    q_rank = query_rank(model, spec)
     if q_rank is None:
         shapes: dict[str, tuple[int, ...]] = {"q_proj.weight": (queries, width)}
     else:
@@ -356,24 +388,24 @@ def _attention_shapes(model: Model, target: MlaSpec, layer: int) -> dict[str, tu
             "q_a_layernorm.weight": (q_rank,),
             "q_b_proj.weight": (queries, q_rank),
         }
-    shapes["kv_a_proj_with_mqa.weight"] = (rank + target.rope_dim, width)
+    shapes["kv_a_proj_with_mqa.weight"] = (rank + spec.rope_dim, width)
     shapes["kv_a_layernorm.weight"] = (rank,)
     shapes["kv_b_proj.weight"] = (heads * (nope + value), rank)
     shapes["o_proj.weight"] = (width, heads * value)
-    if target.constant:
-        biased = {"kv_a_proj_with_mqa": rank + target.rope_dim, "o_proj": width}
+    if spec.constant:
+        biased = {"kv_a_proj_with_mqa": rank + spec.rope_dim, "o_proj": width}
         biased |= {} if q_rank is None else {"q_a_proj": q_rank}
         shapes |= {f"{name}.bias": (rows,) for name, rows in biased.items()}
     return {f"{ATTENTION.format(layer=layer)}.{name}": shape for name, shape in shapes.items()}
 
 
-def _expert_shapes(model: Model, target: MlaSpec, layer: int) -> Shapes:
+def _expert_shapes(model: Model, spec: MlaSpec, layer: int) -> Shapes:
     """The shapes and source tensors of the router and the experts in ``layer``, by name."""
     mlp = f"model.layers.{layer}.mlp"
     names = model.names
     (router,), downs = names["router", layer], names["expert_down", layer]
     width, inner = model.tensors[downs[0]].shape
-    shared = inner if target.layout == "engine" else 0
+    shared = inner if spec.layout == "engine" else 0
     pairs = zip(names["expert_gate", layer], names["expert_up", layer], strict=True)
     return {
         f"{mlp}.gate.weight": (model.tensors[router].shape, router),
@@ -388,11 +420,11 @@ def _expert_shapes(model: Model, target: MlaSpec, layer: int) -> Shapes:
     }
 
 
-def padding(model: Model, target: MlaSpec) -> int:
+def padding(model: Model, spec: MlaSpec) -> int:
     """The number of parameters that are zero because heads are padded."""
     size = model.geometry
-    nope, value = (padded - size.head_dim for padded in target.head_dims(size.head_dim))
-    rope = target.rope_dim - target.rope_kept(size.rotary_dims)
-    inputs = query_rank(model, target) or size.model_dim
-    heads = (nope + rope) * inputs + (nope + value) * target.kv_rank + value * size.model_dim
+    nope, value = (padded - size.head_dim for padded in spec.head_dims(size.head_dim))
+    rope = spec.rope_dim - spec.used_rope_dim(size.rotary_dims)
+    inputs = query_rank(model, spec) or size.model_dim
+    heads = (nope + rope) * inputs + (nope + value) * spec.kv_rank + value * size.model_dim
     return size.layers * (size.heads * heads + rope * size.model_dim)

@@ -13,6 +13,7 @@ KERNEL_CACHES = (576, 512, 320)
 KERNEL_HEADS = ((128, 64, 128), (64, 64, 128), (192, 64, 256), (256, 0, 256))
 ATTENTION = "model.layers.{layer}.self_attn"  # of all three classes
 EXPERT_TYPE = "mistral4"
+Layout = Literal["free", "engine", "kvfold"]
 LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "youtu", EXPERT_TYPE)
 
 
@@ -23,17 +24,17 @@ def is_latent(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class MlaSpec:
-    """The sizes of latent attention. ``kv_rank`` R + ``rope_dim`` P are the cached elements per
-    token per layer.
+    """The sizes and the layout of latent attention.
 
-    R includes the constant channel. ``rotated`` mixes the other channels, for a quantized cache. If
-    ``q_rank`` is None, queries have no latent, unless biases require it (see `query_rank`).
+    kv_rank: cached latent channels R per token and layer, the constant channel included
+    rope_dim: dims P of the cached rotary key
+    layout: where the model is stored (`layout`, `own_code`)
+    rotated: mix the channels with each other, for a quantized cache
     """
 
     kv_rank: int
     rope_dim: int
-    q_rank: int | None = None
-    layout: Literal["free", "engine", "kvfold"] = "free"
+    layout: Layout = "free"
     rotated: bool = False
 
     @property
@@ -68,7 +69,7 @@ class MlaSpec:
         ]
         return min(sizes, key=sum, default=(dim, dim))
 
-    def rope_kept(self, rotary_dims: int) -> int:
+    def used_rope_dim(self, rotary_dims: int) -> int:
         """The number of stored rotary dims that contain keys; layout ``engine`` may pad them with
         zeros to P.
         """
@@ -77,32 +78,28 @@ class MlaSpec:
         return self.rope_dim if self.rope_dim % rotary_dims else rotary_dims
 
 
-def cached_divisors(model: Model, target: MlaSpec) -> int:
+def cached_divisors(model: Model, spec: MlaSpec) -> int:
     """KV-cache elements per token per layer, in addition to R + P, for the divisors of key norms
     that are kept.
     """
-    if model.qk_norm is None or target.layout != "kvfold":
+    if model.qk_norm is None or spec.layout != "kvfold":
         return 0  # stock classes have linear maps in place of the norms
     # One per key/value head, or one for a norm over all heads.
     return 1 if model.qk_norm.extent == "flat" else model.geometry.kv_heads
 
 
-def full_query_rank(model: Model, target: MlaSpec) -> int:
-    """The smallest ``q_rank`` at which the query latent loses nothing."""
+def query_rank(model: Model, spec: MlaSpec) -> int | None:
+    """``q_lora_rank`` of the output, the constant channel included; None without a query latent.
+
+    Stock classes can store a query bias only in a query latent, so a bias forces one of full rank.
+    """
+    if spec.layout == "kvfold" or "q" not in model.biased:
+        return None
     size = model.geometry
-    return min(size.model_dim, size.heads * (size.head_dim + target.rope_dim)) + target.constant
+    return min(size.model_dim, size.heads * (size.head_dim + spec.rope_dim)) + spec.constant
 
 
-def query_rank(model: Model, target: MlaSpec) -> int | None:
-    """``q_lora_rank`` of the output, or None if queries have no latent."""
-    if target.layout == "kvfold" or target.q_rank is not None or "q" not in model.biased:
-        return target.q_rank
-    # Stock classes can store a query bias only in a query latent, so a bias forces one of full
-    # rank.
-    return full_query_rank(model, target)
-
-
-def context(model: Model) -> int:
+def context_length(model: Model) -> int:
     """The output's context length: the source's, or the range of the short factors if longrope has
     two sets.
     """

@@ -11,7 +11,7 @@ varies least.
 In a quantized cache, the channels of a fitted latent differ in energy by orders of magnitude, so a
 single quantization step for all of them, or one saturating exponent, suits only a few. An
 orthogonal map that mixes every channel into every other results in about the same energy for all
-(`rotated`).
+(`mix_channels`).
 
 A query latent (DeepSeek's ``q_lora_rank``) saves weights but no cache.
 """
@@ -152,7 +152,7 @@ def _constant_form(latent: Tensor) -> Tensor:
     return best
 
 
-def rotated(latent: LatentWeights) -> LatentWeights:
+def mix_channels(latent: LatentWeights) -> LatentWeights:
     """``latent`` with all channels mixed: ``c' = Q c``, read by ``uk Q^T``, ``uv Q^T``. A query
     latent is unchanged.
     """

@@ -36,9 +36,7 @@ def convert(out, model, **options):
         pytest.param(
             {**LATENT, "rope_dim": 4, "layout": "engine", "refine": 1}, marks=pytest.mark.slow
         ),
-        pytest.param(
-            {**LATENT, "method": "svd", "q_rank": 48, "dtype": "float16"}, marks=pytest.mark.slow
-        ),
+        pytest.param({**LATENT, "method": "svd", "dtype": "float16"}, marks=pytest.mark.slow),
     ],
     ids=["latent", "mean", "engine", "svd"],
 )
@@ -202,24 +200,22 @@ def test_any_start_can_be_refined(tiny_reader, tmp_path, options, monkeypatch):
 
 @pytest.mark.parametrize("dtype", mostly_slow(["bfloat16", "float16"], 2))
 def test_the_constant_channel_stays_what_it_is(tiny_reader, tmp_path, dtype):
-    record = convert(tmp_path / "out", tiny_reader, **TINY, dtype=dtype, q_rank=16, refine=6)
+    record = convert(tmp_path / "out", tiny_reader, **TINY, dtype=dtype, refine=6)
     assert any(layer["kept"] for layer in record["refinement"])
     found = tensors(tmp_path / "out")
     generator = torch.Generator().manual_seed(0)
     for layer in range(2):
-        for projection, norm, rank in (("kv_a_proj_with_mqa", "kv_a", 8), ("q_a_proj", "q_a", 16)):
-            module = f"model.layers.{layer}.self_attn"
-            weight, bias = (
-                found[f"{module}.{projection}.{kind}"].float() for kind in ("weight", "bias")
-            )
-            gain = found[f"{module}.{norm}_layernorm.weight"].float()
-            assert bias[rank - 1] == CONSTANT
-            assert not weight[rank - 1].any()
-            assert gain.tolist() == [norm_weight(rank)] * rank
-            inputs = torch.randn(64, weight.shape[1], generator=generator)
-            latent = (torch.nn.functional.linear(inputs, weight) + bias)[:, : rank - 1]
-            # what the norm sees beside the constant; its relative effect is half of this
-            assert float(latent.square().sum(1).mean()) / CONSTANT**2 < 2e-4
+        module = f"model.layers.{layer}.self_attn"
+        weight, bias = (
+            found[f"{module}.kv_a_proj_with_mqa.{kind}"].float() for kind in ("weight", "bias")
+        )
+        assert bias[7] == CONSTANT
+        assert not weight[7].any()
+        assert found[f"{module}.kv_a_layernorm.weight"].tolist() == [norm_weight(8)] * 8
+        inputs = torch.randn(64, weight.shape[1], generator=generator)
+        latent = (torch.nn.functional.linear(inputs, weight) + bias)[:, :7]
+        # what the norm sees beside the constant; its relative effect is half of this
+        assert float(latent.square().sum(1).mean()) / CONSTANT**2 < 2e-4
 
 
 def test_the_error_of_every_layer_is_printed(tiny_reader, tmp_path, capsys):

@@ -186,10 +186,6 @@ def test_llama_cpp_needs_an_edit_where_queries_have_no_latent():
     assert (
         "q_lora_rank" not in answers(model(num_hidden_layers=48), 96, 32, "engine")["llama.cpp"].how
     )
-    target = MlaSpec(96, 32, q_rank=64, layout="engine")
-    for layers, serves in {26: False, 27: False, 32: True, 48: False}.items():
-        result = en.describe_mla(model(num_hidden_layers=layers), target)
-        assert {each.engine: each.serves for each in en.support_for(result)}["llama.cpp"] is serves
 
 
 def test_a_latent_is_whole_on_every_rank_and_heads_are_shared_out():

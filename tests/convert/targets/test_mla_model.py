@@ -20,7 +20,7 @@ from kvfold.convert import inspect_checkpoint
 from kvfold.convert.families.model import model_of
 from kvfold.convert.targets.mla.encode import CONSTANT, mla_tensors, norm_weight
 from kvfold.convert.targets.mla.layout import mla_config, mla_shapes, padding
-from kvfold.convert.targets.mla.spec import MlaSpec
+from kvfold.convert.targets.mla.spec import MlaSpec, query_rank
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights, QueryLatent
 
 TOKENS = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(3))
@@ -41,7 +41,7 @@ class LatentAttention(nn.Module):
 SMALL = SimpleNamespace(heads=2, head_dim=8, model_dim=16)
 
 
-def random_latent(size, target, seed=0):
+def random_latent(size, target, seed=0, inner=None):
     """Weights for inputs of about one, with all biases that the layout has a place for; latents of
     unit energy.
     """
@@ -54,9 +54,8 @@ def random_latent(size, target, seed=0):
     dim = size.head_dim
     width = size.model_dim
     rank = target.channels
-    rope = target.rope_kept(8)
+    rope = target.used_rope_dim(8)
     free = target.constant
-    inner = None if target.q_rank is None else target.q_rank - target.constant
     # Layout engine spells plain frequencies; layout free any.
     theta = [10000.0 ** (-2 * i / rope) if not free else 1 / (1 + 3 * i) for i in range(rope // 2)]
     return LatentWeights(
@@ -74,10 +73,12 @@ def random_latent(size, target, seed=0):
         q_nope_bias=rand(heads, dim) if free and inner else None,
         q_rope_bias=rand(heads, rope) if free and inner else None,
         o_bias=rand(width) if free else None,
-        query=(
-            QueryLatent(rand(inner, width), rand(heads, dim, inner), rand(heads, rope, inner))
-            if inner
-            else None
+        query=None
+        if inner is None
+        else QueryLatent(
+            rand(inner, width) / math.sqrt(inner),
+            rand(heads, dim, inner) * math.sqrt(inner),
+            rand(heads, rope, inner) * math.sqrt(inner),
         ),
     )
 
@@ -88,13 +89,16 @@ def written(tiny_family, tmp_path):
     formula's logits.
     """
 
-    def make(target):
-        changes = {"mlp_bias": False, "attention_bias": False, "tie_word_embeddings": True}
-        source = tiny_family("llama", num_key_value_heads=2, **changes)
+    def make(target, family="llama"):
+        changes = {"mlp_bias": False, "attention_bias": False} if family == "llama" else {}
+        source = tiny_family(family, num_key_value_heads=2, tie_word_embeddings=True, **changes)
         bound = model_of(json.loads((source / "config.json").read_text()))
         stored = tensors(source)
+        rank = query_rank(bound, target)
+        inner = None if rank is None else rank - target.constant
         latents = [
-            random_latent(bound.geometry, target, seed) for seed in range(bound.geometry.layers)
+            random_latent(bound.geometry, target, seed, inner)
+            for seed in range(bound.geometry.layers)
         ]
         made = {
             k: v
@@ -138,12 +142,10 @@ def small_kernels(monkeypatch):
     "target",
     [
         MlaSpec(9, 6),
-        MlaSpec(9, 6, 20),
         MlaSpec(16, 64),  # a size of the small kernels
         MlaSpec(9, 8, layout="engine"),
-        MlaSpec(9, 8, 20, layout="engine"),
     ],
-    ids=lambda target: f"{target.kv_rank}-{target.rope_dim}-{target.q_rank}-{target.layout}",
+    ids=lambda target: f"{target.kv_rank}-{target.rope_dim}-{target.layout}",
 )
 def test_the_stock_class_computes_what_latent_weights_say(target, written, small_kernels):
     _, latents, loaded, expected = written(target)
@@ -151,7 +153,6 @@ def test_the_stock_class_computes_what_latent_weights_say(target, written, small
     rotary = loaded.model.rotary_emb  # after a pass, which may swap short for long factors
     torch.testing.assert_close(rotary.inv_freq.double(), latents[0].theta, rtol=1e-6, atol=0)
     assert rotary.attention_scaling == 1.0
-    assert loaded.config.q_lora_rank == target.q_rank
     if target.layout == "engine":
         assert (
             loaded.config.rope_parameters["rope_type"],
@@ -164,12 +165,11 @@ def test_the_stock_class_computes_what_latent_weights_say(target, written, small
         )  # vLLM's Transformers backend takes it for the size of the cache
 
 
-@pytest.mark.parametrize("q_rank", [None, 20])
-def test_padded_heads_change_nothing(q_rank, written, small_kernels):
+def test_padded_heads_change_nothing(written, small_kernels):
     """At 16 + 64 cached elements heads of 8 dims, all rotary, get the sizes of a kernel: 64, 64 and
     128.
     """
-    target = MlaSpec(16, 64, q_rank, "engine")
+    target = MlaSpec(16, 64, "engine")
     bound, latents, loaded, expected = written(target)
     sizes = loaded.config.qk_nope_head_dim, loaded.config.qk_rope_head_dim, loaded.config.v_head_dim
     assert sizes == (64, 64, 128)
@@ -183,6 +183,12 @@ def test_padded_heads_change_nothing(q_rank, written, small_kernels):
         value.grad[value == 0].any() for value in matrices
     )  # so training leaves the padding alone
     assert (logits(loaded.requires_grad_(False)) - expected).abs().max() < precision.CONVERTED
+
+
+def test_a_query_bias_is_stored_in_a_query_latent(written):
+    _, _, loaded, expected = written(MlaSpec(9, 6), "qwen2")
+    assert loaded.config.q_lora_rank == 65
+    assert (logits(loaded) - expected).abs().max() < precision.CONVERTED
 
 
 def test_generates_the_same_with_and_without_its_small_cache(written):
@@ -205,7 +211,7 @@ def test_generates_the_same_with_and_without_its_small_cache(written):
 
 
 def test_it_is_loaded_and_saved_like_any_stock_model(written, tmp_path, caplog, capfd):
-    written(MlaSpec(9, 6, 20))
+    written(MlaSpec(9, 6), "qwen2")
     capfd.readouterr()
     first = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     captured = capfd.readouterr()

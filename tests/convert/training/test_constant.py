@@ -35,12 +35,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def latent(tiny_family, tmp_path_factory):
     """A tiny model in layout ``free``, with a query latent."""
     out = tmp_path_factory.mktemp("constant") / "latent"
-    source = tiny_family("llama", attention_bias=False, mlp_bias=False)
+    source = tiny_family("qwen2", sliding_window=None, layer_types=None)
     request = {
         "to": "mla",
         "kv_rank": 24,
         "rope_dim": 8,
-        "q_rank": 40,
         "method": "svd",
         "quiet": True,
     }
@@ -144,9 +143,7 @@ def test_gradients_are_those_of_the_model_but_for_what_is_held(latent):
 
 def test_which_checkpoints_have_the_channel(latent, tiny_family, tmp_path):
     assert has_constant(open_checkpoint(latent))
-    assert not has_constant(
-        open_checkpoint(tiny_family("llama", attention_bias=False, mlp_bias=False))
-    )
+    assert not has_constant(open_checkpoint(tiny_family("qwen2", sliding_window=None, layer_types=None)))
     biased = shutil.copytree(latent, tmp_path / "a-latent-model-with-biases")
     tensors = load_file(biased / "model.safetensors")
     tensors[CHANNEL][23] = 0.3

@@ -43,7 +43,6 @@ TARGETS = {
     "gqa": {"to": "gqa", "kv_heads": 2, "method": "mean"},
     "mqa": {"to": "mqa", "method": "mean"},
     "free": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd"},
-    "queries": {"to": "mla", "kv_rank": 24, "rope_dim": 8, "q_rank": 40, "method": "svd"},
     "engine": {
         "to": "mla",
         "kv_rank": 24,
@@ -135,7 +134,7 @@ def test_what_convert_writes_is_ready_to_train_and_learns(converted, text, tmp_p
         for name, value in model.named_parameters()
         if value.grad is None or not value.grad.any()
     ] == []
-    done = train(start, out, text, weight_decay=0.1 if target == "queries" else 0.0)
+    done = train(start, out, text, weight_decay=0.1 if target == "free" else 0.0)
     losses = [row.loss for row in done.rows if row.loss is not None]
     assert len(losses) == 10
     assert losses[-1] < losses[0] - 0.3
@@ -157,7 +156,7 @@ def test_what_convert_writes_is_ready_to_train_and_learns(converted, text, tmp_p
         n: (t.shape, t.dtype) for n, t in after.items()
     }
     still = {name for name in before if torch.equal(before[name], after[name])}
-    if target in ("free", "queries"):
+    if target == "free":
         assert all(name.endswith("a_layernorm.weight") for name in still), still
         for name in (name for name in after if name.endswith("a_proj_with_mqa.bias")):
             assert after[name][24 - 1] == CONSTANT
