@@ -25,7 +25,7 @@ from kvfold.convert.training.steps import (
     scale_steps,
 )
 
-RANKS = {"kv_a_proj_with_mqa": 24, "q_a_proj": 40}
+RANKS = {"kv_a_proj_with_mqa": 24, "q_a_proj": 65}
 CHANNEL = "model.layers.1.self_attn.kv_a_proj_with_mqa.bias"
 NORM = "model.layers.0.self_attn.q_a_layernorm.weight"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
