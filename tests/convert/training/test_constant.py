@@ -143,7 +143,7 @@ def test_gradients_are_those_of_the_model_but_for_what_is_held(latent):
 
 def test_which_checkpoints_have_the_channel(latent, tiny_family, tmp_path):
     assert has_constant(open_checkpoint(latent))
-    assert not has_constant(open_checkpoint(tiny_family("qwen2", sliding_window=None, layer_types=None)))
+    assert not has_constant(open_checkpoint(tiny_family("llama")))
     biased = shutil.copytree(latent, tmp_path / "a-latent-model-with-biases")
     tensors = load_file(biased / "model.safetensors")
     tensors[CHANNEL][23] = 0.3
