@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from kvfold.convert.request import DriftRequest as DriftRequest
     from kvfold.convert.request import EvalRequest as EvalRequest
     from kvfold.convert.request import SweepRequest as SweepRequest
-    from kvfold.convert.uptrain.request import UptrainRequest as UptrainRequest
-    from kvfold.convert.uptrain.run import Uptrained as Uptrained
-    from kvfold.convert.uptrain.run import uptrain_checkpoint as uptrain_checkpoint
+    from kvfold.convert.uptrain.uptrain_request import UptrainRequest as UptrainRequest
+    from kvfold.convert.uptrain.uptraining import Uptrained as Uptrained
+    from kvfold.convert.uptrain.uptraining import uptrain_checkpoint as uptrain_checkpoint
 
 # The imports above are only for type checkers; at run time names are looked up in this table.
 _NAMES = {
@@ -50,8 +50,8 @@ _NAMES = {
     "measure.verify": ("Verification", "verify_checkpoint"),
     "recipes": ("recipe_request",),
     "request": ("BenchRequest", "ConvertRequest", "DriftRequest", "EvalRequest", "SweepRequest"),
-    "uptrain.request": ("UptrainRequest",),
-    "uptrain.run": ("Uptrained", "uptrain_checkpoint"),
+    "uptrain.uptrain_request": ("UptrainRequest",),
+    "uptrain.uptraining": ("Uptrained", "uptrain_checkpoint"),
 }
 __all__ = sorted(["__version__", *(name for names in _NAMES.values() for name in names)])
 

@@ -11,7 +11,7 @@ from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import PanelCommand, check_files, json_option, request_options, tell
 from kvfold.convert.processes import destroy_process_group, launched_as_rank0
 from kvfold.convert.text.corpus import check_sources
-from kvfold.convert.uptrain.request import UptrainRequest
+from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
 _json = json_option(
     "Also write the record and the log to FILE; with -, write only these, to stdout."
@@ -34,9 +34,9 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     if not request.quiet and launched_as_rank0():
         click.echo(f"reading {request.model}", err=True)
     check_opens(*filter(None, [request.model, request.teacher]))
-    from kvfold.convert.uptrain.run import summary, uptrain_checkpoint
+    from kvfold.convert.uptrain.uptraining import summary, uptrain_checkpoint
 
-    done = uptrain_checkpoint(request)
+    uptrained = uptrain_checkpoint(request)
     destroy_process_group()
-    if done.rows:
-        tell(json_file, done.to_dict, "" if request.quiet else summary(request, done))
+    if uptrained.record:
+        tell(json_file, uptrained.to_dict, "" if request.quiet else summary(request, uptrained))

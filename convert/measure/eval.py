@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +39,6 @@ from kvfold.convert.text.tokenizer import (
     check_vocabulary,
     load_tokenizer,
     prefix_tokens,
-    render,
     tokenize,
 )
 
@@ -265,7 +263,7 @@ def draw_documents(request: EvalRequest, source: Checkpoint, tokenizer: Any) -> 
 
 def _read_text(tokenizer: Any, source: str | None, count: int) -> tuple[Tensor, str]:
     """About ``count`` tokens of the text, or all if it is shorter, and the text's name."""
-    corpus = open_corpus(source, partial(render, tokenizer), 0, "held_out", "text")
+    corpus = open_corpus(source, tokenizer, 0, "held_out", "text")
     documents, _ = corpus.documents(count * _BYTES_PER_TOKEN)
     pieces = list(tokenize(tokenizer, prefix_tokens(tokenizer), documents))
     if not sum(map(len, pieces)):

@@ -29,7 +29,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kvfold.convert.errors import InputError, one_line, option_error
 from kvfold.convert.request import BUILT_IN_TASKS, EvalRequest
-from kvfold.convert.text.tokenizer import prefix_tokens, render
+from kvfold.convert.text.corpus import render
+from kvfold.convert.text.tokenizer import prefix_tokens
 
 CHOICES = 8
 _NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry")

@@ -1,12 +1,9 @@
 """Sources of documents: a text file, a dataset from the hub or in a folder, or the text that ships
 with kvfold.
 
-A file is read in cells, which are chunks of about equal size that begin and end at line breaks, in
-a random order determined by the seed. For a large file, a run reads only the cells it needs.
-
-Files are not read with ``datasets`` (``load_dataset("json", data_files=..., streaming=True)``):
-that package is an optional dependency, its streams shuffle a buffer of rows rather than the whole
-file, and its errors do not report the line at fault.
+Of a large file only as many cells are read as a run needs: chunks of equal size, drawn at random
+by the seed. Files are not read with ``datasets``, which is an optional dependency, shuffles a
+buffer of rows rather than the whole file, and does not report the line at fault.
 """
 
 # No torch at the top: commands check the names of texts before they load anything heavy.
@@ -15,9 +12,9 @@ import codecs
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvfold.convert.checkpoint.files import check_unicode, portable_name
 from kvfold.convert.errors import InputError, first_line, format_option, option_error, short
 from kvfold.convert.request import SELF
+from kvfold.convert.signals import limited
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,17 +33,13 @@ _ROW = "an object with a string `text` or a list `messages`"
 _KINDS = "a text file (UTF-8), a .jsonl file or the name of a dataset"
 # What a chat model writes, in relation to the other texts: a third of all. Chosen, not tuned.
 _WRITTEN = 0.5
-# Chosen, not tuned: limits on time.
+# Chosen, not tuned: limits on time and memory.
 _SNIFFED = 1 << 16  # bytes of a file that must look like text
 _CELL = 1 << 18  # bytes
-_SMALLEST_CELL = 1 << 12
-_CELLS = (
-    64  # least number of cells of a file to train on, where they are no smaller than _SMALLEST_CELL
-)
-_LARGEST_WHOLE = 1 << 28  # bytes: of a larger file _CELLS cells are hashed, 16 MiB
+_RENDER_SECONDS = 5.0
+_RENDERED = 1 << 26  # characters
 
 TextSplit = Literal["calibration", "held_out"]
-Render = Callable[[list[Mapping[str, Any]]], str]  # messages of a chat to text
 
 
 @dataclass(frozen=True)
@@ -56,86 +50,109 @@ class Document:
     rendered: bool = False
 
 
-@dataclass(frozen=True)
-class Texts:
-    """The documents of the built-in text or of a dataset.
+class Corpus(ABC):
+    """A source of documents. ``name`` appears in messages and records, without local paths."""
 
-    ``name`` appears in messages and records and contains no local paths; ``each`` returns the
-    documents. ``size`` (in bytes) and ``count`` are None for a dataset, because they are unknown
-    until all of it is read. ``hashed`` is the string to hash: the built-in text, or the name of a
-    dataset.
+    name: str
+
+    @abstractmethod
+    def digest(self) -> str:
+        """The SHA-256 of the text, or of the name of a dataset."""
+
+    @abstractmethod
+    def documents(self, limit: int) -> tuple[list[Document], bool]:
+        """Documents with at least ``limit`` characters or bytes in total if possible, and True if
+        these are all documents.
+        """
+
+
+def _take(documents: Iterable[Document], limit: int) -> tuple[list[Document], bool]:
+    taken: list[Document] = []
+    size = 0
+    for document in documents:
+        if size >= limit:
+            return taken, False
+        taken.append(document)
+        size += len(document.text)
+    return taken, True
+
+
+@dataclass(frozen=True)
+class BuiltInText(Corpus):
+    """A ``split`` of the text that ships with kvfold."""
+
+    name: str
+    texts: list[str]
+
+    def digest(self) -> str:
+        return hashlib.sha256("\f".join(self.texts).encode()).hexdigest()
+
+    def documents(self, limit: int) -> tuple[list[Document], bool]:
+        return _take(map(Document, self.texts), limit)
+
+
+@dataclass(frozen=True)
+class DatasetText(Corpus):
+    """The train split of the dataset ``spec``, ``NAME`` or ``NAME:CONFIG``, shuffled by the seed.
+
+    Errors name ``option``; ``tokenizer`` renders rows with messages.
     """
 
     name: str
-    hashed: str
-    each: Callable[[], Iterable[Document]]
-    size: int | None = None
-    count: int | None = None
+    spec: str
+    option: str
+    tokenizer: Any
+    seed: int
 
-    def digest(self, sampled: bool = False) -> str:
-        """The SHA-256 of the text, or of the name for a dataset. ``sampled`` is ignored."""
-        return hashlib.sha256(self.hashed.encode()).hexdigest()
+    def digest(self) -> str:
+        return hashlib.sha256(self.spec.encode()).hexdigest()
 
     def documents(self, limit: int) -> tuple[list[Document], bool]:
-        """Documents with at least ``limit`` characters in total if possible, and True if these are
-        all documents.
-        """
-        documents: list[Document] = []
-        size = 0
-        for document in self.each():
-            if size >= limit:
-                return documents, False
-            documents.append(document)
-            size += len(document.text)
-        return documents, True
+        return _take(self._read_rows(), limit)
 
-    def parts(self) -> tuple[int | None, Iterator[list[Document]]]:
-        """The number of documents (None if unknown), and an iterator that yields each as a list of
-        one document.
-        """
-        return self.count, ([document] for document in self.each())
+    def _read_rows(self) -> Iterator[Document]:
+        import datasets
+
+        name, _, config = self.spec.partition(":")
+        try:
+            rows = datasets.load_dataset(name, config or None, split="train", streaming=True)
+        except Exception as error:  # datasets raises many kinds, all about the request
+            reason = f"not a file, and loading it as a dataset failed ({first_line(error)})"
+            raise option_error(self.option, self.spec, f": {reason}; give {_KINDS}") from error
+        for number, row in enumerate(rows.shuffle(seed=self.seed, buffer_size=1000)):
+            try:
+                yield parse_row(row, self.tokenizer)
+            except ValueError as error:
+                where = f"{format_option(self.option, self.spec)}, row {number}"
+                raise InputError(f"{where}: {error}; each row must be {_ROW}") from error
 
 
 @dataclass(frozen=True)
-class TextFile:
+class TextFile(Corpus):
     """A text file. Each line of a .jsonl file is a document; any other file is one document, or one
     per cell.
     """
 
     name: str
     path: Path
-    render: Render
+    tokenizer: Any
     seed: int
 
-    @property
-    def size(self) -> int:
-        # Asked each time: an edit of the file while it is read must show in what its tokens were
-        # made from.
-        return self.path.stat().st_size
-
-    def digest(self, sampled: bool = False) -> str:
-        """The SHA-256 of the file; if ``sampled`` and the file is large, that of evenly spaced
-        cells only.
-        """
+    def digest(self) -> str:
         with self.path.open("rb") as file:
-            if not sampled or self.size <= _LARGEST_WHOLE:
-                return hashlib.file_digest(file, "sha256").hexdigest()
-            hashed = hashlib.sha256()
-            for cell in range(_CELLS):
-                file.seek((self.size - _CELL) * cell // (_CELLS - 1))
-                hashed.update(file.read(_CELL))
-            return hashed.hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def documents(self, limit: int) -> tuple[list[Document], bool]:
-        """Like `Texts.documents`, but in bytes; a larger file yields the complete lines in randomly
-        drawn cells.
+        """As for every corpus; a file of more than ``limit`` bytes yields the complete lines in
+        randomly drawn cells.
         """
-        if self.size <= limit:
-            return list(self._parse(0, self.path.read_bytes())), True
+        size = self.path.stat().st_size
+        if size <= limit:
+            return list(self.parse(0, self.path.read_bytes())), True
         documents: list[Document] = []
-        drawn = permutation(-(-self.size // _CELL), self.seed)[: max(1, limit // _CELL)]
+        cells = permutation(-(-size // _CELL), self.seed)[: max(1, limit // _CELL)]
         with self.path.open("rb") as file:
-            for cell in sorted(drawn.tolist()):
+            for cell in sorted(cells.tolist()):
                 file.seek(cell * _CELL)
                 raw = file.read(_CELL)
                 # The first and the last line may be cut: they belong to lines that begin or end
@@ -143,61 +160,17 @@ class TextFile:
                 first = 0 if cell == 0 else raw.find(b"\n") + 1
                 last = raw.rfind(b"\n") + 1
                 if first < last:
-                    documents += self._parse(cell * _CELL + first, raw[first:last])
+                    documents += self.parse(cell * _CELL + first, raw[first:last])
         return documents, False
 
-    def parts(self) -> tuple[int, Iterator[list[Document]]]:
-        """The number of cells, and an iterator over the lists of documents that begin in each cell,
-        in random order.
-        """
-        # Enough cells that a shuffle of them mixes the file, and few enough that each has some
-        # documents.
-        size = max(_SMALLEST_CELL, min(_CELL, self.size // _CELLS))
-        order = permutation(-(-self.size // size), self.seed).tolist()
-
-        def documents(cell: int) -> list[Document]:
-            # Every byte is in one cell: a cell ends where the next one begins.
-            start, stop = (self._boundary(number * size, size) for number in (cell, cell + 1))
-            with self.path.open("rb") as file:
-                file.seek(start)
-                raw = file.read(stop - start)
-            return list(self._parse(start, raw)) if raw else []
-
-        return len(order), map(documents, order)
-
-    def _boundary(self, offset: int, size: int) -> int:
-        """The start of a line at or after ``offset``, or of a character in a .txt line longer than
-        ``size`` bytes.
-        """
-        if offset == 0:
-            return 0
-        with self.path.open("rb") as file:
-            file.seek(offset - 1)
-            if self.path.suffix == _ROWS_SUFFIX:
-                file.readline()
-                return file.tell()
-            raw = file.read(size)
-        skipped = raw.find(b"\n") + 1
-        # A line of a .txt that is longer than a cell is cut between two characters.
-        if not skipped:
-            skipped = 1
-            while skipped < len(raw) and raw[skipped] & 0xC0 == 0x80:
-                skipped += 1
-        return offset - 1 + skipped
-
-    def _parse(self, start: int, raw: bytes) -> Iterator[Document]:
+    def parse(self, start: int, raw: bytes) -> Iterator[Document]:
         """Parse the documents in ``raw``, the bytes of the file from offset ``start``."""
-
-        def line_at(offset: int) -> int:
-            with self.path.open("rb") as file:
-                return 1 + file.read(offset).count(b"\n")
-
         try:
             text = raw.decode("utf-8-sig" if start == 0 else "utf-8")
         except UnicodeDecodeError as error:
             raise InputError(
-                f"{self.path}, line {line_at(start + error.start)}: byte 0x{raw[error.start]:02x}"
-                " is not UTF-8; convert the file to UTF-8"
+                f"{self.path}, line {self._line_at(start + error.start)}: byte"
+                f" 0x{raw[error.start]:02x} is not UTF-8; convert the file to UTF-8"
             ) from None
         if self.path.suffix != _ROWS_SUFFIX:
             yield Document(text)
@@ -205,13 +178,114 @@ class TextFile:
         for number, line in enumerate(text.split("\n")):
             if line.strip():
                 try:
-                    yield _document_of(line, self.render)
+                    yield parse_row(line, self.tokenizer)
                 except ValueError as error:
-                    place = f"{self.path}, line {line_at(start) + number}"
-                    raise InputError(f"{place}: {error}; each line must be {_ROW}") from error
+                    where = f"{self.path}, line {self._line_at(start) + number}"
+                    raise InputError(f"{where}: {error}; each line must be {_ROW}") from error
+
+    def _line_at(self, offset: int) -> int:
+        with self.path.open("rb") as file:
+            return 1 + file.read(offset).count(b"\n")
 
 
-Corpus = Texts | TextFile
+def open_corpus(
+    spec: str | None,
+    tokenizer: Any,
+    seed: int,
+    split: TextSplit = "calibration",
+    option: str = "calibration",
+) -> Corpus:
+    """Open the text ``spec`` given with ``option``; None means ``split`` of the built-in text.
+    ``tokenizer`` renders chats. Raises InputError if there is no such text.
+    """
+    if spec is None:
+        from kvfold.convert.data import read_documents
+
+        unread = "" if split == "calibration" else ", the part that no conversion reads"
+        return BuiltInText(BUILT_IN + unread, read_documents(split))
+    check_sources([spec], option)
+    path = Path(spec)
+    if path.is_file():
+        return TextFile(portable_name(path), path, tokenizer, seed)
+    name = path.name if path.exists() else spec
+    return DatasetText(f"dataset {name}", spec, option, tokenizer, seed)
+
+
+def parse_row(row: Any, tokenizer: Any) -> Document:
+    """The document in a dataset row or a line of JSON. Raises ValueError with the reason if there
+    is none.
+    """
+    content = _text_or_messages(row)
+    if isinstance(content, str):
+        return Document(content)
+    try:
+        text = render(tokenizer, content)
+    except InputError:
+        raise
+    except Exception as error:  # a template is its author's code and may raise anything
+        reason = f"the tokenizer cannot render the chat messages ({first_line(error)})"
+        raise ValueError(reason) from error
+    check_unicode(text)
+    return Document(text, rendered=True)
+
+
+def _text_or_messages(row: Any) -> str | list[Mapping[str, Any]]:
+    if isinstance(row, str):
+        try:
+            row = json.loads(row)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"not JSON ({getattr(error, 'msg', 'nested too deeply')})") from None
+    if not isinstance(row, Mapping):
+        raise ValueError(f"found a value of type {type(row).__name__}")
+    text = row.get("text")
+    messages = row.get("messages")
+    if isinstance(text, str):
+        # No tokenizer could read half of a surrogate pair.
+        check_unicode(text)
+        return text
+    if isinstance(messages, list):
+        return messages
+    keys = ", ".join(short(str(key)) for key in row) or "none"
+    raise ValueError(f"found an object with these keys: {keys}")
+
+
+def render(tokenizer: Any, messages: list[Mapping[str, Any]], reply: bool = False) -> str:
+    """Render ``messages`` with the tokenizer's chat template. ValueError without one, InputError if
+    it does not end.
+
+    With ``reply`` the text ends where an assistant's reply begins, after the empty thoughts of
+    models that think.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("it has no chat template; use rows with `text` instead")
+    from transformers.utils import chat_template_utils
+
+    ending = {"add_generation_prompt": True, "enable_thinking": False} if reply else {}
+    try:
+        with limited(_RENDER_SECONDS):
+            # Cached, so this is the template that renders below.
+            template = chat_template_utils._compile_jinja_template(tokenizer.get_chat_template())
+            template.environment.concat = _join_limited
+            text: str = tokenizer.apply_chat_template(messages, tokenize=False, **ending)
+    except (TimeoutError, MemoryError):
+        raise InputError(
+            f"{tokenizer.name_or_path}: the chat template (chat_template.jinja or"
+            f" tokenizer_config.json) needs more than {_RENDER_SECONDS:g} s or {_RENDERED}"
+            " characters for a document; correct it, or use rows with `text`"
+        ) from None
+    return text
+
+
+def _join_limited(pieces: Iterable[str]) -> str:
+    """Join what a template writes; TimeoutError if it is more than a chat can be."""
+    joined = []
+    size = 0
+    for piece in pieces:
+        joined.append(piece)
+        size += len(piece)
+        if size > _RENDERED:
+            raise TimeoutError
+    return "".join(joined)
 
 
 def with_share(spec: str) -> tuple[str, float]:
@@ -221,19 +295,13 @@ def with_share(spec: str) -> tuple[str, float]:
     Only the share of ``self`` may be 0.
     """
     name, _, share = spec.rpartition(":")
-    number = re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", share, re.ASCII)
-    if (
-        not name
-        or Path(spec).exists()
-        or (number is None and name != SELF and not Path(name).is_file())
-    ):
+    is_number = re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", share, re.ASCII) is not None
+    has_share = is_number or name == SELF or Path(name).is_file()
+    if not name or Path(spec).exists() or not has_share:
         return spec, 1.0
-    if number is None or not (float(share) or name == SELF):
-        rule = (
-            ": the share after the colon must be a decimal number above 0, such as 3 or 0.5, not"
-            f" {share!r}"
-        )
-        raise option_error("calibration", spec, rule)
+    if not is_number or not (float(share) or name == SELF):
+        rule = f"a decimal number above 0, such as 3 or 0.5, not {share!r}"
+        raise option_error("calibration", spec, f": the share after the colon must be {rule}")
     return name, float(share)
 
 
@@ -249,9 +317,7 @@ def calibration_texts(given: Sequence[str], chats: bool) -> list[str | None]:
         return [SELF]
     others = [share for name, share in shares if name != SELF] or [1.0]
     share = sum(written) if written else chats * sum(others) * _WRITTEN
-    texts: list[str | None] = [
-        text for text, (name, _) in zip(given, shares, strict=True) if name != SELF
-    ]
+    texts: list[str | None] = [text for text in given if with_share(text)[0] != SELF]
     return [*(texts or [None]), *([f"{SELF}:{share:g}"] if share else [])]
 
 
@@ -267,32 +333,32 @@ def check_sources(names: Iterable[str], option: str = "calibration") -> None:
             name, _ = with_share(name)
             if name == SELF:
                 continue
-        if fault := _source_fault(Path(name)):
-            raise option_error(option, name, fault)
         path = Path(name)
+        if fault := _source_fault(path):
+            raise option_error(option, name, f": {fault}")
         if path.suffix == _ROWS_SUFFIX and path.is_file():
             with path.open("rb") as file:
                 first = file.readline(_SNIFFED)
-            if len(first) < _SNIFFED:
-                list(TextFile(name, path, lambda messages: "", 0)._parse(0, first))
+            try:
+                if first.strip() and len(first) < _SNIFFED:
+                    _text_or_messages(first.decode("utf-8-sig"))
+            except ValueError as error:
+                raise InputError(f"{path}, line 1: {error}; each line must be {_ROW}") from error
 
 
 def _source_fault(path: Path) -> str | None:
+    """What is wrong with a text and what to do; None if nothing is."""
     try:
         is_file = path.is_file()
     except OSError as error:  # too long a name
-        return f": cannot be read ({error.strerror}); check the path"
+        return f"cannot be read ({error.strerror}); check the path"
     if not is_file:
         if path.suffix.partition(":")[0] in (".txt", _ROWS_SUFFIX) and not path.is_dir():
-            return ": no such file; check the path"
+            return "no such file; check the path"
         if find_spec("datasets") is not None:
             return None
-        actual = "is a folder" if path.is_dir() else "is not a file"
         install = "install the datasets package: pip install 'kvfold[data]'"
-        return (
-            f"{actual}; to read a dataset by name or from a folder, {install}; otherwise give"
-            f" {_KINDS}"
-        )
+        return f"is no file; to read it as a dataset, {install}; otherwise give {_KINDS}"
     try:
         with path.open("rb") as file:
             beginning = file.read(_SNIFFED)
@@ -300,26 +366,21 @@ def _source_fault(path: Path) -> str | None:
         codecs.getincrementaldecoder("utf-8")().decode(beginning)
         is_text = b"\0" not in beginning
     except OSError as error:
-        return f": cannot be read ({error.strerror}); check its permissions"
+        return f"cannot be read ({error.strerror}); check its permissions"
     except UnicodeDecodeError:
         is_text = False
     if not beginning:
-        return ": the file is empty; give a file that contains text"
-    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 4 * beginning.count(
-        0
-    ) > len(beginning):
-        return (
-            f": the file is not UTF-8 text (perhaps UTF-16); convert it to UTF-8, or give {_KINDS}"
-        )
+        return "the file is empty; give a file that contains text"
+    is_utf16 = beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    if is_utf16 or 4 * beginning.count(0) > len(beginning):
+        return f"the file is not UTF-8 text (perhaps UTF-16); convert it, or give {_KINDS}"
     if path.suffix == ".json":
-        return f": .json is not supported; write {_ROW} on each line of a .jsonl file"
+        return f".json is not supported; write {_ROW} on each line of a .jsonl file"
     # Plain text may have any suffix. Faults within a .txt or .jsonl are told with their line when
     # it is read.
-    return (
-        None
-        if is_text or path.suffix in (".txt", _ROWS_SUFFIX)
-        else f": the file is not UTF-8 text; give {_KINDS}"
-    )
+    if is_text or path.suffix in (".txt", _ROWS_SUFFIX):
+        return None
+    return f"the file is not UTF-8 text; give {_KINDS}"
 
 
 def check_seq_len(seq_len: int, positions: int | None, model: str) -> None:
@@ -329,87 +390,6 @@ def check_seq_len(seq_len: int, positions: int | None, model: str) -> None:
     if positions and seq_len > positions:
         exceeded = f"exceeds the {positions} positions supported by the model {model}"
         raise option_error("seq_len", seq_len, f"{exceeded}; use at most --seq-len {positions}")
-
-
-def open_corpus(
-    spec: str | None,
-    render: Render,
-    seed: int,
-    split: TextSplit = "calibration",
-    option: str = "calibration",
-) -> Corpus:
-    """Open the text ``spec`` given with ``option``; None means ``split`` of the built-in text. May
-    raise InputError.
-    """
-    if spec is None:
-        from kvfold.convert.data import read_documents
-
-        name = (
-            BUILT_IN if split == "calibration" else f"{BUILT_IN}, the part that no conversion reads"
-        )
-        texts = read_documents(split)
-        size = sum(len(text.encode()) for text in texts)
-        return Texts(name, "\f".join(texts), lambda: map(Document, texts), size, len(texts))
-    check_sources([spec], option)
-    path = Path(spec)
-    if path.is_file():
-        return TextFile(portable_name(path), path, render, seed)
-    name = path.name if path.exists() else spec
-    return Texts(f"dataset {name}", spec, partial(_dataset_documents, spec, render, seed, option))
-
-
-def _dataset_documents(spec: str, render: Render, seed: int, option: str) -> Iterator[Document]:
-    """Read the train split of a dataset on the hub or in a folder; ``spec`` is ``NAME`` or
-    ``NAME:CONFIG``.
-    """
-    import datasets
-
-    name, _, config = spec.partition(":")
-    try:
-        rows = datasets.load_dataset(name, config or None, split="train", streaming=True)
-    except Exception as error:  # datasets raises many kinds, all about the request
-        reason = f"not a file, and loading it as a dataset failed ({first_line(error)})"
-        raise option_error(option, spec, f": {reason}; give {_KINDS}") from error
-    for number, row in enumerate(rows.shuffle(seed=seed, buffer_size=1000)):
-        try:
-            yield _document_of(row, render)
-        except ValueError as error:
-            raise InputError(
-                f"{format_option(option, spec)}, row {number}: {error}; each row must be {_ROW}"
-            ) from error
-
-
-def _document_of(row: Any, render: Render) -> Document:
-    """The document in a dataset row or a line of JSON. Raises ValueError with the reason if there
-    is none.
-    """
-    if isinstance(row, str):
-        try:
-            row = json.loads(row)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"not JSON ({getattr(error, 'msg', 'nested too deeply')})") from None
-    fields = row if isinstance(row, Mapping) else {}
-    if isinstance(text := fields.get("text"), str):
-        document = Document(text)
-    elif isinstance(messages := fields.get("messages"), list):
-        try:
-            document = Document(render(messages), rendered=True)
-        except InputError:
-            raise
-        except (
-            Exception
-        ) as error:  # templates are code of the checkpoint's author and raise anything
-            reason = first_line(error)
-            raise ValueError(f"the tokenizer cannot render the chat messages ({reason})") from error
-    else:
-        keys = ", ".join(short(str(key)) for key in fields) or "none"
-        kind = f"a value of type {type(row).__name__}"
-        raise ValueError(
-            f"found {f'an object with these keys: {keys}' if isinstance(row, Mapping) else kind}"
-        )
-    # No tokenizer could read half of a surrogate pair.
-    check_unicode(document.text)
-    return document
 
 
 def permutation(count: int, seed: int) -> "Tensor":

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.request import SELF_TOKENS
-from kvfold.convert.text.tokenizer import render
+from kvfold.convert.text.corpus import render
 
 _USER = "kvfold-user"
 _REPLY = "kvfold-reply"
@@ -68,7 +68,7 @@ def turns_of(tokenizer: Any, model: str) -> Turns:
     if tokenizer.bos_token_id is not None:
         return Turns([int(tokenizer.bos_token_id)])
     lacks = f"{model} has neither a chat template nor a BOS token to sample from"
-    raise option_error("calibration", "self", f": {lacks}; use --calibration FILE")
+    raise option_error("calibration", "self", f": {lacks}; use --calibration {'FILE'}")
 
 
 @torch.no_grad()
@@ -102,9 +102,8 @@ def write_sequences(
             cache = output.past_key_values
             predicted = output.logits[:, -1].float().softmax(-1).cpu()
             if not torch.isfinite(predicted).all():
-                name = "--calibration self"
                 raise InputError(
-                    f"{name}: the model predicts NaN, so its weights may be damaged; download it"
+                    "--calibration self: the model predicts NaN, so its weights may be damaged; download it"
                     " again"
                 )
             drawn = torch.multinomial(predicted, 1, generator=generator)[:, 0].tolist()

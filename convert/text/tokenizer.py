@@ -2,7 +2,7 @@
 model's vocabulary.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, one_line, option_error, short
-from kvfold.convert.signals import limited
 from kvfold.convert.stream.stock import empty_model, load_config
 from kvfold.convert.text.corpus import Document
 
@@ -119,45 +118,6 @@ def _blocks(text: str) -> Iterator[str]:
             stop = at if at > start else stop
         yield text[start:stop]
         start = stop
-
-
-def render(tokenizer: Any, messages: list[Mapping[str, Any]], reply: bool = False) -> str:
-    """Render ``messages`` with the tokenizer's chat template. ValueError without one, InputError if
-    it does not end.
-
-    With ``reply`` the text ends where an assistant's reply begins, after the empty thoughts of
-    models that think.
-    """
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError("it has no chat template; use rows with `text` instead")
-    from transformers.utils.chat_template_utils import (
-        _compile_jinja_template,
-    )  # cached: what renders below
-
-    ending = {"add_generation_prompt": True, "enable_thinking": False} if reply else {}
-    try:
-        with limited(_RENDER_SECONDS):
-            _compile_jinja_template(tokenizer.get_chat_template()).environment.concat = _joined
-            text: str = tokenizer.apply_chat_template(messages, tokenize=False, **ending)
-    except (TimeoutError, MemoryError):
-        raise InputError(
-            f"{tokenizer.name_or_path}: the chat template (chat_template.jinja or"
-            f" tokenizer_config.json) needs more than {_RENDER_SECONDS:g} s or {_RENDERED}"
-            " characters for a document; correct it, or use rows with `text`"
-        ) from None
-    return text
-
-
-def _joined(pieces: Iterable[str]) -> str:
-    """Join what a template writes; TimeoutError if it is more than a chat can be."""
-    kept = []
-    size = 0
-    for piece in pieces:
-        kept.append(piece)
-        size += len(piece)
-        if size > _RENDERED:
-            raise TimeoutError
-    return "".join(kept)
 
 
 def check_teacher(

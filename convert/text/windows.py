@@ -6,7 +6,6 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,29 +14,28 @@ from torch import Tensor
 from kvfold.convert.errors import InputError, format_option, option_error
 from kvfold.convert.request import SELF, held_out_count
 from kvfold.convert.text.corpus import Corpus, TextSplit, open_corpus, permutation, with_share
-from kvfold.convert.text.tokenizer import prefix_tokens, render, tokenize
+from kvfold.convert.text.tokenizer import prefix_tokens, tokenize
 
 # Bytes of a text that are read first, chosen: several times what most tokenizers need, as windows
 # are drawn from all.
 _READ_AT_LEAST = 2 << 20
 _BYTES_PER_TOKEN = 16
-_LONG_SEQUENCES = (
-    4  # chosen: as many held-out tokens as of shorter sequences by default, 4 x 2048 and 16 x 512
-)
+# Chosen: as many held-out tokens as of shorter sequences by default, 4 x 2048 and 16 x 512.
+_LONG_SEQUENCES = 4
 
 
 @dataclass(frozen=True)
 class CalibrationTokens:
-    """The token sequences ``calibration [N, T]``, ``held_out [M, T]`` and ``further [K, T]``,
-    without overlap.
+    """Token sequences without overlap, int64 except ``further``.
 
-    ``source`` is the text's name in messages; ``digest`` is the SHA-256 of the text, or of the name
-    for a dataset. ``further`` are additional sequences for training that needs more than the
-    calibration sequences; K may be 0. As they may be many, they are int32, the others int64. ``long
-    [L, T']`` are more held-out sequences of T' > T tokens, for the loss by position; L is 0 if
-    there is no text left for them. ``held_out_texts`` names the text of each held-out sequence of a
-    mixture; it is empty for a single text. ``plain`` names the texts in which no document has
-    ``messages``.
+    calibration     ``[N, T]``, for fits and refinement
+    held_out        ``[M, T]``, for measurements
+    source          the text's name in messages
+    digest          SHA-256 of the text, or of the name of a dataset
+    further         ``[K, T]``, int32, more sequences for polishing; K may be 0
+    long            ``[L, T']`` with T' > T, held out too, for the loss by position; L may be 0
+    held_out_texts  the text of each held-out sequence of a mixture; empty for a single text
+    plain           names of the texts in which no document has ``messages``
     """
 
     calibration: Tensor
@@ -52,11 +50,26 @@ class CalibrationTokens:
     @property
     def training(self) -> Tensor:
         """The calibration and further sequences, ``[N + K, T]``, int32."""
-        return (
-            torch.cat([self.calibration.int(), self.further])
-            if len(self.further)
-            else self.calibration.int()
-        )
+        if not len(self.further):
+            return self.calibration.int()
+        return torch.cat([self.calibration.int(), self.further])
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """The sequences drawn from one text, all int32; ``rendered`` is True if it has dialogues.
+
+    ``share`` is that of the text as the option spells it, such as ``:3``, possibly empty.
+    """
+
+    name: str
+    share: str
+    digest: str
+    calibration: Tensor
+    held_out: Tensor
+    further: Tensor
+    long: Tensor
+    rendered: bool
 
 
 def load_calibration(
@@ -74,83 +87,99 @@ def load_calibration(
     long_length: int = 0,
 ) -> CalibrationTokens:
     """Draw ``samples`` calibration sequences of ``seq_len`` tokens each, and ``held_out`` sequences
-    for evaluation.
+    for evaluation, by default ``held_out_count(samples)``.
 
-    ``held_out`` defaults to ``held_out_count(samples)``. ``further`` additional sequences are
-    drawn; with ``fewer``, as many of them as the text contains that was read for the others. If
-    ``long_length`` exceeds ``seq_len``, four more sequences of so many tokens are drawn from text
-    that the model did not write, or none if it is too short.
+    ``further`` additional sequences are drawn; with ``fewer``, as many of them as the text contains
+    that was read for the others. If ``long_length`` exceeds ``seq_len``, four more sequences of so
+    many tokens are drawn from text that the model did not write, or none if it is too short.
 
     ``spec`` is a plain text file (one document), a .jsonl file (``text`` or ``messages`` per line),
     the name of a dataset, or None for a ``split`` of the text that ships with kvfold. If ``spec``
-    is a list, the texts contribute to each of the three sets by their shares, shuffled with the
-    seed; ``NAME:SHARE`` gives a text's share if ``option`` is calibration; the last may be
+    is a list, the texts contribute to each set by their shares, shuffled with the seed;
+    ``NAME:SHARE`` gives a text's share if ``option`` is calibration; the last may be
     ``self:SHARE``, whose sequences ``write(count)`` returns. Sequences do not cross document
     boundaries, except that short documents and the remainders of longer ones are packed, separated
     by the tokenizer's EOS token; without an EOS token they are dropped. Raises InputError, naming
     ``option``, if a text is unreadable or too short.
     """
-    counts = samples, held_out_count(samples) if held_out is None else held_out, further
-    specs = [spec] if spec is None or isinstance(spec, str) else spec
-    shared = [
-        with_share(each) if each and option == "calibration" else (each, 1.0) for each in specs
-    ]
-    weights = [weight for _, weight in shared]
-    shares = [share_counts(count, weights) for count in counts]
-    if any(not count and name != SELF for count, (name, _) in zip(shares[0], shared, strict=True)):
-        way_out = f"use at least --samples {math.ceil(sum(weights) / min(weights))}"
-        share = f"each of the {len(specs)} {format_option(option)} texts must contribute at least one sequence"
-        raise option_error("samples", samples, f": {share}; {way_out}")
-    unwritten = [weight * (name != SELF) for name, weight in shared]
-    long_count = _LONG_SEQUENCES if long_length > seq_len and any(unwritten) else 0
-    shares.append(share_counts(long_count, unwritten) if long_count else [0] * len(specs))
-    names = list[str]()
-    digests = list[str]()
-    plain = list[str]()
-    of_each = list[str]()
-    parts = list[Any]()
-    long = list[Tensor]()
-    for each, (name, weight), own in zip(specs, shared, zip(*shares, strict=True), strict=True):
-        share = (each or "").removeprefix(name or "")
+    mixed = spec is not None and not isinstance(spec, str)
+    specs: Sequence[Any] = spec if mixed else [spec]  # type: ignore[assignment]
+    shares = [with_share(s) if s and option == "calibration" else (s, 1.0) for s in specs]
+    weights = [weight for _, weight in shares]
+    foreign = [weight * (name != SELF) for name, weight in shares]
+    held_out = held_out_count(samples) if held_out is None else held_out
+    long_count = _LONG_SEQUENCES if long_length > seq_len and any(foreign) else 0
+    counts = [share_counts(count, weights) for count in (samples, held_out, further)]
+    counts.append(share_counts(long_count, foreign if any(foreign) else weights))
+    if any(not count and name != SELF for count, (name, _) in zip(counts[0], shares, strict=True)):
+        fewest = math.ceil(sum(weights) / min(weights))
+        raise option_error(
+            "samples",
+            samples,
+            f": each of the {len(specs)} {format_option(option)} texts must contribute at least one"
+            f" sequence; use at least --samples {fewest}",
+        )
+    texts: list[_Drawn] = []
+    for text, (name, weight), *wanted in zip(specs, shares, *counts, strict=True):
+        share = (text or "").removeprefix(name or "")
         if name == SELF and write is not None:
             # Of further sequences the other texts may contain fewer than their shares.
-            drawn_of_others = (
-                sum(len(part[2]) for part in parts) * weight / (sum(weights) - weight or 1)
-            )
-            drawn = write(
-                sum(own[:2]) + (min(own[2], math.ceil(drawn_of_others)) if parts else own[2])
-            ).int()
-            digest = hashlib.sha256(drawn.numpy().tobytes()).hexdigest()
+            others = sum(len(drawn.further) for drawn in texts)
+            if texts:
+                fitting = others * weight / (sum(weights) - weight or 1)
+                wanted[2] = min(wanted[2], math.ceil(fitting))
+            rows = write(sum(wanted[:3])).int()
+            digest = hashlib.sha256(rows.numpy().tobytes()).hexdigest()
+            first, second, third = _split(rows, wanted)
+            texts.append(_Drawn(SELF, share, digest, first, second, third, rows[:0], True))
         else:
-            corpus = open_corpus(name, partial(render, tokenizer), seed, split, option)
-            drawn, longer, rendered = _draw(
-                corpus, tokenizer, own, fewer, (seq_len, long_length), seed
-            )
-            long += longer.unbind()
-            name = corpus.name
-            digest = corpus.digest()
-            plain += [] if rendered else [name]
-        parts.append(torch.tensor_split(drawn, [own[0], sum(own[:2])]))
-        of_each += own[1] * [name]
-        names.append(f"{name}{share}")
-        digests.append(digest + share)
-    mixed = [torch.cat(each) for each in zip(*parts, strict=True)]
-    texts = tuple[str, ...]()
-    digest = digests[0]
-    if specs is spec:  # a mixture
-        mixed = [each[permutation(len(each), seed)] for each in mixed]
-        texts = tuple(of_each[place] for place in permutation(len(of_each), seed).tolist())
-        digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
-    # Fewer would be worse than the held-out sequences, which have positions too.
-    of_long = (
-        torch.stack(long).long()
-        if 0 < len(long) == long_count
-        else torch.empty(0, long_length, dtype=torch.long)
+            corpus = open_corpus(name, tokenizer, seed, split, option)
+            texts.append(_draw(corpus, share, tokenizer, wanted, fewer, seq_len, long_length, seed))
+
+    def join(name: str) -> Tensor:
+        rows = torch.cat([getattr(drawn, name) for drawn in texts])
+        return rows[permutation(len(rows), seed)] if mixed else rows
+
+    long = torch.cat([drawn.long for drawn in texts if len(drawn.long)] or [torch.empty(0, 0)])
+    names = [drawn.name for drawn in texts for _ in drawn.held_out]
+    digests = " ".join(drawn.digest + drawn.share for drawn in texts)
+    return CalibrationTokens(
+        calibration=join("calibration").long(),
+        held_out=join("held_out").long(),
+        source=" + ".join(drawn.name + drawn.share for drawn in texts),
+        digest=hashlib.sha256(digests.encode()).hexdigest() if mixed else digests,
+        further=join("further"),
+        # Fewer would be worse than the held-out sequences, which have positions too.
+        long=long.long() if 0 < len(long) == long_count else torch.empty(0, long_length).long(),
+        held_out_texts=tuple(names[i] for i in permutation(len(names), seed)) if mixed else (),
+        plain=tuple(drawn.name for drawn in texts if not drawn.rendered),
     )
-    source = " + ".join(names)
-    first = mixed[0].long()
-    second = mixed[1].long()
-    return CalibrationTokens(first, second, source, digest, mixed[2], of_long, texts, tuple(plain))
+
+
+def load_training(
+    text: str,
+    eval_text: str | None,
+    tokenizer: Any,
+    seq_len: int,
+    count: int,
+    held_out: int,
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    """Draw sequences for uptraining from ``text``: ``[n, T]`` to train on, at most ``count``, and
+    ``[held_out, T]``, which come from ``eval_text`` unless it is None; both int32.
+
+    Raises InputError, naming the option, if a text is unreadable or too short.
+    """
+    reserved = held_out if eval_text is None else 0
+    advice = "or lower --eval-sequences or --seq-len"
+    corpus = open_corpus(text, tokenizer, seed, option="text")
+    windows = _read_windows(corpus, tokenizer, seq_len, reserved + 1, reserved + count, advice)
+    rows = windows.rows[permutation(len(windows.rows), seed)]
+    if eval_text is None:
+        return rows[held_out:][:count], rows[:held_out]
+    corpus = open_corpus(eval_text, tokenizer, seed, option="eval_text")
+    other = _read_windows(corpus, tokenizer, seq_len, held_out, held_out, advice)
+    return rows[:count], other.rows[permutation(len(other.rows), seed)][:held_out]
 
 
 def share_counts(count: int, weights: Sequence[float]) -> list[int]:
@@ -158,124 +187,144 @@ def share_counts(count: int, weights: Sequence[float]) -> list[int]:
     remainders.
     """
     exact = [count * weight / sum(weights) for weight in weights]
-    parts = [int(part) for part in exact]
-    order = sorted(range(len(parts)), key=lambda i: parts[i] - exact[i])
-    for i in order[: count - sum(parts)]:
-        parts[i] += 1
-    return parts
+    counts = [int(share) for share in exact]
+    order = sorted(range(len(counts)), key=lambda i: counts[i] - exact[i])
+    for i in order[: count - sum(counts)]:
+        counts[i] += 1
+    return counts
 
 
 def _draw(
     corpus: Corpus,
+    share: str,
     tokenizer: Any,
     wanted: Sequence[int],
     fewer: bool,
-    lengths: tuple[int, int],
+    seq_len: int,
+    long_length: int,
     seed: int,
-) -> tuple[Tensor, Tensor, bool]:
+) -> _Drawn:
     """Draw sequences at random from one text: ``wanted`` for calibration, held out, further, and
     long ones.
 
-    ``lengths`` are the tokens of the first three kinds, and of the long ones. Reads the text only
-    until it yields the first two, without ``fewer`` the first three; raises InputError if it yields
-    fewer. Returns the first three kinds, as many long ones as the text has left, and True if the
-    text has dialogues.
+    Reads the text only until it yields the first two, without ``fewer`` the first three; raises
+    InputError if it yields fewer.
     """
-    seq_len, long_length = lengths
     *wanted, long_count = wanted
-    kinds = dict(zip(("to calibrate on", "held out", "more to polish on"), wanted, strict=True))
     needed = sum(wanted[:2] if fewer else wanted)
+    advice = "or lower --samples or --seq-len"
+    if not fewer:
+        advice = "lower --polish, or add --repeat-text"
+    windows = _read_windows(corpus, tokenizer, seq_len, needed, needed, advice)
+    order = permutation(len(windows.rows), seed)
+    # Each long sequence is a run of consecutive windows, without the prefixes between them.
+    prefix = windows.prefix
+    size = math.ceil((long_length - prefix) / (seq_len - prefix))
+    runs = torch.empty(0, max(size, 1), dtype=torch.int64)
+    # Windows that no other sequence needs come first; else further sequences, of which there may be
+    # fewer, give way.
+    for start in (sum(wanted), needed):
+        if len(runs) < long_count:
+            runs = _find_runs(windows, order[start:], size, long_count)
+    order = order[torch.isin(order, runs, invert=True)][: sum(wanted)]
+    first, *others = windows.rows[runs].unbind(1)
+    bodies = [first, *(rows[:, prefix:] for rows in others)]
+    long = torch.cat(bodies, dim=1)[:, :long_length]
+    calibration, held_out, further = _split(windows.rows[order], wanted)
+    digest = corpus.digest()
+    rendered = windows.rendered
+    return _Drawn(corpus.name, share, digest, calibration, held_out, further, long, rendered)
+
+
+def _split(rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
+    """The calibration, held-out and further sequences among ``rows``, in this order."""
+    return torch.tensor_split(rows, [counts[0], counts[0] + counts[1]])
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """All windows of the text that was read: ``rows [n, T]``, int32, which begin with ``prefix``
+    special tokens.
+
+    The first ``counts[i]`` windows are those of document ``i``, and so on; the rest were packed.
+    """
+
+    rows: Tensor
+    prefix: int
+    counts: list[int]
+    rendered: bool
+
+
+def _read_windows(
+    corpus: Corpus, tokenizer: Any, seq_len: int, needed: int, wanted: int, advice: str
+) -> _Windows:
+    """Read text until it yields ``wanted`` windows, if it has as many. Raises InputError with
+    ``advice`` if it has fewer than ``needed``.
+    """
     prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int32)
-    if seq_len <= len(prefix):
-        begins = f"every sequence begins with {len(prefix)} special token{'s' * (len(prefix) != 1)}"
+    length = seq_len - len(prefix)
+    if length < 1:
+        begins = f"every sequence begins with {len(prefix)} special tokens"
         raise option_error(
             "seq_len", seq_len, f": {begins}; use at least --seq-len {len(prefix) + 1}"
         )
     # Bytes per token are unknown before tokenizing, so more is read until there is enough, or
     # nothing is left.
-    limit = max(_READ_AT_LEAST, needed * seq_len * _BYTES_PER_TOKEN)
+    limit = max(_READ_AT_LEAST, wanted * seq_len * _BYTES_PER_TOKEN)
     while True:
         documents, complete = corpus.documents(limit)
-        tokens = [each.int() for each in tokenize(tokenizer, prefix.tolist(), documents)]
-        windows = cut(tokens, seq_len - len(prefix), tokenizer.eos_token_id)
-        if len(windows) >= needed:
+        tokens = [ids.int() for ids in tokenize(tokenizer, prefix.tolist(), documents)]
+        bodies = cut(tokens, length, tokenizer.eos_token_id)
+        if complete or len(bodies) >= wanted:
             break
-        if complete:
-            found = (
-                f"{sum(map(len, tokens))} tokens in {len(tokens)}"
-                f" document{'s' * (len(tokens) != 1)}"
-            )
-            if tokenizer.eos_token_id is None and len(tokens) > 1:
-                found += " (which cannot be packed because the tokenizer has no EOS token)"
-            parts = [
-                f"{count} {kind}"
-                for kind, count in kinds.items()
-                if count and not (fewer and kind[0] == "m")
-            ]
-            divided = f" ({', '.join(parts)})" if len(parts) > 1 else ""
-            advice = "or lower --samples or --seq-len"
-            if not fewer:
-                most = (len(windows) - wanted[1]) * seq_len // 1000
-                at_most = f" to {most}k tokens at most" if most > 0 else ""
-                advice = f"lower --polish{at_most}, or add --repeat-text"
-            raise InputError(
-                f"{corpus.name}: too little text: {found} yield {len(windows)} of {needed}"
-                f" sequences of {seq_len} tokens{divided}; give more text, {advice}"
-            )
         limit *= 4
-    order = permutation(len(windows), seed)
-    body = long_length - len(prefix)
-    runs = torch.empty(0, 1, dtype=torch.int64)
-    # Windows that no other sequence needs come first; else further sequences, of which there may be
-    # fewer, give way.
-    for start in (sum(wanted), needed):
-        if len(runs) < long_count:
-            counts = [len(each) // windows.shape[1] for each in tokens]
-            runs = _runs(
-                counts, len(windows), order[start:], math.ceil(body / windows.shape[1]), long_count
-            )
-    order = order[torch.isin(order, runs, invert=True)][: sum(wanted)]
-    drawn = windows[order]
-    joined = windows[runs].flatten(1)[:, : max(0, body)]
-    drawn, joined = (
-        torch.cat([prefix.expand(len(each), -1), each], dim=1) for each in (drawn, joined)
-    )
-    return drawn, joined, any(each.rendered for each in documents)
+    if len(bodies) < needed:
+        size = f"{sum(map(len, tokens))} tokens in {len(tokens)} documents"
+        if tokenizer.eos_token_id is None and len(tokens) > 1:
+            size += " (which cannot be packed because the tokenizer has no EOS token)"
+        raise InputError(
+            f"{corpus.name}: too little text: {size} yield {len(bodies)} of {needed} sequences of"
+            f" {seq_len} tokens; give more text, {advice}"
+        )
+    rows = torch.cat([prefix.expand(len(bodies), -1), bodies], dim=1)
+    counts = [len(ids) // length for ids in tokens]
+    rendered = any(document.rendered for document in documents)
+    return _Windows(rows, len(prefix), counts, rendered)
 
 
-def _runs(documents: list[int], windows: int, free: Tensor, size: int, count: int) -> Tensor:
+def _find_runs(windows: _Windows, free: Tensor, size: int, count: int) -> Tensor:
     """Up to ``count`` runs of ``size`` consecutive windows of one document, all of them in
     ``free``: ``[n, size]``.
-
-    ``documents`` are the numbers of windows of each document; the others of all ``windows`` were
-    packed.
     """
-    documents = [*documents, windows - sum(documents)]
-    owner = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))
-    unused = torch.zeros(windows, dtype=torch.bool)
-    found = list[Tensor]()
+    total = len(windows.rows)
+    counts = torch.tensor([*windows.counts, total - sum(windows.counts)])
+    owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    unused = torch.zeros(total, dtype=torch.bool)
     unused[free] = True
+    runs: list[Tensor] = []
     for first in free.tolist():
         last = first + size - 1
-        if len(found) == count:
+        if len(runs) == count:
             break
-        if last < windows and owner[first] == owner[last] and unused[first : last + 1].all():
+        if last < total and owner[first] == owner[last] and unused[first : last + 1].all():
             unused[first : last + 1] = False
-            found.append(torch.arange(first, last + 1))
-    return torch.stack(found) if found else torch.empty(0, size, dtype=torch.int64)
+            runs.append(torch.arange(first, last + 1))
+    return torch.stack(runs) if runs else torch.empty(0, size, dtype=torch.int64)
 
 
 def cut(documents: list[Tensor], length: int, eos: int | None) -> Tensor:
     """Cut windows ``[n, length]`` from each document, then from the remainders packed with ``eos``
     (if not None).
     """
-    windows = [
-        document[: len(document) // length * length].view(-1, length) for document in documents
-    ]
-    rests = [document[len(document) // length * length :] for document in documents]
-    rests = [rest for rest in rests if len(rest)]
+    windows = []
+    rests = []
+    for document in documents:
+        end = len(document) // length * length
+        windows.append(document[:end].view(-1, length))
+        if end < len(document):
+            rests.append(document[end:])
     if eos is not None and rests:
-        end = torch.tensor([eos], dtype=rests[0].dtype)
-        packed = torch.cat([part for rest in rests for part in (rest, end)])
+        separator = torch.tensor([eos], dtype=rests[0].dtype)
+        packed = torch.cat([ids for rest in rests for ids in (rest, separator)])
         windows.append(packed[: len(packed) // length * length].view(-1, length))
     return torch.cat(windows) if windows else torch.empty(0, length, dtype=torch.int64)

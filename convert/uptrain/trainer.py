@@ -1,24 +1,20 @@
-"""The subclass of ``transformers.Trainer`` for uptraining: arguments, models, losses, held-out
-drift and the log.
+"""The subclass of ``transformers.Trainer`` for uptraining: its arguments, the losses, the relative
+step sizes and the best weights on held-out text.
 
 Steps are relative to each tensor's size as in polishing (`scale_steps`), but not to its rows and
 columns.
 """
 
-import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
-from dataclasses import fields
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import SequentialSampler
 from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
@@ -31,10 +27,8 @@ from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, training_autocast
 from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.processes import launched_as_rank0
-from kvfold.convert.progress import Stages
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import attend_in_blocks
-from kvfold.convert.targets.mla.encode import ConstantSlice
 from kvfold.convert.text.tokenizer import check_teacher, load_tokenizer
 from kvfold.convert.training.budget import batch_size
 from kvfold.convert.training.fit import BETAS, distillation_loss, next_token_loss
@@ -45,8 +39,8 @@ from kvfold.convert.training.steps import (
     scale_steps,
     tensor_sizes,
 )
-from kvfold.convert.uptrain.request import WARMUP_STEPS, UptrainRequest
-from kvfold.convert.uptrain.work import BEST, LogRow, TrainingOrder, mark_complete
+from kvfold.convert.uptrain.training_folder import mark_complete
+from kvfold.convert.uptrain.uptrain_request import WARMUP_STEPS, UptrainRequest
 
 # A sixteenth of refinement's: all layers move at once, and the steps of all inputs add up. KL after
 # 40 steps, MLA 24+8 of the model that ships: 0.0125 0.231, 0.05 0.165, 0.2 0.172 nats
@@ -56,12 +50,12 @@ _AT_WIDTH_ONE = 0.05
 _FULL_BATCH = 65536
 # Sequences per GPU at a time. Chosen, not tuned.
 _GPU_SEQUENCES = 4
-_LOSS_NAMES = {"loss": "loss", "learning_rate": "lr", "eval_loss": "held-out loss"}
-_LOSS_NAMES |= {"eval_perplexity": "perplexity", "eval_kl": "KL", "eval_excess": "excess"}
+# The weights of the best evaluation so far, in ``OUT.training``.
+_BEST = "best.pt"
 
 
 def training_arguments(
-    request: UptrainRequest, width: int, precision: torch.dtype, resumed: bool
+    request: UptrainRequest, width: int, precision: torch.dtype
 ) -> TrainingArguments:
     """The trainer's arguments for hidden size ``width``; in distributed runs, also creates the
     process group.
@@ -76,28 +70,23 @@ def training_arguments(
     # On a CPU a thousand tokens keep the products busy, and more take memory: SmolLM2-135M with its
     # teacher 5.5 GB for 1 x 1024 tokens, 7.9 GB for 2 (peaks of `kvfold uptrain --steps 1`,
     # 2026-11-26).
-    most = request.micro_batch or (
-        batch_size(request.seq_len) if device.type == "cpu" else _GPU_SEQUENCES
-    )
+    most = batch_size(request.seq_len) if device.type == "cpu" else _GPU_SEQUENCES
+    most = request.micro_batch or most
     micro, accumulation = divide_batch(request.sequences, most, replicas)
     # More steps than a short run has: it ends on the way to the peak.
-    warmup = (
-        max(WARMUP_STEPS, request.steps // 20)
-        if request.warmup is None
-        else int(request.warmup * request.steps)
-    )
-    evaluated = bool(request.eval_every)
-    saved = bool(request.save_every)
+    warmup = max(WARMUP_STEPS, request.steps // 20)
+    if request.warmup is not None:
+        warmup = int(request.warmup * request.steps)
+    constant = request.schedule == "constant"
     return TrainingArguments(
         output_dir=str(request.work),
         max_steps=request.steps,
         per_device_train_batch_size=micro,
         per_device_eval_batch_size=most,
         gradient_accumulation_steps=accumulation,
+        train_sampling_strategy="sequential",
         learning_rate=request.relative_lr or default_rate(width, request.batch_tokens),
-        lr_scheduler_type=(
-            request.schedule if request.schedule != "constant" else "constant_with_warmup"
-        ),
+        lr_scheduler_type="constant_with_warmup" if constant else request.schedule,
         warmup_steps=warmup,
         weight_decay=request.weight_decay,
         max_grad_norm=request.clip,
@@ -111,11 +100,10 @@ def training_arguments(
         ddp_find_unused_parameters=False,
         logging_steps=request.log_every,
         logging_nan_inf_filter=False,
-        eval_strategy="steps" if evaluated else "no",
-        eval_steps=request.eval_every if evaluated else None,
-        eval_on_start=evaluated and not resumed,
-        save_strategy="steps" if saved else "no",
-        save_steps=request.save_every if saved else 500,
+        eval_strategy="steps" if request.eval_every else "no",
+        eval_steps=request.eval_every or None,
+        save_strategy="steps" if request.save_every else "no",
+        save_steps=request.save_every or 1,
         save_total_limit=2,
         remove_unused_columns=False,
         disable_tqdm=True,
@@ -142,9 +130,9 @@ def divide_batch(sequences: int, micro_batch: int, replicas: int) -> tuple[int, 
             f"--batch-tokens: {sequences} sequences per step cannot be divided evenly among"
             f" {replicas} processes or GPUs; use a multiple of {replicas} x --seq-len"
         )
-    each = sequences // replicas
-    micro = max(n for n in range(1, min(micro_batch, each) + 1) if each % n == 0)
-    return micro, each // micro
+    share = sequences // replicas
+    micro = max(n for n in range(1, min(micro_batch, share) + 1) if share % n == 0)
+    return micro, share // micro
 
 
 def forward_dtype(request: UptrainRequest, source: Checkpoint) -> torch.dtype:
@@ -166,12 +154,9 @@ def forward_dtype(request: UptrainRequest, source: Checkpoint) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
-def prepare_model(
-    model: Any, source: Checkpoint, request: UptrainRequest
-) -> dict[str, ConstantSlice]:
-    """Freeze the parameters that are not trained; returns the constant channel's slices by name, if
-    there are any.
-    """
+def load_student(request: UptrainRequest, source: Checkpoint) -> Any:
+    """Load the model to train in float32, with the parameters that are not trained frozen."""
+    model = load_model(source, torch.float32, request.trust_remote_code)
     model.config.use_cache = False
     attend_in_blocks(model, choose_device(request.device))
     if request.gradient_checkpointing:
@@ -184,36 +169,30 @@ def prepare_model(
         inside = f".{attention_name(layer_list(model)[1][0])}."
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(inside in name)
-    return hold_constant(dict(model.named_parameters())) if has_constant(source) else {}
+    return model
 
 
-def load_teacher(
-    name: str,
-    request: UptrainRequest,
-    source: Checkpoint,
-    precision: torch.dtype,
-    device: torch.device,
-) -> Any:
+def load_teacher(request: UptrainRequest, source: Checkpoint, arguments: TrainingArguments) -> Any:
     """Load the model to distill from: frozen, in the training's compute dtype, and unsharded on
-    every device.
+    every device. None without one.
     """
     from accelerate.utils import patch_environment
 
-    with closing(open_checkpoint(name)) as opened:
+    if request.teacher is None:
+        return None
+    precision = forward_dtype(request, source)
+    with closing(open_checkpoint(request.teacher)) as opened:
         tokenizer = load_tokenizer(source, request.trust_remote_code, "uptraining")
         check_teacher(opened, source, tokenizer, request.trust_remote_code)
         # Under FSDP transformers loads weights on the first process only; a teacher is not sharded.
         with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
             teacher = load_model(opened, precision, request.trust_remote_code)
-    return teacher.to(device).eval().requires_grad_(False)
+    return teacher.to(arguments.device).eval().requires_grad_(False)
 
 
 class Uptrainer(Trainer):  # type: ignore[misc]
-    """A trainer for the sequences in ``order``, with distillation from ``teacher`` unless it is
-    None.
-
-    The teacher must be frozen and on the same device. Drift is measured on ``held_out [M, T]`` if M
-    is not 0. ``held`` are the slices of the constant channel.
+    """A trainer of the checkpoint ``source`` for the ``tokens``: ``train``, in their order, and
+    ``held_out``, on which drift is measured unless it is empty.
     """
 
     # Every micro-batch's loss is a mean over equally many tokens.
@@ -221,29 +200,26 @@ class Uptrainer(Trainer):  # type: ignore[misc]
 
     def __init__(
         self,
-        model: Any,
-        arguments: TrainingArguments,
         request: UptrainRequest,
-        order: TrainingOrder,
-        held_out: Tensor,
-        teacher: Any,
-        held: Mapping[str, ConstantSlice],
+        source: Checkpoint,
+        arguments: TrainingArguments,
+        tokens: dict[str, Tensor],
     ) -> None:
-        self.run_log = log = RunLog(request)
-        sequences = [{"input_ids": tokens} for tokens in held_out]
+        self._request = request
+        self._teacher = load_teacher(request, source, arguments)
+        model = load_student(request, source)
+        parameters = dict(model.named_parameters())
+        self.constant = hold_constant(parameters) if has_constant(source) else {}
         super().__init__(
             model=model,
             args=arguments,
-            train_dataset=order,
-            eval_dataset=sequences,
-            callbacks=[log],
+            train_dataset=[{"input_ids": row} for row in tokens["train"]],
+            eval_dataset=[{"input_ids": row} for row in tokens["held_out"]],
+            callbacks=[RunCallback(request)],
         )
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = False
-        self._request = request
-        self._teacher = teacher
-        self._held = held
-        sizes = [tensor_sizes(dict(model.named_parameters()), held)]
+        sizes = [tensor_sizes(parameters, self.constant)]
         # A sharded model may have been loaded by the first process only.
         if dist.is_initialized():
             dist.broadcast_object_list(sizes, src=0)
@@ -263,49 +239,40 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         They are those of the evaluation with the lowest error, which may be the one before
         training.
         """
-        with self.run_log.open:
-            self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        *earlier, last = self._errors() or [0.0]
-        if last < min(earlier, default=math.inf):
+        self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        if self._last_is_best():
             return self._state()
-        saved: dict[str, Tensor] = (
-            torch.load(self._request.work / BEST, weights_only=True) if launched_as_rank0() else {}
-        )
-        return saved
+        best = self._request.work / _BEST
+        state: dict[str, Tensor] = {}
+        if launched_as_rank0():
+            state = torch.load(best, weights_only=True)
+        return state
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows logged so far, in order, without that of the whole run."""
+        return [row for row in self.state.log_history if "train_runtime" not in row]
+
+    def _last_is_best(self) -> bool:
+        """True if all evaluations before the last had larger errors: the KL, or without a teacher
+        the loss.
+        """
+        rows = [row for row in self.rows() if "eval_loss" in row]
+        errors = [row.get("eval_kl", row["eval_loss"]) for row in rows]
+        return not errors or errors[-1] < min(errors[:-1], default=math.inf)
 
     def _state(self) -> dict[str, Tensor]:
-        state = self.accelerator.get_state_dict(
-            self.model_wrapped if self.is_fsdp_enabled else self.model
-        )
+        model = self.model_wrapped if self.is_fsdp_enabled else self.model
+        state = self.accelerator.get_state_dict(model)
         return {name: value.detach().cpu() for name, value in (state or {}).items()}
 
-    def _errors(self) -> list[float]:
-        """The errors of all evaluations so far, in order."""
-        return [
-            row.error for row in self.run_log.rows(self.state.log_history) if row.error is not None
-        ]
-
-    def _keep_best(self) -> None:
-        """Save the weights if all evaluations so far had larger errors; the last step's weights
-        stay in memory.
-        """
-        *earlier, last = self._errors()
-        if last < min(earlier, default=math.inf) and self.state.global_step < self.state.max_steps:
-            state = self._state()
-            if launched_as_rank0():
-                with replacing(self._request.work / BEST) as new:
-                    torch.save(state, new)
-
-    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
-        """A sequential sampler, as ``order`` is already shuffled (no argument selects it before
-        transformers 5.2).
-        """
-        return SequentialSampler(self.train_dataset)
+    def _named_parameters(self) -> dict[str, Tensor]:
+        # Asked at every step, because sharding replaces parameters.
+        return dict(self.model.named_parameters())
 
     def create_optimizer(self, *arguments: Any) -> Any:
         if self.optimizer is None:
-            made = super().create_optimizer(*arguments)
-            scale_steps(made, lambda: dict(self.model.named_parameters()), self._sizes, self._held)
+            optimizer = super().create_optimizer(*arguments)
+            scale_steps(optimizer, self._named_parameters, self._sizes, self.constant)
         return self.optimizer
 
     def _get_learning_rate(self) -> float:
@@ -317,11 +284,11 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         loss: Tensor = super().training_step(*arguments)
         # The gradients of all micro-batches are there: what comes next is clipping.
         if self.accelerator.sync_gradients:
-            scale_gradients(dict(self.model.named_parameters()), self._held)
+            scale_gradients(self._named_parameters(), self.constant)
         return loss
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
-        tokens = inputs["input_ids"]
+        tokens = inputs["input_ids"].long()
         weight = self._request.distilled
         logits = model(input_ids=tokens, use_cache=False).logits
         loss: Tensor = logits.new_zeros((), dtype=torch.float32)
@@ -336,44 +303,37 @@ class Uptrainer(Trainer):  # type: ignore[misc]
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Loss and perplexity on held-out text; with a teacher, also the KL from it and the excess
-        loss over it.
+        loss over it. Saves the weights if they are the best so far.
         """
         self.model.eval()
-        batches = self.get_eval_dataloader()
-        found = []
-        with self.run_log.stages("evaluate", len(batches), "batch") as advance:
-            for inputs in batches:
-                tokens = inputs["input_ids"]
-                logits = self.model(input_ids=tokens, use_cache=False).logits.split(1)
-                losses = [
-                    [next_token_loss(*each) for each in zip(logits, tokens.split(1), strict=True)]
-                ]
-                if self._teacher is not None:
-                    teacher = teacher_logits(self._teacher, tokens, logits[0].shape[-1]).split(1)
-                    losses.append(
-                        [
-                            distillation_loss(*each, 1.0)
-                            for each in zip(logits, teacher, strict=True)
-                        ]
-                    )
-                    losses.append(
-                        [
-                            next_token_loss(*each)
-                            for each in zip(teacher, tokens.split(1), strict=True)
-                        ]
-                    )
-                # Of the sequences of all processes, without those that only fill up their last
-                # batch. On the CPU, so that progress tells the time of a batch.
-                by_sequence = torch.stack([torch.stack(each) for each in losses], dim=1)
-                found.append(self.accelerator.gather_for_metrics(by_sequence).cpu())
-                advance(1)
-        loss, *others = torch.cat(found).double().mean(0).tolist()
+        losses = []
+        for inputs in self.get_eval_dataloader():
+            tokens = inputs["input_ids"].long()
+            logits = self.model(input_ids=tokens, use_cache=False).logits
+            teacher = None
+            if self._teacher is not None:
+                teacher = teacher_logits(self._teacher, tokens, logits.shape[-1])
+            rows = []
+            for i in range(len(tokens)):
+                row = [next_token_loss(logits[i : i + 1], tokens[i : i + 1])]
+                if teacher is not None:
+                    row.append(distillation_loss(logits[i : i + 1], teacher[i : i + 1], 1.0))
+                    row.append(next_token_loss(teacher[i : i + 1], tokens[i : i + 1]))
+                rows.append(torch.stack(row))
+            # Of the sequences of all processes, without those that only fill up their last batch.
+            losses.append(self.accelerator.gather_for_metrics(torch.stack(rows)).cpu())
+        loss, *others = torch.cat(losses).double().mean(0).tolist()
         metrics = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
         if others:
             metrics |= {"eval_kl": others[0], "eval_excess": loss - others[1]}
         # The log adds the epoch to what it is given.
         self.log(dict(metrics))
-        self._keep_best()
+        # The last step's weights stay in memory.
+        if self._last_is_best() and self.state.global_step < self.state.max_steps:
+            state = self._state()
+            if launched_as_rank0():
+                with replacing(self._request.work / _BEST) as new:
+                    torch.save(state, new)
         self.control: Any = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
@@ -387,50 +347,23 @@ def teacher_logits(teacher: Any, tokens: Tensor, vocabulary: int) -> Any:
     return teacher(input_ids=tokens, use_cache=False).logits[..., :vocabulary]
 
 
-class RunLog(TrainerCallback):  # type: ignore[misc]
-    """A callback that writes ``log.jsonl``, prints progress and log rows to stderr, and marks
-    checkpoints complete.
-
-    The caller must close ``open``, the stack with the progress bar, even if training fails.
+class RunCallback(TrainerCallback):  # type: ignore[misc]
+    """Shows the progress and the rows of the log on stderr, ends a run whose loss is not finite,
+    and marks checkpoints complete.
     """
 
     def __init__(self, request: UptrainRequest) -> None:
-        self._request, self.open = request, ExitStack()
-        self.stages = Stages(quiet=request.quiet or not launched_as_rank0())
-        self._advance: Callable[[int], None] | None = None
-
-    def rows(self, history: list[dict[str, Any]]) -> list[LogRow]:
-        """Convert the trainer's log ``history`` to the rows of our log."""
-        names = [field.name for field in fields(LogRow)]
-        rows = []
-        for logged in history:
-            # The last has figures of the whole run.
-            if "train_runtime" not in logged:
-                figures = {name: value for name, value in logged.items() if name in names}
-                rows.append(LogRow(tokens=logged["step"] * self._request.batch_tokens, **figures))
-        return rows
+        self._quiet = request.quiet or not launched_as_rank0()
+        self._bar: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # A resumed run has the rows up to its checkpoint, and writes those after it again.
-        if state.is_world_process_zero:
-            rows = self.rows(state.log_history)
-            (self._request.work / "log.jsonl").write_text(
-                "".join(json.dumps(row.to_dict()) + "\n" for row in rows)
-            )
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # Not before: the measurement ahead of the first step would count as a part of it.
-        if self._advance is None:
-            stage = self.stages("train", self._request.steps, "step", state.global_step)
-            self._advance = self.open.enter_context(stage)
+        steps = {"total": state.max_steps, "initial": state.global_step}
+        self._bar = tqdm(**steps, desc="training", unit="step", disable=self._quiet or None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        if self._advance is not None:
-            self._advance(1)
+        self._bar.update(1)
         if state.global_step >= state.max_steps:
-            # What fails after the last step must not cost the training.
-            control.should_save = bool(self._request.save_every)
-            control.should_evaluate = bool(self._request.eval_every)
+            control.should_evaluate = args.eval_strategy != "no"
             control.should_log = True
         if control.should_save:
             # A resumed run then averages losses over the same steps.
@@ -438,26 +371,16 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        for row in map(LogRow.to_dict, self.rows(state.log_history[-1:])):
-            if not all(
-                math.isfinite(value) for name, value in row.items() if name.endswith("loss")
-            ):
-                advice = "lower --relative-lr or raise --warmup"
-                if state.global_step <= 1:
-                    advice += "; if that does not help, the model is damaged: use another copy"
-                raise InputError(f"step {state.global_step}: the loss is NaN or infinite; {advice}")
-            if state.is_world_process_zero:
-                with (self._request.work / "log.jsonl").open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-                if not self._request.quiet:
-                    shown = ", ".join(
-                        f"{_LOSS_NAMES[name]} {row[name]:.4g}"
-                        for name in row
-                        if name in _LOSS_NAMES
-                    )
-                    tqdm.write(
-                        f"step {row['step']}/{self._request.steps}: {shown}", file=sys.stderr
-                    )
+        row = state.log_history[-1]
+        if not math.isfinite(row.get("loss", 0.0) + row.get("eval_loss", 0.0)):
+            advice = "lower --relative-lr or raise --warmup"
+            if state.global_step <= 1:
+                advice += "; if that does not help, the model is damaged: use another copy"
+            raise InputError(f"step {state.global_step}: the loss is NaN or infinite; {advice}")
+        if not self._quiet and "train_runtime" not in row:
+            shown = [f"{name} {row[name]:.4g}" for name in row if name not in ("epoch", "step")]
+            line = f"step {row['step']}/{state.max_steps}: {', '.join(shown)}"
+            tqdm.write(line, file=sys.stderr)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if dist.is_initialized():
@@ -465,3 +388,6 @@ class RunLog(TrainerCallback):  # type: ignore[misc]
             dist.barrier()
         if state.is_world_process_zero:
             mark_complete(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._bar.close()

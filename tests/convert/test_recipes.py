@@ -20,7 +20,7 @@ from kvfold.convert.conversion import convert as convert_module
 from kvfold.convert.errors import InputError
 from kvfold.convert.options import run_only, specs
 from kvfold.convert.recipes import read_recipe, recipe_names
-from kvfold.convert.uptrain.request import UptrainRequest
+from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "convert" / "data" / "recipes"

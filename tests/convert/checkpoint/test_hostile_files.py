@@ -35,7 +35,7 @@ def test_a_row_that_is_no_text(tmp_path: Path, row: str, refused: Any) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"text": "good"}}\n{row}\n')
     with refused():
-        open_corpus(str(path), lambda messages: str(messages[0]), 0).documents(1000)
+        open_corpus(str(path), None, 0).documents(1000)
 
 
 def test_a_model_of_more_shards_than_a_process_may_open(tmp_path: Path) -> None:

@@ -38,10 +38,9 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import load_family, supported
 from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.verify import verify_checkpoint
-from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.targets.own_code import CODE
-from kvfold.convert.uptrain.request import UptrainRequest
-from kvfold.convert.uptrain.trainer import prepare_model
+from kvfold.convert.uptrain.trainer import load_student
+from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
 # Logits of up to three, after layers without norms on queries and keys; without AVX-512 they differ
 # by 1.3e-5.
@@ -468,7 +467,6 @@ def test_requests_for_another_layout_are_told_which_works(
 def test_attention_alone_is_trained_under_any_name(tiny_family, tmp_path):
     for name, module in (("gpt2", ".attn."), ("gpt_neox", ".attention."), ("opt", ".self_attn.")):
         source = open_checkpoint(str(convert(tiny_family(name), tmp_path / name, kv_heads=4)))
-        model = load_model(source, torch.float32, False)
         request = UptrainRequest(
             model=str(source.folder),
             out=str(tmp_path / "trained"),
@@ -476,7 +474,7 @@ def test_attention_alone_is_trained_under_any_name(tiny_family, tmp_path):
             train="attention",
             device="cpu",
         )
-        assert prepare_model(model, source, request) == {}
+        model = load_student(request, source)
         assert model.config._attn_implementation == BLOCKWISE
         source.close()
         trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}

@@ -3,7 +3,6 @@ seed's.
 """
 
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from transformers import AutoTokenizer
 
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
+from kvfold.convert.text import corpus as text_corpus
 from kvfold.convert.text import self_written
-from kvfold.convert.text import tokenizer as text_tokenizer
 from kvfold.convert.text.corpus import open_corpus
 from kvfold.convert.text.self_written import Turns, turns_of, write_sequences
 
@@ -73,11 +72,11 @@ def test_the_template_is_completed_after_each_turn(model):
     ids=["time", "output", "memory"],
 )
 def test_a_chat_template_that_does_not_end_is_named(template, tmp_path, monkeypatch):
-    monkeypatch.setattr(text_tokenizer, "_RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(text_corpus, "_RENDER_SECONDS", 0.5)
     tokenizer = AutoTokenizer.from_pretrained(demo_folder(), chat_template=template)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
-    corpus = open_corpus(str(rows), partial(text_tokenizer.render, tokenizer), 0)
+    corpus = open_corpus(str(rows), tokenizer, 0)
     for use in (lambda: turns_of(tokenizer, "m"), lambda: corpus.documents(100)):
         with pytest.raises(
             InputError,

@@ -28,7 +28,12 @@ from kvfold.convert.text.corpus import (
     open_corpus,
 )
 from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens
-from kvfold.convert.text.windows import CalibrationTokens, load_calibration, share_counts
+from kvfold.convert.text.windows import (
+    CalibrationTokens,
+    load_calibration,
+    load_training,
+    share_counts,
+)
 
 BOS = 256
 EOS = 257
@@ -307,7 +312,7 @@ def test_refused_texts_name_the_option_that_gave_them(
         (tmp_path / folder).mkdir()
     for refuses in (
         lambda: check_sources([name], "text"),
-        lambda: open_corpus(name, str, 0, option="text"),
+        lambda: open_corpus(name, None, 0, option="text"),
         lambda: load_calibration(name, tokenizer, 1, 8, option="text"),
     ):
         with pytest.raises(InputError) as raised:
@@ -425,16 +430,27 @@ def test_a_text_that_is_too_short_is_told_with_all_that_was_asked_of_it(
 ) -> None:
     path = tmp_path / "short.txt"
     path.write_text(numbers(100))
-    with pytest.raises(
-        InputError, match=r"of 113 sequences of 8 tokens \(100 to calibrate on, 13 held out\); give"
-    ):
+    with pytest.raises(InputError, match=r"of 113 sequences of 8 tokens; give more text, or lower"):
         load_calibration(str(path), tokenizer, 100, 8)
-    path.write_text(numbers(300))
-    with pytest.raises(
-        InputError,
-        match=r"13 held out, 400 more to polish on\); .* lower --polish to 1k tokens at most",
-    ):
+    with pytest.raises(InputError, match=r"of 513 sequences .* lower --polish, or add --repeat"):
         load_calibration(str(path), tokenizer, 100, 8, further=400, fewer=False)
+
+
+def test_held_out_text_of_uptraining_is_never_trained_on(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "some.txt"
+    path.write_text(numbers(400))
+    other = tmp_path / "other.txt"
+    other.write_text(numbers(60, start=50_000))
+    rows, held_out = load_training(str(path), None, tokenizer, 31, 20, 5, seed=1)
+    assert (rows.shape, held_out.shape) == ((20, 31), (5, 31))
+    assert len(torch.cat([rows, held_out]).unique(dim=0)) == 25
+    rows, held_out = load_training(str(path), str(other), tokenizer, 31, 10**6, 5, seed=1)
+    assert len(rows) == 2400 // 30
+    pieces = [tokenizer.decode(row[1:]).removesuffix("</s>") for row in held_out]
+    assert all(piece in other.read_text() for piece in pieces)
+    for texts in ((str(other), None), (str(path), str(other))):
+        with pytest.raises(InputError, match=r"other.txt: too little text: .* --eval-sequences"):
+            load_training(*texts, tokenizer, 31, 9, 99, seed=0)
 
 
 def test_the_built_in_text_is_enough_for_the_default_request(tokenizer: Any) -> None:
@@ -494,10 +510,10 @@ def test_a_big_file_is_read_in_parts_from_all_over(
         )
     )
     seen = []
-    parse = corpus.TextFile._parse
+    parse = corpus.TextFile.parse
     monkeypatch.setattr(
         corpus.TextFile,
-        "_parse",
+        "parse",
         lambda file, *cell: seen.append(len(cell[1])) or parse(file, *cell),
     )
     found = load_calibration(str(path), tokenizer, 8, 61)

@@ -132,12 +132,11 @@ class UptrainRequest(Request):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.distill_weight is not None and self.teacher is None:
-            weight = "--distill-weight"
-            missing = (
-                f"{weight} needs --teacher, the checkpoint to distill from; add it, or omit"
-                f" {weight}"
+            yield (
+                "distill_weight",
+                "--distill-weight needs --teacher, the checkpoint to distill from; add it, or omit"
+                " --distill-weight",
             )
-            yield "distill_weight", missing
         if self.batch_tokens < 1 or self.batch_tokens % self.seq_len:
             multiple = f"a multiple of --seq-len {self.seq_len}"
             yield "batch_tokens", f"--batch-tokens must be {multiple}, not {self.batch_tokens}"

@@ -1,0 +1,135 @@
+"""The folder ``OUT.training``, which holds what an interrupted run continues from: the options, the
+tokens and the checkpoints of Trainer, each with the hashes of its files.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from kvfold.convert.checkpoint.files import parse_json, read_bytes, replacing, write_file
+from kvfold.convert.checkpoint.folder import stamps
+from kvfold.convert.checkpoint.hashing import file_hashes, file_problems
+from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
+from kvfold.convert.errors import InputError, one_line, option_error
+from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
+from kvfold.convert.text.windows import load_training
+from kvfold.convert.uptrain.uptrain_request import UptrainRequest
+
+# The last file of a checkpoint, with the hashes of the others.
+COMPLETE = "complete.json"
+TOKENS = "tokens.safetensors"
+_REQUEST = "request.json"
+
+
+def resume_or_start(request: UptrainRequest, source: Checkpoint) -> Path | None:
+    """Prepare ``OUT.training``. Returns the newest sound checkpoint there, or None for a start.
+
+    What is there is discarded, and a line says so, if files of MODEL, the teacher or the text have
+    changed. Raises InputError if options have, or if the folder contains links or other files:
+    what is read from it must have been written by a run of this request.
+    """
+    work = request.work
+    started = work / _REQUEST
+    if link := next((path for path in (work, *work.rglob("*")) if path.is_symlink()), None):
+        raise InputError(
+            f"{link} is a link, but the run writes into this folder; remove it or choose"
+            " another OUT"
+        )
+    # A kill may have left only half of the first file.
+    if work.is_file() or (any(work.glob("*")) and not any(work.glob(f"{_REQUEST}*"))):
+        raise InputError(
+            f"{work}: the run needs this folder, but it contains other files; choose another OUT"
+        )
+    files = [*source.states, *source.extra_files(), Path(request.text)]
+    files += [Path(request.eval_text)] if request.eval_text else []
+    if request.teacher is not None:
+        with closing(open_checkpoint(request.teacher)) as teacher:
+            files += teacher.states
+    now = {"options": request.result_options(), "files": stamps(files)}
+    if started.is_file() and not request.fresh:
+        before = parse_json(started, read_bytes(started))
+        trained = any(work.glob("checkpoint-*"))
+        if trained:
+            _check_same_options(work, before["options"], request.result_options())
+        if before == json.loads(json.dumps(now)):
+            return _last_checkpoint(work, request.steps)
+        if trained:
+            print(f"discarding {work}: the model or the text changed since then", file=sys.stderr)
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    with replacing(started) as new:
+        write_file(new, json.dumps(now, indent=1))
+    return None
+
+
+def _check_same_options(work: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for name in before.keys() | now.keys():
+        if before.get(name) != now.get(name):
+            raise option_error(
+                name,
+                now.get(name, "absent"),
+                f"differs from the interrupted run in {work}, which has {before.get(name)}; use the"
+                " same options to continue it, or --fresh to discard it",
+            )
+
+
+def _last_checkpoint(work: Path, steps: int) -> Path | None:
+    """The newest checkpoint that is as it was written; tells and removes damaged ones."""
+    checkpoints = work.glob("checkpoint-[0-9]*")
+    for checkpoint in sorted(checkpoints, key=lambda path: int(path.name[11:]), reverse=True):
+        complete = checkpoint / COMPLETE
+        try:
+            hashes = parse_json(complete, read_bytes(complete))
+            problem = next(file_problems(checkpoint, hashes, COMPLETE), None)
+        except (InputError, OSError) as error:
+            problem = one_line(error)
+        if problem is None:
+            step = checkpoint.name.removeprefix("checkpoint-")
+            print(f"resuming after step {step} of {steps} (--fresh starts over)", file=sys.stderr)
+            return checkpoint
+        print(f"discarding {checkpoint.name}, which is damaged ({problem})", file=sys.stderr)
+        shutil.rmtree(checkpoint)
+    return None
+
+
+def mark_complete(checkpoint: Path) -> None:
+    """Write the hashes of a checkpoint's files, which marks it complete."""
+    with replacing(checkpoint / COMPLETE) as new:
+        new.unlink(missing_ok=True)  # what a kill left of it is none of the files
+        write_file(new, json.dumps(file_hashes(checkpoint, COMPLETE)))
+
+
+def draw_tokens(request: UptrainRequest, source: Checkpoint, vocabulary: int) -> None:
+    """Write the tokens of the run, unless an interrupted run has: ``train [steps * n, T]``, in the
+    order in which they are trained on, and ``held_out [M, T]``.
+    """
+    path = request.work / TOKENS
+    if path.exists():
+        return
+    eval_text = request.eval_text if request.eval_every else None
+    if eval_text is not None and os.path.realpath(eval_text) == os.path.realpath(request.text):
+        raise option_error(
+            "eval_text", eval_text, "must differ from --text; omit it to hold out part of --text"
+        )
+    tokenizer = load_tokenizer(source, request.trust_remote_code, "uptraining")
+    count = request.steps * request.sequences
+    held_out = request.eval_sequences if request.eval_every else 0
+    rows, held_out_rows = load_training(
+        request.text, eval_text, tokenizer, request.seq_len, count, held_out, request.seed
+    )
+    for drawn in (rows, held_out_rows):
+        check_vocabulary(drawn, vocabulary, source.origin)
+    # A new order in every epoch, independent of the number of processes.
+    generator = torch.Generator().manual_seed(request.seed)
+    epochs = -(-count // len(rows))
+    order = torch.cat([torch.randperm(len(rows), generator=generator) for _ in range(epochs)])
+    with replacing(path) as new:
+        save_file({"train": rows[order[:count]], "held_out": held_out_rows}, new)
