@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from kvfold.convert.commands.inspect_command import format_inspection
 from kvfold.convert.console import STDOUT, check_files, json_option, tell
 from kvfold.convert.errors import InputError
 from kvfold.convert.options import to_argv
@@ -112,7 +113,7 @@ def _convert_and_measure(folder: Path, to_stderr: bool) -> list[DemoRow]:
         err=to_stderr,
     )
     facts = inspect_checkpoint(str(model))
-    click.echo(facts.summary() + "\n", err=to_stderr)
+    click.echo(format_inspection(facts) + "\n", err=to_stderr)
     logging.disable_progress_bar()
     threads = torch.get_num_threads()
     # The model is so small that several threads would mostly wait for one another.

@@ -4,9 +4,10 @@ transformers.
 
 import math
 import os
+import statistics
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,7 @@ from kvfold.convert.families.family import (
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.measure.converted import converted_model, latent_faults
-from kvfold.convert.sizes import bytes_text, table
 from kvfold.convert.targets.engines import (
-    RANKS,
     ServedModel,
     Support,
     describe_fold,
@@ -54,8 +53,10 @@ _NORM_FACTS = ("query_spread", "key_spread", "query_missed", "key_missed")
 class CacheSize:
     """The KV-cache size for one sequence; a sliding-window layer caches at most its window.
 
-    ``bytes`` are by context, ``per_rank`` the elements per token per layer by the number of
-    tensor-parallel ranks.
+    cache_elements: elements per token per layer.
+    bytes_per_token: bytes per token of all layers.
+    bytes: bytes by context.
+    per_rank: elements per token per layer on each rank, by the number of tensor-parallel ranks.
     """
 
     cache_elements: int
@@ -66,43 +67,42 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class TargetSize(CacheSize):
-    """A target's cache, its ``options`` for ``kvfold convert``, the share of cache saved, and
-    engines' support.
+    """The cache of a target.
+
+    options: the options of ``kvfold convert``.
+    saves: the share of the source's cache that is saved.
+    engines: which engines serve the result.
     """
 
     options: str
     saves: float
     engines: list[Support]
 
-    @property
-    def served_by(self) -> str:
-        """The engines that serve the target, separated by commas; an asterisk marks an engine that
-        was not run.
-        """
-        return ", ".join(
-            each.engine + ("" if each.ran else "*") for each in self.engines if each.serves
-        )
-
-
-@dataclass(frozen=True)
-class LatentLimits:
-    """The limits for a conversion to MLA, or the reasons why it is impossible, in ``because``."""
-
-    possible: bool
-    because: list[str] = field(default_factory=list)
-    numbers_below: int | None = None
-    rope_dim_up_to: int | None = None
-
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
     """A checkpoint's attention, weights and cache, and the targets to which it can be converted.
 
-    Only MLA models have ``value_dim``, ``kv_rank`` and ``q_rank``. MLA models and layout ``kvfold``
-    have no ``targets`` and no ``latent``; ``engines`` says which engines serve them. ``windows``
-    lists the distinct window sizes. ``head_norms``, from ``kvfold.json``, describes norms on
-    queries and keys: how much their divisors vary, and the share of energy lost by replacing them
-    with linear maps.
+    model: the folder's name or the hub id.
+    family: the ``model_type``.
+    architecture: the class that config.json names.
+    attention: ``MHA``, ``GQA``, ``MQA`` or ``MLA``.
+    layers, heads, kv_heads, head_dim, model_dim: sizes.
+    value_dim, kv_rank, q_rank: sizes of MLA models, else None.
+    biases: the projections with biases.
+    qk_norm: the kind of norm on queries and keys.
+    rotary_dims, rotary_layers, rope: the rotated dims and layers, and the type of scaling.
+    windows: the distinct sizes of sliding windows.
+    max_context: the supported positions.
+    dtype: the most common dtype, which cache sizes assume too.
+    parameters, weight_bytes, files: the size of the weights.
+    cache: the size of the cache.
+    engines: which engines serve a converted model.
+    targets: the targets of a source; empty for MLA and layout ``kvfold``.
+    latent: of a source, whether a conversion to MLA is ``possible``, with the limits or, in
+        ``because``, the reasons why not.
+    head_norms: from ``kvfold.json``, how much the divisors of norms on queries and keys vary, and
+        the share of energy lost by replacing them with linear maps; None without such norms.
     """
 
     model: str
@@ -131,154 +131,17 @@ class Inspection:
     cache: CacheSize
     engines: list[Support]
     targets: list[TargetSize]
-    latent: LatentLimits | None
+    latent: dict[str, Any] | None
     head_norms: dict[str, Range] | None = None
-
-    def __repr__(self) -> str:
-        elements = f"{self.cache.cache_elements} KV-cache elements per token per layer"
-        return (
-            f"Inspection({self.model!r}: {self.family}, {self.attention}, {self.layers} layers,"
-            f" {elements})"
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, as ``kvfold inspect --json`` prints them."""
-        values = asdict(self) | {
-            "targets": [{"options": target.options, **asdict(target)} for target in self.targets],
-            "latent": (
-                self.latent
-                and {k: v for k, v in asdict(self.latent).items() if v not in (None, [])}
-            ),
-        }
-        left_out = {"value_dim", "kv_rank", "q_rank"} if self.attention != "MLA" else set()
-        left_out |= {"head_norms"} if self.head_norms is None else set()
-        return {name: value for name, value in values.items() if name not in left_out}
-
-    def summary(self) -> str:
-        """The facts, then the targets, as text for the terminal."""
-        facts = table(list(self._facts().items()), left=(0, 1))
-        return "\n".join([self.model, *(f"  {line}" for line in facts), "", *self._target_lines()])
-
-    def _facts(self) -> dict[str, str]:
-        heads = (
-            f"{self.heads} query heads, {self.kv_heads} key/value heads, head dim {self.head_dim}"
-        )
-        if self.attention == "MLA":
-            heads = (
-                f"{self.heads} heads over a latent of {self.kv_rank} and a rotary key of"
-                f" {self.rotary_dims}"
-            )
-        extras = [f"biases on {', '.join(self.biases)}"] if self.biases else ["no biases"]
-        extras += [f"{self.qk_norm} norm on queries and keys"] if self.qk_norm else []
-        rotary = (
-            f"{self.rotary_dims} of {self.head_dim} dims, {self.rope}"
-            if self.rotary_dims
-            else "none"
-        )
-        if self.rotary_dims and self.rotary_layers < self.layers:
-            rotary += f", in {self.rotary_layers} of {self.layers} layers"
-        large = self.parameters >= 10**9
-        parameters = f"{self.parameters / 1e9:.2f} B" if large else f"{self.parameters / 1e6:.1f} M"
-        cache = self.cache
-        files = f"{self.files} file{'s' if self.files > 1 else ''}"
-        held = ", ".join(
-            f"{bytes_text(size)} at {context}" for context, size in cache.bytes.items()
-        )
-        rows = {
-            "family": f"{self.family} ({self.architecture})",
-            "attention": f"{self.attention}: {heads}",
-            "layers": f"{self.layers}, model dim {self.model_dim}, {', '.join(extras)}",
-            "rotary": rotary,
-            **({"windows": ", ".join(map(str, self.windows))} if self.windows else {}),
-            "weights": (
-                f"{parameters} parameters, {bytes_text(self.weight_bytes)} of {self.dtype} in"
-                f" {files}"
-            ),
-            "KV cache": (
-                f"{cache.cache_elements} elements per token per layer, "
-                f"{bytes_text(cache.bytes_per_token)} per token ({held})"
-            ),
-        }
-        if self.head_norms:
-            shown = {
-                name: f"{100 * least:.1f} to {100 * most:.1f} % (mean over layers {100 * mean:.1f})"
-                for name, (least, mean, most) in self.head_norms.items()
-            }
-            spread = f"{shown['query_spread']} for queries, {shown['key_spread']} for keys"
-            missed = f"{shown['query_missed']} of the queries, {shown['key_missed']} of the keys"
-            rows |= {
-                "norms": f"divisors varied over the text by {spread}",
-                "norms lost": f"linear maps lose {missed}",
-            }
-        return rows | {
-            verdict.engine: verdict.to_text().split(": ", 1)[1] for verdict in self.engines
-        }
-
-    def _target_lines(self) -> list[str]:
-        """Lines with a table of the targets, notes, and the reason for each engine that does not
-        serve a target.
-        """
-        if not self.targets:
-            return ["can become: nothing smaller"]
-        rows = [
-            (
-                "can become",
-                "saves",
-                "per token",
-                *(f"at {context}" for context in CONTEXTS),
-                "served by",
-            )
-        ]
-        for target in self.targets:
-            sizes = map(bytes_text, (target.bytes_per_token, *target.bytes.values()))
-            rows.append((target.options, f"{100 * target.saves:.1f} %", *sizes, target.served_by))
-        lines = table(rows, (24, 7, 10, 10, 10), left=(0, len(rows[0]) - 1))
-        lines += [f"not MLA: {reason}" for reason in (self.latent.because if self.latent else ())]
-        if self.qk_norm and any("--to mla" in target.options for target in self.targets):
-            lines += [
-                (
-                    "MLA replaces the norms on queries and keys with linear maps. The loss depends"
-                    " on how much the norms' divisors vary,"
-                ),
-                (
-                    "which headers do not show; a conversion measures it on text (`head_norms` in"
-                    " kvfold.json)"
-                ),
-            ]
-        if any("*" in target.served_by for target in self.targets):
-            lines.append("* according to the engine's source code; not run")
-        # Elements on each tensor-parallel rank: heads are shared out, a latent is whole on every
-        # rank.
-        ranks = list(self.cache.per_rank)
-        if len(ranks) == 1:
-            numbers = f"neither {', '.join(map(str, RANKS[1:-1]))} nor {RANKS[-1]}"
-            heads = f"{self.heads} query and {self.kv_heads} key/value heads"
-            lines += ["", f"tensor parallelism: {numbers} ranks divide {heads}"]
-        else:
-            note = "(tensor parallelism: each rank stores the whole latent)"
-            caches = {"now": self.cache, **{target.options: target for target in self.targets}}
-            counts = [
-                (name, *(f"{size.per_rank.get(n, '-')}" for n in ranks), "")
-                for name, size in caches.items()
-            ]
-            titles = ("elements on each of N ranks", *(f"N = {n}" for n in ranks), note)
-            lines += [
-                "",
-                *table(
-                    [titles, *counts],
-                    (len(rows[0][0]), *[7] * len(ranks)),
-                    left=(0, len(ranks) + 1),
-                ),
-            ]
-        refused: dict[str, str] = {}
-        for target in self.targets:
-            for verdict in target.engines:
-                # The reasons of an engine are nearly the same for all targets: the first one is
-                # enough.
-                if not verdict.serves:
-                    refused.setdefault(verdict.engine, f"{target.options}: {verdict.to_text()}")
-        lines += ["", *refused.values()] if refused else []
-        return [f"  {line}".rstrip() for line in lines]
+        values = asdict(self)
+        if self.attention != "MLA":
+            del values["value_dim"], values["kv_rank"], values["q_rank"]
+        if self.head_norms is None:
+            del values["head_norms"]
+        return values
 
 
 def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
@@ -286,8 +149,8 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
     sequence.
 
     >>> facts = inspect_checkpoint(demo_folder())
-    >>> facts
-    Inspection('demo': llama, MHA, 4 layers, 512 KV-cache elements per token per layer)
+    >>> facts.family, facts.attention, facts.layers, facts.cache.cache_elements
+    ('llama', 'MHA', 4, 512)
     >>> [target.options for target in facts.targets][:2]
     ['--to gqa --kv-heads 4', '--to gqa --kv-heads 2']
 
@@ -298,60 +161,67 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
         config = checkpoint.config
         # A wrapper's language model may be latent.
         language = config if text_type(config) is None else text_config(config, checkpoint.tensors)
-        if is_latent(language) or source_type(config) is not None:
-            latent = is_latent(language)
-            read = _latent_facts(checkpoint, language) if latent else _converted_facts(checkpoint)
-            facts, result, windows, tried = read
-            cache = cache_size(result, windows, facts["dtype"])
-            engines = support_for(result) if tried else []
-            found = Inspection(**facts, cache=cache, engines=engines, targets=[], latent=None)
+        if is_latent(language):
+            inspection = _inspect_latent(checkpoint, language)
+        elif source_type(config) is not None:
+            inspection = _inspect_converted(checkpoint)
         else:
-            found = _inspect_source(checkpoint)
-        return replace(found, head_norms=norm_ranges(checkpoint.folder))
+            inspection = _inspect_source(checkpoint)
+        return replace(inspection, head_norms=read_norm_ranges(checkpoint.folder))
 
 
 def _inspect_source(checkpoint: Checkpoint) -> Inspection:
-
     model = model_of(checkpoint.config, checkpoint.tensors)
     if problems := model.tensor_problems(checkpoint.tensors):
         raise InputError(f"{checkpoint.origin}: its tensors do not match its config.json", problems)
-    facts = _model_facts(model, checkpoint)
-    windows = [layer.window for layer in model.layers]
     geometry = model.geometry
-    refusals = [] if needs_own_code(model) else model_problems(model)
-    limits = LatentLimits(
-        True, [], cache_elements(geometry), geometry.rotary_dims * geometry.kv_heads
-    )
+    windows = [layer.window for layer in model.layers]
+    facts = _model_facts(model, checkpoint)
+    latent: dict[str, Any] = {
+        "possible": True,
+        "numbers_below": cache_elements(geometry),
+        "rope_dim_up_to": geometry.rotary_dims * geometry.kv_heads,
+    }
+    if not needs_own_code(model) and (refusals := model_problems(model)):
+        latent = {"possible": False, "because": list(refusals)}
     return Inspection(
         **facts,
-        cache=cache_size(describe_fold(model), windows, facts["dtype"]),
+        cache=compute_cache_size(describe_fold(model), windows, facts["dtype"]),
         engines=[],
-        targets=target_sizes(model, windows, facts["dtype"]),
-        latent=LatentLimits(False, list(refusals)) if refusals else limits,
+        targets=list_targets(model, windows, facts["dtype"]),
+        latent=latent,
     )
 
 
-# Fields of an `Inspection`, the result, the window of each layer, and True if engines were tested
-# on its kind.
-_Facts = tuple[dict[str, Any], ServedModel, list[int | None], bool]
-
-
-def _converted_facts(checkpoint: Checkpoint) -> _Facts:
+def _inspect_converted(checkpoint: Checkpoint) -> Inspection:
     """The facts of a result in layout ``kvfold``."""
     source, result = converted_model(checkpoint)
     facts = _model_facts(source, checkpoint)
     facts |= {"family": checkpoint.config["model_type"], **_file_facts(checkpoint)}
     if sum(result.split):
         rank, rope = result.split
-        facts |= {"attention": "MLA", "kv_rank": rank, "rotary_dims": rope}
-        facts |= {"value_dim": facts["head_dim"], "head_dim": facts["head_dim"] + rope}
+        head_dim = facts["head_dim"]
+        facts |= {
+            "attention": "MLA",
+            "kv_rank": rank,
+            "rotary_dims": rope,
+            "value_dim": head_dim,
+            "head_dim": head_dim + rope,
+        }
     else:
         label = attention_label(source.geometry.heads, result.kv_heads)
         facts |= {"attention": label[:3], "kv_heads": result.kv_heads}
-    return facts, result, [layer.window for layer in source.layers], True
+    windows = [layer.window for layer in source.layers]
+    return Inspection(
+        **facts,
+        cache=compute_cache_size(result, windows, facts["dtype"]),
+        engines=support_for(result),
+        targets=[],
+        latent=None,
+    )
 
 
-def _latent_facts(checkpoint: Checkpoint, config: Mapping[str, Any]) -> _Facts:
+def _inspect_latent(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Inspection:
     """The facts of a model in a stock MLA class, which has no windows.
 
     ``config`` is that of the language model, which may be inside a wrapper.
@@ -361,41 +231,45 @@ def _latent_facts(checkpoint: Checkpoint, config: Mapping[str, Any]) -> _Facts:
         raise InputError(f"{checkpoint.origin}: {problems[0]}", problems[1:])
     layers = config["num_hidden_layers"]
     heads = config["num_attention_heads"]
-    rope = config["qk_rope_head_dim"]
-    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    facts = {
-        "family": checkpoint.config["model_type"],
-        "attention": "MLA",
-        "layers": layers,
-        "heads": heads,
-        "kv_heads": heads,
-        "head_dim": config["qk_nope_head_dim"] + rope,
-        "value_dim": config["v_head_dim"],
-        "model_dim": config["hidden_size"],
-        "kv_rank": config["kv_lora_rank"],
-        "q_rank": config.get("q_lora_rank"),
-        "biases": ["kv_a", "o"] if config.get("attention_bias") else [],
-        "qk_norm": None,
-        "rotary_dims": rope,
-        "rotary_layers": layers,
-        "rope": rotary.get("rope_type") or rotary.get("type") or "default",
-        "windows": [],
-        "max_context": config.get("max_position_embeddings"),
-        **_file_facts(checkpoint),
-    }
+    rotary_dims = config["qk_rope_head_dim"]
+    biased = bool(config.get("attention_bias"))
+    table = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = table.get("rope_type") or table.get("type") or "default"
     # Engines were tried on latent models as kvfold writes them, which these classes can also hold
     # otherwise: they drop the biases and the scaled RoPE of a DeepSeek model silently.
-    plain = rotary.get("factor", 1.0) == 1.0 and facts["rope"] in ("default", "yarn")
+    scaled = table.get("factor", 1.0) != 1.0 or rope not in ("default", "yarn")
+    dense = config.get("first_k_dense_replace") == layers
     tried = {
-        "youtu": config.get("attention_bias"),
-        "deepseek_v3": (
-            config.get("first_k_dense_replace") == layers
-            and plain
-            and not config.get("attention_bias")
-        ),
+        "youtu": biased,
+        "deepseek_v3": dense and not scaled and not biased,
         "mistral4": (config.get("rope_parameters") or {}).get("llama_4_scaling_beta") == 0,
-    }.get(config["model_type"])
-    return facts, describe_latent_config(checkpoint.config), [None] * layers, bool(tried)
+    }
+    result = describe_latent_config(checkpoint.config)
+    file_facts = _file_facts(checkpoint)
+    return Inspection(
+        family=checkpoint.config["model_type"],
+        attention="MLA",
+        layers=layers,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=config["qk_nope_head_dim"] + rotary_dims,
+        value_dim=config["v_head_dim"],
+        model_dim=config["hidden_size"],
+        kv_rank=config["kv_lora_rank"],
+        q_rank=config.get("q_lora_rank"),
+        biases=["kv_a", "o"] if biased else [],
+        qk_norm=None,
+        rotary_dims=rotary_dims,
+        rotary_layers=layers,
+        rope=rope,
+        windows=[],
+        max_context=config.get("max_position_embeddings"),
+        cache=compute_cache_size(result, [None] * layers, file_facts["dtype"]),
+        engines=support_for(result) if tried.get(config["model_type"]) else [],
+        targets=[],
+        latent=None,
+        **file_facts,
+    )
 
 
 def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -427,7 +301,7 @@ def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _file_facts(checkpoint: Checkpoint, architecture: str = "unknown") -> dict[str, Any]:
-    """The fields that need no family. The dtype is the most common one; cache sizes assume it too."""
+    """The fields that need no family."""
     infos = checkpoint.tensors.values()
     sizes = checkpoint.float_bytes()
     return {
@@ -440,67 +314,62 @@ def _file_facts(checkpoint: Checkpoint, architecture: str = "unknown") -> dict[s
     }
 
 
-def norm_ranges(folder: Path) -> dict[str, Range] | None:
+def read_norm_ranges(folder: Path) -> dict[str, Range] | None:
     """The range over layers of each ``head_norms`` value in ``kvfold.json``; None if the file has
     no such values.
     """
-    recorded = json_beside(folder, RECORD).get("head_norms")
-    columns: dict[str, list[float]] = {name: [] for name in _NORM_FACTS}
-    for layer in recorded if isinstance(recorded, list) else []:
-        values = [layer.get(name) for name in _NORM_FACTS] if isinstance(layer, dict) else []
-        # Inspecting a checkpoint must not fail because of a damaged record.
-        found = [value for value in values if isinstance(value, float) and math.isfinite(value)]
-        if len(found) == len(_NORM_FACTS):
-            for column, value in zip(columns.values(), found, strict=True):
-                column.append(value)
-    if not all(columns.values()):
-        return None
-    return {
-        name: (min(values), sum(values) / len(values), max(values))
-        for name, values in columns.items()
-    }
+    layers: Any = json_beside(folder, RECORD).get("head_norms")
+    ranges = {}
+    try:
+        for name in _NORM_FACTS:
+            values = [float(layer[name]) for layer in layers]
+            ranges[name] = (min(values), statistics.fmean(values), max(values))
+    except (TypeError, KeyError, ValueError, OverflowError):
+        return None  # inspecting a checkpoint must not fail because of a damaged record
+    return ranges
 
 
-def cache_size(result: ServedModel, windows: list[int | None], dtype: str) -> CacheSize:
-    """The cache size of ``result``; ``windows`` has one entry per layer, None for full attention."""
+def compute_cache_size(result: ServedModel, windows: list[int | None], dtype: str) -> CacheSize:
+    """The cache size of ``result``; ``windows`` has an entry per layer, None for full attention."""
     elements = result.cache_elements()
-    width = elements * DTYPE_BITS[dtype] // 8
-    held = {
-        name: width * sum(min(context, window or context) for window in windows)
-        for name, context in CONTEXTS.items()
-    }
-    return CacheSize(elements, len(windows) * width, held, result.per_rank())
+    layer_bytes = elements * DTYPE_BITS[dtype] // 8
+    by_context = {}
+    for name, context in CONTEXTS.items():
+        slots = sum(min(context, window or context) for window in windows)
+        by_context[name] = layer_bytes * slots
+    return CacheSize(elements, len(windows) * layer_bytes, by_context, result.per_rank())
 
 
-def target_sizes(model: Model, windows: list[int | None], dtype: str) -> list[TargetSize]:
+def list_targets(model: Model, windows: list[int | None], dtype: str) -> list[TargetSize]:
     """All proposed targets: GQA, MQA, MLA splits supported by kernels, and `propose_budgets`."""
-    present = cache_elements(model.geometry)
-    targets = {
-        "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}": describe_fold(
-            model, kv_heads
-        )
-        for kv_heads in possible_kv_heads(model.geometry)
-    }
-    # Of the layouts of a split the first: most engines serve it.
-    best: dict[int, MlaSpec] = {}
-    for target in propose_kernel_splits(model):
-        best.setdefault(target.kv_rank, target)
-    targets |= {format_mla_options(target): describe_mla(model, target) for target in best.values()}
-    for target in propose_budgets(model):
+    targets: dict[str, ServedModel] = {}
+    for kv_heads in possible_kv_heads(model.geometry):
+        options = "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}"
+        targets[options] = describe_fold(model, kv_heads)
+    ranks = set()
+    for spec in propose_kernel_splits(model):
+        # Of the layouts of a split the first: most engines serve it.
+        if spec.kv_rank not in ranks:
+            ranks.add(spec.kv_rank)
+            targets[format_mla_options(spec)] = describe_mla(model, spec)
+    for spec in propose_budgets(model):
         # Engines look at the sum of a split, so the shares within a budget do not matter here.
-        targets[f"--to mla --budget {target.kv_rank + target.rope_dim}"] = describe_mla(
-            model, target
-        )
-    others = propose_alternatives(model)
+        options = f"--to mla --budget {spec.kv_rank + spec.rope_dim}"
+        targets[options] = describe_mla(model, spec)
+    alternatives = propose_alternatives(model)
+    source_elements = cache_elements(model.geometry)
     sizes = []
     for options, result in targets.items():
-        # The nearest alternative is the same target in layout engine, if the model can have that.
-        near = result.kind == "free" and not latent_problems(
-            model, MlaSpec(*result.split, layout="engine")
+        nearest = {}
+        engine_spec = MlaSpec(*result.split, layout="engine")
+        if result.kind == "free" and not latent_problems(model, engine_spec):
+            nearest = {f"{options} --layout engine": replace(result, kind="engine")}
+        sizes.append(
+            TargetSize(
+                **vars(compute_cache_size(result, windows, dtype)),
+                options=options,
+                saves=1 - result.cache_elements() / source_elements,
+                engines=support_for(result, nearest | alternatives),
+            )
         )
-        instead = {f"{options} --layout engine": replace(result, kind="engine")} if near else {}
-        size = cache_size(result, windows, dtype)
-        saves = 1 - result.cache_elements() / present
-        answers = support_for(result, instead | others)
-        sizes.append(TargetSize(**vars(size), options=options, saves=saves, engines=answers))
     return sizes

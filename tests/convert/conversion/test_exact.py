@@ -12,6 +12,7 @@ from helpers.checkpoints import add_demo_tokenizer, stock_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
+from kvfold.convert.commands.inspect_command import format_inspection
 from kvfold.convert.measure.verify import verify_checkpoint
 
 WIDTH = 32
@@ -105,7 +106,7 @@ def test_the_record_says_what_the_norms_cost(normed, tmp_path, layout):
     assert facts.head_norms["key_spread"] == pytest.approx(
         (min(spread), sum(spread) / 2, max(spread))
     )
-    assert f"{100 * min(spread):.1f} to {100 * max(spread):.1f} %" in facts.summary()
+    assert f"{100 * min(spread):.1f} to {100 * max(spread):.1f} %" in format_inspection(facts)
     huge = dict.fromkeys(("query_spread", "key_spread", "query_missed", "key_missed"), 10**400)
     (out / "kvfold.json").write_text(json.dumps({"head_norms": [huge]}))
     assert inspect_checkpoint(out).head_norms is None

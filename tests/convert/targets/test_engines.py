@@ -9,6 +9,7 @@ from helpers.checkpoints import hub_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
+from kvfold.convert.commands.inspect_command import format_inspection
 from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import model_of
 from kvfold.convert.targets import engines as en
@@ -222,7 +223,7 @@ def test_a_conversion_and_an_inspection_say_who_serves_it(tmp_path):
     assert f"| no |  | {refusal}`--to mla --kv-rank 24" in card
     facts = inspect_checkpoint(str(out))
     assert [verdict.engine for verdict in facts.engines if verdict.serves] == ["transformers"]
-    assert "mlx-lm        no, Model type youtu not supported" in facts.summary()
+    assert "mlx-lm        no, Model type youtu not supported" in format_inspection(facts)
     # A model that kvfold did not write may have anything that was never tried: it gets no verdict.
     config = json.loads((out / "config.json").read_text())
     for change in (

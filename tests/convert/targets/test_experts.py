@@ -247,7 +247,7 @@ def test_inspection_and_card_know_the_result(mixtral):
     facts = inspect_checkpoint(str(out))
     assert (facts.family, facts.attention, facts.kv_rank) == ("mistral4", "MLA", 65)
     assert [each.engine for each in facts.engines if each.serves] == ["transformers"]
-    assert inspect_checkpoint(str(source)).latent.possible
+    assert inspect_checkpoint(str(source)).latent["possible"]
     config = json.loads((out / "config.json").read_text())
     config["rope_parameters"]["llama_4_scaling_beta"] = 0.1  # a Mistral's own
     (out / "config.json").write_text(json.dumps(config))
