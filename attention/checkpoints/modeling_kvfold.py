@@ -11,7 +11,7 @@ Shapes: ``B`` sequences, ``T`` new tokens, ``S`` tokens including the cached one
 cached with each latent, ``N`` other dims of the query heads.
 """
 
-from collections.abc import Callable
+import sys
 from typing import Any
 
 import torch
@@ -44,46 +44,56 @@ class FixedRotation(nn.Module):
         if not isinstance(self._table, Tensor) or self._table.device != x.device:
             self._table = torch.tensor(self.frequencies, dtype=torch.float32, device=x.device)
         angles = positions[:, None, :, None].to(x.device).float() * self._table
-        cos, sin = (
-            (self.amplitude * torch.cat([table, table], -1)).to(x.dtype)
-            for table in (angles.cos(), angles.sin())
-        )
-        rotated = x[..., : cos.shape[-1]]
-        rest = x[..., cos.shape[-1] :]
-        left, right = rotated.chunk(2, -1)
-        return torch.cat([rotated * cos + torch.cat([-right, left], -1) * sin, rest], -1)
+        cos = (self.amplitude * angles.cos()).to(x.dtype)
+        sin = (self.amplitude * angles.sin()).to(x.dtype)
+        pairs = cos.shape[-1]
+        left = x[..., :pairs]
+        right = x[..., pairs : 2 * pairs]
+        rest = x[..., 2 * pairs :]
+        return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], -1)
 
 
 class SelfAttention(nn.Module):
     """Base class of grouped and latent attention; subclasses compute the heads' outputs in
-    ``heads_of``.
+    ``attend``.
     """
-
-    heads_of: Callable[..., tuple[Tensor, Tensor | None]]
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         # values of this layer come in addition to the common ones
         layers = config.kvfold.get("layers")
-        facts = self.facts = {**config.kvfold, **(layers[layer_idx] if layers else {})}
+        values = {**config.kvfold, **(layers[layer_idx] if layers else {})}
+        self.values: dict[str, Any] = values
         self.config = config
         self.layer_idx = layer_idx
         self.is_causal = True
-        self.head_dim: int = facts["head_dim"]
+        self.heads: int = values["heads"]
+        self.head_dim: int = values["head_dim"]
         self.o_proj = nn.Linear(
-            facts["heads"] * self.head_dim, facts["model_dim"], bias=facts["o_bias"]
+            self.heads * self.head_dim, values["model_dim"], bias=values["o_bias"]
         )
         self.rotation: FixedRotation | None = None
-        self.scaling: float = facts["scale"]
+        self.scaling: float = values["scale"]
         # arguments of attention functions in addition to the mask: the softcap, and the width of
         # the window
         self.rules = {
-            name: facts[name]
+            name: values[name]
             for name in ("softcap", "sliding_window")
-            if facts.get(name) is not None
+            if values.get(name) is not None
         }
-        self.attention_dropout: float = facts["attention_dropout"]
-        self.output_dropout = nn.Dropout(facts["output_dropout"])
+        self.attention_dropout: float = values["attention_dropout"]
+        self.output_dropout = nn.Dropout(values["output_dropout"])
+
+    def attend(
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        cache: Any,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """The heads' outputs ``[B, T, H, D]``, and the attention weights if they were computed."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -104,14 +114,14 @@ class SelfAttention(nn.Module):
         if position_ids is None and self.rotation is not None:
             # the new tokens follow the cached ones
             start = 0 if cache is None else cache.get_seq_length(self.layer_idx)
-            position_ids = torch.arange(
-                start, start + hidden_states.shape[1], device=hidden_states.device
-            )[None]
-        context, weights = self.heads_of(
-            hidden_states, attention_mask, position_ids, cache, options
-        )
-        result = self.output_dropout(self.o_proj(context.flatten(2)))
+            steps = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+            position_ids = start + steps[None]
+        outputs, weights = self.attend(hidden_states, attention_mask, position_ids, cache, options)
+        result = self.output_dropout(self.o_proj(outputs.flatten(2)))
         return result if residual is None else residual + result, weights
+
+    def rotate(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        return x if self.rotation is None or positions is None else self.rotation(x, positions)
 
 
 class GroupedSelfAttention(SelfAttention):
@@ -119,18 +129,19 @@ class GroupedSelfAttention(SelfAttention):
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        facts = self.facts
-        width = facts["model_dim"]
-        bias = facts["qkv_bias"]
-        self.q_proj = nn.Linear(width, facts["heads"] * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, facts["kv_heads"] * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, facts["kv_heads"] * self.head_dim, bias=bias)
-        self.num_key_value_groups = facts["heads"] // facts["kv_heads"]
-        self.clip: float | None = facts.get("clip")
-        if facts["frequencies"]:
-            self.rotation = FixedRotation(facts["frequencies"], facts["amplitude"])
+        values = self.values
+        model_dim = values["model_dim"]
+        bias = values["qkv_bias"]
+        kv_dim = values["kv_heads"] * self.head_dim
+        self.q_proj = nn.Linear(model_dim, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(model_dim, kv_dim, bias=bias)
+        self.v_proj = nn.Linear(model_dim, kv_dim, bias=bias)
+        self.num_key_value_groups = self.heads // values["kv_heads"]
+        self.clip: float | None = values.get("clip")
+        if values["frequencies"]:
+            self.rotation = FixedRotation(values["frequencies"], values["amplitude"])
 
-    def heads_of(
+    def attend(
         self,
         hidden_states: Tensor,
         mask: Tensor | None,
@@ -138,30 +149,22 @@ class GroupedSelfAttention(SelfAttention):
         cache: Any,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """The heads' outputs ``[B, T, H, D]``, and the attention weights if they were computed."""
-        query, key, value = self.projected(hidden_states, positions)
+        query, key, value = self.project(hidden_states, positions)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        return configured_attention(
-            self, query, key, value, with_alibi(mask, query, options), **options
-        )
+        mask = add_alibi(mask, query, options)
+        return apply_attention(self, query, key, value, mask, **options)
 
-    def projected(
-        self, hidden_states: Tensor, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden_states: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
         """Queries ``[B, H, T, D]``, and keys and values ``[B, G, T, D]``, of new tokens."""
-        projected = [
-            projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        ]
-        if self.clip is not None:
-            projected = [each.clamp(-self.clip, self.clip) for each in projected]
-        query, key, value = (
-            each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in projected
-        )
-        if self.rotation is not None and positions is not None:
-            query = self.rotation(query, positions)
-            key = self.rotation(key, positions)
-        return query, key, value
+        projected = []
+        for projection in (self.q_proj, self.k_proj, self.v_proj):
+            x = projection(hidden_states)
+            if self.clip is not None:
+                x = x.clamp(-self.clip, self.clip)
+            projected.append(x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
+        query, key, value = projected
+        return self.rotate(query, positions), self.rotate(key, positions), value
 
 
 class QueryNorm(nn.Module):
@@ -169,15 +172,15 @@ class QueryNorm(nn.Module):
     together.
     """
 
-    def __init__(self, facts: dict[str, Any]) -> None:
+    def __init__(self, values: dict[str, Any]) -> None:
         super().__init__()
-        self.facts = facts["norm"]
-        self.weight = nn.Parameter(torch.ones(facts["heads"], facts["head_dim"]))
+        self.norm = values["norm"]
+        self.weight = nn.Parameter(torch.ones(values["heads"], values["head_dim"]))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x [B, T, H, D]``."""
-        centered, inverse = divided(x, self.facts)
-        normed: Tensor = centered * inverse * (self.weight.float() + self.facts["offset"])
+        centered, inverse = split_norm(x, self.norm)
+        normed: Tensor = centered * inverse * (self.weight.float() + self.norm["offset"])
         return normed.to(x.dtype)
 
 
@@ -197,41 +200,41 @@ class LatentSelfAttention(SelfAttention):
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        facts = self.facts
-        if str(config._attn_implementation).startswith(("flash", "flex")):
-            name = config._attn_implementation
+        implementation = str(config._attn_implementation)
+        if implementation.startswith(("flash", "flex")):
             raise ValueError(
-                f"attn_implementation={name!r} does not support latent attention; use 'sdpa' or"
-                " 'eager'"
+                f"attn_implementation={implementation!r} does not support latent attention; use"
+                " 'sdpa' or 'eager'"
             )
-        width = facts["model_dim"]
-        self.heads = facts["heads"]
-        self.rank = facts["kv_rank"]
-        self.rope_dim = facts["rope_dim"]
-        self.norm: dict[str, Any] | None = facts.get("norm")
-        outer = self.heads * self.head_dim
+        values = self.values
+        model_dim = values["model_dim"]
+        bias = values["qkv_bias"]
+        self.rank: int = values["kv_rank"]
+        self.rope_dim: int = values["rope_dim"]
+        self.norm: dict[str, Any] | None = values.get("norm")
+        query_dim = self.heads * self.head_dim
+        rope_query_dim = self.heads * self.rope_dim
         # with a norm, rotary queries are computed from the normed queries
-        rope_queries = 0 if self.norm else self.heads * self.rope_dim
-        self.q_proj = nn.Linear(width, outer + rope_queries, bias=facts["qkv_bias"])
-        self.kv_down_proj = nn.Linear(width, self.rank + self.rope_dim, bias=True)
+        self.q_proj = nn.Linear(
+            model_dim, query_dim + (0 if self.norm else rope_query_dim), bias=bias
+        )
+        self.kv_down_proj = nn.Linear(model_dim, self.rank + self.rope_dim, bias=True)
         # with a norm, a constant key does not move all scores of a query alike: divisors make it
         # differ by token
-        self.k_up_proj = nn.Linear(self.rank, outer, bias=self.norm is not None)
-        self.v_up_proj = nn.Linear(self.rank, outer, bias=False)
+        self.k_up_proj = nn.Linear(self.rank, query_dim, bias=self.norm is not None)
+        self.v_up_proj = nn.Linear(self.rank, query_dim, bias=False)
         if self.norm:
-            self.q_norm = QueryNorm(facts)
-            self.k_proj = nn.Linear(
-                width, facts["kv_heads"] * self.head_dim, bias=facts["qkv_bias"]
-            )
+            self.q_norm = QueryNorm(values)
+            self.k_proj = nn.Linear(model_dim, values["kv_heads"] * self.head_dim, bias=bias)
             # maps each head's normed query to its rotary query
             if self.rope_dim:
-                self.q_rope_proj = nn.Linear(self.head_dim, self.heads * self.rope_dim, bias=False)
+                self.q_rope_proj = nn.Linear(self.head_dim, rope_query_dim, bias=False)
         if self.rope_dim:
             # an amplitude is part of the weights
-            self.rotation = FixedRotation(facts["frequencies"], 1.0)
+            self.rotation = FixedRotation(values["frequencies"], 1.0)
         self.num_key_value_groups = 1
 
-    def heads_of(
+    def attend(
         self,
         hidden_states: Tensor,
         mask: Tensor | None,
@@ -239,40 +242,40 @@ class LatentSelfAttention(SelfAttention):
         cache: Any,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """Same contract as ``GroupedSelfAttention.heads_of``."""
-        plain, turning = self.queries(hidden_states)
+        query, rope_query = self.project_queries(hidden_states)
+        rope_query = self.rotate(rope_query, positions)
         down = self.kv_down_proj(hidden_states)[:, None]
         latent = down[..., : self.rank]
-        rope = down[..., self.rank :]
-        if self.rotation is not None and positions is not None:
-            turning = self.rotation(turning, positions)
-            rope = self.rotation(rope, positions)
+        rope = self.rotate(down[..., self.rank :], positions)
         if self.norm is not None:
-            _, inverse = divided(
-                self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim)), self.norm
-            )
+            keys = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+            _, inverse = split_norm(keys, self.norm)
             rope = torch.cat([rope, inverse.flatten(2)[:, None].to(rope.dtype)], -1)
         if cache is not None:
             latent, rope = cache.update(latent, rope, self.layer_idx)
-        scales = rope[:, 0, :, self.rope_dim :].transpose(1, 2)
+        key_scales = rope[:, 0, :, self.rope_dim :].transpose(1, 2)
         rope = rope[..., : self.rope_dim]
         if self.norm is not None:
-            scales = scales.repeat_interleave(self.heads // scales.shape[1], 1)  # [B, H, S]
-        mask = with_alibi(mask, plain, options)
+            repeats = self.heads // key_scales.shape[1]
+            key_scales = key_scales.repeat_interleave(repeats, 1)  # [B, H, S]
+        mask = add_alibi(mask, query, options)
         # with one query, up-projections of all cached tokens would cost more than attention itself
         if cache is not None and hidden_states.shape[1] == 1:
-            return self.over_latents((plain, turning), (latent, rope, scales), mask, options)
+            return self.attend_to_latents(
+                query, rope_query, latent, rope, key_scales, mask, options
+            )
         key, value = (
             projection(latent[:, 0]).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, S, D]
             for projection in (self.k_up_proj, self.v_up_proj)
         )
         key = torch.cat([key, rope.expand(-1, self.heads, -1, -1)], -1)
-        key = key if self.norm is None else key * scales[..., None]
-        return configured_attention(
-            self, torch.cat([plain, turning], -1), key, value, mask, **options
+        if self.norm is not None:
+            key = key * key_scales[..., None]
+        return apply_attention(
+            self, torch.cat([query, rope_query], -1), key, value, mask, **options
         )
 
-    def queries(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    def project_queries(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Queries for the latents ``[B, H, T, N]`` and unrotated queries for the rotary keys ``[B,
         H, T, P]``.
         """
@@ -280,18 +283,19 @@ class LatentSelfAttention(SelfAttention):
         if self.norm is None:
             query = query.transpose(1, 2)
             return query[..., : self.head_dim], query[..., self.head_dim :]
-        plain: Tensor = self.q_norm(query).transpose(1, 2)
+        query = self.q_norm(query).transpose(1, 2)
         if not self.rope_dim:
-            return plain, plain[..., :0]
-        return (
-            plain,
-            plain @ self.q_rope_proj.weight.view(self.heads, self.rope_dim, self.head_dim).mT,
-        )
+            return query, query[..., :0]
+        weight = self.q_rope_proj.weight.view(self.heads, self.rope_dim, self.head_dim)
+        return query, query @ weight.mT
 
-    def over_latents(
+    def attend_to_latents(
         self,
-        queries: tuple[Tensor, ...],
-        cached: tuple[Tensor, ...],
+        query: Tensor,
+        rope_query: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+        key_scales: Tensor,
         mask: Tensor | None,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
@@ -301,26 +305,26 @@ class LatentSelfAttention(SelfAttention):
         The up-projections are applied to query and result instead. The heads become ``H`` queries
         ``[B, 1, H, R + P]`` of one key/value head, whose values are the latents.
         """
-        (plain, turning), (latent, rope, scales) = queries, cached
         options = {**options, "is_causal": False}
         if self.norm is not None:
-            constant = torch.einsum("bhtn,hn->bht", plain, self.k_up_proj.bias.view(self.heads, -1))
+            bias = self.k_up_proj.bias.view(self.heads, -1, 1)
             # the constant key meets one more element of each cached key, which is 1
-            turning = torch.cat([turning, constant[..., None]], -1)
+            rope_query = torch.cat([rope_query, query @ bias], -1)
             rope = nn.functional.pad(rope, (0, 1), value=1.0)
-            options["key_scales"] = scales[:, None]
-        up_key, up_value = (
-            part.weight.view(self.heads, -1, self.rank) for part in (self.k_up_proj, self.v_up_proj)
+            options["key_scales"] = key_scales[:, None]
+        up_key = self.k_up_proj.weight.view(self.heads, -1, self.rank)
+        up_value = self.v_up_proj.weight.view(self.heads, -1, self.rank)
+        query = torch.cat([torch.einsum("bhtn,hnr->bhtr", query, up_key), rope_query], -1)
+        outputs, weights = apply_attention(
+            self,
+            query.transpose(1, 2),
+            torch.cat([latent, rope], -1),
+            latent,
+            None if mask is None else mask.transpose(1, 2),
+            **options,
         )
-        query = torch.cat([torch.einsum("bhtn,hnr->bhtr", plain, up_key), turning], -1).transpose(
-            1, 2
-        )
-        mask = mask if mask is None else mask.transpose(1, 2)
-        context, weights = configured_attention(
-            self, query, torch.cat([latent, rope], -1), latent, mask, **options
-        )
-        weights = weights if weights is None else weights.transpose(1, 2)
-        return torch.einsum("bhtr,hdr->bthd", context, up_value), weights
+        outputs = torch.einsum("bhtr,hdr->bthd", outputs, up_value)
+        return outputs, None if weights is None else weights.transpose(1, 2)
 
 
 VARIANTS = {
@@ -330,38 +334,41 @@ VARIANTS = {
 }
 
 
-def divided(x: Tensor, norm: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def split_norm(x: Tensor, norm: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The numerator and the inverse divisor of a norm of ``x [B, T, heads, D]``, both in float32.
 
     The numerator is ``x``, minus its mean if the norm's ``kind`` is "layer". The inverse divisor is
     ``[B, T, heads, 1]``, or ``[B, T, 1, 1]`` for a ``flat`` norm, which is over all heads together.
     """
     x = x.float()
-    over = (-2, -1) if norm["flat"] else (-1,)
-    x = x - x.mean(over, keepdim=True) if norm["kind"] == "layer" else x
-    return x, torch.rsqrt(x.square().mean(over, keepdim=True) + norm["eps"])
+    dims = (-2, -1) if norm["flat"] else (-1,)
+    if norm["kind"] == "layer":
+        x = x - x.mean(dims, keepdim=True)
+    return x, torch.rsqrt(x.square().mean(dims, keepdim=True) + norm["eps"])
 
 
-def with_alibi(mask: Tensor | None, query: Tensor, options: dict[str, Any]) -> Any:
+def add_alibi(mask: Tensor | None, query: Tensor, options: dict[str, Any]) -> Tensor | None:
     """The mask ``[B, 1, T, S]``, or mask plus biases ``[B, H, T, S]`` if the model passes ALiBi
     biases.
 
     Bloom passes biases ``[B * H, 1, S]``. MPT passes biases ``[H, 1, positions]``, and its mask is
     True where a key is hidden. Falcon has already added its biases to the mask.
     """
-    alibi = options.pop("alibi", None)
-    biases = options.pop("position_bias", None)
-    if mask is None or (biases is None and (alibi is None or mask.shape[1] > 1)):
-        return mask
-    if biases is not None:
+    bloom = options.pop("alibi", None)
+    mpt = options.pop("position_bias", None)
+    if mask is None:
+        return None
+    if mpt is not None:
         blank = torch.zeros_like(mask, dtype=query.dtype)
-        return blank.masked_fill(mask, torch.finfo(query.dtype).min) + biases[
-            None, :, :, -mask.shape[-1] :
-        ].to(query)
-    return mask + alibi.view(len(query), -1, 1, mask.shape[-1])
+        biases: Tensor = mpt[None, ..., -mask.shape[-1] :].to(query)
+        return blank.masked_fill(mask, torch.finfo(query.dtype).min) + biases
+    if bloom is None or mask.shape[1] > 1:
+        return mask
+    biases = bloom.view(len(query), -1, 1, mask.shape[-1])
+    return mask + biases
 
 
-def configured_attention(
+def apply_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Apply the attention function named in the config (sdpa, flash_attention_2, eager, ...): ``[B,
@@ -369,15 +376,16 @@ def configured_attention(
     """
     # no other attention function can scale scores by key
     name = "eager" if "key_scales" in options else module.config._attn_implementation
-    function = eager_attention_forward if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
-    dropout = module.attention_dropout if module.training else 0.0
+    function: Any = eager_attention_forward
+    if name not in (None, "eager"):
+        function = ALL_ATTENTION_FUNCTIONS[name]
     result: tuple[Tensor, Tensor | None] = function(
         module,
         query,
         key,
         value,
         mask,
-        dropout=dropout,
+        dropout=module.attention_dropout if module.training else 0.0,
         scaling=module.scaling,
         **module.rules,
         **options,
@@ -401,7 +409,7 @@ def eager_attention_forward(
     H, T, S]``.
     """
     repeats = query.shape[1] // key.shape[1]
-    scores = scaling * query @ key.repeat_interleave(repeats, 1).transpose(2, 3)
+    scores = scaling * query @ key.repeat_interleave(repeats, 1).mT
     if key_scales is not None:
         scores = scores * key_scales
     if softcap is not None:
@@ -431,38 +439,36 @@ class Replaced:
             for name, child in list(parent.named_children()):
                 # families subclass the attention of others: the replaced name may be a parent's
                 if config.kvfold["replaces"] in [kind.__name__ for kind in type(child).__mro__]:
-                    made = attention(config, child.layer_idx)
-                    made.apply(self._init_weights)  # type: ignore[attr-defined]
-                    setattr(parent, name, made)
+                    replacement = attention(config, child.layer_idx)
+                    replacement.apply(self._init_weights)  # type: ignore[attr-defined]
+                    setattr(parent, name, replacement)
 
 
 def __getattr__(name: str) -> type:
     """``KvfoldX``: the stock config X under its own model type, or the stock model X with its
     attention replaced.
     """
-    stock = (
-        getattr(transformers, name.removeprefix("Kvfold"), None)
-        if name.startswith("Kvfold")
-        else None
-    )
-    if stock is None:
+    stock = getattr(transformers, name.removeprefix("Kvfold"), None)
+    if stock is None or not name.startswith("Kvfold"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    attributes: dict[str, Any] = {"__module__": __name__}
     if issubclass(stock, transformers.PretrainedConfig):
-        made = type(
-            name, (stock,), {"model_type": f"kvfold_{stock.model_type}", "base_model_tp_plan": None}
-        )
+        attributes |= {"model_type": f"kvfold_{stock.model_type}", "base_model_tp_plan": None}
+        built = type(name, (stock,), attributes)
     else:
-        config = f"Kvfold{stock.config_class.__name__}"
-        config_class = globals()[config] if config in globals() else __getattr__(config)
+        stock_config = stock.config_class
+        attributes["config_class"] = getattr(
+            sys.modules[__name__], f"Kvfold{stock_config.__name__}"
+        )
         # transformers 5.17 takes sdpa for Gemma 2, which has no soft cap
-        capped = getattr(stock.config_class, "attn_logit_softcapping", None) is not None
-        facts = {"config_class": config_class} | ({"_supports_sdpa": False} if capped else {})
-        made = type(name, (Replaced, stock), facts)
+        if getattr(stock_config, "attn_logit_softcapping", None) is not None:
+            attributes["_supports_sdpa"] = False
+        built = type(name, (Replaced, stock), attributes)
         # tensor names in checkpoint files are registered by class or by model type
-        names = (stock.__name__, stock.config_class.model_type)
-        if renamed := next(filter(None, map(get_checkpoint_conversion_mapping, names)), None):
-            register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
-    made.__module__ = __name__
+        for key in (stock.__name__, stock_config.model_type):
+            if mapping := get_checkpoint_conversion_mapping(key):
+                register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
+                break
     # one class for each name: pickling and registering look it up here
-    globals()[name] = made
-    return made
+    globals()[name] = built
+    return built

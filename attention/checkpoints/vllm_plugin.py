@@ -29,7 +29,7 @@ class ServedSelfAttention(modeling_kvfold.GroupedSelfAttention):
         """``hidden_states [1, T, E]``, new tokens of all sequences one after the other, to ``[1, T,
         E]``.
         """
-        query, key, value = self.projected(hidden_states, position_ids)
+        query, key, value = self.project(hidden_states, position_ids)
         attention = ALL_ATTENTION_FUNCTIONS["vllm"]
         context, _ = attention(self, query, key, value, None, scaling=self.scaling)  # [T, H * D]
         return self.o_proj(context.view(*hidden_states.shape[:2], -1)), None

@@ -247,10 +247,10 @@ class Frame:
         def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
             entered.append(hidden)
             recorded.append(arguments)
-            if index == len(self.layers) - 1:
-                raise Stop
             # the model took the first sequence for the whole batch
             self.returns_tuples |= hidden.dim() < entered[0].dim()
+            if index == len(self.layers) - 1:
+                raise Stop
             return entered[0] if self.returns_tuples else hidden
 
         self.run(visit, tensors, **inputs)
