@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from kvfold import __version__ as __version__
 
 if TYPE_CHECKING:
-    from kvfold.convert.conversion.convert import Conversion as Conversion
     from kvfold.convert.conversion.convert import convert_checkpoint as convert_checkpoint
+    from kvfold.convert.conversion.results import Conversion as Conversion
     from kvfold.convert.data import demo_folder as demo_folder
     from kvfold.convert.errors import InputError as InputError
     from kvfold.convert.errors import KvfoldError as KvfoldError
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 # The imports above are only for type checkers; at run time names are looked up in this table.
 _NAMES = {
-    "conversion.convert": ("Conversion", "convert_checkpoint"),
+    "conversion.convert": ("convert_checkpoint",),
+    "conversion.results": ("Conversion",),
     "data": ("demo_folder",),
     "errors": ("InputError", "KvfoldError"),
     "measure.bench": ("bench_checkpoints",),

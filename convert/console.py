@@ -63,6 +63,7 @@ WITHDRAWN: dict[str, str] = {
     "--keep-quantized": "dequantize the model first, as docs/questions.md shows",
     "--q-rank": "queries keep their size, and the cache does not depend on it; remove the option",
     "--resume": "the same command continues an interrupted run by itself",
+    "--spill": "hidden states stay in memory; where they do not fit, lower --samples or --seq-len",
     "--teacher": "kvfold uptrain OUT TRAINED --teacher MODEL2 learns from another model",
     "--train": "kvfold uptrain OUT TRAINED --train all trains all weights",
 }

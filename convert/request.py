@@ -220,12 +220,6 @@ class ConvertRequest(Request):
     max_shard_size: int | str = option(
         "5GB", "Maximum size of a weight file.", metavar="SIZE", check=size_expected
     )
-    spill: str | None = option(
-        None,
-        "Keep the hidden states of the calibration text in a temporary file in DIR, not in memory.",
-        metavar="DIR",
-        runs=True,
-    )
     dry_run: bool = option(
         False, "Print the plan, memory and disk space; write nothing.", runs=True
     )

@@ -1,8 +1,7 @@
 """Load what a calibrated conversion needs of its source: its layer stream and its calibration text."""
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,15 +12,13 @@ from kvfold.attention.drift.report import dtype_name
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.files import replacing
 from kvfold.convert.conversion.journal import PRECISION, SELF_TEXT
-from kvfold.convert.conversion.memory import writes_text
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import text_name
-from kvfold.convert.conversion.source import source_layer, source_rotary
 from kvfold.convert.device import choose_device, training_autocast
 from kvfold.convert.errors import option_error
 from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.progress import Stages
-from kvfold.convert.request import LONG_LENGTH, SELF
+from kvfold.convert.request import LONG_LENGTH
 from kvfold.convert.sizes import tokens_of
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.stream.parameters import load_model
@@ -31,30 +28,46 @@ from kvfold.convert.text.self_written import turns_of, write_sequences
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
 from kvfold.convert.training.budget import batch_size, steps_of
-from kvfold.convert.walk.hidden import Keep, Spill
-from kvfold.convert.walk.statistics import ReadHeads, SourceHeads
 
 
-def source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
+@dataclass(frozen=True)
+class Calibration:
+    """What a calibrated conversion runs.
+
+    source: the source as a stream of layers.
+    tokens: the sequences of its calibration text.
+    """
+
+    source: CheckpointStream
+    tokens: CalibrationTokens
+
+
+def load_source_and_text(
+    plan: Plan, scratch: Path, stages: Stages, otherwise: str | None = None
+) -> Calibration:
+    """Load what a calibrated conversion by ``plan`` runs. ``scratch`` and ``otherwise`` as in
+    `load_tokens`.
+    """
+    tokens = load_tokens(plan, scratch, stages, otherwise)
+    return Calibration(open_source_stream(plan, scratch), tokens)
+
+
+def open_source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
     """Open the source as a stream of layers in float32, on the device and in the precision that the
     request names.
 
-    A precision chosen by measurement is printed, and saved in ``scratch``, so that a resumed run
-    uses it too.
+    A precision chosen by measurement is saved in ``scratch``, so that a resumed run uses it too.
     """
     request = plan.request
     checkpoint = plan.checkpoint
-    device = choose_device(plan.request.device)
+    device = choose_device(request.device)
     saved = scratch / PRECISION
 
     def choose() -> torch.dtype | None:
         if not saved.is_file():
             # Float32 weights would be rounded to less than they are stored in.
-            name = (
-                "float32"
-                if request.precision == "auto" and request.dtype == "float32"
-                else request.precision
-            )
+            full = request.precision == "auto" and request.dtype == "float32"
+            name = "float32" if full else request.precision
             chosen = training_autocast(checkpoint, device, name) or torch.float32
             with replacing(saved) as new:
                 new.write_text(dtype_name(chosen))
@@ -63,14 +76,12 @@ def source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
 
     autocast = processes.broadcast_from_rank0(choose)
     if autocast is not None and not request.quiet:
-        other = "--precision float32"
         print(
             f"calibration passes and training in bfloat16, which this {device.type} multiplies"
-            f" faster ({other} turns it off); held-out text in float32",
+            " faster (--precision float32 turns it off); held-out text in float32",
             file=sys.stderr,
         )
-    # On a GPU too: held-out text is judged in float32, and the heads of a teacher get a residual
-    # stream of float32.
+    # On a GPU too: held-out text is judged in float32.
     return CheckpointStream(
         checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, autocast=autocast
     )
@@ -93,31 +104,26 @@ def load_tokens(
         tokenizer = load_tokenizer(
             plan.checkpoint, request.trust_remote_code, "calibration", instead
         )
-        # Each step of polishing takes sequences that no other step had, while there are any.
-        wanted = (
-            steps_of(request.polish, request.length) * batch_size(request.length)
-            if request.polish
-            else 0
-        )
-        further = max(0, wanted - request.samples)
-        sizes = request.samples, request.length, request.seed
-        # Only a number of tokens says how much text there must be.
-        enough = tokens_of(request.polish) is None or request.repeat_text
+        further = 0
+        if request.polish:
+            # Each step of polishing takes sequences that no other step had, while there are any.
+            steps = steps_of(request.polish, request.length)
+            further = max(0, steps * batch_size(request.length) - request.samples)
         texts = calibration_texts(request.calibration, plan.checkpoint.chats)
-        long_length = min(LONG_LENGTH, plan.geometry.positions)
-        write = partial(_written_sequences, plan, tokenizer, scratch, stages)
-        spec = texts if len(texts) > 1 else texts[0]
         tokens = load_calibration(
-            spec,
+            texts if len(texts) > 1 else texts[0],
             tokenizer,
-            *sizes,
+            request.samples,
+            request.length,
+            request.seed,
             further=further,
-            fewer=enough,
-            write=write,
-            long_length=long_length,
+            # Only a number of tokens says how much text there must be.
+            fewer=tokens_of(request.polish) is None or request.repeat_text,
+            write=lambda count: _write_sequences(plan, tokenizer, scratch, stages, count),
+            long_length=min(LONG_LENGTH, plan.geometry.positions),
         )
-        for part in (tokens.training, tokens.held_out, tokens.long):
-            check_vocabulary(part, plan.geometry.vocabulary, plan.checkpoint.origin)
+        for sequences in (tokens.training, tokens.held_out, tokens.long):
+            check_vocabulary(sequences, plan.geometry.vocabulary, plan.checkpoint.origin)
         return tokens
 
     tokens = processes.broadcast_from_rank0(load)
@@ -129,27 +135,21 @@ def load_tokens(
             file=sys.stderr,
         )
         if plan.checkpoint.chats and tokens.plain:
-            chats = (
-                f"{', '.join(tokens.plain)}: plain text without `messages`, but the model has a"
-                " chat template"
-            )
-            written = f"--calibration {SELF} adds dialogues that it writes itself"
-            if writes_text(plan):
-                without = f"--calibration {SELF}:0"
-                written = f"dialogues that it writes itself are added ({without} leaves them out)"
             print(
-                f"{chats}; {written}; conversations that resemble its use calibrate better",
+                f"{', '.join(tokens.plain)}: plain text without `messages`, but the model has a"
+                " chat template; conversations that resemble its use calibrate better",
                 file=sys.stderr,
             )
         elif tokens.source == BUILT_IN:
-            better = "--calibration FILE.txt|FILE.jsonl"
             print(
-                f"text that resembles the model's use calibrates better: {better}", file=sys.stderr
+                "text that resembles the model's use calibrates better: --calibration"
+                " FILE.txt|FILE.jsonl",
+                file=sys.stderr,
             )
     return tokens
 
 
-def _written_sequences(
+def _write_sequences(
     plan: Plan, tokenizer: Any, scratch: Path, stages: Stages, count: int
 ) -> Tensor:
     """Sample ``count`` sequences ``[count, T]`` from the source; a resumed run loads them from
@@ -175,29 +175,3 @@ def _written_sequences(
     with replacing(saved) as new:
         torch.save(tokens, new)
     return tokens
-
-
-def source_heads(plan: Plan) -> ReadHeads | None:
-    """Return a function that reads a layer's attention for the statistics; None if they do not need
-    its weights.
-    """
-    model = plan.model
-    # Statistics need the weights if queries and keys are normalized or the attention class does not
-    # expose them; other layers are not read a second time.
-    if model.qk_norm is None and model.family.attention.shown:
-        return None
-
-    def read(layer: int) -> SourceHeads:
-        how = model.layers[layer]
-        return SourceHeads(
-            source_layer(plan, layer), source_rotary(plan, layer), how.scale, how.clip
-        )
-
-    return read
-
-
-def hidden_states(folder: str | None) -> AbstractContextManager[Keep]:
-    """A context manager that keeps hidden states in memory, or in a file in ``folder``
-    (``--spill``).
-    """
-    return nullcontext(list) if folder is None else Spill(folder)

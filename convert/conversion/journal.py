@@ -9,16 +9,19 @@ the same bytes as that of an uninterrupted run.
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
+from kvfold.convert.checkpoint.atomic import free_space_check, output_folder
 from kvfold.convert.checkpoint.files import replacing, sync_path, write_file
 from kvfold.convert.checkpoint.folder import CONFIG, stamps
 from kvfold.convert.checkpoint.hashing import file_sha256
 from kvfold.convert.checkpoint.shards import tensor_places
 from kvfold.convert.checkpoint.writer import is_laid_out
+from kvfold.convert.conversion.memory import needs_of
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import versions
 from kvfold.convert.errors import InputError, format_option
@@ -51,7 +54,7 @@ class Journal:
         # bytes are copied.
         self._settings = run_settings(plan) if plan.request.calibrated else {}
         own = {tensor.name for shard in plan.own_shards for tensor in shard.tensors}
-        self._layers: list[dict[str, Any]] = processes.broadcast_from_rank0(self._intact)
+        self._layers: list[dict[str, Any]] = processes.broadcast_from_rank0(self._read_intact)
         self.notes: list[Mapping[str, Any]] = [layer["notes"] for layer in self._layers]
         done = len(self.notes)
         # Of this process's shards: the tensors of finished layers, and the layers that are not
@@ -61,8 +64,8 @@ class Journal:
             layer for layer in range(done, len(self._computed)) if own & {*self._computed[layer]}
         ]
 
-    def finished(self, layer: int) -> dict[str, "Tensor"]:
-        """Load the tensors of a finished ``layer`` as stored."""
+    def read_layer(self, layer: int) -> dict[str, "Tensor"]:
+        """The tensors of a finished ``layer`` as stored."""
         from safetensors import safe_open
 
         tensors: dict[str, Tensor] = {}
@@ -71,7 +74,7 @@ class Journal:
                 tensors[name] = file.get_tensor(name)
         return tensors
 
-    def note(self, notes: Mapping[str, Any]) -> None:
+    def add_layer(self, notes: Mapping[str, Any]) -> None:
         """Record the next layer as finished; its tensors must be on disk. Only the first process
         writes the file.
         """
@@ -83,56 +86,59 @@ class Journal:
 
     def _hashes(self, layer: int) -> dict[str, str]:
         """The SHA-256 of the converted tensors of ``layer`` in each shard, by file name."""
-        places = sorted(
-            (self._places[name] for name in self._computed[layer]), key=lambda place: place.start
-        )
-        files = sorted({place.shard for place in places})
-        ranges = {
-            file: [(place.start, place.end) for place in places if place.shard == file]
-            for file in files
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for name in self._computed[layer]:
+            place = self._places[name]
+            ranges.setdefault(place.shard, []).append((place.start, place.end))
+        return {
+            file: file_sha256(self._folder / file, sorted(ranges[file])) for file in sorted(ranges)
         }
-        return {file: file_sha256(self._folder / file, ranges[file]) for file in files}
 
-    def _intact(self) -> list[dict[str, Any]]:
+    def _read_intact(self) -> list[dict[str, Any]]:
         """The recorded layers before the first one whose tensors have changed; all polished ones
         with their state.
         """
         journal = _read(self._folder)
-        layers = (
-            journal["layers"] if journal is not None and journal["run"] == self._settings else []
-        )
+        if journal is None or journal["run"] != self._settings:
+            return []
+        layers: list[dict[str, Any]] = journal["layers"]
         state = self._folder / POLISH_STATE
-        digest = journal and journal["polished"]
-        sound = 0
-        if digest is not None and not (state.is_file() and file_sha256(state) == digest):
-            lost = "the state of polishing, which replaced the fitted layers, is missing or damaged"
-            print(f"{lost}; converting again from the first layer", file=sys.stderr)
-            state.unlink(missing_ok=True)
-        elif (sound := self._sound(layers, hashed=digest is None)) < len(layers):
-            text = (
-                f"layer {sound + 1} of the interrupted run is damaged; converting again from this"
-                " layer"
+        polished = journal["polished"]
+        intact = 0
+        if polished is not None and not (state.is_file() and file_sha256(state) == polished):
+            print(
+                "the state of polishing, which replaced the fitted layers, is missing or damaged;"
+                " converting again from the first layer",
+                file=sys.stderr,
             )
-            print(text, file=sys.stderr)
-        if layers and not sound:
+            state.unlink(missing_ok=True)
+        else:
+            intact = self._count_intact(layers, polished is not None)
+            if intact < len(layers):
+                print(
+                    f"layer {intact + 1} of the interrupted run is damaged; converting again from"
+                    " this layer",
+                    file=sys.stderr,
+                )
+        if layers and not intact:
             # Without a finished layer the shards are created again, to which this journal does not
             # apply.
             for file in (_NAME, *(shard.file for shard in self._shards)):
                 (self._folder / file).unlink(missing_ok=True)
-        return layers[:sound]
+        return layers[:intact]
 
-    def _sound(self, layers: list[Any], *, hashed: bool) -> int:
+    def _count_intact(self, layers: list[Any], polished: bool) -> int:
         """The number of ``layers`` before the first damaged one; 0 if a shard is incomplete.
 
-        The hashes are of the fitted tensors. Not ``hashed`` are polished ones: this run writes them
-        all again from the state of polishing, torn ones too.
+        The hashes are of the fitted tensors. This run writes ``polished`` ones again from the state
+        of polishing, torn ones too.
         """
         if not all(is_laid_out(self._folder / shard.file, shard) for shard in self._shards):
             return 0
         for index, layer in enumerate(layers):
-            if not isinstance(layer, dict) or (
-                hashed and layer.get("sha256") != self._hashes(index)
-            ):
+            if not isinstance(layer, dict):
+                return index
+            if not polished and layer.get("sha256") != self._hashes(index):
                 return index
         return len(layers)
 
@@ -159,44 +165,40 @@ def forget(folder: Path) -> None:
             path.unlink()
 
 
-def resumable(plan: Plan) -> Callable[[Path], bool]:
-    """Return a test for folders: True if a run of the same request and source left a finished layer
-    there.
-
-    The test raises InputError if the run there had another request, so that nothing of it is lost.
-    If files of the model or the text have changed since, its layers are of no use: a
-    line on stderr says so.
+@contextmanager
+def open_output(plan: Plan) -> Iterator[Path]:
+    """Create the temporary folder that becomes OUT after the block, or continue in that of an
+    interrupted run; all processes share the first one's folder.
     """
+    request = plan.request
+    folder: Path | None = None
+    with ExitStack() as stack:
 
-    def same(folder: Path) -> bool:
-        journal = _read(folder)
-        if journal is None or not journal["layers"]:
-            return False
-        _use_threads(journal["run"])
-        before = journal["run"]
-        now = run_settings(plan)
-        count = len(journal["layers"])
-        if differing := _differing(before, now):
-            way_out = f"use the same to continue after its layer {count}, or --fresh to discard it"
-            raise InputError(f"the interrupted run in {folder} used {differing}; {way_out}")
-        if (
-            before == now or not (plan.checkpoint.folder / CONFIG).exists()
-        ):  # a lost mount must not cost the layers
-            return True
-        changed = [file[0] for file in now["files"] if file not in before["files"]]
-        changed += [
-            file[0]
-            for file in before["files"]
-            if file not in now["files"] and file[0] not in changed
-        ]
-        files = f"{', '.join(changed[:3])}{', ...' * (len(changed) > 3)} changed since then"
-        print(
-            f"discarding the finished layers ({count}) in {folder}: {files}; starting over",
-            file=sys.stderr,
-        )
-        return False
+        def create() -> Path:
+            opened = output_folder(
+                request.out,
+                overwrite=request.overwrite,
+                model=plan.checkpoint.folder,
+                resume=lambda folder: can_resume(plan, folder),
+                fresh=request.fresh,
+            )
+            folder = stack.enter_context(opened)
+            needs = needs_of(plan)
+            free_space_check(folder, needs.disk + needs.scratch)
+            return folder
 
-    return same
+        folder = processes.broadcast_from_rank0(create)
+        if not folder.is_dir():
+            raise InputError(
+                f"{folder}: this machine cannot see the temporary folder that the first process"
+                " created; choose an OUT on a file system that all machines share"
+            )
+        try:
+            yield folder
+        except BaseException as error:
+            if count := finished_layers(folder):
+                error.add_note(f"finished layers kept for the same request: {count}")
+            raise
 
 
 def finished_layers(folder: Path) -> int:
@@ -205,33 +207,63 @@ def finished_layers(folder: Path) -> int:
     return 0 if journal is None else len(journal["layers"])
 
 
-def _use_threads(before: Mapping[str, Any]) -> None:
-    """Compute with the number of threads of the run ``before``: sums in another order would give
-    other bytes.
+def can_resume(plan: Plan, folder: Path) -> bool:
+    """True if a run of the same request and source left a finished layer in ``folder``.
+
+    Raises InputError if the run there had another request, so that nothing of it is lost. If files
+    of the model or the text have changed since, its layers are of no use: a line on stderr says so.
+    """
+    journal = _read(folder)
+    if journal is None or not journal["layers"]:
+        return False
+    before = journal["run"]
+    _use_threads(before["device"][2])
+    now = run_settings(plan)
+    count = len(journal["layers"])
+    difference = _find_difference(before, now)
+    if difference is not None:
+        raise InputError(
+            f"the interrupted run in {folder} used {difference}; use the same to continue after its"
+            f" layer {count}, or --fresh to discard it"
+        )
+    # A lost mount must not cost the layers.
+    if before == now or not (plan.checkpoint.folder / CONFIG).exists():
+        return True
+    files = [*before["files"], *now["files"]]
+    changed = {file[0]: None for file in files if files.count(file) == 1}
+    print(
+        f"discarding the finished layers ({count}) in {folder}: {', '.join(changed)} changed since"
+        " then; starting over",
+        file=sys.stderr,
+    )
+    return False
+
+
+def _use_threads(threads: int) -> None:
+    """Compute with as many threads as the interrupted run: sums in another order would give other
+    bytes.
     """
     import torch
 
-    threads = before["device"][2]
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
         print(f"computing with {threads} threads, as the interrupted run did", file=sys.stderr)
 
 
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+def _find_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """What differs between the settings of two runs, in words; None if nothing does."""
-    if (model := before.get("model", now["model"])) != now["model"]:
-        return f"another model, {model}"
+    if before.get("model") != now["model"]:
+        return f"another model, {before.get('model')}"
     old = before.get("options", {})
     new = now["options"]
     for name in [*new, *old]:
         if old.get(name) != new.get(name):
-            return (
-                f"{format_option(name, old[name]) if name in old else 'no ' + format_option(name)}, not"
-                f" {format_option(name, new.get(name, 'unset'))}"
-            )
-    return next(
-        (f"other {_SETTINGS[name]}" for name in _SETTINGS if before.get(name) != now[name]), None
-    )
+            used = format_option(name, old[name]) if name in old else f"no {format_option(name)}"
+            return f"{used}, not {format_option(name, new.get(name, 'unset'))}"
+    for name, words in _SETTINGS.items():
+        if before.get(name) != now[name]:
+            return f"other {words}"
+    return None
 
 
 def run_settings(plan: Plan) -> dict[str, Any]:

@@ -1,155 +1,221 @@
-"""Convert the layers one after another: from weights alone, folded with text, or as latents after a
-survey.
+"""Convert one layer: fit it by the request's method, refit its output projection, and refine it.
+
+Pooling heads needs no transformers, and its bytes are copied while torch is imported: so modules
+that import either are imported in the functions that use them.
 """
 
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 from kvfold.convert import processes
-from kvfold.convert.conversion.journal import Journal
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.methods.registry import (
     DEFAULT_OBJECTIVE,
-    Fitted,
+    ConvertedLayer,
     FoldLayer,
-    Notes,
+    LatentLayer,
     find_objective,
 )
-from kvfold.convert.progress import Stages
+from kvfold.convert.targets.mla.spec import query_rank
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvfold.convert.conversion.student import StudentWalk
+    from kvfold.convert.conversion.calibration import Calibration
+    from kvfold.convert.training.refine import Refinement
     from kvfold.convert.transforms.fold.grouping import Pairs
-    from kvfold.convert.walk.walk import Step
+    from kvfold.convert.walk.walk import Step, Student, Walk
+
+# Components of the latent's spectrum that are recorded, relative to the channels.
+_SHOWN_CHANNELS = 3
 
 
-@dataclass(frozen=True)
-class Layers:
-    """The layers of ``plan``, which has no open choices; ``choices`` are those that were made, for
-    ``kvfold.json``.
+def open_walk(
+    plan: Plan, calibration: "Calibration", *, statistics: bool, refine: bool, finished: int = 0
+) -> "Walk":
+    """A walk over the source of ``plan`` with the student that the finished checkpoint would be.
 
-    ``fit(layer, step)`` transforms a layer; without text, ``walk`` and ``step`` are None.
+    With ``statistics``, those of the calibration sequences are gathered. The first ``finished``
+    layers have been converted by an interrupted run.
     """
+    from kvfold.convert.walk.walk import Teacher, Walk
 
-    plan: Plan
-    fit: "Callable[[int, Step | None], Fitted]"
-    walk: "StudentWalk | None" = None
-    choices: Notes = field(default_factory=dict)
-
-    def converted(self, journal: Journal) -> "Iterator[tuple[Mapping[str, Tensor], Notes]]":
-        """Yield the layers that ``journal`` does not list as finished. Raises InputError for
-        non-finite weights.
-        """
-        if self.walk is None:
-            # Each process converts the layers that it writes.
-            for index in journal.pending:
-                weights = self.fit(index, None).weights
-                yield self.plan.layout.encode(index, weights), {}
-            return
-        for step in self.walk.steps:
-            # Statistics are sums over all processes; one fit for all of them keeps their students
-            # equal.
-            fitted = processes.broadcast_from_rank0(partial(self.fit, step.index, step))
-            tensors, notes = self.walk.made(step, fitted.weights)
-            step.convert(tensors)
-            yield tensors, {**fitted.notes, **notes}
-
-
-@contextmanager
-def open_layers(plan: Plan, scratch: Path, stages: Stages) -> Iterator[Layers]:
-    """Open the layers of ``plan``. Temporary files in ``scratch``, the output's folder, are deleted
-    after the block.
-    """
-    if not plan.request.calibrated and plan.latent is None:
-        yield Layers(plan, partial(fitted_fold, plan))
-        return
-    # Here, as in `fitted_fold`: pooling heads needs no transformers, and its bytes are copied while
-    # torch is imported.
-    from kvfold.convert.conversion.calibration import hidden_states, load_tokens, source_stream
-    from kvfold.convert.conversion.latent import (
-        Survey,
-        candidate,
-        fitted_latent,
-        resolve,
-        survey_layers,
+    tokens = calibration.tokens
+    # The calibration sequences are kept for what is fitted to the student.
+    fits = plan.method.reads_text or refine
+    teacher = Teacher(
+        calibration.source,
+        tokens.held_out,
+        processes.shard(tokens.calibration) if statistics or fits else None,
+        plan.model,
+        statistics=statistics,
+        keep_calibration=fits,
+        finished=finished,
     )
-    from kvfold.convert.conversion.student import StudentWalk
-
-    if not plan.request.calibrated and plan.latent is not None:
-        chosen = candidate(plan, plan.latent, ())
-        yield Layers(chosen.plan, partial(fitted_latent, chosen))
-        return
-    tokens = load_tokens(plan, scratch, stages)
-    source = source_stream(plan, scratch)
-    reads = plan.request.chosen_method.reads_text
-    with hidden_states(plan.request.spill) as keep:
-        if plan.latent is None:
-            walk = StudentWalk(plan, source, tokens, statistics=reads, keep=keep)
-            yield Layers(plan, partial(fitted_fold, plan), walk)
-            return
-        # All layers share their rotary frequencies, so every layer is surveyed before any is
-        # converted. In memory are small tables only; the statistics for trials are in files that
-        # the first process alone reads.
-        folder = scratch / ".survey"
-        folder.mkdir(exist_ok=True)
-        try:
-            tried = None if plan.request.budget is None else folder
-            surveyed = Survey(source, tokens, (), None)
-            if reads:  # else the weights alone choose the slots
-                surveyed = survey_layers(plan, source, tokens, tried, stages, keep)
-            chosen, choices = resolve(plan, surveyed, stages)
-            walk = StudentWalk(chosen.plan, source, tokens, statistics=reads, keep=keep)
-            yield Layers(chosen.plan, partial(fitted_latent, chosen, spectrum=True), walk, choices)
-        finally:
-            if processes.is_rank0():
-                shutil.rmtree(folder)
+    return Walk(teacher, open_student(plan, calibration))
 
 
-def fitted_fold(
-    plan: Plan, index: int, step: "Step | None" = None, shared: "dict[bool, Pairs] | None" = None
-) -> Fitted:
-    """Fold the key/value heads of layer ``index``. Returns the weights and notes on the heads that
-    share.
+def open_student(plan: Plan, calibration: "Calibration") -> "Student":
+    """The converted model of ``plan``, before its checkpoint is complete."""
+    from kvfold.convert.walk.walk import Student
+
+    return Student(calibration.source, plan.layout, recast=plan.request.dtype != "auto")
+
+
+def fit_layer(
+    plan: Plan,
+    index: int,
+    step: "Step | None" = None,
+    shared: "dict[bool, Pairs] | None" = None,
+) -> ConvertedLayer:
+    """Convert layer ``index`` by the method of ``plan``.
 
     ``step`` is None without text. ``shared`` caches results for folds of the same layer to other
-    numbers of heads.
+    numbers of heads. Raises InputError for weights that are not finite.
     """
-    from kvfold.convert.conversion.source import fold_rotary, held_out_error, source_layer
+    if step is None:
+        return plan.method.fit(_method_input(plan, index, None, shared))
+    # Statistics are sums over all processes; one fit for all of them keeps their students equal.
+    layer = processes.broadcast_from_rank0(
+        lambda: plan.method.fit(_method_input(plan, index, step, shared))
+    )
+    if plan.latent is not None:
+        return layer
     from kvfold.convert.transforms.fold.grouping import contiguous
 
+    neighbors = contiguous(plan.geometry.kv_heads, plan.request.kv_heads or 1)
+    notes = {"groups": [list(group) for group in neighbors], "received_attention_share": 0.0}
+    return ConvertedLayer(layer.weights, {**notes, **layer.notes})
+
+
+def _method_input(
+    plan: Plan, index: int, step: "Step | None", shared: "dict[bool, Pairs] | None"
+) -> FoldLayer | LatentLayer:
+    """Layer ``index`` of the source as its method gets it."""
+    import torch
+
+    from kvfold.convert.conversion.source import fold_rotary, source_layer, source_rotary
+
     request = plan.request
-    geometry = plan.geometry
-    method = request.chosen_method
-    kv_heads = request.kv_heads or 1
-    window = plan.model.layers[index].window
-    # Heads that share already were trained to: by default they stay with their neighbors.
-    group = request.group or ("contiguous" if geometry.kv_heads < geometry.heads else "similar")
-    fitted = method.fit(
-        FoldLayer(
+    weights = source_layer(plan, index)
+    with_text: dict[str, Any] = {}
+    if step is not None:
+        with_text["error"] = step.error
+        with_text["statistics"] = step.statistics if plan.method.reads_text else None
+    if plan.latent is None:
+        window = plan.model.layers[index].window
+        # Heads that share already were trained to: by default they stay with their neighbors.
+        shares = plan.geometry.kv_heads < plan.geometry.heads
+        group = request.group or ("contiguous" if shares else "similar")
+        return FoldLayer(
             index=index,
-            weights=source_layer(plan, index),
-            kv_heads=kv_heads,
+            weights=weights,
+            kv_heads=request.kv_heads or 1,
             rotary=fold_rotary(plan, index),
-            context=min(geometry.positions, window or geometry.positions),
-            std=geometry.initializer_range,
+            context=min(plan.geometry.positions, window or plan.geometry.positions),
+            std=plan.geometry.initializer_range,
             seed=request.seed,
             similar=group == "similar",
-            objective=find_objective(request.objective or DEFAULT_OBJECTIVE)(),
-            statistics=step.statistics if step is not None and method.reads_text else None,
-            error=held_out_error(plan, index, step),
+            objective=find_objective(request.objective or DEFAULT_OBJECTIVE),
             shared={} if shared is None else shared,
+            **with_text,
         )
+    spec = plan.latent
+    rank = query_rank(plan.model, spec)
+    norms = plan.model.names.get(("attention_norm", index))
+    inputs = step.inputs if step is not None and plan.method.reads_text else None
+    return LatentLayer(
+        index=index,
+        weights=weights,
+        channels=spec.channels,
+        slots=plan.slots[index],
+        rotary=source_rotary(plan, index),
+        context=plan.geometry.positions,
+        scale=plan.model.layers[index].scale,
+        query_channels=None if rank is None else rank - spec.constant,
+        centered=spec.layout != "engine",
+        keeps_norms=spec.layout == "kvfold",
+        gain=plan.checkpoint.read(norms[0]) if norms else None,
+        inputs=torch.empty(0, weights.model_dim) if inputs is None else inputs,
+        **with_text,
     )
-    if step is None:
-        return fitted
-    neighbors = [list(group) for group in contiguous(geometry.kv_heads, kv_heads)]
-    return Fitted(
-        fitted.weights, {"groups": neighbors, "received_attention_share": 0.0, **fitted.notes}
+
+
+def finish_layer(
+    plan: Plan, step: "Step", weights: Any, refine: int | str, *, quiet: bool
+) -> "tuple[Mapping[str, Tensor], dict[str, Any]]":
+    """Refit the output projection of a fitted layer, then refine it in ``refine`` steps.
+
+    Returns the layer's tensors as the output's files name and shape them, and notes for
+    ``kvfold.json``.
+    """
+    from kvfold.convert.training.refine import refine_layer
+    from kvfold.convert.walk.output_fit import refit_output
+
+    task = refinement_of(plan, refine)
+    notes: dict[str, Any] = {}
+    if plan.method.reads_text:
+        # The output projection is fitted to the student's stream, which has the errors of the
+        # layers before.
+        weights, errors = refit_output(step, weights, task.update)
+        if errors is not None:
+            notes["output_fit"] = {"before": errors[0], "after": errors[1]}
+    tensors = plan.layout.encode(step.index, weights)
+    if not refine:
+        return tensors, notes
+    refined = refine_layer(step, tensors, task)
+    if not quiet:
+        outcome = f"step {refined.kept} of {refined.steps}" if refined.kept else "unchanged"
+        tqdm.write(
+            f"refined layer {step.index + 1}/{plan.geometry.layers}: relative squared error"
+            f" {refined.before:.5f} -> {refined.after:.5f} ({outcome})",
+            file=sys.stderr,
+        )
+    record = {name: value for name, value in vars(refined).items() if name != "tensors"}
+    return refined.tensors, {**notes, "refinement": record}
+
+
+def refinement_of(plan: Plan, steps: int | str) -> "Refinement":
+    """The refinement task for ``plan``: the norms and scales around its attention, and any constant
+    to keep fixed.
+    """
+    from kvfold.convert.training.refine import Refinement
+    from kvfold.convert.walk.output_fit import AttentionUpdate
+
+    norms = plan.model.names.get(("attention_post_norm", 0))
+    norm = None if norms is None else norms[0].split(".0.", 1)[1].removesuffix(".weight")
+    update = AttentionUpdate(plan.model.block.residual_scale, norm)
+    if plan.latent is None or plan.layout.code is not None:
+        return Refinement(steps, plan.request.seed, update, update)
+    # DeepSeek's layers add their attention as it is: scales and norms of the source are in its
+    # weights.
+    return Refinement(steps, plan.request.seed, update, constant=plan.latent.constant)
+
+
+def latent_spectrum(plan: Plan, step: "Step") -> dict[str, Any]:
+    """The energy of the principal components of the layer's keys and values, largest first, and the
+    share beyond the latent's channels; empty for a method that does not read text.
+    """
+    from kvfold.convert.conversion.source import source_layer, source_rotary
+    from kvfold.convert.transforms.head_norms import linearize_heads
+    from kvfold.convert.transforms.latent.factorization import energy_shares
+
+    spec = plan.latent
+    if spec is None or step.statistics is None or not plan.method.reads_text:
+        return {}
+    centered = spec.layout != "engine"
+    statistics = step.statistics
+    weights = linearize_heads(source_layer(plan, step.index), statistics, key_constant=centered)
+    shares = energy_shares(
+        weights,
+        statistics,
+        source_rotary(plan, step.index),
+        plan.slots[step.index],
+        context=plan.geometry.positions,
+        centered=centered,
     )
+    shown = shares[: _SHOWN_CHANNELS * spec.channels].tolist()
+    return {"latent_spectrum": {"sorted": shown, "lost": float(shares[spec.channels :].sum())}}

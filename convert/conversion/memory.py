@@ -2,7 +2,6 @@
 not import torch.
 """
 
-import os
 import shutil
 from dataclasses import dataclass
 from math import ceil, prod
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.errors import InputError, option_error
+from kvfold.convert.errors import InputError
 from kvfold.convert.host import host_memory, may_have_gpu
 from kvfold.convert.request import SELF, SELF_TOKENS, ConvertRequest, held_out_count
 from kvfold.convert.sizes import bytes_text
@@ -30,7 +29,7 @@ _DOUBLE = 8
 _FIT_SQUARES = 12
 _FIT_SQUARES_OF_TEXT = 36
 # Logits compared at once and tokens per layer call, on a CPU and on a GPU: the constants of
-# `attention.drift.compare` and `walk.passes`, which import torch.
+# `attention.drift.compare` and `walk.walk`, which import torch.
 _LOGITS = (1 << 23, 1 << 27)
 _TOKENS = (4096, 32768)
 # Bytes of each compared logit, measured with SmolLM2-135M: 12 x 4.
@@ -47,14 +46,16 @@ _SLACK = 1 << 20
 
 @dataclass(frozen=True)
 class Needs:
-    """The bytes that a conversion needs; those of memory and of hidden states on disk are the peaks
-    of one process.
+    """The bytes that a conversion needs.
+
+    memory: the peak of one process.
+    scratch: on OUT's disk during the run.
+    disk: for the output, with headers and side files.
     """
 
     memory: int
-    spilled: int
-    scratch: int  # on OUT's disk during the run
-    disk: int  # for the output, with headers and side files
+    scratch: int
+    disk: int
 
 
 def needs_of(plan: Plan) -> Needs:
@@ -62,9 +63,9 @@ def needs_of(plan: Plan) -> Needs:
     models.
 
     A run without text keeps one attention layer in memory. A calibrated run keeps a whole layer and
-    its converted twin, the activations of a layer call, the fit's matrices and, unless they are
-    spilled, the hidden states of all its tokens. Polishing keeps the whole model, and so does
-    writing calibration text (`writes_text`).
+    its converted twin, the activations of a layer call, the fit's matrices, and the hidden states
+    of all its tokens. Polishing keeps the whole model, and so does writing calibration text
+    (`writes_text`).
     """
     request = plan.request
     shape = plan.geometry
@@ -80,7 +81,7 @@ def needs_of(plan: Plan) -> Needs:
     if not request.calibrated:
         read = [plan.checkpoint.tensors[name] for name in plan.reads[0]]
         pooling = sum(info.nbytes + _FLOAT * prod(info.shape) for info in read)
-        return Needs(_BASE + (fit * 11 // 10 if latent else pooling), 0, 0, disk)
+        return Needs(_BASE + (fit * 11 // 10 if latent else pooling), 0, disk)
 
     length = request.length
     tokens = ceil(request.samples / processes.world_size()) * length
@@ -89,13 +90,13 @@ def needs_of(plan: Plan) -> Needs:
     # targets of refinement; held-out states once more, because the drift takes a copy further.
     fitted = request.chosen_method.reads_text
     refined = int(bool(request.refine))
-    learned = 4 - bool(request.spill) + refined if fitted or refined else 0
+    learned = 4 + refined if fitted or refined else 0
     states = width * (learned * tokens + (4 + refined) * held_out) + refined * (tokens + held_out)
     outputs = held_out * (
         2 * width + (2 * shape.heads + shape.kv_heads) * shape.head_dim
     )  # of the source's attention
     outputs += fitted * tokens * shape.heads * shape.head_dim  # of the student's heads, unpadded
-    held = 0 if request.spill else _FLOAT * (states + outputs)
+    held = _FLOAT * (states + outputs)
     # One layer of each model, then the embedding and the head with the logits.
     sizes = [prod(tensor.shape) for tensor in plan.model.tensors.values()]
     ends = 2 * shape.vocabulary * width
@@ -109,7 +110,6 @@ def needs_of(plan: Plan) -> Needs:
     surveyed = shape.layers * 2 * _DOUBLE * width**2 if request.budget is not None else 0
     return Needs(
         memory=_BASE_WITH_TEXT + max(held + max(in_layers, at_end), whole),
-        spilled=_FLOAT * states if request.spill else 0,
         scratch=surveyed,
         disk=disk,
     )
@@ -169,29 +169,6 @@ def check_memory(plan: Plan) -> None:
             f"{option} needs the whole model in memory: about {bytes_text(needed)}, but only"
             f" {bytes_text(free)} are free; use a machine with more memory, or {otherwise}"
         )
-
-
-def check_spill(plan: Plan) -> None:
-    """Raise InputError if the ``--spill`` folder does not exist or is too small for the hidden
-    states.
-    """
-    folder = plan.request.spill
-    if folder is None:
-        return
-    if not os.path.isdir(folder):
-        raise option_error(
-            "spill", folder, ": there is no such folder for hidden states; create it first"
-        )
-    needs = needs_of(plan)
-    needed = processes.world_size(on_this_machine=True) * needs.spilled
-    free = shutil.disk_usage(folder).free
-    # On OUT's disk both have to fit.
-    if os.stat(_existing(plan.request.out)).st_dev == os.stat(folder).st_dev:
-        needed += needs.disk + needs.scratch
-    if needed > free:
-        sizes = f"hidden states need {bytes_text(needed)}, but only {bytes_text(free)} are free"
-        way_out = "free some space, use a folder on another disk, or lower --samples"
-        raise option_error("spill", folder, f": too little disk space: {sizes}; {way_out}")
 
 
 def free_disk(plan: Plan) -> int:

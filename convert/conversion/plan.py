@@ -5,6 +5,7 @@ weight is read.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.files import portable_name
@@ -15,7 +16,7 @@ from kvfold.convert.checkpoint.shards import Shard, assign_shards
 from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.families.model import Geometry, Model, model_of
 from kvfold.convert.families.schema import ROLES, Role
-from kvfold.convert.methods.registry import quick_method
+from kvfold.convert.methods.registry import Method, quick_method
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.targets.engines import (
     ServedModel,
@@ -36,15 +37,29 @@ from kvfold.convert.targets.same_family import (
     folded_layout,
 )
 
+if TYPE_CHECKING:
+    from kvfold.convert.transforms.latent.slots import Slots
+
 
 @dataclass(frozen=True)
 class Plan:
     """All decisions made before weights are read.
 
-    ``latent`` is the split for an MLA target, otherwise None. ``reads[layer]`` names the source
-    tensors that the layer's transform reads. ``source_kind`` and ``cache_elements`` (per token per layer) describe the source. ``padding`` is
-    the number of zeros that pad heads to sizes supported by the engines' kernels. ``own_shards``
-    are the ``shards`` that this process writes.
+    request: with the numbers that ``auto`` stands for.
+    checkpoint: the source.
+    model: the source's family with its config.
+    geometry: the source's sizes.
+    layout: the config and the tensors of the output, and how layers are encoded.
+    latent: the split for an MLA target, otherwise None.
+    reads: the names of the source tensors that each layer's method reads.
+    shards: the output's weight files.
+    own_shards: those that this process writes.
+    source_kind: the source's attention, such as MHA.
+    cache_elements: the source's KV-cache elements per token per layer.
+    padding: the number of zeros that pad heads to sizes supported by the engines' kernels.
+    result: what engines need to know of the output.
+    engines: which engines serve the output.
+    slots: each layer's rotary slots for an MLA target; empty until they are chosen.
     """
 
     request: ConvertRequest
@@ -61,6 +76,12 @@ class Plan:
     padding: int
     result: ServedModel
     engines: list[Support]
+    slots: "tuple[Slots, ...]" = ()
+
+    @property
+    def method(self) -> Method:
+        """The method that converts the layers."""
+        return self.request.chosen_method
 
 
 def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
@@ -86,46 +107,53 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
         )
     model.check_values()
     request = request.resolve_length(model.geometry.positions)
+    count = processes.world_size()
+    if request.calibrated and request.samples < count:
+        rule = f"must be at least {count}, one sequence per process"
+        raise option_error(
+            "samples", request.samples, f"{rule}; raise it or lower --nproc-per-node"
+        )
     if request.to != "mla":
-        return _fold_plan(request, checkpoint, model)
-    # With a budget, the largest split stands in for all: calibration chooses the split and the
-    # frequencies later.
-    target = latent_targets(request, model)[-1]
-    plan = latent_plan(
-        request, checkpoint, model, target, [[1.0] * (target.rope_dim // 2)] * model.geometry.layers
-    )
+        return _plan_fold(request, checkpoint, model)
+    # With a budget, the largest split stands in for all.
+    plan = plan_mla(request, checkpoint, model, mla_specs(request, model)[-1], ())
     if request.budget is None:
         return plan
     return replace(plan, layout=replace(plan.layout, kind="MLA, split by measured drift"))
 
 
-def latent_plan(
+def plan_mla(
     request: ConvertRequest,
     checkpoint: Checkpoint,
     model: Model,
-    target: MlaSpec,
-    theta: Sequence[Sequence[float]],
+    spec: MlaSpec,
+    slots: "Sequence[Slots]",
 ) -> Plan:
-    """Plan an MLA conversion with the split ``target`` and the rotary frequencies ``theta
-    [layers][P/2]``.
+    """Plan an MLA conversion with the split ``spec`` and each layer's rotary ``slots``.
+
+    Without slots, which are chosen once weights or text are read (`splits.choose_layout`), the
+    config of the plan lacks the rotary frequencies.
     """
     dtype = None if request.dtype == "auto" else request.dtype
     layers = range(model.geometry.layers)
-    if target.layout == "kvfold":
-        layout = own_latent_layout(model, checkpoint, target, theta, dtype)
+    frequencies = [layer.theta.tolist() for layer in slots]
+    if spec.layout == "kvfold":
+        layout = own_latent_layout(model, checkpoint, spec, frequencies, dtype)
         reads = tuple(model.attention_names(layer) for layer in layers)
     else:
         # A stock class has one set of frequencies for all layers.
-        layout = latent_layout(model, checkpoint, target, theta[0], dtype)
+        shared = frequencies[0] if frequencies else None
+        layout = latent_layout(model, checkpoint, spec, shared, dtype)
         # It stores gate and up separately, so a tensor that combines both is split.
         reads = tuple(
             model.attention_names(layer) + model.names.get(("gate_up", layer), ())
             for layer in layers
         )
-    return _complete(request, checkpoint, model, layout, reads, target)
+    plan = _complete(request, checkpoint, model, layout, reads, spec)
+    return replace(plan, slots=tuple(slots))
 
 
-def _fold_plan(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
+def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
     method = request.chosen_method
     kv_heads = request.kv_heads or 1
     if model.qk_norm is not None and model.qk_norm.after_rotary and method.needs_linear_keys:
@@ -186,7 +214,7 @@ def _complete(
     )
 
 
-def described(request: ConvertRequest) -> Checkpoint | None:
+def checkpoint_from_config(request: ConvertRequest) -> Checkpoint | None:
     """For a dry run on a folder without weights: a checkpoint built from its config.json. None for
     other sources.
     """
@@ -209,51 +237,35 @@ def described(request: ConvertRequest) -> Checkpoint | None:
     return Checkpoint(folder, config, infos, portable_name(folder), digest)
 
 
-def check_processes(plan: Plan) -> None:
-    """Raise InputError if several processes run but the request does not support that many."""
-    count = processes.world_size()
-    request = plan.request
-    if request.calibrated and request.samples < count:
-        rule = (
-            f"must be at least {count}, one sequence per process; raise it or lower"
-            " --nproc-per-node"
-        )
-        raise option_error("samples", request.samples, rule)
-
-
-def latent_targets(request: ConvertRequest, model: Model) -> list[MlaSpec]:
+def mla_specs(request: ConvertRequest, model: Model) -> list[MlaSpec]:
     """The splits that an MLA request allows, in ascending rotary dims. Raises InputError if no
     split is possible.
     """
-    layout = (
-        "kvfold" if request.layout is None and needs_own_code(model) else request.resolved_layout
-    )
+    own_code = request.layout is None and needs_own_code(model)
+    layout = "kvfold" if own_code else request.resolved_layout
     rotated = request.rotate_latent
     if request.budget is None:
-        splits = [(request.kv_rank or 0, request.rope_dim or 0)]
+        specs = [MlaSpec(request.kv_rank or 0, request.rope_dim or 0, layout, rotated)]
     else:
         # P is a multiple of the largest power of two up to N/8: among these are the splits that
         # kernels support.
         step = max(2, 1 << (request.budget // 8).bit_length() >> 1)
         ropes = range(step, request.budget, step) if model.geometry.rotary_dims else (0,)
         # Norms that are kept use part of the budget.
-        latent = request.budget - cached_divisors(
+        cached = request.budget - cached_divisors(
             model, MlaSpec(request.budget, 0, layout, rotated)
         )
-        splits = [(latent - rope, rope) for rope in ropes]
-    targets = [MlaSpec(rank, rope, layout, rotated) for rank, rope in splits]
-    problems = [
-        latent_problems(model, target, allow_growth=request.allow_growth) for target in targets
-    ]
-    possible = [target for target, found in zip(targets, problems, strict=True) if not found]
+        specs = [MlaSpec(cached - rope, rope, layout, rotated) for rope in ropes]
+    problems = [latent_problems(model, spec, allow_growth=request.allow_growth) for spec in specs]
+    possible = [spec for spec, reasons in zip(specs, problems, strict=True) if not reasons]
+    if possible:
+        return possible
     present = cache_elements(model.geometry)
-    if not possible and (request.budget or 0) >= present and not request.allow_growth:
+    if (request.budget or 0) >= present and not request.allow_growth:
         # However it is split: a split's own problems would not say so.
         rule = f"must be below the source's {present} KV-cache elements per token per layer"
         raise option_error("budget", request.budget, f"{rule}; lower it, or add --allow-growth")
-    if not possible:
-        raise InputError(problems[0][0], problems[0][1:])
-    return possible
+    raise InputError(problems[0][0], problems[0][1:])
 
 
 def possible_kv_heads(geometry: Geometry) -> list[int]:

@@ -1,91 +1,81 @@
-"""Polishing a converted checkpoint: the teacher, the progress that is told, and the checkpoints
-that are written.
+"""Polish a converted checkpoint: train all its attention layers together to predict what the source
+predicts.
 """
 
 import shutil
 import sys
-from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from kvfold.attention.drift.compare import compare
-from kvfold.attention.drift.report import report_of
+from kvfold.attention.drift.report import DriftReport, report_of
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.checkpoint.writer import ShardWriter
+from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.conversion.journal import POLISH_STATE, mark_polished
+from kvfold.convert.conversion.measurement import open_stream
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.student import Calibrated, reporting, written_stream
 from kvfold.convert.progress import Advance, Stages
 from kvfold.convert.sizes import bytes_text
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.training.budget import POLISH_ROUND, intervals, step_tokens, steps_of
-from kvfold.convert.training.fit import AfterRound, FitResult
+from kvfold.convert.training.fit import FitResult
 from kvfold.convert.training.polish import ModelTrainee, Text, TrainingText, polish
 from kvfold.convert.training.steps import check_constant, has_constant
-from kvfold.convert.walk.passes import chunk_size, last_states
+from kvfold.convert.walk.walk import chunk_size, last_states
 
 
 def polish_checkpoint(
-    plan: Plan, calibrated: Calibrated, folder: Path, stages: Stages
-) -> Calibrated:
-    """Train the checkpoint in ``folder`` in place. Returns ``calibrated`` with the new drift, on
-    the first process.
+    plan: Plan, calibration: Calibration, folder: Path, stages: Stages
+) -> tuple[DriftReport, dict[str, Any]] | None:
+    """Train the checkpoint in ``folder`` in place.
 
-    Every process must call this.
+    Returns the new drift, and an entry for ``kvfold.json``, on the first process; every process
+    must call this.
     """
     request = plan.request
-    source = calibrated.stream
-    tokens = calibrated.tokens
+    source = calibration.source
+    tokens = calibration.tokens
     steps = steps_of(request.polish, request.length)
     with closing(open_checkpoint(folder)) as written:
         constant = has_constant(written)
-        autocast = source.autocast
-        stored = {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.layout.tensors}
-        attention = [name for names in plan.layout.computed for name in names]
         trainee = ModelTrainee(
             written.config,
             written.read,
-            stored,
-            attention,
+            {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.layout.tensors},
+            [name for names in plan.layout.computed for name in names],
             source.device,
-            autocast,
+            source.autocast,
             constant=constant,
         )
         with stages("running the teacher over held-out text"):
             held_out = taught_text(source, tokens.held_out, None)
-        text = tokens.training
         training = TrainingText(
-            text, lambda indices: taught_text(source, text[indices].long(), autocast).states
+            tokens.training,
+            lambda indices: (
+                taught_text(source, tokens.training[indices].long(), source.autocast).states
+            ),
         )
-
         with stages("polish", steps, "step") as advance:
-            progress = _progress(plan, trainee, held_out, advance)
-            saved = _state_file(trainee, folder)
             fitted = polish(
                 trainee,
                 training,
                 held_out,
                 steps,
                 seed=request.seed,
-                saved=saved,
-                progress=progress,
+                saved=_state_file(trainee, folder),
+                progress=_Progress(plan, trainee, held_out, advance),
             )
         if constant:
             check_constant(fitted.tensors, written)
-
-    def replaced() -> Calibrated:
-        if fitted.tensors:
-            mark_polished(folder)
-        return _rewritten(plan, calibrated, folder, fitted.tensors, fitted, stages)
-
-    return processes.on_rank0(replaced) or calibrated
+    return processes.on_rank0(lambda: _replace_tensors(plan, calibration, folder, fitted, stages))
 
 
 def _state_file(trainee: ModelTrainee, folder: Path) -> Path | None:
@@ -95,12 +85,12 @@ def _state_file(trainee: ModelTrainee, folder: Path) -> Path | None:
     path = folder / POLISH_STATE
     # Masters, two moments and the best weights; a new version is whole before the old one is
     # removed.
-    needed = 2 * sum(16 * each.numel() for each in trainee.learning.values())
+    needed = 2 * sum(16 * tensor.numel() for tensor in trainee.learning.values())
     free = shutil.disk_usage(folder).free
     if free < needed and not path.is_file():
-        figures = f"{bytes_text(needed)} needed, {bytes_text(free)} free"
         print(
-            f"too little disk space to keep the state of polishing ({figures}): it cannot resume",
+            f"too little disk space to keep the state of polishing ({bytes_text(needed)} needed,"
+            f" {bytes_text(free)} free): it cannot resume",
             file=sys.stderr,
         )
         return None
@@ -117,62 +107,53 @@ def taught_text(teacher: CheckpointStream, tokens: Tensor, autocast: torch.dtype
     return Text(tokens, torch.cat([hidden.to(autocast or hidden.dtype) for hidden in states]))
 
 
-def _progress(
-    plan: Plan,
-    trainee: ModelTrainee,
-    held_out: Text,
-    advance: Advance,
-) -> AfterRound:
-    """Return the callback of every round, which prints the KL and, at intervals, measures the
-    weights.
-    """
-    request = plan.request
-    measured_steps = intervals(steps_of(request.polish, request.length), request.length)
-    shown = reporting(advance)
-    last = max(measured_steps)
+class _Progress:
+    """Called after every round: prints the KL and, at intervals, measures the weights in full."""
 
-    def progress(fitted: FitResult) -> None:
-        shown(fitted)
+    def __init__(self, plan: Plan, trainee: ModelTrainee, held_out: Text, advance: Advance) -> None:
+        length = plan.request.length
+        self._quiet = plan.request.quiet
+        self._measured_steps = intervals(steps_of(plan.request.polish, length), length)
+        self._step_tokens = step_tokens(length)
+        self._trainee = trainee
+        self._held_out = held_out
+        self._advance = advance
+        self._steps = 0
+
+    def __call__(self, fitted: FitResult) -> None:
+        self._advance(fitted.steps - self._steps)
+        self._steps = fitted.steps
         if not processes.is_rank0():
             return
-        tokens = fitted.steps * step_tokens(request.length)
-        line = ""
+        tokens = fitted.steps * self._step_tokens
+        text = f"KL {fitted.errors[-1]:.5f} nats on held-out tokens"
         # A resumed run has measured the round that it starts from.
         measured = bool(fitted.curve) and fitted.curve[-1]["tokens"] >= tokens
-        if fitted.steps in measured_steps and not measured:
-            found = trainee.figures(held_out)
-            fitted.curve.append({"tokens": tokens, **found})
-            line = (
-                f", excess {found['excess']:+.5f} nats, top-1 agreement"
-                f" {found['top_1_agreement']:.1%}"
+        if fitted.steps in self._measured_steps and not measured:
+            figures = self._trainee.figures(self._held_out)
+            fitted.curve.append({"tokens": tokens, **figures})
+            text += (
+                f", excess {figures['excess']:+.5f} nats, top-1 agreement"
+                f" {figures['top_1_agreement']:.1%}"
             )
-        if not request.quiet:
-            done = f"polished {fitted.steps}/{last} steps, {tokens} tokens"
+        if not self._quiet:
+            total = max(self._measured_steps)
             tqdm.write(
-                f"{done}: KL {fitted.errors[-1]:.5f} nats on held-out tokens{line}", file=sys.stderr
+                f"polished {fitted.steps}/{total} steps, {tokens} tokens: {text}", file=sys.stderr
             )
 
-    return progress
 
-
-def _rewritten(
-    plan: Plan,
-    calibrated: Calibrated,
-    folder: Path,
-    tensors: Mapping[str, Tensor],
-    fitted: FitResult,
-    stages: Stages,
-) -> Calibrated:
-    """Replace ``tensors`` in the files in ``folder``; returns ``calibrated`` with their drift and
-    the record.
-    """
-    request = plan.request
-    source = calibrated.stream
-    tokens = calibrated.tokens
-    if tensors:
+def _replace_tensors(
+    plan: Plan, calibration: Calibration, folder: Path, fitted: FitResult, stages: Stages
+) -> tuple[DriftReport, dict[str, Any]]:
+    """Replace the trained tensors in the files in ``folder``; returns their drift and the record."""
+    source = calibration.source
+    tokens = calibration.tokens
+    if fitted.tensors:
+        mark_polished(folder)
         # Every tensor counts as written: the trained ones are replaced in the files that are there.
         writer = ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.layout.tensors])
-        writer.write_own(tensors)
+        writer.write_own(fitted.tensors)
         writer.sync()
     record = {
         "before": fitted.errors[0],
@@ -181,12 +162,11 @@ def _rewritten(
         "kept": fitted.kept,
         "sequences": len(tokens.training),
         "errors": fitted.errors,
-        "tokens_per_error": POLISH_ROUND * step_tokens(request.length),
+        "tokens_per_error": POLISH_ROUND * step_tokens(plan.request.length),
         "curve": fitted.curve,
     }
-    with stages("measuring"), written_stream(folder, source) as student:
-        measured = compare(
-            source, student, tokens.held_out, chunk_size(source.device, tokens.held_out.shape[1])
-        )
+    with stages("measuring"), open_stream(folder, source) as student:
+        batch = chunk_size(source.device, tokens.held_out.shape[1])
+        measured = compare(source, student, tokens.held_out, batch)
         drift = report_of(measured, source, student, tokens.held_out)
-    return replace(calibrated, drift=drift, choices={**calibrated.choices, "polish": record})
+    return drift, record

@@ -316,8 +316,6 @@ def plan_text(plan: Plan) -> str:
             f" needed{each}{_free_text(needs.memory, free_bytes(plan))}"
         ),
     ]
-    if needs.spilled:
-        lines.append(f"disk for --spill: about {bytes_text(needs.spilled)}{each}")
     return "\n".join([*filter(None, lines), "nothing was written (--dry-run)"])
 
 

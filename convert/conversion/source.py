@@ -2,9 +2,6 @@
 takes seconds.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
 
@@ -15,9 +12,6 @@ from kvfold.convert.families.layer_io import layer_rotary, read_layer
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary
-
-if TYPE_CHECKING:
-    from kvfold.convert.walk.walk import Step
 
 
 def source_layer(plan: Plan, layer: int) -> AttentionWeights:
@@ -63,18 +57,3 @@ def fold_rotary(plan: Plan, layer: int) -> Rotary:
             model.family, {**model.config, "rope_scaling": None, "rope_parameters": tables}
         )
         return layer_rotary(plain, layer)
-
-
-def held_out_error(plan: Plan, layer: int, step: "Step | None") -> Callable[[Any], float]:
-    """Return a function for the held-out error of transformed weights for ``layer``, encoded as in
-    the files.
-    """
-
-    def error(weights: Any) -> float:
-        if step is None:
-            raise ValueError(
-                "an error can be measured only with text; register the method with reads_text=True"
-            )
-        return step.attention_error(plan.layout.encode(layer, weights))
-
-    return error

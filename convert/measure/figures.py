@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvfold.attention.drift.report import DriftReport
-    from kvfold.convert.conversion.fitted import (
-        FitReport,
+    from kvfold.convert.conversion.results import (
+        Choices,
         LatentSpectrum,
         Polishing,
         RotaryWorth,
@@ -320,7 +320,7 @@ def budget_splits(splits: Sequence["Split"]) -> Chart:
     return chart
 
 
-def gain_by_layer(fitted: "FitReport") -> Chart | None:
+def gain_by_layer(fitted: "Choices") -> Chart | None:
     """Plot each layer's error before and after refinement or the output fit; None if the run did
     neither.
     """

@@ -20,7 +20,7 @@ from kvfold.convert.measure.figures import Chart
 
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
-    from kvfold.convert.conversion.convert import Conversion
+    from kvfold.convert.conversion.results import Conversion
     from kvfold.convert.measure.sweep import Sweep
 
 # Sweeps convert nothing, so the cache's dtype is not known: 16 bits are usual.
@@ -79,16 +79,17 @@ def drift_page(drift: "DriftReport", lines: Sequence[str]) -> str:
 def conversion_page(done: "Conversion", lines: Sequence[str]) -> str:
     """The HTML page for a conversion; ``lines`` are its summary."""
     drift = done.drift
-    worth = done.rotary_worth
-    charts = [*(_drift_charts(drift) if drift else []), figures.gain_by_layer(done)]
-    if done.polish is not None and done.polish.curve:
-        charts.append(figures.polishing_curve(done.polish))
+    choices = done.choices
+    worth = choices.rotary_worth
+    charts = [*(_drift_charts(drift) if drift else []), figures.gain_by_layer(choices)]
+    if choices.polish is not None and choices.polish.curve:
+        charts.append(figures.polishing_curve(choices.polish))
     if worth is not None:
         charts += figures.rotary_charts(worth)
-    if done.latent_spectrum is not None:
-        charts.append(figures.latent_spectrum(done.latent_spectrum))
-    if done.splits:
-        charts.append(figures.budget_splits(done.splits))
+    if choices.latent_spectrum is not None:
+        charts.append(figures.latent_spectrum(choices.latent_spectrum))
+    if choices.splits:
+        charts.append(figures.budget_splits(choices.splits))
     what = (
         f"{done.plan.checkpoint.origin} as {done.attention.after}:"
         f" {_saving(*vars(done.cache_elements).values())}"

@@ -32,21 +32,14 @@ from kvfold.attention.drift.compare import Stretch
 from kvfold.attention.drift.report import Measurement, dtype_name, finite, perplexity
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion.calibration import load_tokens, source_heads, source_stream
-from kvfold.convert.conversion.convert import Conversion, convert_checkpoint
-from kvfold.convert.conversion.fitted import Split
-from kvfold.convert.conversion.latent import (
-    Candidate,
-    Survey,
-    choose_split,
-    fitted_latent,
-    survey_layers,
-)
-from kvfold.convert.conversion.layers import fitted_fold
+from kvfold.convert.conversion.calibration import Calibration, load_source_and_text
+from kvfold.convert.conversion.convert import convert_checkpoint
+from kvfold.convert.conversion.layers import finish_layer, fit_layer, open_student
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, make_plan
 from kvfold.convert.conversion.record import percent_text, text_name, versions
-from kvfold.convert.conversion.student import StudentWalk
+from kvfold.convert.conversion.results import Conversion, Split
+from kvfold.convert.conversion.splits import choose_split, survey_layers
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.sweep_rows import KeptRows
@@ -62,10 +55,9 @@ from kvfold.convert.options import to_argv
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import ConvertRequest, SweepRequest
 from kvfold.convert.sizes import duration, table
-from kvfold.convert.stream.checkpoint_stream import CheckpointStream
-from kvfold.convert.text.windows import CalibrationTokens
 from kvfold.convert.transforms.fold.grouping import Pairs
-from kvfold.convert.walk.walk import Teacher
+from kvfold.convert.transforms.latent.slots import LayerSurvey
+from kvfold.convert.walk.walk import Step, Teacher, Walk
 
 # Options of a sweep that its conversions have too, in the same sense.
 _SHARED = (
@@ -323,17 +315,12 @@ class Sweep:
 
 @dataclass
 class _Target:
-    """One target and the student converted to it.
-
-    ``split`` divides an MLA target's cache into rank and rotary dims; ``tried`` are the splits
-    measured for it.
-    """
+    """One target, the walk of the student converted to it, and the splits tried for a budget."""
 
     target: str
     plan: Plan
-    walk: StudentWalk
-    split: Candidate | None
-    tried: Sequence[Candidate]
+    walk: Walk
+    splits: Sequence[Split]
     seconds: float = 0.0
     distances: list[float] = field(default_factory=list)
 
@@ -408,8 +395,8 @@ def _sweep(
         done = f"{len(rows)} of {len(plans)} targets of the interrupted sweep"
         print(f"resuming after {done} (--fresh starts over)", file=sys.stderr)
     with stages("reading the text and the model"):
-        tokens = load_tokens(first, scratch, stages, "")
-        stream = source_stream(first, scratch)
+        calibration = load_source_and_text(first, scratch, stages, "")
+    tokens = calibration.tokens
     source = SweptSource(
         name=first.request.model,
         sha256="",  # not known before every byte is read
@@ -429,7 +416,7 @@ def _sweep(
             f"sweeping over {len(plans)} target{'s' * (len(plans) != 1)} on {where}",
             file=sys.stderr,
         )
-    surveyed: Survey | None = None
+    surveyed: list[LayerSurvey] = []
     try:
         for group in groups(
             {
@@ -439,9 +426,9 @@ def _sweep(
             }
         ):
             latent = [plan for plan in group.values() if plan.latent is not None]
-            if latent and surveyed is None:
-                surveyed = survey_layers(latent[0], stream, tokens, scratch, stages)
-            for row in _swept(group, stream, tokens, surveyed if latent else None, stages):
+            if latent and not surveyed:
+                surveyed = survey_layers(latent[0], calibration, scratch, stages)
+            for row in _swept(group, calibration, surveyed, scratch, stages):
                 rows[row.target] = row
                 kept.add(row.target, _row_values(row))
                 if not request.quiet:
@@ -456,26 +443,29 @@ def _sweep(
 
 def _swept(
     plans: Mapping[str, Plan],
-    stream: CheckpointStream,
-    tokens: CalibrationTokens,
-    surveyed: Survey | None,
+    calibration: Calibration,
+    surveyed: Sequence[LayerSurvey],
+    scratch: Path,
     stages: Stages,
 ) -> list[SweptTarget]:
-    """Fit and measure targets in one walk over the source; ``surveyed`` is None for folds."""
+    """Fit and measure targets in one walk over the source; ``surveyed`` is for MLA targets, with
+    statistics in ``scratch``.
+    """
+    tokens = calibration.tokens
     teacher = Teacher(
-        stream,
+        calibration.source,
         tokens.held_out,
         tokens.calibration,
+        next(iter(plans.values())).model,
         keep_calibration=True,
-        heads=source_heads(next(iter(plans.values()))),
-        remember=True,
     )
     students = []
     for target, plan in plans.items():
-        split, tried = (None, []) if surveyed is None else choose_split(plan, surveyed, stages)
-        resolved = plan if split is None else split.plan
-        walk = StudentWalk(resolved, stream, tokens, statistics=False, teacher=teacher)
-        students.append(_Target(target, resolved, walk, split, tried))
+        splits: list[Split] = []
+        if plan.latent is not None:
+            plan, splits, _ = choose_split(plan, calibration, surveyed, scratch, stages)
+        walk = Walk(teacher, open_student(plan, calibration))
+        students.append(_Target(target, plan, walk, splits))
     with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
         for lesson in teacher.layers():
             # The loss of sharing a pair of heads depends on the layer alone, not on the number of
@@ -483,18 +473,18 @@ def _swept(
             shared: dict[bool, Pairs] = {}
             for student in students:
                 started = time.monotonic()
-                with student.walk.step(lesson) as step:
-                    if student.split is None:
-                        fitted = fitted_fold(student.plan, step.index, step, shared)
-                    else:
-                        fitted = fitted_latent(student.split, step.index, step)
-                    student.distances.append(
-                        step.follow(student.walk.made(step, fitted.weights)[0])
-                    )
+                step = Step(lesson, student.walk)
+                plan = student.plan
+                weights = fit_layer(plan, step.index, step, shared).weights
+                tensors, _ = finish_layer(plan, step, weights, plan.request.refine, quiet=True)
+                student.distances.append(step.replace(tensors))
                 student.seconds += time.monotonic() - started
                 advance(1)
     with stages("measuring"):
-        return [_measured(student, dtype_name(stream.training_dtype)) for student in students]
+        return [
+            _measured(student, dtype_name(calibration.source.training_dtype))
+            for student in students
+        ]
 
 
 def _row_values(row: SweptTarget) -> dict[str, Any]:
@@ -552,6 +542,6 @@ def _measured(student: _Target, precision: str) -> SweptTarget:
         measured=measured,
         precision=precision,
         seconds=student.seconds + time.monotonic() - started,
-        splits=tuple(each.split for each in student.tried),
+        splits=tuple(student.splits),
         distances=tuple(student.distances),
     )

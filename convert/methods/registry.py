@@ -1,8 +1,8 @@
-"""The registry of methods and objectives. A decorator registers each of them by name; no other list
+"""The registry of methods and objectives: a decorator registers each of them by name; no other list
 contains the names.
 
-A method computes a converted layer from a source layer: ``FoldLayer`` or ``LatentLayer`` ->
-``Fitted``. An objective is the error that a fold minimizes: an object that implements
+A method converts a layer: its ``fit`` computes a `ConvertedLayer` from a `FoldLayer` or a
+`LatentLayer`. An objective is the error that a fold minimizes: an object that implements
 ``transforms.fold.heads.Objective``. CONTRIBUTING.md has an example of each.
 
 The files in this folder are imported when a name is first looked up. They must not import torch at
@@ -13,7 +13,7 @@ module level, because ``kvfold --help`` lists the names. A file elsewhere may im
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,47 +36,62 @@ Notes = Mapping[str, Any]  # JSON values
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """A converted layer before it is encoded for the checkpoint, and the notes about it for
-    ``kvfold.json``.
+class ConvertedLayer:
+    """A converted layer before it is encoded for the checkpoint.
+
+    weights: of its attention.
+    notes: about it, for ``kvfold.json``.
     """
 
     weights: "AttentionWeights | LatentWeights"
     notes: Notes = field(default_factory=dict)
 
 
+def _error_without_text(weights: Any) -> float:
+    raise ValueError(
+        "an error can be measured only with text; register the method with reads_text = True"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer of the source model. ``context``: the number of positions that the converted layer
-    must support.
+    """A layer of the source model, as a method gets it.
 
-    ``statistics`` describe its inputs on calibration text; None for a method that does not read
-    text.
+    index: its number.
+    weights: of its attention.
+    rotary: its rotary frequencies.
+    context: the number of positions that the converted layer must support.
+    statistics: of its inputs on calibration text; None for a method that does not read text.
+    error: returns ``||y - y'||^2 / ||y||^2`` of the attention output on held-out text for candidate
+        weights; raises ValueError if the method does not read text.
     """
 
     index: int
     weights: "AttentionWeights"
     rotary: "Rotary"
     context: int
-    statistics: "LayerStatistics | None"
+    statistics: "LayerStatistics | None" = None
+    error: Callable[[Any], float] = _error_without_text
 
     def require_statistics(self) -> "LayerStatistics":
         """Return ``statistics``. Raises ValueError if they are None."""
         if self.statistics is None:
             raise ValueError(
-                "layer: has no calibration statistics; register the method with reads_text=True"
+                "layer: has no calibration statistics; register the method with reads_text = True"
             )
         return self.statistics
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoldLayer(Layer):
-    """A layer whose key/value heads a method folds to ``kv_heads``.
+    """A layer whose key/value heads a method folds.
 
-    ``error`` returns ``||y - y'||^2 / ||y||^2`` of the attention output on held-out text for
-    candidate weights, and raises ValueError if the method does not read text. ``similar``: groups
-    may contain heads that are not neighbors. ``std``: the initializer range in the model's config.
-    ``shared`` caches results for folds of this layer to other numbers of heads.
+    kv_heads: the number of key/value heads to keep.
+    std: the initializer range in the model's config.
+    seed: of the request.
+    similar: groups may contain heads that are not neighbors.
+    objective: the error that the fold minimizes.
+    shared: caches results for folds of this layer to other numbers of heads.
     """
 
     kv_heads: int
@@ -84,20 +99,22 @@ class FoldLayer(Layer):
     seed: int
     similar: bool
     objective: "Objective"
-    error: "Callable[[AttentionWeights], float]"
     shared: "dict[bool, Pairs]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentLayer(Layer):
-    """A layer that a method converts to latent attention with ``channels`` latent channels and the
-    rotary ``slots``.
+    """A layer that a method converts to latent attention.
 
-    ``query_channels``: the width of the query latent, or None for no query latent. ``centered``:
-    one of the channels is constant and carries the mean; otherwise the latent is normalized as is.
-    ``keeps_norms``: norms on queries and keys are kept. ``scale`` multiplies scores, ``gain [E]``
-    is the weight of the norm in front of the attention. ``error`` as in `FoldLayer`; ``inputs [n,
-    E]`` are the attention inputs for some tokens, empty without text.
+    channels: the number of latent channels.
+    slots: the rotary slots.
+    scale: multiplies scores.
+    query_channels: the width of the query latent, or None for no query latent.
+    centered: one of the channels is constant and carries the mean; otherwise the latent is
+        normalized as is.
+    keeps_norms: norms on queries and keys are kept.
+    gain: the weight ``[E]`` of the norm in front of the attention.
+    inputs: the attention inputs ``[n, E]`` for some tokens, empty without text.
     """
 
     channels: int
@@ -108,60 +125,58 @@ class LatentLayer(Layer):
     keeps_norms: bool
     gain: "Tensor | None"
     inputs: "Tensor"
-    error: "Callable[[LatentWeights], float]"
 
 
-@dataclass(frozen=True)
 class Method:
-    """A registered method. ``card`` is the sentence about it on the model card, without the final
-    period.
+    """A way to convert layers. A subclass sets the attributes and implements `fit`.
 
-    ``pools``: the method leaves queries and the output projection unchanged. ``seeded``: the result
-    depends on the request's seed. ``needs_linear_keys``: the method does not support norms on
-    queries and keys after the rotary embedding. ``takes_objective``: the method uses
-    ``layer.objective``.
+    name: the NAME of ``--method NAME``.
+    targets: the values of ``--to`` for which it is available.
+    reads_text: it needs calibration text.
+    card: the sentence about it on the model card, without the final period.
+    pools: it leaves queries and the output projection unchanged.
+    seeded: the result depends on the request's seed.
+    needs_linear_keys: it does not support norms on queries and keys after the rotary embedding.
+    takes_objective: it uses ``layer.objective``.
     """
 
     name: str
     targets: tuple[str, ...]
     reads_text: bool
     card: str
-    fit: Callable[[Any], Fitted]
-    pools: bool = False
-    seeded: bool = False
-    needs_linear_keys: bool = False
-    takes_objective: bool = False
+    pools = False
+    seeded = False
+    needs_linear_keys = False
+    takes_objective = False
+
+    def fit(self, layer: Any) -> ConvertedLayer:
+        """Convert ``layer``, a `FoldLayer` or for target mla a `LatentLayer`.
+
+        Implemented in ``fold.py``, ``mla.py`` and ``baselines.py``.
+        """
+        raise NotImplementedError
 
 
+MethodClass = TypeVar("MethodClass", bound=type[Method])
+Factory = TypeVar("Factory", bound="Callable[[], Objective]")
 # Methods by target and name.
 _methods: dict[tuple[str, str], Method] = {}
 _objectives: dict[str, "Callable[[], Objective]"] = {}
-Fitting = TypeVar("Fitting", bound=Callable[[Any], Fitted])
-Making = TypeVar("Making", bound="Callable[[], Objective]")
 
 
-def method(
-    name: str, *, targets: tuple[str, ...], reads_text: bool, card: str, **flags: bool
-) -> Callable[[Fitting], Fitting]:
-    """Register the decorated function as ``--method NAME`` for ``targets``; the arguments are
-    fields of `Method`.
-    """
-
-    def register(fit: Fitting) -> Fitting:
-        # One function may serve several targets.
-        for target in targets:
-            _methods[target, name] = Method(name, targets, reads_text, card, fit, **flags)
-        return fit
-
-    return register
+def method(kind: MethodClass) -> MethodClass:
+    """Register the decorated class as ``--method NAME`` for its targets."""
+    for target in kind.targets:
+        _methods[target, kind.name] = kind()
+    return kind
 
 
-def objective(name: str) -> Callable[[Making], Making]:
+def objective(name: str) -> Callable[[Factory], Factory]:
     """Register the decorated class, or function that returns an objective, as ``--objective NAME``."""
 
-    def register(make: Making) -> Making:
-        _objectives[name] = make
-        return make
+    def register(factory: Factory) -> Factory:
+        _objectives[name] = factory
+        return factory
 
     return register
 
@@ -199,21 +214,34 @@ def find_method(name: str, target: str) -> Method:
     """The method ``name`` (or ``MODULE:NAME``) for ``target``. Raises InputError if ``target`` has
     no such method.
     """
-    rule = f"is not available with --to {target}"
-    return _methods[target, _registered("method", name, partial(methods_of, target), rule)]
+    plain = _import_module("method", name)
+    allowed = methods_of(target)
+    if plain not in allowed:
+        raise option_error(
+            "method",
+            name,
+            f"is not available with --to {target}; use one of {', '.join(allowed)}"
+            f"{did_you_mean(plain, allowed)}",
+        )
+    return _methods[target, plain]
 
 
-def find_objective(name: str) -> "Callable[[], Objective]":
-    """The factory of the objective ``name`` (or ``MODULE:NAME``). Raises InputError for an unknown
-    name.
-    """
-    return _objectives[_registered("objective", name, objectives, "is not a known objective")]
+def find_objective(name: str) -> "Objective":
+    """The objective ``name`` (or ``MODULE:NAME``). Raises InputError for an unknown name."""
+    plain = _import_module("objective", name)
+    allowed = objectives()
+    if plain not in allowed:
+        raise option_error(
+            "objective",
+            name,
+            f"is not a known objective; use one of {', '.join(allowed)}"
+            f"{did_you_mean(plain, allowed)}",
+        )
+    return _objectives[plain]()
 
 
-def _registered(option: str, name: str, names: Callable[[], tuple[str, ...]], rule: str) -> str:
-    """The name of ``names`` in ``name``; the module of a ``MODULE:NAME`` registers it when it is
-    imported.
-    """
+def _import_module(option: str, name: str) -> str:
+    """Import the MODULE of ``MODULE:NAME``, which registers NAME; return NAME."""
     _discover()
     module, _, plain = name.rpartition(":")
     if module:
@@ -224,8 +252,4 @@ def _registered(option: str, name: str, names: Callable[[], tuple[str, ...]], ru
             raise option_error(
                 option, name, f": cannot import module {module!r} ({error}); {way_out}"
             ) from error
-    if plain not in (allowed := names()):
-        raise option_error(
-            option, name, f"{rule}; use one of {', '.join(allowed)}{did_you_mean(plain, allowed)}"
-        )
     return plain

@@ -18,7 +18,7 @@ Memory holds one layer of each model, the master weights and Adam's moments.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,9 +29,8 @@ from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.training.budget import refining_batch
 from kvfold.convert.training.fit import AfterRound, Trainee, fit, random_batches
-from kvfold.convert.walk.hidden import Hidden, sequence
 from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, token_weights
-from kvfold.convert.walk.walk import Step, Student
+from kvfold.convert.walk.walk import Hidden, Step, Student
 
 # Chosen, not tuned: the steps between two evaluations on held-out sequences, and the most that
 # ``auto`` spends on a layer, ten of these rounds.
@@ -110,11 +109,18 @@ def refine_layer(
     ``progress`` is called with the result so far before training and after every round.
     """
     step.contexts.clear()  # training changes what the heads compute
+    teacher = step.teacher
     with step.student.stream.training():
         training = examples(
-            task.update, step.teacher, step.calibration, step.student_calibration, shared=True
+            task.update,
+            teacher.layer,
+            zip(teacher.calibration, teacher.attention, step.calibration, strict=True),
+            shared=True,
         )
-    held_out = examples(task.update, step.teacher, step.held_out, step.student_held_out)
+    attention = [output.attention for output in teacher.outputs]
+    held_out = examples(
+        task.update, teacher.layer, zip(teacher.held_out, attention, step.held_out, strict=True)
+    )
     length, width = training.inputs[0].shape[-2:]
     step.student.put(tensors)
     with step.student.stream.open_layer(step.index) as layer:
@@ -195,7 +201,8 @@ class LayerTrainee(Trainee):
         own = [index - training.own.start for index in batch if index in training.own]
         if own:
             parts = training.inputs, training.targets, training.weights
-            drawn = (torch.stack([sequence(states, place) for place in own]) for states in parts)
+            rows = [divmod(index, len(training.inputs[0])) for index in own]
+            drawn = (torch.stack([states[chunk][row] for chunk, row in rows]) for states in parts)
             with self._stream.training():
                 missing = self._missing(*drawn)
             # Divided by the root of the count, not by the count: float16 gradients neither vanish
@@ -220,7 +227,7 @@ class LayerTrainee(Trainee):
         float32 or wider.
         """
         self._stream.reload(self._layer, self._trained)
-        added = self._update.of(self._layer, self._layer.attend(hidden))
+        added = self._update.of(self._layer, self._layer.attend(hidden).attention)
         wide = torch.promote_types(added.dtype, torch.float32)
         return (added.to(wide) - target.to(wide)) * weight.to(wide)
 
@@ -248,26 +255,26 @@ class Examples:
 @torch.no_grad()
 def examples(
     update: AttentionUpdate,
-    teacher: OpenLayer,
-    hidden: Hidden,
-    student_hidden: Hidden,
+    layer: OpenLayer,
+    chunks: Iterable[tuple[Tensor, Tensor, Tensor]],
     *,
     shared: bool = False,
 ) -> Examples:
-    """Compute a layer's training examples from ``teacher``'s inputs ``hidden`` and the student's
-    ``student_hidden``.
+    """Compute a layer's training examples.
 
-    Both are residuals of the same tokens; ``update`` is the teacher's. If ``shared`` is True,
-    ``hidden`` is this process's share of the sequences, and sums and counts cover all processes.
+    A chunk has the teacher's residual stream before the teacher's ``layer``, its attention's
+    output, and the student's residual stream; ``update`` is the teacher's. If ``shared`` is True,
+    the chunks are this process's share of the sequences, and sums and counts cover all processes.
     """
-    # in a file where these are in one
-    targets = student_hidden[:0]
-    weights = student_hidden[:0]
+    student_hidden: list[Tensor] = []
+    targets: list[Tensor] = []
+    weights: list[Tensor] = []
     energy = torch.zeros((), dtype=torch.float64)
     numbers = 0
     count = 0
-    for inputs, student_inputs in zip(hidden, student_hidden, strict=True):
-        added = update.of(teacher, teacher.attend(inputs))
+    for inputs, attention, student_inputs in chunks:
+        student_hidden.append(student_inputs)
+        added = update.of(layer, attention)
         wide = torch.promote_types(added.dtype, torch.float32)
         residual, student_residual = (each.to(wide) for each in (inputs, student_inputs))
         added = added.to(wide)

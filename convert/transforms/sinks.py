@@ -5,7 +5,7 @@ Real decoders park attention on a few tokens, above all the first one, whose inp
 others. A sink is one key among hundreds, so least squares over tokens barely account for it, yet an
 error in its key changes every row. Weighting tokens by received attention fixes this, but costs
 accuracy without a sink. So each layer is fitted both ways, and its error on held-out sequences
-decides (`better_of_two_fits`).
+decides (`token_weightings`).
 
 In layout ``engine`` the latent is always normalized (a live norm). A sink's latent is short,
 because its value is almost zero, and the norm would make it as long as all others. `add_damper`
@@ -13,9 +13,8 @@ adds a latent channel that nothing reads and that is large only for sinks: the r
 largest ``E[r (w x)^2] / E[(w x)^2]``, where ``r`` is the attention a token receives.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
@@ -31,24 +30,13 @@ SHARES = (0.0, 0.5)
 # text are not sinks. Chosen, not tuned: held-out sequences decide whether a layer gets the channel.
 DAMPER_RIDGE = 1e-4
 
-Trial = TypeVar("Trial")
 
-
-def better_of_two_fits(
-    statistics: LayerStatistics,
-    fit: Callable[[LayerStatistics], Trial],
-    judge: Callable[[Trial], float],
-) -> tuple[Trial, float]:
-    """Call ``fit`` for each share in `SHARES`; return the result with the smallest error by
-    ``judge``, and its share.
-
-    The first of equals wins. Without averages by received attention, ``judge`` is not called.
+def token_weightings(statistics: LayerStatistics) -> Iterator[tuple[float, LayerStatistics]]:
+    """Yield each of `SHARES`, and the statistics with so much received attention in a token's
+    weight; only plain least squares if no received attention was measured.
     """
-    if statistics.received_gram is None:
-        return fit(statistics), 0.0
-    fits = {share: fit(statistics.weighted_by_received_attention(share)) for share in SHARES}
-    best = min(SHARES, key=lambda share: judge(fits[share]))
-    return fits[best], best
+    for share in SHARES if statistics.received_gram is not None else SHARES[:1]:
+        yield share, statistics.weighted_by_received_attention(share)
 
 
 def add_damper(latent: LatentWeights, statistics: LayerStatistics) -> LatentWeights:

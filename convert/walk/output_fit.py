@@ -8,21 +8,19 @@ relative to its residual: the norms that follow see relative errors, and otherwi
 with massive activations, in the teacher or the student, would dominate.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.recording import LayerOutput, OpenLayer
+from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.linalg import fit_output
 from kvfold.convert.transforms.weights import AttentionWeights
-from kvfold.convert.walk.hidden import Hidden
 from kvfold.convert.walk.walk import Step
 
 # The maximum share of the attention output's energy that the heads may leave unexplained. One
@@ -44,13 +42,10 @@ class AttentionUpdate:
     scale: float = 1.0
     norm: str | None = None
 
-    def of(self, layer: OpenLayer, output: LayerOutput) -> Tensor:
-        """The attention update ``[B, T, E]`` that ``layer`` computes from ``output``."""
-        attention = (
-            output.attention
-            if self.norm is None
-            else layer.run_submodule(self.norm, output.attention)
-        )
+    def of(self, layer: OpenLayer, attention: Tensor) -> Tensor:
+        """The update ``[B, T, E]`` that ``layer`` computes from its ``attention`` output."""
+        if self.norm is not None:
+            attention = layer.run_submodule(self.norm, attention)
         return attention * self.scale
 
 
@@ -75,10 +70,7 @@ _Regression = tuple[Tensor, Tensor, Tensor]
 
 @torch.no_grad()
 def refit_output(
-    step: Step,
-    weights: Weights,
-    encode: Callable[[Weights], Mapping[str, Tensor]],
-    update: AttentionUpdate,
+    step: Step, weights: Weights, update: AttentionUpdate
 ) -> tuple[Weights, tuple[float, float] | None]:
     """Return ``weights`` with the output projection (and bias, if any) that best fits the student's
     residual stream.
@@ -87,35 +79,34 @@ def refit_output(
     after; each token's squared error is relative to its residual. The projection is unchanged, and
     both errors equal, if the fit was no better. They are None if the layer does not expose its
     heads' results or the model family normalizes the attention output. The heads' results on the
-    calibration sequences stay in ``step.contexts``, for the layer's pass over them, if hidden
-    states are in memory.
+    calibration sequences stay in ``step.contexts``, for the layer's pass over them.
     """
     if update.norm is not None:
         return weights, None
-    step.student.put(encode(weights))
+    student = step.student
+    student.put(student.layout.encode(step.index, weights))
     # [E, H D], with the bias, if any, as one more column, where the regressions are.
     present = weights.o.flatten(1).double()
     if weights.o_bias is not None:
         present = torch.cat([present, weights.o_bias.double()[:, None]], 1)
-    present = present.to(step.student.stream.device)
-    with step.student.stream.open_layer(step.index) as layer:
-        common = step, layer, weights, present, update
-        # Of the candidate only the output projection will change, and not what its heads compute.
-        step.contexts.clear()
-        in_memory = isinstance(step.student_calibration, list)
-        contexts = (
-            step.contexts if in_memory and step.index + 1 < step.student.stream.layers else None
-        )
-        held_out = _regressions(*common, step.held_out, step.student_held_out)
+    present = present.to(student.stream.device)
+    teacher = step.teacher
+    with student.stream.open_layer(step.index) as layer:
+        attention = [output.attention for output in teacher.outputs]
+        chunks = zip(teacher.held_out, attention, step.held_out, strict=True)
+        held_out = _regressions(layer, weights, present, update.scale, chunks)
         first = next(held_out, None)
         if first is None:
             return weights, None
-        with step.student.stream.training():
-            gram, missing = _sums(
-                present, _regressions(*common, step.calibration, step.student_calibration, contexts)
-            )
+        # Of the candidate only the output projection will change, and not what its heads compute.
+        step.contexts.clear()
+        contexts = step.contexts if step.index + 1 < student.stream.layers else None
+        chunks = zip(teacher.calibration, teacher.attention, step.calibration, strict=True)
+        regressions = _regressions(layer, weights, present, update.scale, chunks, contexts)
+        with student.stream.training():
+            gram, missing = _sum_regressions(present, regressions)
         fitted, before, after = processes.broadcast_from_rank0(
-            partial(_fit, present, gram, missing, chain([first], held_out))
+            lambda: _fit(present, gram, missing, chain([first], held_out))
         )
     if not after < before:
         return weights, (before, before)
@@ -126,23 +117,22 @@ def refit_output(
 
 
 def _regressions(
-    step: Step,
     layer: OpenLayer,
     weights: AttentionWeights | LatentWeights,
     present: Tensor,
-    update: AttentionUpdate,
-    teacher: Hidden,
-    student: Hidden,
+    scale: float,
+    chunks: Iterable[tuple[Tensor, Tensor, Tensor]],
     contexts: list[Tensor] | None = None,
 ) -> Iterator[_Regression]:
     """Yield each chunk's regression; nothing if the output is not a linear map of the recorded
     heads' results.
 
-    The heads' results are added to ``contexts``, if it is given.
+    A chunk has the teacher's residual stream before the layer, its attention's output, and the
+    student's residual stream. The heads' results are added to ``contexts``, if it is given.
     """
     checked = False
-    for inputs, student_inputs in zip(teacher, student, strict=True):
-        output = layer.attend(student_inputs)
+    for before, attention, student_before in chunks:
+        output = layer.attend(student_before)
         if output.context is None:
             return
         # The heads of layout ``engine`` may be padded with zeros.
@@ -159,15 +149,14 @@ def _regressions(
                 return
         if contexts is not None:
             contexts.append(output.context)
-        added = update.of(step.teacher, step.teacher.attend(inputs))
-        after = (inputs + added).to(wide)
-        before = student_inputs.to(wide)
-        weight = token_weights(after, before).square()
-        target = (after - before) / update.scale
+        after = (before + attention * scale).to(wide)
+        student_before = student_before.to(wide)
+        weight = token_weights(after, student_before).square()
+        target = (after - student_before) / scale
         yield heads.flatten(0, 1), target.flatten(0, 1), weight.flatten()
 
 
-def _sums(present: Tensor, parts: Iterator[_Regression]) -> tuple[Tensor, Tensor]:
+def _sum_regressions(present: Tensor, regressions: Iterator[_Regression]) -> tuple[Tensor, Tensor]:
     """The weighted means of ``z z^T`` and ``(target - present z) z^T`` over the sequences of all
     processes.
     """
@@ -175,7 +164,7 @@ def _sums(present: Tensor, parts: Iterator[_Regression]) -> tuple[Tensor, Tensor
     gram = present.new_zeros(count, count)
     cross = torch.zeros_like(present)
     total = present.new_zeros(())
-    for heads, target, weight in parts:
+    for heads, target, weight in regressions:
         # Products of a chunk in the tokens' dtype: `OUTPUT_RIDGE` is far above what float32 rounds.
         # Weights may come near the end of its range.
         largest = weight.max().clamp_min(torch.finfo(weight.dtype).tiny)
@@ -199,9 +188,10 @@ def _fit(
     errors = present.new_zeros(2)
     numbers = 0
     # One chunk is in memory at a time.
-    for heads, target, weight in (tuple(each.double() for each in part) for part in held_out):
-        for place, tried in enumerate((present, fitted)):
-            errors[place] += ((target - heads @ tried.mT).square().sum(1) * weight).sum()
+    for heads, target, weight in held_out:
+        for index, output in enumerate((present, fitted)):
+            missing = target.double() - heads.double() @ output.mT
+            errors[index] += (missing.square().sum(1) * weight.double()).sum()
         numbers += target.numel()
     before, after = (errors / numbers).tolist()
     return fitted, before, after

@@ -2,12 +2,11 @@
 heads' profiles.
 
 Some stock classes (bloom, falcon, gptj, mpt) do not call transformers' attention functions, so
-their queries and keys cannot be recorded; `with_heads` computes them from the attention inputs and
-the layer's weights.
+their queries and keys cannot be recorded; `compute_queries_and_keys` computes them from the
+attention inputs and the layer's weights.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -17,8 +16,10 @@ from kvfold.attention.drift.profile import ScoreOptions, attention_sums
 from kvfold.attention.drift.recording import Arguments, LayerOutput
 from kvfold.attention.rotary import apply_rotary, rotary_tables
 from kvfold.convert import processes
+from kvfold.convert.families.layer_io import layer_rotary
+from kvfold.convert.families.model import Model
 from kvfold.convert.transforms.head_norms import has_norms, project
-from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
+from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 
 # With B blocks per side, (B + 1) / 2B of the multiplications remain: 5/8 for B = 4, 9/16 for B = 8.
 # Chosen.
@@ -53,7 +54,7 @@ class StatisticsAccumulator:
         if self._with_profile:
             if output.query is None or output.key is None:
                 raise ValueError(
-                    "output: a distance profile needs the layer's queries and keys; use with_heads"
+                    "output: a distance profile needs the layer's queries and keys; use compute_queries_and_keys"
                 )
             rules = ScoreOptions(
                 window=output.window,
@@ -118,42 +119,33 @@ class StatisticsAccumulator:
         return LayerStatistics(tokens=int(sums["weight"]), profile=profile, **averages)
 
 
-@dataclass(frozen=True)
-class SourceHeads:
-    """Attention weights of one source layer, read from its files; ``scale`` multiplies q . k,
-    ``clip`` bounds both.
-    """
-
-    weights: AttentionWeights
-    rotary: Rotary
-    scale: float
-    clip: float | None = None
-
-
-ReadHeads = Callable[[int], SourceHeads]
-
-
-def with_heads(output: LayerOutput, heads: SourceHeads, arguments: Arguments) -> LayerOutput:
-    """Return ``output`` with queries and keys computed from ``heads`` if it has none; ``arguments``
+def compute_queries_and_keys(
+    output: LayerOutput,
+    weights: AttentionWeights,
+    model: Model,
+    layer: int,
+    arguments: Arguments,
+) -> LayerOutput:
+    """Return ``output`` with queries and keys computed from the layer's ``weights``; ``arguments``
     are the layer's.
 
     ALiBi becomes one extra dim of queries and keys: up to a constant per query, head ``h`` adds the
     bias ``slope_h j`` for position ``j``.
     """
-    if output.query is not None:
-        return output
-    weights = heads.weights
-    rotary = heads.rotary
+    rotary = layer_rotary(model, layer, "short")
+    scale = model.layers[layer].scale
+    clip = model.layers[layer].clip
     inputs = output.attention_input
-    places = torch.arange(inputs.shape[1])
+    positions = torch.arange(inputs.shape[1])
     cos, sin = (
-        rotary.amplitude * table.to(inputs.device) for table in rotary_tables(places, rotary.theta)
+        rotary.amplitude * table.to(inputs.device)
+        for table in rotary_tables(positions, rotary.theta)
     )
     sides = []
     for weight, bias in ((weights.q, weights.q_bias), (weights.k, weights.k_bias)):
         rows = torch.einsum("bte,hde->bhtd", inputs, weight.to(inputs))
         rows = rows if bias is None else rows + bias.to(rows)[:, None]
-        rows = rows if heads.clip is None else rows.clamp(-heads.clip, heads.clip)
+        rows = rows if clip is None else rows.clamp(-clip, clip)
         sides.append(apply_rotary(rows, (cos, sin)) if rotary.dims else rows)
     query, key = sides
     biases = arguments.kwargs.get("alibi", arguments.kwargs.get("position_bias"))
@@ -165,10 +157,9 @@ def with_heads(output: LayerOutput, heads: SourceHeads, arguments: Arguments) ->
         slope = (rows[:, -1] - rows[:, 0]) / max(1, rows.shape[1] - 1)
         # Falcon's biases [B, H, 1, S] are scaled with the scores, the others' are added to the
         # scaled scores.
-        per_score = (slope if biases.dim() == 4 else slope / heads.scale)[:, None, None].expand(
-            *query.shape[:3], 1
-        )
-        steps = places.to(query.device, wide)[:, None].expand(*key.shape[:3], 1)
-        query = torch.cat([query.to(wide), per_score], -1)
-        key = torch.cat([key.to(wide), steps], -1)
-    return replace(output, query=query, key=key, scale=heads.scale)
+        per_score = slope if biases.dim() == 4 else slope / scale
+        query_dim = per_score[:, None, None].expand(*query.shape[:3], 1)
+        key_dim = positions.to(query.device, wide)[:, None].expand(*key.shape[:3], 1)
+        query = torch.cat([query.to(wide), query_dim], -1)
+        key = torch.cat([key.to(wide), key_dim], -1)
+    return replace(output, query=query, key=key, scale=scale)

@@ -11,37 +11,35 @@
 
 Glossary:
 
-    teacher        the source model; it runs each layer once, for any number of students student
-    the converted model, run from the tensors that its files will contain, before they are complete
-    walk           one pass of a student through all layers, alongside its teacher step
-    one layer of a walk, open in both models; it is converted, or left as in the source hidden
-    states  residual streams ``[b, T, E]`` of a few sequences each, in memory or in a file
-    (`hidden`) calibration    the sequences on which fits and refinement are trained held-out
-    sequences never used for training, on which errors and drift are measured
+    teacher        the source model; it runs each layer once, for any number of students
+    student        the converted model, run from the tensors that its files will contain, before
+                   they are complete
+    walk           one pass of a student through all layers, alongside its teacher
+    step           one layer of a walk, open in both models; it is replaced, or kept as in the source
+    hidden states  residual streams ``[b, T, E]`` of a few sequences each, in memory
+    calibration    the sequences on which fits and refinement are trained
+    held-out       sequences never used for training, on which errors and drift are measured
 
 A run with one student::
 
     walk = Walk(Teacher(source, held_out, calibration), student)
     for step in walk:
-        tensors = transform(step.index, step.statistics)   # may compare
-        step.attention_error(candidate) step.convert(tensors)
+        tensors = transform(step.index, step.statistics)   # may compare step.attention_error(...)
+        step.replace_and_measure(tensors)
     walk.measurement()
 
 Several students can share one teacher, which runs each of its layers once for all of them::
 
-    walks = [Walk(teacher, student) for student in students]
     for layer in teacher.layers():
         for walk in walks:
-            with walk.step(layer) as step:
-                step.convert(transform(...))
+            Step(layer, walk).replace(transform(...))
 
-Memory holds one layer of each model, and the hidden states unless they are stored in a file. The
-student runs the calibration sequences only if a fit or refinement needs them.
+Memory holds one layer of each model, and the hidden states. The student runs the calibration
+sequences only if a fit or refinement needs them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,18 +47,116 @@ from torch import Tensor
 
 from kvfold.attention.drift import compare
 from kvfold.attention.drift.recording import LayerOutput, OpenLayer
-from kvfold.convert.checkpoint.shards import OutputTensor
-from kvfold.convert.checkpoint.tensors import torch_dtype
-from kvfold.convert.errors import KvfoldError
+from kvfold.convert import processes
+from kvfold.convert.checkpoint.tensors import refuse_non_finite, torch_dtype
+from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.families.layer_io import read_layer
+from kvfold.convert.families.model import Model
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
+from kvfold.convert.targets.same_family import OutputLayout
 from kvfold.convert.transforms.weights import LayerStatistics
-from kvfold.convert.walk.hidden import Hidden, Keep
-from kvfold.convert.walk.passes import advance, check_finite, chunk_size, embed, gather, through
-from kvfold.convert.walk.statistics import ReadHeads
+from kvfold.convert.walk.statistics import StatisticsAccumulator, compute_queries_and_keys
 
-# GQA-2 of the model that ships: 256 +0.0322 nats per token, 2048 +0.0284
-# (bench_refine_constants.py, 2026-11-24)
+Hidden = list[Tensor]
+
+# Tokens per layer call: a trade-off between the size of matrix products and the memory for
+# activations. GQA-2 of the model that ships: 512 7.6 s, 4096 7.3 s, 16384 7.7 s, and equal losses:
+# flat (bench_refine_constants.py, 2026-11-24). On a GPU chosen, not tuned.
+_CPU_TOKENS = 4096
+_GPU_TOKENS = 32768
+# Tokens on which candidates for a layer are compared. GQA-2 of the model that ships: 256 +0.0322
+# nats per token, 2048 +0.0284 (bench_refine_constants.py, 2026-11-24)
 _JUDGED_TOKENS = 2048
+
+
+@dataclass
+class TeacherLayer:
+    """An open layer of the source, to which students compare theirs.
+
+    index: the number of the layer.
+    layer: the layer itself, in memory.
+    held_out: the residual streams before it on the held-out sequences.
+    outputs: its results for ``held_out``.
+    calibration: the residual streams before it on the calibration sequences, and
+    attention: its attention's outputs for them; both empty unless the teacher keeps them.
+    statistics: of its attention inputs on the calibration sequences; None if not computed.
+    inputs: these attention inputs ``[n, E]`` for some of the tokens; None if not computed.
+    """
+
+    index: int
+    layer: OpenLayer
+    held_out: Hidden
+    outputs: list[LayerOutput]
+    calibration: Hidden
+    attention: list[Tensor]
+    statistics: LayerStatistics | None
+    inputs: Tensor | None
+
+
+class Teacher:
+    """The source model in a walk: runs its residual streams through each layer once, for any number
+    of students.
+
+    ``held_out [M, T]`` and ``calibration [N, T]`` are token ids; without ``calibration`` only the
+    held-out sequences are run. ``statistics=False`` turns statistics off; ``model`` as in
+    `gather_statistics`. ``keep_calibration`` keeps what fits and refinement need, four times the
+    memory. The first ``finished`` layers need neither statistics nor fits: a resumed run has them.
+    """
+
+    def __init__(
+        self,
+        source: CheckpointStream,
+        held_out: Tensor,
+        calibration: Tensor | None = None,
+        model: Model | None = None,
+        *,
+        statistics: bool = True,
+        keep_calibration: bool = False,
+        finished: int = 0,
+    ) -> None:
+        if finished == source.layers:
+            calibration = None
+        self.stream = source
+        self.tokens = held_out
+        self.calibration_tokens = calibration if keep_calibration else None
+        self._model = model
+        self._statistics = statistics
+        self._finished = finished
+        self.held_out = embed(source, held_out)
+        self._calibration = [] if calibration is None else embed(source, calibration)
+
+    def layers(self) -> Iterator[TeacherLayer]:
+        """Yield every layer in order. Raises InputError if its outputs are not finite."""
+        for index in range(self.stream.layers):
+            with self.stream.open_layer(index) as layer:
+                opened = self._run_layer(layer)
+                yield opened
+                # The caller still references the layer while the next one runs.
+                opened.outputs.clear()
+                opened.attention.clear()
+                opened.calibration.clear()
+
+    def _run_layer(self, layer: OpenLayer) -> TeacherLayer:
+        statistics = None
+        inputs = None
+        attention: list[Tensor] = []
+        keep = self.calibration_tokens is not None
+        calibration = self._calibration[:] if keep else []
+        if self._calibration and self._statistics and layer.index >= self._finished:
+            statistics, inputs = gather_statistics(
+                self.stream, layer, self._calibration, self._model, attention if keep else None
+            )
+        elif self._calibration:
+            with self.stream.training():
+                advance(self.stream, layer, self._calibration, attention if keep else None)
+        held_out = self.held_out
+        with torch.no_grad():
+            outputs = [layer(chunk) for chunk in held_out]
+        self.held_out = [output.states for output in outputs]
+        check_finite(self.held_out, self.stream, layer.index)
+        return TeacherLayer(
+            layer.index, layer, held_out, outputs, calibration, attention, statistics, inputs
+        )
 
 
 class Student:
@@ -76,20 +172,17 @@ class Student:
     So every error, drift and loss in a walk is that of the written checkpoint, and refinement
     trains the stored weights.
 
-    ``config`` and ``tensors`` describe the converted checkpoint. Copied tensors are read from the
-    source, computed tensors are the last ones passed to ``put``; all are rounded to the stored
-    ``dtypes``. Copied tensors share memory with the source's open layer, unless ``recast`` says
-    that the checkpoint will store another dtype.
+    ``layout`` describes the converted checkpoint. Copied tensors are read from the source, computed
+    tensors are the last ones passed to ``put``; all are rounded to the stored ``dtypes``. Copied
+    tensors share memory with the source's open layer, unless ``recast`` says that the checkpoint
+    will store another dtype.
     """
 
     def __init__(
-        self,
-        source: CheckpointStream,
-        config: dict[str, Any],
-        tensors: Iterable[OutputTensor],
-        recast: bool = False,
+        self, source: CheckpointStream, layout: OutputLayout, recast: bool = False
     ) -> None:
-        self._planned = {tensor.name: tensor for tensor in tensors}
+        self.layout = layout
+        self._planned = {tensor.name: tensor for tensor in layout.tensors}
         self._read_source = source.read
         self._put: Mapping[str, Tensor] = {}
         self.dtypes = {name: torch_dtype(tensor.dtype) for name, tensor in self._planned.items()}
@@ -97,8 +190,8 @@ class Student:
         # identically.
         origins = {name: tensor.sources for name, tensor in self._planned.items() if tensor.sources}
         changed = self._planned.keys() if recast else self._planned.keys() - origins.keys()
-        self.stream = type(source)(
-            config,
+        self.stream = CheckpointStream(
+            layout.config,
             self._read,
             list(self._planned),
             source.device,
@@ -130,41 +223,83 @@ class Student:
             tensor = self._put[name]
         elif isinstance(planned.source, str):
             tensor = self._read_source(planned.source)
+        elif planned.sources:
+            # Concatenate the elements of several source tensors.
+            flat = [self._read_source(source).flatten() for source in planned.sources]
+            tensor = torch.cat(flat).view(planned.shape)
         else:
-            # Concatenate the elements of several source tensors; a tensor without sources is all
-            # zeros.
-            parts = [self._read_source(part).flatten() for part in planned.sources]
-            tensor = torch.cat(parts).view(planned.shape) if parts else torch.zeros(planned.shape)
+            tensor = torch.zeros(planned.shape)
         return tensor.to(self.dtypes[name])
 
 
-@dataclass
+class Walk:
+    """One student's pass through all layers: iterating yields each layer's `Step`, to be replaced
+    or kept.
+
+    The student runs the calibration sequences if the teacher keeps them. Do not iterate over walks
+    that share a teacher: make a `Step` of every walk for each of the teacher's layers instead.
+    """
+
+    def __init__(self, teacher: Teacher, student: Student) -> None:
+        self.teacher = teacher
+        self.student = student
+        self.held_out = embed(student.stream, teacher.tokens)
+        tokens = teacher.calibration_tokens
+        self.calibration = [] if tokens is None else embed(student.stream, tokens)
+        self.drifts: list[compare.LayerDrift] = []
+        self.passed = 0
+
+    def __iter__(self) -> "Iterator[Step]":
+        for layer in self.teacher.layers():
+            yield Step(layer, self)
+
+    @torch.no_grad()
+    def measurement(self) -> compare.Measurement:
+        """Compare the whole student with the teacher on the held-out sequences, after the last
+        layer.
+        """
+        source = self.teacher.stream
+        student = self.student.stream
+        if self.passed < source.layers:
+            raise KvfoldError(
+                f"the walk has passed only {self.passed} of {source.layers} layers; replace or keep"
+                " each of them"
+            )
+        tokens = self.teacher.tokens
+        chunks = torch.split(tokens, chunk_size(source.device, tokens.shape[1]))
+        measured = compare.compare_predictions(
+            source, student, self.teacher.held_out, self.held_out, chunks
+        )
+        check_finite([torch.tensor(measured.teacher_loss)], source, None)
+        source.release()
+        student.release()
+        return replace(measured, layers=tuple(self.drifts))
+
+
 class Step:
     """One layer of a walk, while the teacher's layer is open.
 
-    ``statistics`` come from the calibration sequences, and ``inputs [n, E]`` are their first
-    attention inputs; None in a walk without statistics. ``held_out`` and ``student_held_out`` are
-    the teacher's and the student's residual streams before the layer on the held-out sequences;
-    ``calibration`` and ``student_calibration`` are the same for the calibration sequences, empty
-    unless the walk keeps them. ``outputs`` are the outputs of the teacher's layer for ``held_out``.
-    ``done``: both streams have passed the layer. ``drift`` is None unless converted. ``contexts``
-    are the heads' results of the candidate on ``student_calibration``, ``[b, T, H, Dv]`` in chunks,
-    as long as only its output projection changes; empty if they are not known.
+    Call one of `replace_and_measure`, `replace` and `keep_source`: both residual streams have then
+    passed the layer. ``statistics`` and ``inputs`` are the teacher layer's (`TeacherLayer`).
+    ``held_out`` and ``calibration`` are the student's residual streams before the layer.
+    ``contexts`` are the heads' results of the candidate on ``calibration``, ``[b, T, H, Dv]`` in
+    chunks, as long as only its output projection changes; empty if they are not known.
     """
 
-    index: int
-    teacher: OpenLayer
-    student: Student
-    held_out: Hidden
-    student_held_out: Hidden
-    outputs: Iterable[LayerOutput]
-    statistics: LayerStatistics | None = None
-    inputs: Tensor | None = None
-    calibration: Hidden = field(default_factory=list)
-    student_calibration: Hidden = field(default_factory=list)
-    done: bool = field(init=False, default=False)
-    drift: compare.LayerDrift | None = field(init=False, default=None)
-    contexts: list[Tensor] = field(init=False, default_factory=list)
+    def __init__(self, teacher: TeacherLayer, walk: Walk) -> None:
+        self.index = teacher.index
+        self.teacher = teacher
+        self.student = walk.student
+        self.statistics = teacher.statistics
+        self.inputs = teacher.inputs
+        self.held_out = walk.held_out
+        self.calibration = walk.calibration
+        self.contexts: list[Tensor] = []
+        self._walk = walk
+
+    def error(self, weights: Any) -> float:
+        """Return `attention_error` of transformed ``weights``, as they would be stored."""
+        return self.attention_error(self.student.layout.encode(self.index, weights))
 
     @torch.no_grad()
     def attention_error(self, tensors: Mapping[str, Tensor]) -> float:
@@ -175,9 +310,10 @@ class Step:
         """
         self.student.put(tensors)
         sums = torch.zeros(2, dtype=torch.float64, device=self.student.stream.device)
-        left = max(1, _JUDGED_TOKENS // self.held_out[0].shape[1])
+        held_out = self.teacher.held_out
+        left = max(1, _JUDGED_TOKENS // held_out[0].shape[1])
         with self.student.stream.open_layer(self.index) as layer:
-            for hidden, output in zip(self.held_out, self.outputs, strict=True):
+            for hidden, output in zip(held_out, self.teacher.outputs, strict=True):
                 expected = output.attention[:left]
                 wrong = layer.attend(hidden[:left]).attention - expected
                 sums += torch.stack([compare.squares(wrong), compare.squares(expected)]).to(
@@ -190,264 +326,174 @@ class Step:
         return float(error / norm if norm else error)
 
     @torch.no_grad()
-    def convert(self, tensors: Mapping[str, Tensor]) -> compare.LayerDrift:
-        """Use ``tensors`` for the layer, return its drift from the teacher's layer, and advance
-        both streams.
+    def replace_and_measure(self, tensors: Mapping[str, Tensor]) -> compare.LayerDrift:
+        """Use ``tensors`` for the layer, return its drift from the teacher's layer, and advance the
+        student.
         """
         self.student.put(tensors)
         with self.student.stream.open_layer(self.index) as layer:
             # The teacher's layer has already run: replay its outputs in the same order.
-            replayed = iter(self.outputs)
-            streams = (self.held_out, self.student_held_out)
-            self.drift = compare.compare_layer(
-                self.index, lambda _: next(replayed), layer, *streams, self.student.stream
+            replayed = iter(self.teacher.outputs)
+            drift = compare.compare_layer(
+                self.index,
+                lambda _: next(replayed),
+                layer,
+                self.teacher.held_out[:],
+                self.held_out,
+                self.student.stream,
             )
             self._finish(layer)
-        return self.drift
+        self._walk.drifts.append(drift)
+        return drift
 
     @torch.no_grad()
-    def follow(self, tensors: Mapping[str, Tensor]) -> float:
-        """Use ``tensors`` as in `convert`, but run only the student; return the error of its
-        residual stream.
+    def replace(self, tensors: Mapping[str, Tensor]) -> float:
+        """Use ``tensors`` for the layer and advance the student; return the error of its residual
+        stream.
 
         This is ``||h - h'|| / ||h||`` after the layer (`LayerDrift.residual_propagated`); nothing
         else is compared.
         """
         self.student.put(tensors)
-        expected = [output.states for output in self.outputs]
+        expected = [output.states for output in self.teacher.outputs]
         with self.student.stream.open_layer(self.index) as layer:
-            for chunk, hidden in enumerate(self.student_held_out):
-                self.student_held_out[chunk] = layer(hidden).states
+            for chunk, hidden in enumerate(self.held_out):
+                self.held_out[chunk] = layer(hidden).states
             self._finish(layer)
-        wrong = sum(
-            compare.squares(a - b) for a, b in zip(expected, self.student_held_out, strict=True)
-        )
+        pairs = zip(expected, self.held_out, strict=True)
+        wrong = sum(compare.squares(teacher - student) for teacher, student in pairs)
         return compare.relative(float(wrong), float(sum(map(compare.squares, expected))))
 
     @torch.no_grad()
-    def skip(self) -> None:
-        """Leave the student's layer as in the source, and run both streams through it."""
-        for chunk, output in enumerate(self.outputs):
+    def keep_source(self) -> None:
+        """Leave the student's layer as in the source, and advance the student."""
+        layer = self.teacher.layer
+        for chunk, output in enumerate(self.teacher.outputs):
             # Before the first converted layer both streams are identical, so the student reuses the
             # teacher's outputs.
-            same = torch.equal(self.held_out[chunk], self.student_held_out[chunk])
-            student = output if same else self.teacher(self.student_held_out[chunk])
-            self.held_out[chunk], self.student_held_out[chunk] = output.states, student.states
+            hidden = self.held_out[chunk]
+            same = torch.equal(self.teacher.held_out[chunk], hidden)
+            self.held_out[chunk] = output.states if same else layer(hidden).states
         self.contexts.clear()
-        self._finish(self.teacher)
+        self._finish(layer)
 
     def _finish(self, layer: OpenLayer) -> None:
-        """Run the student's calibration sequences through ``layer``, and free everything that only
-        this layer needs.
-        """
+        """Run the student's calibration sequences through ``layer``."""
         # Nothing is fitted after the last layer.
         if self.index + 1 < self.student.stream.layers:
-            contexts: Sequence[Tensor | None] = self.contexts or [None] * len(
-                self.student_calibration
-            )
+            contexts: Sequence[Tensor | None] = self.contexts or [None] * len(self.calibration)
             with self.student.stream.training():
-                for chunk, (hidden, context) in enumerate(
-                    zip(self.student_calibration, contexts, strict=True)
-                ):
-                    self.student_calibration[chunk] = layer.run(hidden, context=context).states
+                for chunk, context in enumerate(contexts):
+                    hidden = self.calibration[chunk]
+                    self.calibration[chunk] = layer.run(hidden, context=context).states
         self.contexts.clear()
-        self.outputs = ()
-        self.done = True
+        self._walk.passed += 1
 
 
-@dataclass(frozen=True)
-class _RememberingLayer(OpenLayer):
-    """An open layer that stores its attention output for each input tensor on which it was run."""
+@torch.no_grad()
+def gather_statistics(
+    source: CheckpointStream,
+    layer: OpenLayer,
+    states: Hidden,
+    model: Model | None = None,
+    attention: list[Tensor] | None = None,
+) -> tuple[LayerStatistics, Tensor]:
+    """Return a layer's statistics over ``states``, and its attention inputs for the first chunk,
+    ``[n, E]``.
 
-    # Keyed by the id of the input, which is stored too so that it stays alive.
-    memory: dict[int, tuple[Tensor, LayerOutput]] = field(default_factory=dict)
-
-    def __call__(self, hidden: Tensor) -> LayerOutput:
-        output = super().__call__(hidden)
-        self.memory[id(hidden)] = (
-            hidden,
-            LayerOutput(None, output.attention, output.attention.new_empty(0)),
-        )
-        return output
-
-    def attend(self, hidden: Tensor) -> LayerOutput:
-        return self.memory[id(hidden)][1] if id(hidden) in self.memory else super().attend(hidden)
-
-
-@dataclass
-class TeacherLayer:
-    """An open layer of the teacher, to which students compare theirs.
-
-    ``held_out`` and ``calibration`` are its inputs, ``outputs`` its results for ``held_out``.
-    ``calibration`` is empty unless the teacher keeps it; ``statistics`` and ``inputs`` (see `Step`)
-    are None unless the teacher computes them.
+    Both cover the sequences of all processes. ``model`` says where the layer's attention weights
+    are; it is needed for statistics of normalized queries and keys, and for attention whose queries
+    and keys cannot be recorded. ``states`` are replaced by the layer's outputs; its attention's
+    outputs are added to ``attention``, if it is given. Raises InputError if these are not finite.
     """
-
-    index: int
-    layer: OpenLayer
-    held_out: Hidden
-    outputs: Iterable[LayerOutput]
-    calibration: Hidden
-    statistics: LayerStatistics | None
-    inputs: Tensor | None
-
-
-class Teacher:
-    """The source model in a walk: runs its residual streams through each layer once, for any number
-    of students.
-
-    ``held_out [M, T]`` and ``calibration [N, T]`` are token ids; without ``calibration`` only the
-    held-out sequences are run. ``statistics=False`` turns statistics off; ``heads`` as in `gather`.
-    ``keep_calibration`` keeps the hidden states that refinement needs; hidden states then take four
-    times the memory. ``remember`` keeps the attention outputs until the next layer, for several
-    students that compare with them; this takes as much memory as one more residual stream of all
-    sequences. ``keep`` stores hidden states in memory (``list``) or in a file (``Spill``);
-    ``remember`` requires them in memory.
-    """
-
-    def __init__(
-        self,
-        source: CheckpointStream,
-        held_out: Tensor,
-        calibration: Tensor | None = None,
-        *,
-        statistics: bool = True,
-        keep_calibration: bool = False,
-        heads: ReadHeads | None = None,
-        remember: bool = False,
-        keep: Keep = list,
-    ) -> None:
-        self.stream = source
-        self.tokens = held_out
-        self.keep = keep
-        self._finished = 0  # layers at the beginning whose statistics nobody needs
-        self.kept = calibration if keep_calibration else None
-        self._statistics = statistics
-        self._heads = heads
-        self._remember = remember
-        self.held_out = embed(source, held_out, keep)
-        self._calibration = keep([]) if calibration is None else embed(source, calibration, keep)
-
-    def skip_fits(self, layers: int) -> None:
-        """See `Walk.skip_fits`."""
-        self._finished = layers
-        if layers == self.stream.layers:
-            self._calibration = self.keep([])
-
-    def layers(self) -> Iterator[TeacherLayer]:
-        """Yield every layer in order. Raises InputError if its outputs are not finite."""
-        for index in range(self.stream.layers):
-            with self.stream.open_layer(index) as layer:
-                if self._remember:
-                    # Several students compare their attention with the teacher's for the same
-                    # inputs.
-                    layer = _RememberingLayer(**vars(layer))
-                calibration = self._calibration[: 0 if self.kept is None else None]
-                statistics = None
-                inputs = None
-                if self._calibration and self._statistics and index >= self._finished:
-                    statistics, inputs = gather(self.stream, layer, self._calibration, self._heads)
-                elif self._calibration:
-                    with self.stream.training():
-                        advance(self.stream, layer, self._calibration)
-                held_out = self.held_out
-                self.held_out, outputs = through(layer, held_out)
-                check_finite(self.held_out, self.stream, index)
-                opened = TeacherLayer(
-                    index, layer, held_out, outputs, calibration, statistics, inputs
-                )
-                yield opened
-                # The caller still references the layer while the next one runs.
-                opened.outputs = ()
-                opened.calibration = []
-                outputs = ()
-                calibration = []
-                if isinstance(layer, _RememberingLayer):
-                    layer.memory.clear()
-
-
-class Walk:
-    """One student's pass through all layers: iterating yields each layer's `Step`, to be converted
-    or skipped.
-
-    ``calibration``: True if the student also runs the calibration sequences that the teacher keeps;
-    the student's hidden states are stored the same way as the teacher's. Do not iterate over walks
-    that share a teacher: pass each of the teacher's layers to the `step` method of every walk
-    instead.
-    """
-
-    def __init__(self, teacher: Teacher, student: Student, *, calibration: bool = True) -> None:
-        self._teacher = teacher
-        self._student = student
-        self._student_held_out = embed(student.stream, teacher.tokens, teacher.keep)
-        kept = teacher.kept if calibration else None
-        self._student_calibration = (
-            teacher.keep([]) if kept is None else embed(student.stream, kept, teacher.keep)
-        )
-        self.drifts: list[compare.LayerDrift] = []
-        self._passed = 0
-
-    def __iter__(self) -> Iterator[Step]:
-        for layer in self._teacher.layers():
-            with self.step(layer) as step:
-                yield step
-
-    def skip_fits(self, layers: int) -> None:
-        """Pass the first ``layers`` layers, which are to be converted with known tensors, without
-        statistics.
-
-        If these are all layers, the calibration sequences are not run either.
-        """
-        self._teacher.skip_fits(layers)
-        if layers == self._teacher.stream.layers:
-            self._student_calibration = self._teacher.keep([])
-
-    @contextmanager
-    def step(self, layer: TeacherLayer) -> Iterator[Step]:
-        """Yield the student's step for ``layer``; it must be converted or skipped inside the
-        ``with`` block.
-        """
-        step = Step(
-            layer.index,
-            layer.layer,
-            self._student,
-            layer.held_out[:],
-            self._student_held_out,
-            layer.outputs,
-            layer.statistics,
-            layer.inputs,
-            layer.calibration,
-            self._student_calibration,
-        )
-        yield step
-        if not step.done:
-            raise KvfoldError(
-                f"layer {layer.index} was not converted or skipped; call convert, follow or skip"
+    weights = None
+    if model is not None and (model.qk_norm is not None or not model.family.attention.shown):
+        weights = read_layer(model, layer.index, source.read)
+    accumulator = StatisticsAccumulator(weights=weights)
+    inputs = torch.empty(0)
+    for chunk, hidden in enumerate(states):
+        with source.training():
+            output = layer(hidden)
+        if output.query is None and model is not None and weights is not None:
+            output = compute_queries_and_keys(
+                output, weights, model, layer.index, layer.arguments(hidden)
             )
-        # The caller still references the step while the next layer runs.
-        step.calibration = []
-        self._passed += 1
-        self.drifts += [] if step.drift is None else [step.drift]
+        accumulator.add(output)
+        if chunk == 0:
+            inputs = output.attention_input.flatten(0, -2)
+        if attention is not None:
+            attention.append(output.attention)
+        states[chunk] = output.states
+    statistics = accumulator.result()
+    check_finite(states, source, layer.index)
+    length = states[0].shape[1]
+    return statistics, processes.first_rows(inputs, length * chunk_size(source.device, length))
 
-    @torch.no_grad()
-    def measurement(self) -> compare.Measurement:
-        """Compare the whole student with the teacher on the held-out sequences, after the last
-        layer.
-        """
-        source = self._teacher.stream
-        student = self._student.stream
-        if self._passed < source.layers:
-            raise KvfoldError(
-                f"the walk has passed only {self._passed} of {source.layers} layers; pass all of"
-                " them"
-            )
-        tokens = torch.split(
-            self._teacher.tokens, chunk_size(source.device, self._teacher.tokens.shape[1])
-        )
-        measured = compare.compare_predictions(
-            source, student, self._teacher.held_out, self._student_held_out, tokens
-        )
-        check_finite([torch.tensor(measured.teacher_loss)], source, None)
-        source.release()
-        student.release()
-        return replace(measured, layers=tuple(self.drifts))
+
+@torch.no_grad()
+def advance(
+    source: CheckpointStream,
+    layer: OpenLayer,
+    states: Hidden,
+    attention: list[Tensor] | None = None,
+) -> None:
+    """Replace ``states`` by the layer's outputs; its attention's outputs are added to ``attention``,
+    if it is given. Raises InputError if the outputs are not finite.
+    """
+    for chunk, hidden in enumerate(states):
+        output = layer(hidden)
+        states[chunk] = output.states
+        if attention is not None:
+            attention.append(output.attention)
+    check_finite(states, source, layer.index)
+
+
+@torch.no_grad()
+def last_states(stream: CheckpointStream, tokens: Tensor) -> Hidden:
+    """The residual streams after the last layer for ``tokens [N, T]``, in chunks; loads one layer
+    at a time.
+    """
+    states = embed(stream, tokens)
+    for index in range(stream.layers):
+        with stream.open_layer(index) as layer:
+            advance(stream, layer, states)
+    return states
+
+
+@torch.no_grad()
+def embed(stream: CheckpointStream, tokens: Tensor) -> Hidden:
+    """Embed ``tokens [N, T]`` as inputs of the first layer, in chunks sized for the stream's
+    device.
+    """
+    chunks = torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))
+    states = [stream.embed(chunk) for chunk in chunks]
+    stream.release()
+    check_finite(states, stream, None)
+    return states
+
+
+def chunk_size(device: torch.device, length: int) -> int:
+    """The number of sequences with ``length`` tokens in one layer call."""
+    return max(1, (_CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS) // length)
+
+
+def check_finite(states: Iterable[Tensor], stream: CheckpointStream, layer: int | None) -> None:
+    """Raise InputError unless ``states`` are finite; name the stored tensor at fault.
+
+    ``states`` are the outputs of ``layer`` for finite inputs; None means the embeddings or the
+    output head.
+    """
+    finite = [torch.isfinite(state).all() for state in states]
+    if not finite or torch.stack(finite).all():
+        return
+    where = "before the first layer or after the last" if layer is None else f"in layer {layer}"
+    # Read stored tensors only after a failure: checking all of them would take as long as the
+    # conversion.
+    for name in stream.stored_names(layer):
+        consequence = f", so activations of the calibration text {where} are not finite"
+        refuse_non_finite(stream.read(name), f"tensor {name!r}", consequence)
+    raise InputError(
+        f"calibration text produces NaN or infinite activations {where}, although the weights are"
+        " finite: activations must fit into float32; the model is probably damaged: use another"
+        " copy of the checkpoint"
+    )

@@ -129,7 +129,6 @@ WRONG |= {
             "kv_heads": 4,
             "method": "mean",
             "group": "similar",
-            "spill": "dir",
             "calibration": "a.txt",
         },
         {

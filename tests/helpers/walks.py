@@ -1,6 +1,7 @@
 """A tiny random llama and a student of it, for tests of the walk and of what is fitted on it."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,7 +64,16 @@ class Case:
             planned.append(
                 OutputTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), copied)
             )
-        return Student(source, self.student.config.to_dict(), planned)
+        layout = SimpleNamespace(
+            config=self.student.config.to_dict(),
+            tensors=planned,
+            encode=self.encode,
+        )
+        return Student(source, layout)
+
+    def encode(self, index: int, weights: Any) -> dict[str, Tensor]:
+        """The tensors of a layer; tests replace it."""
+        raise NotImplementedError
 
     def layer(self, index: int) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.new.items() if f".layers.{index}." in name}
@@ -77,4 +87,4 @@ class Case:
     def run(self, walk: Walk) -> Iterator[Step]:
         for step in walk:
             yield step
-            step.convert(self.layer(step.index))
+            step.replace_and_measure(self.layer(step.index))

@@ -55,10 +55,10 @@ _ROPE_BASE = 10000.0  # of the standard frequencies that longrope's factors divi
 
 
 def mla_config(
-    model: Model, spec: MlaSpec, theta: Sequence[float], *, dtype: str
+    model: Model, spec: MlaSpec, theta: Sequence[float] | None, *, dtype: str
 ) -> dict[str, Any]:
     """``config.json`` of the output. ``theta [P/2]`` are the rotary frequencies in radians per
-    position.
+    position; None, before they are chosen, leaves their keys out.
 
     ``dtype`` is in the spelling of transformers. The dtype has two keys, for readers before and
     after transformers 5; in layout ``engine`` so do the frequencies.
@@ -98,7 +98,7 @@ def mla_config(
         "use_cache": True,
         "rope_interleave": True,
         **_expert_config(model, spec, width),
-        **_rope(model, spec, theta),
+        **({} if theta is None else _rope(model, spec, theta)),
         "dtype": dtype,
         "torch_dtype": dtype,  # the spelling before transformers 5
     }
@@ -283,7 +283,7 @@ def latent_layout(
     model: Model,
     checkpoint: Checkpoint,
     spec: MlaSpec,
-    theta: Sequence[float],
+    theta: Sequence[float] | None,
     dtype: str | None,
 ) -> OutputLayout:
     """The layout of ``model`` as MLA in a stock class; ``theta [P/2]`` are the frequencies in

@@ -13,7 +13,7 @@ from helpers.checkpoints import stock_model, tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert import ConvertRequest, SweepRequest, convert_checkpoint, sweep_checkpoint
-from kvfold.convert.conversion import latent as splits
+from kvfold.convert.conversion import splits
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
@@ -22,7 +22,7 @@ from kvfold.convert.progress import Stages
 from kvfold.convert.targets.engines import describe_mla, support_for
 from kvfold.convert.targets.mla.spec import MlaSpec
 from kvfold.convert.text.windows import load_calibration
-from kvfold.convert.walk.passes import last_states
+from kvfold.convert.walk.walk import last_states
 
 QUICK = {"samples": 16, "seq_len": 64, "quiet": True}
 LITTLE = {"samples": 4, "seq_len": 32}
@@ -111,12 +111,12 @@ def test_the_loss_by_position_is_measured_beyond_the_length_of_the_calibration(f
 def test_a_failing_measurement_of_long_sequences_does_not_cost_the_run(
     tmp_path, monkeypatch, capsys
 ):
-    def failing(stream, tokens, keep):
+    def failing(stream, tokens):
         if tokens.shape[1] > QUICK["seq_len"]:
             raise InputError("infinite activations")
-        return last_states(stream, tokens, keep)
+        return last_states(stream, tokens)
 
-    monkeypatch.setattr("kvfold.convert.conversion.student.last_states", failing)
+    monkeypatch.setattr("kvfold.convert.conversion.measurement.last_states", failing)
     done = convert(tmp_path / "out", to="mqa")
     assert done.drift.measured.stretches[-1].end == QUICK["seq_len"]
     assert "the loss by position ends at 64 tokens: infinite activations" in capsys.readouterr().err
@@ -240,7 +240,7 @@ def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, split, tiny_rea
     assert done.split[1] == min(finals, key=lambda each: each["refined_kl"])["rope_dim"]
     # The attributes are the record's values.
     record = json.loads((tmp_path / "refined" / "kvfold.json").read_text())
-    assert [each.to_dict() for each in done.splits] == record["splits"] == refined
+    assert [each.to_dict() for each in done.choices.splits] == record["splits"] == refined
     changes = {
         "attention": done.attention,
         "cache_elements": done.cache_elements,
@@ -248,10 +248,10 @@ def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, split, tiny_rea
     assert {name: record[name] for name in changes} == {
         name: {"from": change.before, "to": change.after} for name, change in changes.items()
     }
-    gains = zip(done.refinement, record["refinement"], strict=True)
+    gains = zip(done.choices.refinement, record["refinement"], strict=True)
     assert [vars(gain).items() <= each.items() for gain, each in gains] == [True] * 2
-    assert vars(done.rotary_worth) == record["rotary_worth"]
-    assert vars(done.latent_spectrum) == record["latent_spectrum"]
+    assert vars(done.choices.rotary_worth) == record["rotary_worth"]
+    assert vars(done.choices.latent_spectrum) == record["latent_spectrum"]
     drift = record["drift"]
     assert (done.drift.kl, done.drift.excess) == tuple(
         drift[name]["value"] for name in ("kl", "excess")
@@ -259,7 +259,7 @@ def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, split, tiny_rea
 
 
 def tried(rank, rope, kl, layout="free", dim=128):
-    """A candidate of a llama with heads of ``dim`` dims."""
+    """A trial of a llama with heads of ``dim`` dims."""
     config = {
         "model_type": "llama",
         "hidden_size": 4096,
@@ -274,9 +274,11 @@ def tried(rank, rope, kl, layout="free", dim=128):
     }
     model = model_of(config)
     target = MlaSpec(rank, rope, layout=layout)
-    plan = Mock(engines=support_for(describe_mla(model, target)), geometry=model.geometry)
+    plan = Mock(
+        engines=support_for(describe_mla(model, target)), geometry=model.geometry, latent=target
+    )
     plan.request = Mock(refine=1, quiet=True)
-    return splits.Candidate(plan, target, Mock(), kl)
+    return splits.Trial(plan, kl)
 
 
 @pytest.mark.parametrize(
@@ -287,14 +289,14 @@ def test_a_split_that_more_engines_serve_is_taken_where_it_costs_at_most_5_perce
     served, best, taken
 ):
     candidates = [tried(448, 128, best), tried(384, 192, 0.02), tried(512, 64, served)]
-    target = splits.preferred(candidates).target
+    target = splits.prefer_served(candidates).plan.latent
     assert (target.kv_rank, target.rope_dim) == taken
     # A refined drift comes before one as fitted.
     refined = [
         replace(tried(384, 192, 0.5), refined_kl=0.4),
         replace(tried(320, 256, 0.6), refined_kl=0.3),
     ]
-    assert splits.preferred([*candidates, *refined]) is refined[1]
+    assert splits.prefer_served([*candidates, *refined]) is refined[1]
 
 
 @pytest.mark.parametrize(
@@ -315,12 +317,14 @@ def test_a_split_is_preferred_by_the_verdict_on_it(rank, dim, layout, preferred,
     """It is then refined too, though others have a lower KL."""
     other = tried(rank - 64, 128, 0.01, layout, dim)
     size = tried(rank, 64, 0.0101, layout, dim)
-    assert (splits.preferred([other, size]) is size) is preferred
+    assert (splits.prefer_served([other, size]) is size) is preferred
     better = [tried(40 - rope, rope, 0.001 * rope, layout, dim) for rope in (2, 4, 6, 8)]
     monkeypatch.setattr(
-        splits, "trial", lambda each, _, refine=False: replace(each, refined_kl=refine or None)
+        splits, "try_split", lambda plan, *_: next(t.kl for t in trials if t.plan is plan)
     )
-    compared = splits.compare_splits([size, *better], Mock(), Stages(None, quiet=True))
+    trials = [size, *better]
+    plans = [trial.plan for trial in trials]
+    compared = splits.compare_splits(plans, Mock(), Mock(), Stages(None, quiet=True))
     assert (compared[0].refined_kl is not None) is preferred
 
 
@@ -399,10 +403,7 @@ def test_a_chat_model_also_calibrates_on_dialogues_that_it_writes(tmp_path, capf
     )
     assert "text that the source wrote itself: KL " in done.summary()
     told = capfd.readouterr().err
-    assert (
-        "plain text without `messages`, but the model has a chat template; dialogues that it writes"
-        in told
-    )
+    assert "plain text without `messages`, but the model has a chat template" in told
     plain = convert(tmp_path / "plain", **options, calibration="self:0").record
     assert plain["calibration"]["source"] == "the built-in standard-library text"
     assert "texts" not in plain["drift"]

@@ -10,7 +10,7 @@ from tiny_models import SIZES
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.conversion.plan import check_processes, make_plan
+from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.families.model import model_of
 from kvfold.convert.request import ConvertRequest
 
@@ -40,10 +40,8 @@ def test_weights_of_whole_numbers_are_refused(refused):
 
 
 def test_fewer_sequences_than_processes_are_refused(monkeypatch, refused):
-    plan = make_plan(
-        ConvertRequest(model="m", out="o", to="mqa", samples=3, seq_len=64), headers(2)
-    )
-    check_processes(plan)
-    monkeypatch.setattr(processes, "count", lambda: 4)
+    request = ConvertRequest(model="m", out="o", to="mqa", samples=3, seq_len=64)
+    make_plan(request, headers(2))
+    monkeypatch.setattr(processes, "world_size", lambda: 4)
     with refused():
-        check_processes(plan)
+        make_plan(request, headers(2))

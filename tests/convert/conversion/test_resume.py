@@ -39,7 +39,7 @@ def child(tmp_path_factory):
 
     def run(options, layers):
         def work():
-            note = journal.Journal.note
+            note = journal.Journal.add_layer
             made = [0]
 
             def noted(self, notes):
@@ -49,7 +49,7 @@ def child(tmp_path_factory):
                 made[0] += 1
                 print("layer", len(self.notes) - 1, flush=True)
 
-            journal.Journal.note = noted
+            journal.Journal.add_layer = noted
             if layers == 2:
                 writer.ShardWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
             if list(tmp_path_factory.getbasetemp().glob("*/.out.kvfold-*/.text.pt")):
@@ -163,7 +163,7 @@ def test_only_an_equal_request_for_the_same_model_goes_on(
 ):
     options = request_of("mqa", quiet=False)
     noted = []
-    note = journal.Journal.note
+    note = journal.Journal.add_layer
     options["model"] = shutil.copytree(options["model"], tmp_path / "model")
 
     def stop(self, notes):
@@ -171,7 +171,7 @@ def test_only_an_equal_request_for_the_same_model_goes_on(
         note(self, notes)
         raise RuntimeError("enough")
 
-    monkeypatch.setattr(journal.Journal, "note", stop)
+    monkeypatch.setattr(journal.Journal, "add_layer", stop)
 
     def refused(used, **other):
         way_out = "use the same to continue after its layer 1, or --fresh to discard it"
@@ -208,9 +208,9 @@ def test_a_resumed_run_computes_with_as_many_threads_as_before(
     tmp_path, request_of, monkeypatch, capsys
 ):
     threads = torch.get_num_threads()
-    note = journal.Journal.note
+    note = journal.Journal.add_layer
     with monkeypatch.context() as patch:
-        patch.setattr(journal.Journal, "note", lambda self, notes: note(self, notes) or 1 / 0)
+        patch.setattr(journal.Journal, "add_layer", lambda self, notes: note(self, notes) or 1 / 0)
         torch.set_num_threads(2)
         with pytest.raises(ZeroDivisionError):
             convert_checkpoint(ConvertRequest(**request_of("mqa")))

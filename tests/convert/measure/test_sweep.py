@@ -160,8 +160,8 @@ def test_an_interrupted_sweep_shows_its_rows_and_continues_after_them(
                 SweepRequest(**options | {"layout": "free"})
             )  # another too, though its folds have no layout
         assert len(list((tmp_path / "cache").rglob("*.json"))) == 2
-    fitted = Mock(side_effect=sweep.fitted_fold)
-    monkeypatch.setattr(sweep, "fitted_fold", fitted)
+    fitted = Mock(side_effect=sweep.fit_layer)
+    monkeypatch.setattr(sweep, "fit_layer", fitted)
     found = sweep_checkpoint(SweepRequest(**options))
     assert not fitted.called
     assert (

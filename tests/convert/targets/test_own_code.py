@@ -32,7 +32,7 @@ from kvfold.attention.checkpoints.registered import SOURCES
 from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion.plan import latent_targets
+from kvfold.convert.conversion.plan import mla_specs
 from kvfold.convert.data import read_documents
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import load_family, supported
@@ -399,13 +399,13 @@ def test_norms_are_exact_after_calibration_too_and_their_divisors_count(tiny_fam
 def test_a_budget_holds_the_divisors_of_norms(name, divisors, tiny_family):
     model = model_of(json.loads((tiny_family(name) / "config.json").read_text()))
     request = ConvertRequest(model="MODEL", out="OUT", to="mla", budget=64, layout="kvfold")
-    splits = latent_targets(request, model)
+    splits = mla_specs(request, model)
     assert {target.kv_rank + target.rope_dim for target in splits} == {64 - divisors}
     size = model.geometry
     present = 2 * size.kv_heads * size.head_dim
     request = replace(request, budget=None, kv_rank=present - divisors - 8, rope_dim=8)
     with pytest.raises(InputError, match=f"rope-dim 8 need {present} elements per token"):
-        latent_targets(request, model)
+        mla_specs(request, model)
 
 
 @pytest.mark.slow  # two conversions of each family

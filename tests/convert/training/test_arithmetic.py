@@ -16,7 +16,7 @@ from kvfold.attention import interface
 from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert import device
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion.calibration import source_stream
+from kvfold.convert.conversion.calibration import open_source_stream
 from kvfold.convert.device import training_autocast
 from kvfold.convert.training.refine import refine_layer
 from tests.convert.training.test_refine import first_step, plan_of, task_of
@@ -78,10 +78,10 @@ def test_a_resumed_run_uses_the_arithmetic_that_was_measured_first(
     plan = plan_of(in_bfloat16(tiny_family("llama"), tmp_path / "llama"), quiet=False)
     for speed in (4.0, 0.5):
         monkeypatch.setattr(device, "bfloat16_speed", lambda *shape, speed=speed: speed)
-        assert source_stream(plan, tmp_path).autocast == torch.bfloat16
+        assert open_source_stream(plan, tmp_path).autocast == torch.bfloat16
     assert capsys.readouterr().err.count("calibration passes and training in bfloat16") == 2
     assert (
-        source_stream(
+        open_source_stream(
             replace(plan, request=replace(plan.request, precision="float32")), tmp_path / "llama"
         ).autocast
         is None

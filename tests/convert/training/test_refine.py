@@ -10,10 +10,9 @@ from transformers import AutoTokenizer
 
 from kvfold.convert import ConvertRequest
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion.calibration import source_stream
-from kvfold.convert.conversion.layers import fitted_fold
+from kvfold.convert.conversion.calibration import open_source_stream
+from kvfold.convert.conversion.layers import fit_layer, refinement_of
 from kvfold.convert.conversion.plan import make_plan
-from kvfold.convert.conversion.student import refinement
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.training import refine as refining
 from kvfold.convert.training.budget import refining_batch
@@ -59,16 +58,16 @@ def first_step(plan, tokens=None):
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, plan.geometry.vocabulary, (16, 24), generator=generator)
     with TemporaryDirectory() as scratch:
-        source = source_stream(plan, Path(scratch))
-    student = Student(source, plan.layout.config, plan.layout.tensors)
+        source = open_source_stream(plan, Path(scratch))
+    student = Student(source, plan.layout)
     walk = Walk(Teacher(source, tokens[:4], tokens[4:], keep_calibration=True), student)
     steps = iter(walk)
     step = next(steps)
-    return steps, step, plan.layout.encode(0, fitted_fold(plan, 0).weights)
+    return steps, step, plan.layout.encode(0, fit_layer(plan, 0).weights)
 
 
 def task_of(plan, **changes):
-    return Refinement(**{**vars(refinement(plan, plan.request.refine)), **changes})
+    return Refinement(**{**vars(refinement_of(plan, plan.request.refine)), **changes})
 
 
 @pytest.fixture
@@ -97,13 +96,14 @@ def test_the_update_is_what_the_layer_adds_to_its_residual(tiny_family, family):
     plan = plan_of(tiny_family(family))
     _steps, step, _ = first_step(plan)
     seen = []
-    module = step.teacher.module.get_submodule(AFTER_ATTENTION[family])
+    module = step.teacher.layer.module.get_submodule(AFTER_ATTENTION[family])
     handle = module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    hidden = step.held_out[0]
+    hidden = step.teacher.held_out[0]
+    layer = step.teacher.layer
     with torch.no_grad():
-        step.teacher(hidden)
+        layer(hidden)
         handle.remove()
-        added = task_of(plan).update.of(step.teacher, step.teacher.attend(hidden))
+        added = task_of(plan).update.of(layer, layer.attend(hidden).attention)
     torch.testing.assert_close(hidden + added, seen[0], rtol=0, atol=1e-6)
 
 
@@ -143,13 +143,15 @@ def test_targets_correct_earlier_errors_and_every_token_counts_relative_to_its_r
 ):
     plan, step, _ = llama
     update = task_of(plan).update
+    layer = step.teacher.layer
     hidden = [chunk.clone() for chunk in step.held_out]
     student = [chunk * 1.01 for chunk in hidden]
     for states in (hidden, student) if massive == "both" else (student,):
         states[0][0, 0] *= 1000.0
-    found = examples(update, step.teacher, hidden, student)
     with torch.no_grad():
-        after = hidden[0] + update.of(step.teacher, step.teacher.attend(hidden[0]))
+        attention = [layer.attend(chunk).attention for chunk in hidden]
+        after = hidden[0] + update.of(layer, attention[0])
+    found = examples(update, layer, zip(hidden, attention, student, strict=True))
     torch.testing.assert_close(found.targets[0] + student[0], after, rtol=0, atol=1e-4)
     sizes = torch.maximum(
         *((found.weights[0] * each).square().mean(-1) for each in (after, student[0]))

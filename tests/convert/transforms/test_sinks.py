@@ -4,7 +4,6 @@ live norm.
 
 from dataclasses import replace
 
-import pytest
 import torch
 from helpers.layers import attend, normal, plain_rotary, relative_error, statistics_of
 from torch import Tensor
@@ -13,7 +12,7 @@ from kvfold.attention.drift.profile import attention_sums
 from kvfold.convert.transforms.fold import principal
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.latent.variants import live_norm
-from kvfold.convert.transforms.sinks import SHARES, add_damper, better_of_two_fits
+from kvfold.convert.transforms.sinks import SHARES, add_damper, token_weightings
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 
 E = 32
@@ -63,37 +62,17 @@ def test_a_sink_needs_tokens_weighted_by_received_attention() -> None:
         return relative_error(attend(folded, held_out, STILL), expected)
 
     statistics = measured(weights, inputs(7))
-    best, share = better_of_two_fits(
-        statistics, lambda counted: principal.fold(weights, counted, STILL, ALL), error
+    shares = dict(token_weightings(statistics))
+    assert tuple(shares) == SHARES
+    plain, weighted = (
+        error(principal.fold(weights, counted, STILL, ALL)) for counted in shares.values()
     )
-    assert share == max(SHARES)
-    assert error(best) < 0.9 * error(principal.fold(weights, statistics, STILL, ALL))
+    assert weighted < 0.9 * plain
 
 
-def test_the_judge_decides_and_the_first_of_equals_wins() -> None:
-    statistics = measured(layer(sink=10.0), inputs(7))
-    sizes = {
-        float(statistics.weighted_by_received_attention(share).gram[0, 0]): share
-        for share in SHARES
-    }
-    best, share = better_of_two_fits(
-        statistics, lambda counted: float(counted.gram[0, 0]), lambda size: 1.0 - sizes[size]
-    )
-    assert share == sizes[best] == 0.5
-    assert better_of_two_fits(statistics, lambda counted: counted, lambda counted: 1.0) == (
-        statistics,
-        0.0,
-    )
-
-
-def test_without_received_attention_nothing_is_judged() -> None:
+def test_without_received_attention_tokens_count_alike() -> None:
     plain = statistics_of(inputs(7), H)
-    assert better_of_two_fits(
-        plain, lambda counted: counted, lambda counted: pytest.fail("better_of_two_fits")
-    ) == (
-        plain,
-        0.0,
-    )
+    assert list(token_weightings(plain)) == [(0.0, plain)]
 
 
 def latent() -> LatentWeights:

@@ -12,7 +12,7 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
-from kvfold.convert.walk.passes import check_finite
+from kvfold.convert.walk.walk import check_finite
 
 TARGETS = {
     "mqa": {"to": "mqa", "group": "contiguous"},

@@ -32,6 +32,7 @@ def case() -> Case:
 
 @pytest.fixture
 def step(case: Case) -> Iterator[Step]:
+    case.encode = named
     steps = iter(case.walk(statistics=False, keep_calibration=True))
     yield next(steps)
     steps.close()
@@ -45,7 +46,7 @@ def weights_of(case: Case, layer: int = 0) -> AttentionWeights:
 
 
 def refit(step: Step, weights: AttentionWeights, update: AttentionUpdate = UNCHANGED):
-    found, fit = refit_output(step, weights, lambda changed: named(step.index, changed), update)
+    found, fit = refit_output(step, weights, update)
     assert (fit is None) == (update != UNCHANGED)
     return found, fit
 
@@ -60,10 +61,13 @@ def test_a_layer_makes_up_for_its_own_values(case: Case, step: Step) -> None:
 
 
 def test_a_layer_makes_up_for_those_before_it(case: Case) -> None:
+    case.encode = named
     for step in case.walk(statistics=False, keep_calibration=True):
         if step.index == 0:
             broken = weights_of(case)
-            step.convert(named(0, replace(broken, v=broken.v + 0.2 * torch.randn_like(broken.v))))
+            step.replace_and_measure(
+                named(0, replace(broken, v=broken.v + 0.2 * torch.randn_like(broken.v)))
+            )
             continue
         source = weights_of(case, 1)
         found, fit = refit(step, source)
@@ -81,8 +85,8 @@ def test_an_exact_layer_stays_as_it_is(case: Case, step: Step) -> None:
 
 
 def test_what_does_not_help_held_out_sequences_is_not_kept(case: Case, step: Step) -> None:
-    step.calibration[:] = [
-        chunk.flip(0) for chunk in step.calibration
+    step.teacher.calibration[:] = [
+        chunk.flip(0) for chunk in step.teacher.calibration
     ]  # the targets are those of other sequences
     source = weights_of(case)
     found, fit = refit(step, source)
@@ -96,6 +100,7 @@ def test_a_normed_output_is_left_alone(case: Case, step: Step) -> None:
 
 
 def test_after_a_fit_the_students_heads_are_not_computed_again(case: Case, monkeypatch) -> None:
+    case.encode = named
     attended = list[int]()
     states = list[list[Tensor]]()
     recorded = recording._Recording
@@ -116,8 +121,8 @@ def test_after_a_fit_the_students_heads_are_not_computed_again(case: Case, monke
         found, _ = refit(step, replace(source, v=source.v * 1.5))
         if not kept:
             step.contexts.clear()
-        step.convert(named(0, found))
-        states.append(step.student_calibration[:])
+        step.replace_and_measure(named(0, found))
+        states.append(step.calibration[:])
     assert attended[0] == attended[1] - len(states[0])
     assert all(map(torch.equal, *states))
 
@@ -126,7 +131,7 @@ def test_massive_tokens_of_the_student_alone_do_not_rule(case: Case, step: Step)
     """A thousand times as large: no projection takes them back, and the other tokens are fitted as
     before.
     """
-    for hidden in (step.student_calibration, step.student_held_out):
+    for hidden in (step.calibration, step.held_out):
         for chunk in hidden:
             chunk[:, -1] *= 1000  # the last token: no other attends to it
     source = weights_of(case)

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from kvfold.attention.drift.recording import LayerOutput
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.families.layer_io import layer_rotary, read_layer
+from kvfold.convert.families.layer_io import read_layer
 from kvfold.convert.families.model import model_of
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm
-from kvfold.convert.walk.statistics import SourceHeads, StatisticsAccumulator, with_heads
+from kvfold.convert.walk.statistics import StatisticsAccumulator, compute_queries_and_keys
 
 
 def output(
@@ -142,20 +142,16 @@ def test_alibi_is_one_more_dim_of_queries_and_keys(
     hidden = stream.embed(
         torch.randint(3, 90, (1, 600), generator=torch.Generator().manual_seed(0))
     )
-    how = model.layers[0]
-    heads = SourceHeads(
-        read_layer(model, 0, checkpoint.read), layer_rotary(model, 0), how.scale, how.clip
-    )
+    scale = model.layers[0].scale
+    weights = read_layer(model, 0, checkpoint.read)
     with stream.open_layer(0) as layer:
-        found = with_heads(layer(hidden), heads, layer.arguments(hidden))
+        found = compute_queries_and_keys(layer(hidden), weights, model, 0, layer.arguments(hidden))
     assert found.query is not None
     assert found.key is not None
     # Of H heads, a power of two, head h = 1 .. H has the slope 2^(-8 h / H).
-    count = heads.weights.heads
+    count = weights.heads
     slopes = torch.tensor([2.0 ** (-8 * (head + 1) / count) for head in range(count)])
-    expected = slopes * (heads.scale if name == "falcon" else 1.0)
+    expected = slopes * (scale if name == "falcon" else 1.0)
     steps = found.key[0, 0, :, -1]
     torch.testing.assert_close(steps, torch.arange(600.0))
-    torch.testing.assert_close(
-        found.query[0, :, 0, -1] * heads.scale, expected, rtol=4e-3, atol=0.0
-    )
+    torch.testing.assert_close(found.query[0, :, 0, -1] * scale, expected, rtol=4e-3, atol=0.0)

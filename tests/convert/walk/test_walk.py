@@ -11,13 +11,13 @@ from kvfold.attention.drift.compare import Measurement
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
-from kvfold.convert.walk.walk import Teacher, Walk
+from kvfold.convert.walk.walk import Step, Teacher, Walk
 
 
 @pytest.fixture
 def case(monkeypatch: pytest.MonkeyPatch) -> Case:
     """In chunks of one sequence."""
-    monkeypatch.setattr("kvfold.convert.walk.passes._CPU_TOKENS", 16)
+    monkeypatch.setattr("kvfold.convert.walk.walk._CPU_TOKENS", 16)
     return Case()
 
 
@@ -30,38 +30,39 @@ def test_statistics_are_taken_only_when_requested(case: Case) -> None:
     assert bare.measurement() == full.measurement()
 
 
-def test_students_that_share_a_teacher_are_what_each_would_be_alone(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[int] = []
+def test_students_that_share_a_teacher_are_what_each_would_be_alone(case: Case) -> None:
     source = case.stream()
     alone = case.walk(keep_calibration=True)
     list(case.run(alone))
-    tokens = case.held_out, case.calibration
-    teacher = Teacher(source, *tokens, keep_calibration=True, remember=True)
+    teacher = Teacher(source, case.held_out, case.calibration, keep_calibration=True)
     walks = [Walk(teacher, case.converted(source)) for _ in range(2)]
-    for lesson in teacher.layers():
+    for layer in teacher.layers():
         for walk in walks:
-            with walk.step(lesson) as step:
-                before = step.teacher.attend(step.calibration[0]).attention
-                with monkeypatch.context() as patch:
-                    patch.setattr(
-                        "kvfold.attention.drift.recording.OpenLayer.run",
-                        lambda *_, **__: calls.append(1),
-                    )
-                    assert torch.equal(step.teacher.attend(step.calibration[0]).attention, before)
-                step.convert(case.layer(step.index))
-    assert calls == []  # what the source's attention gave is remembered
+            Step(layer, walk).replace_and_measure(case.layer(layer.index))
     assert [walk.measurement() for walk in walks] == [alone.measurement()] * 2
 
 
-def test_a_config_that_no_layer_can_run_with_is_named_where_layers_remember(tiny_family) -> None:
+def test_the_teacher_keeps_its_attention_on_the_calibration_sequences(case: Case) -> None:
+    for step in case.run(case.walk(keep_calibration=True)):
+        for hidden, attention in zip(step.teacher.calibration, step.teacher.attention, strict=True):
+            assert torch.equal(step.teacher.layer.attend(hidden).attention, attention)
+
+
+def test_a_config_that_no_layer_can_run_with_is_named(tiny_family) -> None:
     checkpoint = open_checkpoint(tiny_family("mixtral"))
     config = checkpoint.config | {"num_experts_per_tok": 9}
     stream = CheckpointStream(config, checkpoint.read, list(checkpoint.tensors))
-    for remember in (False, True):
-        with pytest.raises(InputError, match=r"config\.json: "):
-            list(Teacher(stream, torch.ones(2, 8, dtype=torch.int64), remember=remember).layers())
+    with pytest.raises(InputError, match=r"config\.json: "):
+        list(Teacher(stream, torch.ones(2, 8, dtype=torch.int64)).layers())
+
+
+def test_layers_that_are_finished_need_no_statistics(case: Case) -> None:
+    walk = case.walk(finished=1)
+    steps = list(case.run(walk))
+    assert [step.statistics is None for step in steps] == [True, False, False]
+    whole = case.walk()
+    list(case.run(whole))
+    assert walk.measurement() == whole.measurement()
 
 
 def measured(case: Case) -> Measurement:
@@ -116,7 +117,7 @@ def test_attention_error_is_the_square_of_the_local_drift(case: Case) -> None:
         error = step.attention_error(case.layer(step.index))
         other = {name: tensor * 0.5 for name, tensor in case.layer(step.index).items()}
         assert step.attention_error(other) != pytest.approx(error, rel=1e-3)
-        drift = step.convert(case.layer(step.index))
+        drift = step.replace_and_measure(case.layer(step.index))
         assert error == pytest.approx(drift.attention_local**2, rel=1e-5)
 
 
@@ -124,10 +125,10 @@ def test_layers_drift_where_they_differ_from_the_sources(case: Case) -> None:
     skipped = case.walk(keep_calibration=True)
     one = case.walk()
     for step in skipped:
-        assert all(map(torch.equal, step.calibration, step.student_calibration))
-        step.skip()
+        assert all(map(torch.equal, step.teacher.calibration, step.calibration))
+        step.keep_source()
     for step in one:
-        step.convert(case.layer(1)) if step.index == 1 else step.skip()
+        step.replace_and_measure(case.layer(1)) if step.index == 1 else step.keep_source()
     nothing = skipped.measurement()
     single = one.measurement()
     all_layers = measured(case)
@@ -159,10 +160,10 @@ def test_refinement_gets_both_streams_inputs(case: Case) -> None:
     )
     for step in case.run(case.walk(keep_calibration=True)):
         torch.testing.assert_close(
-            torch.cat(step.calibration), teacher[step.index], **precision.LOGITS
+            torch.cat(step.teacher.calibration), teacher[step.index], **precision.LOGITS
         )
         torch.testing.assert_close(
-            torch.cat(step.student_calibration), student[step.index], **precision.LOGITS
+            torch.cat(step.calibration), student[step.index], **precision.LOGITS
         )
 
 
@@ -172,13 +173,11 @@ def test_a_walk_that_is_used_wrongly_says_so(case: Case) -> None:
     step = next(steps)
     tensors = case.layer(0)
     with pytest.raises(KvfoldError, match=r"computes no tensors named model\.norm\.weight"):
-        step.convert({"model.norm.weight": torch.ones(32)})
+        step.replace_and_measure({"model.norm.weight": torch.ones(32)})
     tensors.pop("model.layers.0.self_attn.q_proj.weight")
     with pytest.raises(
         KvfoldError, match=r"'model\.layers\.0\.self_attn\.q_proj\.weight' was read before"
     ):
-        step.convert(tensors)
-    with pytest.raises(KvfoldError, match="layer 0 was not converted or skipped"):
-        next(steps)
+        step.replace_and_measure(tensors)
     with pytest.raises(KvfoldError, match="has passed only 0 of 3 layers"):
         walk.measurement()

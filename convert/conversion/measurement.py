@@ -1,0 +1,178 @@
+"""Measure a converted checkpoint against its source: the drift, the loss by position, and the loss
+of the files on disk.
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.attention.drift.compare import Measurement, compare_predictions
+from kvfold.attention.drift.report import DriftReport, dtype_name, finite, report_of
+from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.conversion.calibration import Calibration
+from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.conversion.results import LatentSpectrum
+from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.methods.registry import Notes
+from kvfold.convert.stream.checkpoint_stream import CheckpointStream
+from kvfold.convert.walk.walk import Walk, chunk_size, last_states
+
+# Nearly every weight takes part in the loss of every token, so that few tell whether all were
+# written: chosen.
+_CHECKED_TOKENS = 2048
+# Relative. What is written was rounded in memory too, so only the order of sums differs: chosen far
+# above that.
+_AGREE = 1e-3
+
+
+@contextmanager
+def open_stream(folder: Path, like: CheckpointStream) -> Iterator[CheckpointStream]:
+    """Open the checkpoint in ``folder`` as a stream on the device of ``like``."""
+    with closing(open_checkpoint(folder)) as checkpoint:
+        yield CheckpointStream(
+            checkpoint.config, checkpoint.read, list(checkpoint.tensors), like.device
+        )
+
+
+def measure_walk(walk: Walk) -> DriftReport:
+    """The drift of a walk's student from its source on the held-out text, after the last layer."""
+    teacher = walk.teacher
+    return report_of(walk.measurement(), teacher.stream, walk.student.stream, teacher.tokens)
+
+
+def measure_by_position(folder: Path, calibration: Calibration, drift: DriftReport) -> DriftReport:
+    """``drift`` with the loss by position on long sequences, if there are any, of the files in
+    ``folder``.
+
+    Where activations exceed float32 only in long sequences, the stretches stay those of the shorter
+    ones.
+    """
+    tokens = calibration.tokens.long
+    if not len(tokens):
+        return drift
+    source = calibration.source
+    try:
+        stretches = _compare_files(folder, tokens, source, source).stretches
+    except InputError as error:
+        # Hours of work are not lost for a measurement beside it.
+        length = calibration.tokens.held_out.shape[1]
+        print(f"the loss by position ends at {length} tokens: {error}", file=sys.stderr)
+        return drift
+    finally:
+        source.release()
+    return replace(drift, measured=replace(drift.measured, stretches=stretches))
+
+
+@torch.no_grad()
+def _compare_files(
+    folder: Path, tokens: Tensor, like: CheckpointStream, teacher: CheckpointStream | None = None
+) -> Measurement:
+    """Compare the checkpoint in ``folder`` on ``tokens`` with ``teacher``; with itself if only its
+    loss matters.
+    """
+    with open_stream(folder, like) as stream:
+        actual = last_states(stream, tokens)
+        expected = actual if teacher is None else last_states(teacher, tokens)
+        chunks = torch.split(tokens, chunk_size(stream.device, tokens.shape[1]))
+        return compare_predictions(teacher or stream, stream, expected, actual, chunks)
+
+
+def checked_tokens(calibration: Calibration) -> Tensor:
+    """The first held-out sequences, on which the written checkpoint must have the loss measured in
+    memory.
+    """
+    held_out = calibration.tokens.held_out
+    return held_out[: max(1, _CHECKED_TOKENS // held_out.shape[1])]
+
+
+def check_written(folder: Path, calibration: Calibration, drift: DriftReport) -> dict[str, float]:
+    """The loss of the checkpoint in ``folder`` and the loss measured in memory, for
+    ``kvfold.json``.
+
+    Raises KvfoldError if they differ.
+    """
+    tokens = checked_tokens(calibration)
+    expected = fmean(loss for _, _, loss in drift.measured.by_sequence[: len(tokens)])
+    written = _compare_files(folder, tokens, calibration.source).student_loss  # nats per token
+    if not math.isclose(written, expected, rel_tol=_AGREE, abs_tol=_AGREE):
+        raise KvfoldError(
+            f"the written checkpoint has a loss of {written:.6f} nats, but the converted model in"
+            f" memory had {expected:.6f} on the same text; the output was discarded, please report"
+            " this"
+        )
+    return {"loss_in_memory": expected, "loss_of_written_checkpoint": written}
+
+
+def merge_notes(plan: Plan, layers: Sequence[Notes]) -> dict[str, Any]:
+    """The notes of all ``layers`` as lists by name; a layer without a note of a name is left out of
+    its list. Of latent spectra, the mean, and what each layer loses.
+    """
+    names = dict.fromkeys(name for notes in layers for name in notes)
+    merged: dict[str, Any] = {
+        name: [notes[name] for notes in layers if name in notes] for name in names
+    }
+    spectra = merged.get("latent_spectrum")
+    if spectra is not None and plan.latent is not None:
+        energies = torch.tensor([layer["sorted"] for layer in spectra], dtype=torch.float64)
+        merged["latent_spectrum"] = vars(
+            LatentSpectrum(
+                channels=plan.latent.channels,
+                sorted=energies.mean(0).tolist(),
+                lost=[layer["lost"] for layer in spectra],
+            )
+        )
+    return merged
+
+
+def record_entries(
+    calibration: Calibration,
+    notes: Mapping[str, Any],
+    drift: DriftReport,
+    written: Mapping[str, float],
+) -> dict[str, Any]:
+    """The entries of a calibrated run for ``kvfold.json``, identical for equal runs."""
+    tokens = calibration.tokens
+    source = calibration.source
+    texts = _measure_by_text(calibration, drift)
+    return {
+        "calibration": {
+            "source": tokens.source,
+            "sha256": tokens.digest,
+            "sequences": len(tokens.calibration),
+            "held_out": len(tokens.held_out),
+            "tokens_each": tokens.calibration.shape[1],
+        },
+        "precision": {
+            "training": dtype_name(source.training_dtype),
+            "held_out": dtype_name(source.dtype),
+        },
+        **notes,
+        "drift": {**drift.to_dict(), "written": written, **({"texts": texts} if texts else {})},
+    }
+
+
+def _measure_by_text(calibration: Calibration, drift: DriftReport) -> list[dict[str, Any]]:
+    """The KL and the excess on the held-out sequences of each text of a mixture; empty for a single
+    text.
+    """
+    by_text: dict[str, list[tuple[float, float, float]]] = {}
+    texts = calibration.tokens.held_out_texts
+    for text, figures in zip(texts, drift.measured.by_sequence, strict=False):
+        by_text.setdefault(text, []).append(figures)
+    return [
+        {
+            "text": text,
+            "sequences": len(figures),
+            "kl": finite(fmean(kl for kl, _, _ in figures)),
+            "excess": finite(fmean(excess for _, excess, _ in figures)),
+        }
+        for text, figures in sorted(by_text.items())
+    ]

@@ -1,0 +1,293 @@
+"""Choose the layout of an MLA result: survey all layers for their rotary slots, and compare splits
+of a budget.
+
+All layers of a stock class share their rotary frequencies, so every layer is surveyed before any is
+converted.
+"""
+
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfold.convert import processes
+from kvfold.convert.conversion.calibration import Calibration
+from kvfold.convert.conversion.layers import finish_layer, fit_layer, open_walk
+from kvfold.convert.conversion.plan import Plan, mla_specs, plan_mla
+from kvfold.convert.conversion.results import RotaryWorth, Split
+from kvfold.convert.conversion.source import source_layer, source_rotary
+from kvfold.convert.progress import Stages
+from kvfold.convert.targets.mla.spec import MlaSpec
+from kvfold.convert.transforms.head_norms import linearize_heads
+from kvfold.convert.transforms.latent import slots as rope_slots
+from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots
+from kvfold.convert.transforms.weights import LayerStatistics
+from kvfold.convert.walk.walk import embed, gather_statistics
+
+# Steps of refinement per layer, where splits or layouts are compared. 5 takes the split 12 + 4 of a
+# budget of 16, +0.4510 nats per token after refinement; 20 takes 8 + 8, +0.4172 (the model that
+# ships, bench_refine_constants.py, 2026-11-22).
+_TRIAL_STEPS = 20
+# Tokens of the survey, which chooses splits and frequencies for all layers at once; each layer is
+# fitted to all tokens.
+_SURVEYED = 4096
+# KL that a split that more engines serve may have, relative to the best: chosen, not tuned.
+_SERVED_FACTOR = 1.05
+# The rest bounds the cost of trials and what is recorded; none was tuned for its loss. Splits that
+# are tried with refinement, the best as fitted; slots of the recorded spectrum, relative to those
+# that are kept; layers that a trial converts, of a model with more; held-out tokens, and
+# calibration tokens for refinement.
+_FINALISTS = 4
+_SHOWN_SLOTS = 3
+_PROBED = 4
+_TRIAL_HELD_OUT = 2048
+_TRIAL_CALIBRATION = 8192
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A split that was tried: its plan, and its KL as fitted and after refinement."""
+
+    plan: Plan
+    kl: float
+    refined_kl: float | None = None
+
+    @property
+    def sort_key(self) -> tuple[bool, float]:
+        """Lower is better. Any refined KL precedes every KL as fitted, and any number precedes NaN."""
+        kl = self.kl if self.refined_kl is None else self.refined_kl
+        return self.refined_kl is None, math.inf if math.isnan(kl) else kl
+
+    @property
+    def engines(self) -> list[str]:
+        return [support.engine for support in self.plan.engines if support.serves]
+
+    @property
+    def split(self) -> Split:
+        spec = self.plan.latent
+        assert spec is not None
+        return Split(spec.kv_rank, spec.rope_dim, self.kl, self.refined_kl)
+
+
+def choose_layout(
+    plan: Plan, calibration: Calibration | None, scratch: Path, stages: Stages
+) -> tuple[Plan, dict[str, Any]]:
+    """Choose the rotary slots of an MLA result, and the split of a budget by measured drift.
+
+    Returns the plan with both, and entries for ``kvfold.json``. A calibrated method surveys the
+    layers; otherwise the weights alone choose. Statistics for trials are in a folder in ``scratch``
+    meanwhile.
+    """
+    if calibration is None or not plan.method.reads_text:
+        plan = resolve_plan(plan, mla_specs(plan.request, plan.model)[0], ())
+        return plan, _describe_slots(plan, ())
+    folder = scratch / ".survey"
+    folder.mkdir(exist_ok=True)
+    try:
+        saved = None if plan.request.budget is None else folder
+        surveyed = survey_layers(plan, calibration, saved, stages)
+        plan, splits, notes = choose_split(plan, calibration, surveyed, folder, stages)
+    finally:
+        if processes.is_rank0():
+            shutil.rmtree(folder)
+    if splits:
+        notes = {"splits": [split.to_dict() for split in splits], **notes}
+    return plan, {**notes, **_describe_slots(plan, surveyed)}
+
+
+def survey_layers(
+    plan: Plan, calibration: Calibration, folder: Path | None, stages: Stages
+) -> list[LayerSurvey]:
+    """Survey every layer of the source over some calibration sequences. The layers' statistics are
+    saved in ``folder``, if any, for trials of splits.
+    """
+    source = calibration.source
+    count = max(processes.world_size(), math.ceil(_SURVEYED / plan.request.length))
+    states = embed(source, processes.shard(calibration.tokens.calibration[:count]))
+    surveyed = []
+    for index in stages.over("survey", range(source.layers), source.layers, "layer"):
+        with source.open_layer(index) as layer:
+            statistics, inputs = gather_statistics(source, layer, states, plan.model)
+        if processes.is_rank0() and folder is not None:
+            saved = {"statistics": vars(statistics), "inputs": inputs}
+            torch.save(saved, folder / f"{index}.pt")
+        surveyed.append(_survey_layer(plan, index, statistics))
+    return surveyed
+
+
+def _survey_layer(plan: Plan, index: int, statistics: LayerStatistics) -> LayerSurvey:
+    def survey() -> LayerSurvey:
+        weights = linearize_heads(source_layer(plan, index), statistics)
+        rotary = source_rotary(plan, index)
+        return rope_slots.survey_layer(weights, statistics, rotary, plan.geometry.positions)
+
+    return processes.broadcast_from_rank0(survey)
+
+
+def resolve_plan(plan: Plan, spec: MlaSpec, surveyed: Sequence[LayerSurvey]) -> Plan:
+    """``plan`` with the split ``spec`` and the best rotary slots for the surveyed layers; layout
+    engine allows only plain RoPE.
+
+    Without a survey there is nothing to choose by: a uniform stride over the source's frequencies.
+    """
+    if surveyed:
+        thetas = [survey.theta for survey in surveyed]
+    else:
+        thetas = [source_rotary(plan, layer).theta for layer in range(plan.geometry.layers)]
+    kept = spec.used_rope_dim(plan.geometry.rotary_dims)
+
+    def choose(alike: list[int]) -> Slots:
+        if surveyed:
+            surveys = [surveyed[layer] for layer in alike]
+            if spec.layout == "engine":
+                return rope_slots.plain_slots(surveys, kept)
+            return rope_slots.choose_slots(surveys, kept)
+        # Layers that do not rotate have no frequencies to choose from.
+        theta = next((thetas[layer] for layer in alike if thetas[layer].numel()), None)
+        if theta is None:
+            return rope_slots.NO_SLOTS
+        return rope_slots.stride_slots(theta, spec.rope_dim)
+
+    slots = rope_slots.slots_by_layer(thetas, choose)
+    return plan_mla(plan.request, plan.checkpoint, plan.model, spec, slots)
+
+
+def choose_split(
+    plan: Plan,
+    calibration: Calibration,
+    surveyed: Sequence[LayerSurvey],
+    folder: Path,
+    stages: Stages,
+) -> tuple[Plan, list[Split], dict[str, Any]]:
+    """Choose the split and the rotary slots for the surveyed layers.
+
+    Returns the plan, all splits that were tried (none without a budget), and an entry for
+    ``kvfold.json`` if engines decided.
+    """
+    plans = [resolve_plan(plan, spec, surveyed) for spec in mla_specs(plan.request, plan.model)]
+    if plan.request.budget is None:
+        return plans[0], [], {}
+    trials = compare_splits(plans, calibration, folder, stages)
+    least = min(trials, key=lambda trial: trial.sort_key)
+    best = prefer_served(trials)
+    notes: dict[str, Any] = {}
+    if best is not least:
+        notes["preferred_for_engines"] = {
+            "engines": [engine for engine in best.engines if engine not in least.engines],
+            "kl": best.sort_key[1],
+            "instead_of": {
+                "kv_rank": least.split.kv_rank,
+                "rope_dim": least.split.rope_dim,
+                "kl": least.sort_key[1],
+            },
+        }
+    return best.plan, [trial.split for trial in trials], notes
+
+
+def prefer_served(trials: Sequence[Trial]) -> Trial:
+    """The trial that drifts least, or one that more engines serve if its KL is at most 5 % higher.
+
+    If some trials were refined, the choice is among them.
+    """
+    unrefined, kl = min(trial.sort_key for trial in trials)
+    near = [
+        trial
+        for trial in trials
+        if trial.sort_key[0] == unrefined and trial.sort_key[1] <= _SERVED_FACTOR * kl
+    ]
+    return min(near, key=lambda trial: (-len(trial.engines), trial.sort_key))
+
+
+def compare_splits(
+    plans: Sequence[Plan], calibration: Calibration, folder: Path, stages: Stages
+) -> list[Trial]:
+    """Try all ``plans`` as fitted, then the best with refinement if the request refines."""
+    request = plans[0].request
+    if not request.quiet:
+        layers = plans[0].geometry.layers
+        print(
+            f"comparing {len(plans)} splits: each trial converts {len(probed_layers(layers))} of"
+            f" {layers} layers",
+            file=sys.stderr,
+        )
+    trials = [
+        Trial(plan, try_split(plan, calibration, folder))
+        for plan in stages.over("splits", plans, len(plans), "split")
+    ]
+    if not request.refine:
+        return trials
+    # Refined are the best few, and the splits that more engines serve than the best.
+    ranked = sorted(trials, key=lambda trial: trial.sort_key)
+    engines = len(ranked[0].engines)
+    more = [trial for trial in ranked[_FINALISTS:] if len(trial.engines) > engines]
+    finalists = [*ranked[:_FINALISTS], *more]
+    for trial in stages.over("finals", finalists, len(finalists), "split"):
+        refined_kl = try_split(trial.plan, calibration, folder, _TRIAL_STEPS)
+        trials[trials.index(trial)] = replace(trial, refined_kl=refined_kl)
+    return trials
+
+
+def try_split(plan: Plan, calibration: Calibration, folder: Path, refine: int = 0) -> float:
+    """The KL on held-out text, in nats per token, with a few layers converted by ``plan`` and
+    refined in ``refine`` steps.
+    """
+    tokens = calibration.tokens
+    length = tokens.calibration.shape[1]
+    tokens = replace(
+        tokens,
+        calibration=tokens.calibration[: max(1, _TRIAL_CALIBRATION // length)],
+        held_out=tokens.held_out[: max(1, _TRIAL_HELD_OUT // length)],
+    )
+    probed = probed_layers(plan.geometry.layers)
+    walk = open_walk(plan, replace(calibration, tokens=tokens), statistics=False, refine=refine > 0)
+    for step in walk:
+        if step.index not in probed:
+            step.keep_source()
+            continue
+        if processes.is_rank0():
+            step.statistics, step.inputs = load_statistics(folder, step.index)
+        weights = fit_layer(plan, step.index, step).weights
+        tensors, _ = finish_layer(plan, step, weights, refine, quiet=True)
+        step.replace(tensors)
+    return processes.broadcast_from_rank0(lambda: walk.measurement().kl)
+
+
+def load_statistics(folder: Path, layer: int) -> tuple[LayerStatistics, Tensor]:
+    """The statistics of ``layer`` from the survey, and its attention inputs ``[n, E]``."""
+    saved = torch.load(folder / f"{layer}.pt", weights_only=True, mmap=True)
+    return LayerStatistics(**saved["statistics"]), saved["inputs"]
+
+
+def probed_layers(layers: int) -> set[int]:
+    """The layers that trials convert: all layers of a small model, otherwise a few evenly spaced
+    ones.
+    """
+    count = min(layers, _PROBED)
+    return {(2 * number + 1) * layers // (2 * count) for number in range(count)}
+
+
+def _describe_slots(plan: Plan, surveyed: Sequence[LayerSurvey]) -> dict[str, Any]:
+    """Entries of ``kvfold.json`` on the rotary slots: their number per pair, and with a survey the
+    worth of rotation at every frequency and slot, mean over layers, and how much of it is kept.
+    """
+    first = plan.slots[0]
+    # Stock classes have the same slots in all layers; where frequencies differ there is a list for
+    # each.
+    if any(slots is not first for slots in plan.slots):
+        return {"rotary_slots_per_pair": [list(slots.counts) for slots in plan.slots]}
+    notes: dict[str, Any] = {"rotary_slots_per_pair": list(first.counts)}
+    if first.counts and surveyed:
+        worth = rope_slots.mean_worth(surveyed)
+        count = sum(first.counts)
+        kept = [float(row[:slots].sum()) for row, slots in zip(worth, first.counts, strict=True)]
+        largest = worth.flatten().sort(descending=True).values[: _SHOWN_SLOTS * max(1, count)]
+        notes["rotary_worth"] = vars(
+            RotaryWorth(worth.sum(1).tolist(), kept, count, largest.tolist())
+        )
+    return notes

@@ -1,0 +1,82 @@
+"""The ``principal`` method for MLA: a joint latent for keys and values, fitted to calibration text."""
+
+from typing import TYPE_CHECKING
+
+from kvfold.convert.methods.registry import DEFAULT, ConvertedLayer, LatentLayer, Method, method
+
+if TYPE_CHECKING:
+    from kvfold.convert.transforms.latent.latent_weights import LatentWeights
+    from kvfold.convert.transforms.weights import LayerStatistics
+
+
+@method
+class PrincipalLatent(Method):
+    """Fit a latent with and without extra weight on attention sinks, and with and without a damper;
+    return the best.
+
+    Held-out text decides. The notes contain the share of received attention in a token's weight,
+    the number of dampers if the latent has a live norm, and the approximation error if linear maps
+    replace norms on queries and keys.
+    """
+
+    name = DEFAULT
+    targets = ("mla",)
+    reads_text = True
+    card = (
+        "Shared keys and values are principal components fitted to text; queries and output weights"
+        " absorb the change"
+    )
+
+    def fit(self, layer: LatentLayer) -> ConvertedLayer:
+        from kvfold.convert.transforms.head_norms import measure_norms
+        from kvfold.convert.transforms.latent.variants import live_norm
+        from kvfold.convert.transforms.sinks import add_damper, token_weightings
+
+        statistics = layer.require_statistics()
+        fits = []
+        # Sinks: least squares over tokens, or also weighted by the attention that they receive.
+        for share, weighted in token_weightings(statistics):
+            latent = fit_latent(layer, weighted, layer.channels)
+            if not layer.centered:
+                latent = live_norm(latent, layer.inputs)
+            fits.append((share, 0, latent))
+            # Without weight on received attention, sinks do not matter and need no damper.
+            if share and not layer.centered and layer.channels > 1:
+                latent = add_damper(fit_latent(layer, weighted, layer.channels - 1), statistics)
+                fits.append((share, 1, live_norm(latent, layer.inputs)))
+        share, dampers, latent = min(fits, key=lambda fit: layer.error(fit[2]))
+        notes = {"received_attention_share": share}
+        if not layer.centered:
+            notes["damper_channels"] = dampers
+        if not layer.keeps_norms:
+            notes |= measure_norms(layer.weights, statistics, key_constant=layer.centered)
+        return ConvertedLayer(latent, notes)
+
+
+def fit_latent(layer: LatentLayer, statistics: "LayerStatistics", channels: int) -> "LatentWeights":
+    """Convert ``layer`` to latent attention with ``channels`` channels, before any norm is applied
+    to the latent.
+
+    Norms on queries and keys are kept if the layout supports them; otherwise linear maps replace
+    them.
+    """
+    from kvfold.convert.transforms.head_norms import linearize_heads
+    from kvfold.convert.transforms.latent.factorization import factor_layer
+    from kvfold.convert.transforms.latent.variants import query_latent
+
+    weights = layer.weights
+    if not layer.keeps_norms:
+        weights = linearize_heads(weights, statistics, key_constant=layer.centered)
+    latent = factor_layer(
+        weights,
+        statistics,
+        layer.rotary,
+        layer.slots,
+        channels,
+        context=layer.context,
+        scale=layer.scale,
+        centered=layer.centered,
+    )
+    if layer.query_channels is None:
+        return latent
+    return query_latent(latent, statistics, layer.query_channels)
