@@ -1,6 +1,4 @@
-"""The machine, without importing torch: free memory, whether a GPU is possible, and the threads for
-computing.
-"""
+"""The machine, without importing torch: free memory, a possible GPU, and threads for computing."""
 
 import math
 import os
@@ -10,16 +8,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-# What decides how threads wait: the standard's variable, and those of the two common libraries
-_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _CORE = Path("/sys/devices/system/cpu")
 _GROUPS = Path("/sys/fs/cgroup")
-_OWN_GROUPS = Path("/proc/self/cgroup")
+_OWN_GROUP = Path("/proc/self/cgroup")
 _MEMORY = Path("/proc/meminfo")
 _DEVICES = Path("/dev")
 # Without any of these device files torch finds no GPU on Linux: NVIDIA (also Tegra), ROCm, WSL
 _GPU_FILES = ("nvidia*", "nvhost*", "nvmap", "kfd", "dxg")
+_THREADS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
+# How threads wait: the standard's variable, and those of the two common libraries
+_WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
 
 
 def set_threads() -> None:
@@ -27,13 +25,13 @@ def set_threads() -> None:
     Before torch's import.
 
     By default OpenMP's threads spin while they wait for one another. If another process has their
-    core meanwhile, they burn the time of this one (bench_threads.py).
+    core meanwhile, they burn the time of this one.
     """
     if "torch" in sys.modules:  # too late
         return
-    if not any(name in os.environ for name in _THREADS):
+    if not _THREADS & os.environ.keys():
         os.environ["OMP_NUM_THREADS"] = str(usable_cores())
-    if not any(name in os.environ for name in _WAITING):
+    if not _WAITING & os.environ.keys():
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         os.environ["KMP_BLOCKTIME"] = "0"
 
@@ -45,44 +43,33 @@ def usable_cores() -> int:
     The load of other processes does not count: the same request would then not give the same bytes
     at another time.
     """
-    allowed = (
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
+    everywhere = range(os.cpu_count() or 1)
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else everywhere
     cores = set()
-    for cpu in allowed:
-        core: object = cpu
+    for cpu in affinity:
+        core = str(cpu)
         # Two threads of one core do not compute faster than one.
         with suppress(OSError):
             core = (_CORE / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text()
         cores.add(core)
-    return max(1, min([len(cores), *map(math.ceil, _quotas())]))
+    return max(1, min([len(cores), *map(math.ceil, _cpu_quotas())]))
 
 
-def _quotas() -> Iterator[float]:
-    """The CPU quotas of this process's cgroups, versions 1 and 2, in cores."""
+def _cpu_quotas() -> Iterator[float]:
+    """The CPU quotas in cores of this process's cgroup (version 2) and of the groups above it."""
     with suppress(OSError):
-        for line in _OWN_GROUPS.read_text().splitlines():
-            _, controllers, name = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            for group in (path for path in (Path(name), *Path(name).parents)):
-                for root in (_GROUPS, _GROUPS / "cpu", _GROUPS / "unified"):
-                    folder = root / group.relative_to("/")
-                    with suppress(OSError, ValueError):
-                        quota, period = map(float, (folder / "cpu.max").read_text().split())
-                        yield quota / period
-                    with suppress(OSError, ValueError):
-                        quota = float((folder / "cpu.cfs_quota_us").read_text())
-                        if quota > 0:
-                            yield quota / float((folder / "cpu.cfs_period_us").read_text())
+        own = _GROUPS / _OWN_GROUP.read_text().strip().rpartition("::/")[2]
+        for group in (own, *own.parents):
+            with suppress(OSError, ValueError):  # "max" is no limit
+                quota, period = map(float, (group / "cpu.max").read_text().split())
+                yield quota / period
 
 
 def may_have_gpu() -> bool:
-    """False only if torch certainly finds no CUDA device. Does not import torch."""
-    system = platform.system()
-    if system == "Linux":
+    """False only if torch certainly finds no CUDA device."""
+    if platform.system() == "Linux":
         return any(any(_DEVICES.glob(pattern)) for pattern in _GPU_FILES)
-    return system != "Darwin"
+    return platform.system() != "Darwin"
 
 
 def host_memory() -> int | None:

@@ -1,6 +1,5 @@
 """Progress on stderr by tqdm: a bar for each open stage on a terminal, otherwise a line every 30 s."""
 
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -78,7 +77,7 @@ class Stages:
             delay=0 if terminal else _LINE_SECONDS,
             smoothing=0,
             leave=False,
-            ncols=shutil.get_terminal_size().columns,  # 80 where a terminal reports none
+            dynamic_ncols=True,
             disable=self.quiet or self.progress is not None or not (terminal or total),
             file=sys.stderr,
         )

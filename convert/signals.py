@@ -1,5 +1,4 @@
-"""Signals that end a command, how to defer them in code that they must not interrupt, and limits
-for foreign code.
+"""Signals that end a command, code that they must not interrupt, and limits for foreign code.
 
 A handler may raise KeyboardInterrupt between any two bytecodes of the main thread: even between the
 call that creates a folder and the ``try`` whose ``finally`` removes it, or inside that ``finally``.
@@ -10,8 +9,8 @@ import ctypes
 import os
 import resource
 import signal
-import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,12 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-ENDING_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-)  # Ctrl-C, job schedulers, a closed terminal
-_RESEND_SECONDS = 0.02  # by then the finalizer that swallowed a KeyboardInterrupt has returned
+# Ctrl-C, job schedulers and containers, a closed terminal
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_CLEAN_UP_SECONDS = 10  # in which further signals are ignored; chosen
 
 
 @dataclass
@@ -67,12 +63,10 @@ class DeferredSignals:
             signal.raise_signal(self._waiting.pop())
 
     def __exit__(self, *exception: object) -> None:
-        # If a signal keeps a handler below from being restored, ``_receive`` passes signals on from
-        # here.
+        # If a signal keeps a handler below from being restored, ``_receive`` passes signals on.
         self.deferred = False
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
         self.deliver()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -84,70 +78,29 @@ class DeferredSignals:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Within the block, the first ending signal raises KeyboardInterrupt; later ones are ignored
-    during clean-up.
+    """Within the block, SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does.
 
-    Signals that are ignored (as under ``nohup``) or already have another handler are not changed.
+    Further signals are ignored for 10 seconds, in which the run cleans up. Signals that are ignored
+    (as under ``nohup``) or already have another handler are not changed.
     """
-    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-    ours = [
-        number
-        for number, handler in before.items()
-        if handler in (signal.SIG_DFL, signal.default_int_handler)
-    ]
-    raised = False
+    last = -float("inf")
 
-    def interrupt(number: int, frame: object) -> None:
-        nonlocal raised
-        if not raised:
-            raised = True
-            raise KeyboardInterrupt(number)
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        before = last
+        last = time.monotonic()
+        if last - before > _CLEAN_UP_SECONDS:
+            raise KeyboardInterrupt
 
-    def resend(problem: "sys.UnraisableHookArgs") -> None:
-        # Python drops exceptions raised in finalizers and import callbacks, so the signal is sent
-        # again.
-        nonlocal raised
-        if isinstance(problem.exc_value, KeyboardInterrupt) and problem.exc_value.args:
-            raised = False
-            threading.Timer(
-                _RESEND_SECONDS, os.kill, (os.getpid(), problem.exc_value.args[0])
-            ).start()
-        else:
-            hook(problem)
-
-    if threading.current_thread() is not threading.main_thread():
-        ours = []
-    for each in ours:
-        signal.signal(each, interrupt)
-    hook = sys.unraisablehook
-    sys.unraisablehook = resend
+    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    for number, handler in handlers.items():
+        if handler in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, interrupt)
     try:
         yield
     finally:
-        sys.unraisablehook = hook
-        for each in ours:
-            signal.signal(each, before[each])
-
-
-@contextmanager
-def _little_memory(most_bytes: int) -> Iterator[None]:
-    """Within the block this process gets at most ``most_bytes`` more memory; MemoryError beyond.
-    Only on Linux.
-    """
-    try:
-        held = int(Path("/proc/self/statm").read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        yield
-        return
-    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    allowed = [
-        limit for limit in (held + most_bytes, before, hard) if limit != resource.RLIM_INFINITY
-    ]
-    resource.setrlimit(resource.RLIMIT_DATA, (min(allowed), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -159,21 +112,27 @@ def limited(seconds: float, most_bytes: int = 512 << 20) -> Iterator[None]:
     operation in C is not interrupted, but cannot get the memory either.
     """
     ended = threading.Event()
-    thread = threading.get_ident()
+    thread = ctypes.c_ulong(threading.get_ident())
+    timeout = ctypes.py_object(TimeoutError)
 
     def watch() -> None:
         # Again and again: code that an exception cannot leave, such as a finalizer, swallows it.
         while not ended.wait(seconds):
             # no signal: it would reach only the main thread
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(thread), ctypes.py_object(TimeoutError)
-            )
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, timeout)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
+    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    statistics = Path("/proc/self/statm")
+    if statistics.exists():  # Linux
+        present = int(statistics.read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
+        limits = [present + most_bytes, before, hard]
+        soft = min(limit for limit in limits if limit != resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     try:
-        with _little_memory(most_bytes):
-            yield
+        yield
     finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
         ended.set()
         watcher.join()

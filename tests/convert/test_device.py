@@ -48,16 +48,6 @@ def test_whether_there_may_be_a_gpu_is_known_without_torch(tmp_path, monkeypatch
         ({"cpu.max": "max 100000"}, "0::/\n", 3),
         ({"a/b/cpu.max": "150000 100000", "a/cpu.max": "max 100000"}, "0::/a/b\n", 2),
         ({"a/cpu.max": "50000 100000"}, "0::/a/b\n", 1),
-        (
-            {"cpu/job/cpu.cfs_quota_us": "200000", "cpu/job/cpu.cfs_period_us": "100000"},
-            "3:cpu,cpuacct:/job\n0::/\n",
-            2,
-        ),
-        (
-            {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"},
-            "3:cpu:/\n4:memory:/x\n",
-            3,
-        ),
     ],
 )
 def test_the_cores_that_a_process_may_use(tmp_path, monkeypatch, files, own, expected):
@@ -65,7 +55,7 @@ def test_the_cores_that_a_process_may_use(tmp_path, monkeypatch, files, own, exp
     count.
     """
     monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: {1, 2, 4, 5})
-    for name, place in (("_CORE", "cpus"), ("_GROUPS", "groups"), ("_OWN_GROUPS", "own")):
+    for name, place in (("_CORE", "cpus"), ("_GROUPS", "groups"), ("_OWN_GROUP", "own")):
         monkeypatch.setattr(host, name, tmp_path / place)
     (tmp_path / "own").write_text(own)
     for cpu, siblings in {1: "1", 2: "2", 4: "4-5", 5: "4-5"}.items():
@@ -90,12 +80,10 @@ def test_threads_are_set_before_torch_unless_the_user_chose_them(monkeypatch, ch
     assert dict(os.environ) == before
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(host, "usable_cores", lambda: 3)
-    threads = (
-        {} if host._THREADS[0] in chosen or host._THREADS[1] in chosen else {"OMP_NUM_THREADS": "3"}
-    )
-    waiting = (
-        {} if "GOMP_SPINCOUNT" in chosen else {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
-    )
+    threads = {} if host._THREADS & chosen.keys() else {"OMP_NUM_THREADS": "3"}
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+    if host._WAITING & chosen.keys():
+        waiting = {}
     monkeypatch.setattr(host.os, "environ", dict(before))
     host.set_threads()
     assert host.os.environ == {**before, **threads, **waiting}

@@ -7,13 +7,12 @@ first, and come late.
 import io
 import os
 import signal
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvfold.convert import signals
 from kvfold.convert.checkpoint import atomic
 from kvfold.convert.measure import bench_worker as worker
 from kvfold.convert.signals import interruptible
@@ -51,20 +50,12 @@ def test_a_second_signal_is_ignored(number):
     assert [signal.getsignal(each) for each in ENDING] == before
 
 
-@pytest.mark.parametrize("number", ENDING)
-def test_a_signal_that_falls_into_a_finalizer_is_not_lost(number):
-    class Finalized:
-        def __del__(self) -> None:
-            signal.raise_signal(number)
-
-    def work():
-        Finalized()
-        time.sleep(10)  # a signal ends it
-
-    hook = sys.unraisablehook
-    with pytest.raises(KeyboardInterrupt), interruptible():
-        work()
-    assert sys.unraisablehook is hook
+def test_a_signal_after_the_time_for_cleaning_up_ends_what_swallowed_the_first(monkeypatch):
+    monkeypatch.setattr(signals, "_CLEAN_UP_SECONDS", 0)
+    with interruptible():
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
 
 
 def test_a_signal_that_nohup_ignores_stays_ignored():
