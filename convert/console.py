@@ -28,10 +28,10 @@ from kvfold.convert.errors import (
     printable,
     system_failure,
 )
+from kvfold.convert.formatting import jsonable
 from kvfold.convert.host import may_have_gpu, set_threads
 from kvfold.convert.options import Option, Request, no_gpu, specs
 from kvfold.convert.signals import interruptible
-from kvfold.convert.sizes import jsonable
 
 # Stands for stdout in place of a file name, as in other command-line tools.
 REPORT = "report.html"

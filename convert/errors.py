@@ -14,9 +14,7 @@ _SHOWN = 20
 _REPR = reprlib.Repr()
 _REPR.maxlevel = 3
 _REPR.maxlist = 16
-_REPR.maxdict = 8
 _REPR.maxstring = 200
-_REPR.maxlong = 60
 _REPR.maxother = 200
 # Names that other tools use for our values.
 _USUAL = {
@@ -89,16 +87,11 @@ def option_error(field: str, value: Any, rule: str) -> InputError:
     return InputError(f"{format_option(field, value)}{space}{rule}", field=field)
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of a library's error message, or the exception's type if the message is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def one_line(error: BaseException) -> str:
-    """A library's error message joined into one line, or the exception's type if the message is
-    empty.
+def one_line(error: BaseException, longest: int = 300) -> str:
+    """A library's error message in one line of at most ``longest`` characters, or the exception's
+    type if the message is empty.
     """
-    return " ".join(str(error).split()) or type(error).__name__
+    return " ".join(str(error).split())[:longest] or type(error).__name__
 
 
 def printable(text: str) -> str:
@@ -106,11 +99,7 @@ def printable(text: str) -> str:
     words cut.
     """
     text = _LONG_WORD.sub(lambda word: f"{word[0][:200]}...{word[0][-20:]}", text)
-    return (
-        text
-        if text.isprintable()
-        else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    )
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def short(value: Any) -> str:
@@ -137,36 +126,32 @@ def system_failure(error: Exception) -> str | None:
     None.
     """
     text = one_line(error)
-    code = error.errno if isinstance(error, OSError) else None
-    # Errors from safetensors and tokenizers, which are written in Rust, contain the code in their
-    # text.
-    if stated := re.search(r"\(os error (\d+)\)", text):
-        code = int(stated[1])
     if (
         isinstance(error, MemoryError)
         or "OutOfMemory" in type(error).__name__
-        or _OUT_OF_MEMORY.search(text)
+        or _OUT_OF_MEMORY.search(str(error))
     ):
-        return f"no memory left ({text[:120]}); {ADVICE[errno.ENOMEM]}"
+        return f"no memory left ({text}); {ADVICE[errno.ENOMEM]}"
     # torch.save reports no cause; nearly always the disk is full.
-    if code is None and "PytorchStreamWriter failed writing" in text:
-        return f"a file cannot be written ({text[:120]}); {ADVICE[errno.ENOSPC]}"
-    if code is None:
+    if "PytorchStreamWriter failed writing" in str(error):
+        return f"a file cannot be written ({text}); {ADVICE[errno.ENOSPC]}"
+    # Errors from safetensors and tokenizers, which are written in Rust, contain the code as text.
+    code = re.search(r"\(os error (\d+)\)", str(error))
+    number = int(code[1]) if code else getattr(error, "errno", None)
+    if not isinstance(number, int):
         return None
-    where = getattr(error, "filename", None) or "a file"
-    advice = ADVICE.get(code, "check the path, its permissions and its disk")
-    return f"{where}: cannot be read or written ({os.strerror(code)}); {advice}"
+    file = getattr(error, "filename", None) or "a file"
+    advice = ADVICE.get(number, "check the path, its permissions and its disk")
+    return f"{file}: cannot be read or written ({os.strerror(number)}); {advice}"
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """`` (did you mean NAME?)`` with the member of ``known`` most similar to ``name``; empty if
     none is similar.
     """
-    known = list(known)
     # Case, dashes and surrounding blanks do not matter.
-    asked, *spelled = (str(text).strip().lower().replace("-", "_") for text in (name, *known))
-    usual = _USUAL.get(asked)
-    if usual in known:
-        return f" (did you mean {usual}?)"
-    close = get_close_matches(asked, spelled, 1)
-    return f" (did you mean {known[spelled.index(close[0])]}?)" if close else ""
+    names = {text.lower().replace("-", "_"): text for text in known}
+    wanted = str(name).strip().lower().replace("-", "_")
+    usual = _USUAL.get(wanted)
+    close = [usual] if usual in names else get_close_matches(wanted, names, 1)
+    return f" (did you mean {names[close[0]]}?)" if close else ""

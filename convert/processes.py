@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvfold.convert.errors import InputError, KvfoldError, first_line, one_line
+from kvfold.convert.errors import InputError, KvfoldError, one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +117,7 @@ def _failures_as_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise KvfoldError(
-            f"another process of this run has ended ({first_line(error)[:200]}); see its error"
+            f"another process of this run has ended ({one_line(error)[:200]}); see its error"
             " above or in its log, then run the same command again"
         ) from error
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.errors import InputError, did_you_mean, one_line, option_error
+from kvfold.convert.formatting import format_table
 from kvfold.convert.methods.registry import methods_of
 from kvfold.convert.options import specs, value_problems
 from kvfold.convert.request import ConvertRequest
-from kvfold.convert.sizes import table
 
 _RECIPE_FOLDER = Path(__file__).resolve().parent / "data" / "recipes"
 _LARGEST_RECIPE = 1 << 20  # bytes
@@ -67,7 +67,7 @@ def recipe_table() -> str:
     rows = [["recipe", "model", "cached before", "after"]]
     rows += [[str(listed.get(key, "")) for key in keys] for listed in recipe_list()]
     told = "kvfold convert MODEL OUT --recipe NAME; cached: KV-cache elements per token per layer"
-    return "\n".join([*table(rows, left=(0, 1)), "", told])
+    return "\n".join([*format_table(rows, left=(0, 1)), "", told])
 
 
 def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from kvfold.convert.errors import InputError, format_option
+from kvfold.convert.formatting import check_size, parse_size, parse_tokens
 from kvfold.convert.methods import registry
 from kvfold.convert.methods.registry import DEFAULT, Method
 from kvfold.convert.options import (
@@ -20,7 +21,6 @@ from kvfold.convert.options import (
     specs,
     trust_option,
 )
-from kvfold.convert.sizes import parse_size, size_expected, tokens_of
 
 AttentionKind = Literal["gqa", "mqa", "mla"]
 Layout = Literal["free", "engine", "kvfold"]
@@ -81,7 +81,7 @@ def _blank(path: str) -> str | None:
 
 
 def _token_count(value: int | str) -> str | None:
-    return None if isinstance(value, int) or tokens_of(value) else _POLISH_RULE
+    return None if isinstance(value, int) or parse_tokens(value) else _POLISH_RULE
 
 
 _POLISH_RULE = "a number of steps, a number of tokens above 0 such as 200k or 1M, or 'auto'"
@@ -218,7 +218,7 @@ class ConvertRequest(Request):
     precision: TrainingDtype = option(**_PRECISION)
     dtype: Dtype = dtype_option(help="Stored dtype; auto keeps the source's dtype.")
     max_shard_size: int | str = option(
-        "5GB", "Maximum size of a weight file.", metavar="SIZE", check=size_expected
+        "5GB", "Maximum size of a weight file.", metavar="SIZE", check=check_size
     )
     dry_run: bool = option(
         False, "Print the plan, memory and disk space; write nothing.", runs=True

@@ -21,8 +21,8 @@ from pathlib import Path
 from kvfold.convert.checkpoint.files import sync_path
 from kvfold.convert.checkpoint.folder import RECORD, list_files, recorded_files
 from kvfold.convert.errors import InputError
+from kvfold.convert.formatting import format_bytes
 from kvfold.convert.signals import DeferredSignals
-from kvfold.convert.sizes import bytes_text
 
 _LOCKLESS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _TOKEN = re.compile(r"-[0-9a-f]{8}(\.old)?$")
@@ -230,7 +230,7 @@ def free_space_check(path: str | os.PathLike[str], needed_bytes: int, purpose: s
         )
     if needed_bytes > free:
         required, available = (
-            f"{bytes_text(count)} ({count} bytes)" for count in (needed_bytes, free)
+            f"{format_bytes(count)} ({count} bytes)" for count in (needed_bytes, free)
         )
         figures = f"{available} free, but {required} needed{purpose and ' ' + purpose}"
         raise InputError(

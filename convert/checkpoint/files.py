@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.errors import ADVICE, InputError, first_line
+from kvfold.convert.errors import ADVICE, InputError, one_line
 
 # A small buffer, which fits a cache of the processor.
 BUFFER = 1 << 20
@@ -192,7 +192,7 @@ def parse_json(path: Path, data: bytes) -> dict[str, Any]:
         value = load_json(data)
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"{path}: not valid JSON: {first_line(error)}; fix the file or download it again"
+            f"{path}: not valid JSON: {one_line(error)}; fix the file or download it again"
         ) from None
     if not isinstance(value, dict):
         raise InputError(

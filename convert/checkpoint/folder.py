@@ -15,7 +15,7 @@ from typing import Any
 from kvfold.convert.checkpoint.files import parse_json, read_bytes
 from kvfold.convert.checkpoint.headers import Header
 from kvfold.convert.errors import InputError, short
-from kvfold.convert.sizes import bytes_text
+from kvfold.convert.formatting import format_bytes
 
 CONFIG = "config.json"
 RECORD = "kvfold.json"
@@ -156,7 +156,7 @@ def read_member(
     path = resolve_member(folder, name, named_by)
     if (size := path.stat().st_size) > most:
         raise InputError(
-            f"{folder / name} has {bytes_text(size)}, but at most {bytes_text(most)} are read;"
+            f"{folder / name} has {format_bytes(size)}, but at most {format_bytes(most)} are read;"
             " download it again"
         )
     return read_bytes(path, length=size if length < 0 else length)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.checkpoint.files import load_json, read_bytes
-from kvfold.convert.errors import first_line, short
+from kvfold.convert.errors import one_line, short
 
 # Bits per element of every dtype the format knows
 DTYPE_BITS = {
@@ -104,8 +104,7 @@ def parse_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Hea
     except (ValueError, RecursionError) as error:
         return Header(
             problems=[
-                f"{file}: not a valid safetensors file: {first_line(error)}; download the file"
-                " again"
+                f"{file}: not a valid safetensors file: {one_line(error)}; download the file again"
             ]
         )
     header = Header()

@@ -15,7 +15,7 @@ import torch
 from kvfold.convert.checkpoint.files import check_unicode, open_source
 from kvfold.convert.checkpoint.headers import Header, TensorInfo
 from kvfold.convert.checkpoint.reader import Reader
-from kvfold.convert.errors import InputError, first_line, short
+from kvfold.convert.errors import InputError, one_line, short
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,
@@ -146,7 +146,7 @@ def load_state(path: Path) -> dict[Any, Any]:
     except (
         Exception
     ) as error:  # torch lets every kind of error of its unpickler and of its archive reader through
-        raise ValueError(f"not a whole file of plain tensors: {first_line(error)}") from None
+        raise ValueError(f"not a whole file of plain tensors: {one_line(error)}") from None
     if not isinstance(state, dict):
         raise ValueError(f"it must map names to tensors, not be a {type(state).__name__}")
     return state

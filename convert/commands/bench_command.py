@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 import click
 
 from kvfold.convert.console import check_files, json_option, request_options, tell
+from kvfold.convert.formatting import format_bytes, format_table
 from kvfold.convert.request import BenchRequest
-from kvfold.convert.sizes import bytes_text, table
 
 if TYPE_CHECKING:
     from kvfold.convert.measure.bench import Benchmark, BenchRow
@@ -48,7 +48,7 @@ def format_benchmark(benchmark: "Benchmark") -> str:
         f" cache; kvfold {benchmark.kvfold}, torch {benchmark.torch}, transformers"
         f" {benchmark.transformers}",
         "",
-        *table([_COLUMNS, *map(_format_row, rows)]),
+        *format_table([_COLUMNS, *map(_format_row, rows)]),
     ]
     if any(row.form == "absorbed" for row in rows):
         lines.append("\nstock: as transformers loads it; absorbed: after kvfold.attention.absorb")
@@ -60,10 +60,10 @@ def _format_row(row: "BenchRow") -> list[str]:
     if row.failed is not None:
         return [*cells, f"does not run: {row.failed.split(': ', 1)[-1]}"]
     if row.needed_bytes is not None:
-        free = bytes_text(row.free_bytes or 0)
+        free = format_bytes(row.free_bytes or 0)
         return [
             *cells,
-            f"does not fit: needs {bytes_text(row.needed_bytes)}, but only {free} is free",
+            f"does not fit: needs {format_bytes(row.needed_bytes)}, but only {free} is free",
         ]
     return [
         *cells,
@@ -71,7 +71,7 @@ def _format_row(row: "BenchRow") -> list[str]:
         f"{row.decode_tokens_per_s:.1f}",
         f"{row.step_ms:.1f}",
         f"{row.attention_ms:.1f}",
-        bytes_text(row.cache_bytes or 0),
-        bytes_text(row.peak_bytes or 0),
+        format_bytes(row.cache_bytes or 0),
+        format_bytes(row.peak_bytes or 0),
         "-" if row.ratio is None else f"{row.ratio:.2f}",
     ]

@@ -13,8 +13,8 @@ import click
 from kvfold.convert.commands.inspect_command import format_inspection
 from kvfold.convert.console import STDOUT, check_files, json_option, tell
 from kvfold.convert.errors import InputError
+from kvfold.convert.formatting import format_table
 from kvfold.convert.options import to_argv
-from kvfold.convert.sizes import table
 
 _WINDOWS = 32
 _LENGTH = 256
@@ -153,4 +153,4 @@ def _format_rows(rows: Sequence[DemoRow]) -> list[str]:
         elements = row.cache_elements
         saving = f"{100 * (1 - elements / source_elements):.1f} %"
         cells.append([row.target, str(elements), saving, before, f"{row.perplexity:.2f}"])
-    return table(cells)
+    return format_table(cells)

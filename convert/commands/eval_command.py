@@ -7,8 +7,8 @@ import click
 
 from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import check_files, json_option, request_options, tell
+from kvfold.convert.formatting import format_table
 from kvfold.convert.request import EvalRequest
-from kvfold.convert.sizes import table
 from kvfold.convert.text.corpus import check_sources
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def format_evaluation(evaluation: "Evaluation") -> str:
         f"{evaluation.out} against {evaluation.model}; differences paired by document, with 95 %"
         " intervals"
     )
-    return "\n".join([title, "", *table(rows, _WIDTHS)])
+    return "\n".join([title, "", *format_table(rows, _WIDTHS)])
 
 
 def _format_row(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvfold.convert.console import STDOUT, check_files, tell
-from kvfold.convert.sizes import bytes_text, table
+from kvfold.convert.formatting import format_bytes, format_table
 
 if TYPE_CHECKING:
     from kvfold.convert.measure.inspect import Inspection
@@ -98,7 +98,7 @@ def _list_facts(inspection: "Inspection") -> dict[str, str]:
     if inspection.parameters >= 10**9:
         parameters = f"{inspection.parameters / 1e9:.2f} B"
     cache = inspection.cache
-    by_context = [f"{bytes_text(size)} at {context}" for context, size in cache.bytes.items()]
+    by_context = [f"{format_bytes(size)} at {context}" for context, size in cache.bytes.items()]
     facts = {
         "family": f"{inspection.family} ({inspection.architecture})",
         "attention": f"{inspection.attention}: {attention}",
@@ -106,12 +106,12 @@ def _list_facts(inspection: "Inspection") -> dict[str, str]:
         "rotary": rotary,
         "windows": ", ".join(map(str, inspection.windows)),
         "weights": (
-            f"{parameters} parameters, {bytes_text(inspection.weight_bytes)} of"
+            f"{parameters} parameters, {format_bytes(inspection.weight_bytes)} of"
             f" {inspection.dtype} in {inspection.files} file{'s' * (inspection.files > 1)}"
         ),
         "KV cache": (
             f"{cache.cache_elements} elements per token per layer,"
-            f" {bytes_text(cache.bytes_per_token)} per token ({', '.join(by_context)})"
+            f" {format_bytes(cache.bytes_per_token)} per token ({', '.join(by_context)})"
         ),
     }
     if inspection.head_norms:
@@ -140,7 +140,7 @@ def _format_targets(inspection: "Inspection") -> list[str]:
     refused: dict[str, str] = {}
     for target in inspection.targets:
         rows.append(
-            (target.options, f"{100 * target.saves:.1f} %", bytes_text(target.bytes["128k"]))
+            (target.options, f"{100 * target.saves:.1f} %", format_bytes(target.bytes["128k"]))
         )
         names = []
         for support in target.engines:
@@ -151,7 +151,7 @@ def _format_targets(inspection: "Inspection") -> list[str]:
                 reason = f"{target.options}: {support.to_text()}"
                 refused.setdefault(support.engine, reason)
         served.setdefault(", ".join(names) or "no engine", []).append(target.options)
-    lines = [f"  {line}" for line in table(rows)]
+    lines = [f"  {line}" for line in format_table(rows)]
     for reason in (inspection.latent or {}).get("because", ()):
         lines += _wrap(f"  not MLA: {reason}", 4)
     if inspection.qk_norm and any("--to mla" in target.options for target in inspection.targets):

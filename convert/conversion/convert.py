@@ -28,9 +28,9 @@ from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, checkpoint_from_config, make_plan
 from kvfold.convert.conversion.record import record as record_of
 from kvfold.convert.conversion.results import Conversion
+from kvfold.convert.formatting import jsonable
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import ConvertRequest
-from kvfold.convert.sizes import jsonable
 from kvfold.convert.text.corpus import check_seq_len, check_sources
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.conversion.memory import free_bytes, needs_of, writes_text
 from kvfold.convert.conversion.plan import Plan, possible_kv_heads
+from kvfold.convert.formatting import format_duration, parse_tokens
 from kvfold.convert.options import to_argv
 from kvfold.convert.request import AUTO_LENGTH, EFFORTS, SELF, ConvertRequest
-from kvfold.convert.sizes import duration, tokens_of
 from kvfold.convert.targets.engines import propose_budgets, propose_kernel_splits
 from kvfold.convert.text.corpus import with_share
 from kvfold.convert.training.budget import refining_batch, step_tokens, steps_of
@@ -83,7 +83,7 @@ class NextStep:
         time = (
             ""
             if self.seconds is None
-            else f" (about {duration(self.seconds)} on this machine{self.besides})"
+            else f" (about {format_duration(self.seconds)} on this machine{self.besides})"
         )
         return f"next: {self.why}{time}:\n  {self.command}"
 
@@ -197,7 +197,7 @@ def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep 
     request = _asked(plan)
     effort = EFFORTS[_MOST]
     length = plan.request.length
-    wanted = tokens_of(effort["polish"]) or 0
+    wanted = parse_tokens(effort["polish"]) or 0
     done = steps_of(request.polish, length) * step_tokens(length) if request.polish else 0
     further = 0 if request.refine == "auto" else max(0, effort["refine"] - request.refine)
     # What was done for longer than the effort does it stays.
@@ -225,9 +225,9 @@ def _polishing(plan: Plan, seconds: float, per_token: float | None) -> NextStep 
         if per_token is not None and not request.refine:
             less = EFFORTS[_LESS]
             shorter = seconds + per_token * (
-                step * less["refine"] + (tokens_of(less["polish"]) or 0)
+                step * less["refine"] + (parse_tokens(less["polish"]) or 0)
             )
-            why += f"; --effort {_LESS} takes about {duration(shorter)}, --effort {_MOST}"
+            why += f"; --effort {_LESS} takes about {format_duration(shorter)}, --effort {_MOST}"
     written = ", plus the time to write further dialogues" if writes_text(plan) else ""
     time = (
         None

@@ -10,9 +10,9 @@ from pathlib import Path
 from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError
+from kvfold.convert.formatting import format_bytes
 from kvfold.convert.host import host_memory, may_have_gpu
 from kvfold.convert.request import SELF, SELF_TOKENS, ConvertRequest, held_out_count
-from kvfold.convert.sizes import bytes_text
 from kvfold.convert.text.corpus import calibration_texts, with_share
 from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, batch_size, steps_of
 
@@ -166,8 +166,8 @@ def check_memory(plan: Plan) -> None:
     free = free_bytes(plan)
     if free is not None and needed > free:
         raise InputError(
-            f"{option} needs the whole model in memory: about {bytes_text(needed)}, but only"
-            f" {bytes_text(free)} are free; use a machine with more memory, or {otherwise}"
+            f"{option} needs the whole model in memory: about {format_bytes(needed)}, but only"
+            f" {format_bytes(free)} are free; use a machine with more memory, or {otherwise}"
         )
 
 

@@ -22,8 +22,8 @@ from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.conversion.journal import POLISH_STATE, mark_polished
 from kvfold.convert.conversion.measurement import open_stream
 from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.formatting import format_bytes
 from kvfold.convert.progress import Advance, Stages
-from kvfold.convert.sizes import bytes_text
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.training.budget import POLISH_ROUND, intervals, step_tokens, steps_of
 from kvfold.convert.training.fit import FitResult
@@ -89,8 +89,8 @@ def _state_file(trainee: ModelTrainee, folder: Path) -> Path | None:
     free = shutil.disk_usage(folder).free
     if free < needed and not path.is_file():
         print(
-            f"too little disk space to keep the state of polishing ({bytes_text(needed)} needed,"
-            f" {bytes_text(free)} free): it cannot resume",
+            f"too little disk space to keep the state of polishing ({format_bytes(needed)} needed,"
+            f" {format_bytes(free)} free): it cannot resume",
             file=sys.stderr,
         )
         return None

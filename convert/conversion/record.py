@@ -16,8 +16,8 @@ from kvfold.convert import processes
 from kvfold.convert.conversion.judgment import next_step, verdict_text
 from kvfold.convert.conversion.memory import free_bytes, free_disk, needs_of, writes_text
 from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.formatting import format_bytes, format_tokens
 from kvfold.convert.request import SELF
-from kvfold.convert.sizes import bytes_text, tokens_text
 from kvfold.convert.targets.engines import RANKS, describe_fold, format_support
 from kvfold.convert.text.corpus import BUILT_IN, calibration_texts, with_share
 from kvfold.convert.training.budget import refining_batch, step_tokens, steps_of
@@ -132,7 +132,7 @@ def summary_text(
         groups_text(plan, record),
         ranks_text(record),
         padding_text(plan),
-        f"wrote {written}: {bytes_text(size)} in {seconds:.1f} s; {parameters_text(plan)}",
+        f"wrote {written}: {format_bytes(size)} in {seconds:.1f} s; {parameters_text(plan)}",
         f"{format_support(plan.engines)}; {request.out}/README.md says how, and why not",
         absorb_text(plan),
         following,
@@ -299,7 +299,7 @@ def plan_text(plan: Plan) -> str:
         shard.file: sum(tensor.nbytes for tensor in shard.tensors)
         for shard in plan.shards[:_SHOWN_FILES]
     }
-    lines += [f"  {file}  {bytes_text(size)}" for file, size in shown.items()]
+    lines += [f"  {file}  {format_bytes(size)}" for file, size in shown.items()]
     if len(plan.shards) > _SHOWN_FILES:
         lines.append(f"  ... and {len(plan.shards) - _SHOWN_FILES} more")
     each = " per process" if processes.world_size() > 1 else ""
@@ -310,9 +310,9 @@ def plan_text(plan: Plan) -> str:
         calibration_text(plan),
         refine_text(plan),
         polish_text(plan),
-        f"disk: {bytes_text(room)} needed{_free_text(room, free_disk(plan))}",
+        f"disk: {format_bytes(room)} needed{_free_text(room, free_disk(plan))}",
         (
-            f"memory: about {bytes_text(needs.memory)}"
+            f"memory: about {format_bytes(needs.memory)}"
             f" needed{each}{_free_text(needs.memory, free_bytes(plan))}"
         ),
     ]
@@ -320,7 +320,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def _free_text(needed: int, free: int | None) -> str:
-    return "" if free is None else f", {bytes_text(free)} free{': too little' * (needed > free)}"
+    return "" if free is None else f", {format_bytes(free)} free{': too little' * (needed > free)}"
 
 
 def parameters_text(plan: Plan) -> str:
@@ -386,6 +386,6 @@ def polish_text(plan: Plan) -> str:
     steps = steps_of(request.polish, request.length)
     each = step_tokens(request.length)
     return (
-        f"polishing: {steps} steps of {each} tokens, {tokens_text(steps * each)} tokens in all,"
+        f"polishing: {steps} steps of {each} tokens, {format_tokens(steps * each)} tokens in all,"
         " after the last layer"
     )

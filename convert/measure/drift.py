@@ -17,10 +17,10 @@ from kvfold.convert.checkpoint.folder import RECORD
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
+from kvfold.convert.formatting import format_table
 from kvfold.convert.measure.page import number, percent, totals
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import DriftRequest
-from kvfold.convert.sizes import table
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.stream.stock import load_config
 from kvfold.convert.text.corpus import check_seq_len
@@ -146,7 +146,7 @@ def drift_table(report: DriftReport, layers: bool = False) -> str:
     if not layers:
         about = [line for line in about if not line.startswith("floor: ")]
         rows = [row for row in rows if not row[0].startswith("loss")]
-    lines = [*about, *([""] if layers else []), *table(rows, (36, 11, 11, 11, 11))]
+    lines = [*about, *([""] if layers else []), *format_table(rows, (36, 11, 11, 11, 11))]
     if measured.excess_margin is not None:
         least, most = (percent(measured.excess + side * measured.excess_margin) for side in (-1, 1))
         lines.append(f"95 % interval of the drift in perplexity, over sequences: {least} to {most}")
@@ -224,4 +224,4 @@ def _layers(report: DriftReport, shown: Iterable[int]) -> list[str]:
                 f"{worst.head:>5} {number(worst.error):>7}" if worst.error > 0 else f"{'none':>5}"
             )
         rows.append((str(layer.layer), *cells, head))
-    return table(rows, (6, *[13] * len(_COLUMNS)), left=(len(_COLUMNS) + 1,))
+    return format_table(rows, (6, *[13] * len(_COLUMNS)), left=(len(_COLUMNS) + 1,))

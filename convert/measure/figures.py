@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.sizes import bytes_text, bytes_unit
+from kvfold.convert.formatting import bytes_unit, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -231,7 +231,9 @@ def cache_by_context(bytes_per_token: Sequence[tuple[str, float]], what: str = "
     the caption.
     """
     unit, scale = bytes_unit(max(size for _, size in bytes_per_token) * _CONTEXTS[-1])
-    large, small = (bytes_text(int(bytes_per_token[place][1] * _CONTEXTS[-1])) for place in (0, -1))
+    large, small = (
+        format_bytes(int(bytes_per_token[place][1] * _CONTEXTS[-1])) for place in (0, -1)
+    )
     caption = (
         f"The KV cache for one sequence{what}; multiply by the batch size. At 128k tokens it is"
         f" {small} instead of {large}. Good: at your context and batch size, the lower line fits"

@@ -42,6 +42,7 @@ from kvfold.convert.conversion.results import Conversion, Split
 from kvfold.convert.conversion.splits import choose_split, survey_layers
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
+from kvfold.convert.formatting import format_duration, format_table
 from kvfold.convert.measure.sweep_rows import KeptRows
 from kvfold.convert.measure.sweep_targets import (
     WITHIN,
@@ -54,7 +55,6 @@ from kvfold.convert.measure.sweep_targets import (
 from kvfold.convert.options import to_argv
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import ConvertRequest, SweepRequest
-from kvfold.convert.sizes import duration, table
 from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.transforms.latent.slots import LayerSurvey
 from kvfold.convert.walk.walk import Step, Teacher, Walk
@@ -245,18 +245,23 @@ class Sweep:
                 f"{measured.kl:.4f}",
             )
             rows.append(
-                (row.kind, *shown, f"{100 * measured.agreement:.1f} %", duration(row.seconds))
+                (
+                    row.kind,
+                    *shown,
+                    f"{100 * measured.agreement:.1f} %",
+                    format_duration(row.seconds),
+                )
             )
         return rows
 
     def table(self) -> str:
         """Lines about the source and the text, the table, and a line about the time, as text."""
         shared = max(0.0, self.seconds - sum(row.seconds for row in self.rows))
-        times = (
-            f"the sweep took {duration(self.seconds)}, including {duration(shared)} of shared work."
-        )
+        times = f"the sweep took {format_duration(self.seconds)}, including {format_duration(shared)} of shared work."
         note = f"Excess loss is in nats per token; time is for the target alone: {times}"
-        return "\n".join([*self.heading(), "", *table(self.cells(), _SWEEP_WIDTHS), "", note])
+        return "\n".join(
+            [*self.heading(), "", *format_table(self.cells(), _SWEEP_WIDTHS), "", note]
+        )
 
     def decision(self, within: float = WITHIN) -> str:
         """The smallest target within the limit and its command, in two lines; or a line with the

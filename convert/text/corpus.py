@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvfold.convert.checkpoint.files import check_unicode, portable_name
-from kvfold.convert.errors import InputError, first_line, format_option, option_error, short
+from kvfold.convert.errors import InputError, format_option, one_line, option_error, short
 from kvfold.convert.request import SELF
 from kvfold.convert.signals import limited
 
@@ -117,7 +117,7 @@ class DatasetText(Corpus):
         try:
             rows = datasets.load_dataset(name, config or None, split="train", streaming=True)
         except Exception as error:  # datasets raises many kinds, all about the request
-            reason = f"not a file, and loading it as a dataset failed ({first_line(error)})"
+            reason = f"not a file, and loading it as a dataset failed ({one_line(error)})"
             raise option_error(self.option, self.spec, f": {reason}; give {_KINDS}") from error
         for number, row in enumerate(rows.shuffle(seed=self.seed, buffer_size=1000)):
             try:
@@ -223,7 +223,7 @@ def parse_row(row: Any, tokenizer: Any) -> Document:
     except InputError:
         raise
     except Exception as error:  # a template is its author's code and may raise anything
-        reason = f"the tokenizer cannot render the chat messages ({first_line(error)})"
+        reason = f"the tokenizer cannot render the chat messages ({one_line(error)})"
         raise ValueError(reason) from error
     check_unicode(text)
     return Document(text, rendered=True)

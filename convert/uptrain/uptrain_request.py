@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from kvfold.convert.formatting import check_size
 from kvfold.convert.options import (
     Request,
     device_option,
@@ -15,7 +16,6 @@ from kvfold.convert.options import (
     trust_option,
 )
 from kvfold.convert.request import Device
-from kvfold.convert.sizes import size_expected
 from kvfold.convert.training.budget import BATCH_TOKENS
 
 Trained = Literal["all", "attention"]
@@ -123,7 +123,7 @@ class UptrainRequest(Request):
         200, "Steps between checkpoints; 0 disables them.", metavar="N", runs=True
     )
     max_shard_size: int | str = option(
-        "5GB", "Maximum size per shard.", metavar="SIZE", check=size_expected, runs=True
+        "5GB", "Maximum size per shard.", metavar="SIZE", check=check_size, runs=True
     )
     fresh: bool = option(False, "Discard an interrupted run and start over.", runs=True)
     overwrite: bool = option(False, "Replace OUT.", runs=True)

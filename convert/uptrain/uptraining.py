@@ -32,9 +32,9 @@ from kvfold.convert.conversion.record import versions
 from kvfold.convert.device import stored_dtype
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.families.family import text_type
+from kvfold.convert.formatting import jsonable, parse_size
 from kvfold.convert.measure.verify import non_finite
 from kvfold.convert.processes import broadcast_from_rank0, launched_as_rank0, on_rank0
-from kvfold.convert.sizes import jsonable, parse_size
 from kvfold.convert.stream.stock import hide_bars, load_config
 from kvfold.convert.text.corpus import check_seq_len
 from kvfold.convert.training.steps import check_constant

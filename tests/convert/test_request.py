@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from kvfold.convert import ConvertRequest, recipes
 from kvfold.convert.console import PanelCommand, request_options
 from kvfold.convert.errors import InputError
+from kvfold.convert.formatting import format_bytes, parse_size
 from kvfold.convert.options import option, specs
 from kvfold.convert.request import BenchRequest, DriftRequest, EvalRequest, SweepRequest
-from kvfold.convert.sizes import bytes_text, parse_size
 
 
 def refused(request=ConvertRequest, **options):
@@ -56,7 +56,7 @@ def test_sizes(text, size):
     [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (5_250_000_000, "5.2 GB"), (10**12, "1.0 TB")],
 )
 def test_bytes_are_shown_in_the_largest_unit_that_fits(count, text):
-    assert bytes_text(count) == text
+    assert format_bytes(count) == text
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,6 @@ WRONG |= {
             "method": "mean",
             "group": "similar",
             "calibration": "a.txt",
-        },
-        {
-            "to": "mqa",
-            "calibration": ["a.txt", "a.txt"],
         },
         {"to": "mqa", "repeat_text": True},
         {"to": "mla", "kv_rank": 8},

@@ -14,10 +14,10 @@ from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.console import check_files
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
+from kvfold.convert.formatting import parse_size
 from kvfold.convert.measure.page import write_report
 from kvfold.convert.measure.sweep_targets import parse_targets
 from kvfold.convert.request import EvalRequest
-from kvfold.convert.sizes import parse_size
 
 WEIGHTS = {"type": "int", "num_bits": 8}
 
