@@ -8,40 +8,59 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfold.attention.cache import KVCache as KVCache
-    from kvfold.attention.cache import LatentCache as LatentCache
-    from kvfold.attention.cache import cache_bytes as cache_bytes
-    from kvfold.attention.cache import cache_numbers as cache_numbers
-    from kvfold.attention.checkpoints.registered import register_models as register_models
-    from kvfold.attention.deepseek import absorb as absorb
-    from kvfold.attention.deepseek import unabsorb as unabsorb
-    from kvfold.attention.drift.profile import distance_profile as distance_profile
-    from kvfold.attention.drift.profile import row_kl as row_kl
-    from kvfold.attention.drift.report import DriftReport as DriftReport
-    from kvfold.attention.drift.report import measure_drift as measure_drift
-    from kvfold.attention.drift.streams import LayerStream as LayerStream
-    from kvfold.attention.grouped import grouped_attention as grouped_attention
-    from kvfold.attention.latent import latent_attention as latent_attention
-    from kvfold.attention.modeling import GroupedAttention as GroupedAttention
-    from kvfold.attention.modeling import LatentAttention as LatentAttention
-    from kvfold.attention.rotary import apply_rotary as apply_rotary
-    from kvfold.attention.rotary import rotary_frequencies as rotary_frequencies
-    from kvfold.attention.rotary import rotary_tables as rotary_tables
+    from kvfold.attention.cache import KVCache, LatentCache, cache_bytes, cache_numbers
+    from kvfold.attention.checkpoints.registered import register_models
+    from kvfold.attention.deepseek import absorb, unabsorb
+    from kvfold.attention.drift.profile import distance_profile, row_kl
+    from kvfold.attention.drift.report import DriftReport, measure_drift
+    from kvfold.attention.drift.streams import LayerStream
+    from kvfold.attention.grouped import grouped_attention
+    from kvfold.attention.latent import latent_attention
+    from kvfold.attention.modeling import GroupedAttention, LatentAttention
+    from kvfold.attention.rotary import apply_rotary, rotary_frequencies, rotary_tables
 
-_NAMES = {
-    "cache": "KVCache LatentCache cache_bytes cache_numbers",
-    "checkpoints.registered": "register_models",
-    "deepseek": "absorb unabsorb",
-    "drift.profile": "distance_profile row_kl",
-    "drift.report": "DriftReport measure_drift",
-    "drift.streams": "LayerStream",
-    "grouped": "grouped_attention",
-    "latent": "latent_attention",
-    "modeling": "GroupedAttention LatentAttention",
-    "rotary": "apply_rotary rotary_frequencies rotary_tables",
+_MODULES = {
+    "DriftReport": "drift.report",
+    "GroupedAttention": "modeling",
+    "KVCache": "cache",
+    "LatentAttention": "modeling",
+    "LatentCache": "cache",
+    "LayerStream": "drift.streams",
+    "absorb": "deepseek",
+    "apply_rotary": "rotary",
+    "cache_bytes": "cache",
+    "cache_numbers": "cache",
+    "distance_profile": "drift.profile",
+    "grouped_attention": "grouped",
+    "latent_attention": "latent",
+    "measure_drift": "drift.report",
+    "register_models": "checkpoints.registered",
+    "rotary_frequencies": "rotary",
+    "rotary_tables": "rotary",
+    "row_kl": "drift.profile",
+    "unabsorb": "deepseek",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULES)
+__all__ = [
+    "DriftReport",
+    "GroupedAttention",
+    "KVCache",
+    "LatentAttention",
+    "LatentCache",
+    "LayerStream",
+    "absorb",
+    "apply_rotary",
+    "cache_bytes",
+    "cache_numbers",
+    "distance_profile",
+    "grouped_attention",
+    "latent_attention",
+    "measure_drift",
+    "register_models",
+    "rotary_frequencies",
+    "rotary_tables",
+    "row_kl",
+    "unabsorb",
+]
 
 
 def __getattr__(name: str) -> object:

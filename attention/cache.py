@@ -76,7 +76,8 @@ class SlotCache:
             # zeros: padding that no token overwrites has no weight, but what memory held before may
             # be no number
             self.buffers = tuple(
-                each.new_zeros(*each.shape[:-2], self.capacity, each.shape[-1]) for each in old
+                buffer.new_zeros(*buffer.shape[:-2], self.capacity, buffer.shape[-1])
+                for buffer in old
             )
             for before, after in zip(old, self.buffers, strict=True):
                 after[..., : self.length, :] = before[..., : self.length, :]
@@ -133,12 +134,12 @@ class LatentCache(SlotCache):
         capacity: int = 0,
         **options: Unpack[CacheOptions],
     ) -> None:
-        for name, size, least in (
+        for name, size, minimum in (
             ("batch", batch, 1),
             ("kv_rank", kv_rank, 1),
             ("rope_dim", rope_dim, 0),
         ):
-            expect_at_least(name, size, least)
+            expect_at_least(name, size, minimum)
         self.kv_rank = kv_rank
         self.rope_dim = rope_dim
         super().__init__([(batch, capacity, kv_rank + rope_dim)], **options)

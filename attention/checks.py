@@ -23,15 +23,15 @@ def expect_shape(name: str, tensor: Tensor, dims: str, sizes: Mapping[str, int])
         raise ValueError(f"{name} has shape {shape}; it must be [{', '.join(names)}]{rule}")
 
 
-def expect_divides(name: str, part: int, total_name: str, total: int) -> None:
-    """Check that ``part`` is positive and divides ``total``."""
-    if part < 1 or total % part:
-        raise ValueError(f"{name} = {part} must divide {total_name} = {total}")
+def expect_divides(name: str, divisor: int, total_name: str, total: int) -> None:
+    """Check that ``divisor`` is positive and divides ``total``."""
+    if divisor < 1 or total % divisor:
+        raise ValueError(f"{name} = {divisor} must divide {total_name} = {total}")
 
 
-def expect_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
+def expect_at_least(name: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        raise ValueError(f"{name} is {value}; it must be at least {minimum}")
 
 
 def expect_alike(

@@ -45,7 +45,7 @@ class Tile(NamedTuple):
     stages: int = 2
 
 
-def chosen_tile(heads: int, rank: int, rope: int, size: int, shared: int | None) -> Tile:
+def choose_tile(heads: int, rank: int, rope: int, size: int, shared: int | None) -> Tile:
     """The tile for ``heads`` query heads and a cache of ``rank + rope`` channels of ``size`` bytes.
 
     ``shared`` is the most shared memory of a program in bytes; at least 16 slots are taken. For a
@@ -77,9 +77,9 @@ def _most_shared_bytes(card: int) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton's
+def _split_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton's
     query, query_rope, latent, key_rope, mask, z, log_sums,
-    scale, heads, slots, part, parts,
+    scale, heads, slots, split_slots, splits,
     q_b, q_h, qr_b, qr_h, c_b, c_s, k_b, k_s, m_b, m_s,
     R: tl.constexpr, P: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     HEADS: tl.constexpr, SLOTS: tl.constexpr, HAS_MASK: tl.constexpr, WIDEN: tl.constexpr,
@@ -92,18 +92,18 @@ def _part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton'
     split = tl.program_id(2)
     r = tl.arange(0, RANK)
     p = tl.arange(0, ROPE)
-    here = h < heads
-    first = split * part
-    end = tl.minimum(slots, first + part)
+    head_mask = h < heads
+    first = split * split_slots
+    end = tl.minimum(slots, first + split_slots)
 
     q = tl.load(
         query + b * q_b + h[:, None] * q_h + r[None, :],
-        mask=here[:, None] & (r < R)[None, :],
+        mask=head_mask[:, None] & (r < R)[None, :],
         other=0.0,
     )
     qr = tl.load(
         query_rope + b * qr_b + h[:, None] * qr_h + p[None, :],
-        mask=here[:, None] & (p < P)[None, :],
+        mask=head_mask[:, None] & (p < P)[None, :],
         other=0.0,
     )
     if WIDEN:
@@ -114,16 +114,16 @@ def _part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton'
     acc = tl.zeros([HEADS, RANK], tl.float32)
     for start in range(first, end, SLOTS):
         s = start + tl.arange(0, SLOTS)
-        inside = s < end
+        slot_mask = s < end
         s = s.to(tl.int64)
         c = tl.load(
             latent + b * c_b + s[:, None] * c_s + r[None, :],
-            mask=inside[:, None] & (r < R)[None, :],
+            mask=slot_mask[:, None] & (r < R)[None, :],
             other=0.0,
         )
         k = tl.load(
             key_rope + b * k_b + s[:, None] * k_s + p[None, :],
-            mask=inside[:, None] & (p < P)[None, :],
+            mask=slot_mask[:, None] & (p < P)[None, :],
             other=0.0,
         )
         kind = c.dtype
@@ -132,9 +132,9 @@ def _part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton'
             k = k.to(tl.float32)
         score = tl.dot(q, tl.trans(c))
         score = tl.dot(qr, tl.trans(k), score) * scale
-        seen = inside
+        seen = slot_mask
         if HAS_MASK:
-            seen = seen & (tl.load(mask + b * m_b + s * m_s, mask=inside, other=0) != 0)
+            seen = seen & (tl.load(mask + b * m_b + s * m_s, mask=slot_mask, other=0) != 0)
         score = tl.where(seen[None, :], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         # a part that sees nothing yet has no maximum: exp2(-inf - -inf) would be NaN
@@ -146,36 +146,38 @@ def _part_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton'
         top = higher
 
     # heads of a sequence that sees nothing divide by one and stay zero
-    some = tl.where(total > 0, total, 1.0)
-    place = (b * heads + h) * parts + split
+    divisor = tl.where(total > 0, total, 1.0)
+    index = (b * heads + h) * splits + split
     tl.store(
-        z + place[:, None] * R + r[None, :],
-        acc / some[:, None],
-        mask=here[:, None] & (r < R)[None, :],
+        z + index[:, None] * R + r[None, :],
+        acc / divisor[:, None],
+        mask=head_mask[:, None] & (r < R)[None, :],
     )
-    tl.store(log_sums + place, tl.where(total > 0, top + tl.log2(some), float("-inf")), mask=here)
+    tl.store(
+        log_sums + index, tl.where(total > 0, top + tl.log2(divisor), float("-inf")), mask=head_mask
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _merge_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton's
-    z, log_sums, result, parts, R: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr
+    z, log_sums, result, splits, R: tl.constexpr, SPLITS: tl.constexpr, CHANNELS: tl.constexpr
 ):
     """Average the parts of one head of one sequence, weighted by their sums, for some channels."""
     row = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, PARTS)
+    n = tl.arange(0, SPLITS)
     r = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    sums = tl.load(log_sums + row * parts + n, mask=n < parts, other=float("-inf"))
+    sums = tl.load(log_sums + row * splits + n, mask=n < splits, other=float("-inf"))
     top = tl.max(sums, 0)
     level = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp2(sums - level)
     total = tl.sum(weight, 0)
     weight = weight / tl.where(total > 0, total, 1.0)
-    some = tl.load(
-        z + (row * parts + n[:, None]) * R + r[None, :],
-        mask=(n < parts)[:, None] & (r < R)[None, :],
+    partial = tl.load(
+        z + (row * splits + n[:, None]) * R + r[None, :],
+        mask=(n < splits)[:, None] & (r < R)[None, :],
         other=0.0,
     )
-    merged = tl.sum(some * weight[:, None], 0)
+    merged = tl.sum(partial * weight[:, None], 0)
     tl.store(result + row * R + r, merged.to(result.dtype.element_ty), mask=r < R)
 
 
@@ -195,7 +197,7 @@ def decode_latent(
 
     Sequences see the slots where ``mask`` is True; a sequence that sees no slot gets zeros.
     ``splits`` is the number of parts per sequence, by default enough to keep the device busy;
-    `chosen_tile` is the default ``tile``.
+    `choose_tile` is the default ``tile``.
     """
     batch, heads, _, rank = query.shape
     slots = latent.shape[1]
@@ -209,7 +211,7 @@ def decode_latent(
     rank_width, rope_width = (max(16, int(triton.next_power_of_2(width))) for width in (rank, rope))
     on_gpu = query.device.type == "cuda"
     shared = _most_shared_bytes(query.device.index) if on_gpu else None
-    tile = tile or chosen_tile(heads, rank_width, rope_width, query.element_size(), shared)
+    tile = tile or choose_tile(heads, rank_width, rope_width, query.element_size(), shared)
     blocks = triton.cdiv(heads, tile.heads)
     # enough parts for two waves of programs, one per multiprocessor at a time, none under the
     # fewest slots
@@ -218,13 +220,13 @@ def decode_latent(
         if on_gpu
         else batch * blocks
     )
-    parts = splits or max(1, min(-(-busy // (batch * blocks)), -(-slots // _FEWEST_SLOTS)))
-    part = triton.cdiv(triton.cdiv(slots, parts), tile.slots) * tile.slots
-    parts = max(1, triton.cdiv(slots, part))
-    z = torch.empty(batch, heads, parts, rank, dtype=torch.float32, device=query.device)
-    log_sums = torch.empty(batch, heads, parts, dtype=torch.float32, device=query.device)
+    splits = splits or max(1, min(-(-busy // (batch * blocks)), -(-slots // _FEWEST_SLOTS)))
+    split_slots = triton.cdiv(triton.cdiv(slots, splits), tile.slots) * tile.slots
+    splits = max(1, triton.cdiv(slots, split_slots))
+    z = torch.empty(batch, heads, splits, rank, dtype=torch.float32, device=query.device)
+    log_sums = torch.empty(batch, heads, splits, dtype=torch.float32, device=query.device)
     seen = None if mask is None else mask.expand(batch, -1).view(torch.uint8)
-    strides = (0, 0) if seen is None else seen.stride()
+    mask_strides = (0, 0) if seen is None else seen.stride()
     # Triton's interpreter treats bfloat16 numbers as their integer bits
     widen = os.environ.get("TRITON_INTERPRET") == "1" and query.dtype == torch.bfloat16
     result = torch.empty(batch, heads, 1, rank, dtype=query.dtype, device=query.device)
@@ -232,10 +234,11 @@ def decode_latent(
     channels = min(_MERGED, rank_width)
     # Triton launches on the current device, wherever its arguments are
     with torch.cuda.device(query.device) if on_gpu else nullcontext():
-        _part_kernel[(batch, blocks, parts)](
+        _split_kernel[(batch, blocks, splits)](
             query, query_rope, latent, key_rope, seen, z, log_sums,
-            scale * _LOG2_E, heads, slots, part, parts,
-            *query.stride()[:2], *query_rope.stride()[:2], *latent.stride()[:2], *key_rope.stride()[:2], *strides,
+            scale * _LOG2_E, heads, slots, split_slots, splits,
+            *query.stride()[:2], *query_rope.stride()[:2],
+            *latent.stride()[:2], *key_rope.stride()[:2], *mask_strides,
             R=rank, P=rope, RANK=rank_width, ROPE=rope_width,
             HEADS=tile.heads, SLOTS=tile.slots, HAS_MASK=mask is not None, WIDEN=widen,
             num_warps=tile.warps, num_stages=tile.stages,
@@ -244,9 +247,9 @@ def decode_latent(
             z,
             log_sums,
             result,
-            parts,
+            splits,
             R=rank,
-            PARTS=triton.next_power_of_2(parts),
+            SPLITS=triton.next_power_of_2(splits),
             CHANNELS=channels,
         )
     return result

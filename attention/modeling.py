@@ -109,14 +109,14 @@ class GroupedAttention(nn.Module):
         [B]`` and ``bias [1|B, 1|H, T, S]`` are the same as in ``grouped_attention``. Cross
         attention reads ``memory [B, S, E']``; with a cache, only the first call uses it.
         """
-        offset, slots = _place(x, cache)
-        query = _heads(self.query(x), self.heads)
+        offset, slots = _number_slots(x, cache)
+        query = _split_heads(self.query(x), self.heads)
         # a filled cache has the memory already
         source = x if not self.cross else memory if cache is None or cache.length == 0 else None
         if source is not None:
             expect_shape("memory", source, "B S E'", {"B": x.shape[0]})
-            key = _heads(self.key(source), self.kv_heads)
-            value = _heads(self.value(source), self.kv_heads)
+            key = _split_heads(self.key(source), self.kv_heads)
+            value = _split_heads(self.value(source), self.kv_heads)
             if self.rotation is not None:
                 query, key = self.rotation(slots if positions is None else positions, query, key)
             if cache is not None:
@@ -219,8 +219,8 @@ class LatentAttention(nn.Module):
         ``absorbed=None`` selects explicit attention without a cache (training, encoding); with a
         cache, ``absorption_pays`` decides.
         """
-        offset, slots = _place(x, cache)
-        query = _heads(self.query(x), self.heads)
+        offset, slots = _number_slots(x, cache)
+        query = _split_heads(self.query(x), self.heads)
         expect_shape("query(x)", query, "B H T Dn+P", {"Dn+P": self.nope_dim + self.rope_dim})
         nope, rope = torch.split(query, [self.nope_dim, self.rope_dim], -1)
         down: Tensor = self.down(x)
@@ -240,20 +240,28 @@ class LatentAttention(nn.Module):
         ups = self.up.weight.to(nope.dtype).view(
             self.heads, self.nope_dim + self.value_dim, self.kv_rank
         )
-        parts = nope, rope, latent, *torch.split(ups, [self.nope_dim, self.value_dim], 1)
         z = latent_attention(
-            *parts, absorbed=absorbed, offset=offset, starts=starts, lengths=lengths, **self.rules
+            nope,
+            rope,
+            latent,
+            ups[:, : self.nope_dim],
+            ups[:, self.nope_dim :],
+            absorbed=absorbed,
+            offset=offset,
+            starts=starts,
+            lengths=lengths,
+            **self.rules,
         )
         return cast(Tensor, self.output(z.transpose(1, 2).flatten(2)))
 
 
-def _heads(x: Tensor, heads: int) -> Tensor:
+def _split_heads(x: Tensor, heads: int) -> Tensor:
     """``[B, T, H D]`` to ``[B, H, T, D]``."""
     expect_divides("heads", heads, "the width of the projection", x.shape[-1])
     return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
-def _place(x: Tensor, cache: SlotCache | None) -> tuple[int | None, Tensor]:
+def _number_slots(x: Tensor, cache: SlotCache | None) -> tuple[int | None, Tensor]:
     """The slot of the first token of ``x [B, T, E]`` (None without a cache), and the default
     positions of its tokens.
 

@@ -75,7 +75,7 @@ class LayerOutput:
 
 @dataclass
 class _Recording:
-    """The recording of one run of a layer. ``compute`` is the model's original attention function."""
+    """The recording of one run of a layer; ``compute`` is the model's own attention function."""
 
     compute: Callable[..., Any] | None
     input: Tensor | None = None
@@ -149,8 +149,11 @@ class OpenLayer:
         """The output of the layer's submodule ``name`` for ``inputs``."""
         module = self.module.get_submodule(name)
         prefix = f"{name}."
-        held = self.tensors or {}
-        tensors = {key.removeprefix(prefix): held[key] for key in held if key.startswith(prefix)}
+        tensors = {
+            key.removeprefix(prefix): tensor
+            for key, tensor in (self.tensors or {}).items()
+            if key.startswith(prefix)
+        }
         result: Tensor = functional_call(module, tensors, (inputs,))
         return result
 
@@ -181,28 +184,27 @@ def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
         AttentionInterface().get(implementation, next(filter(None, eagers), None))
     )
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def record_output(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         recording.input = args[0] if args else kwargs["hidden_states"]
-        found: Tensor = output[0] if isinstance(output, tuple) else output
+        result: Tensor = output[0] if isinstance(output, tuple) else output
         # the attention of some families (Bloom) adds the residual stream itself
-        adds = len(args) > 1 and "residual" in signature(module.forward).parameters
-        recording.output = found - args[1] if adds else found
+        if len(args) > 1 and "residual" in signature(module.forward).parameters:
+            result = result - args[1]
+        recording.output = result
         # read within the call, where it may be one of ``tensors``
         weight = _output_weight(module)
         context = recording.call.pop("context", None)
-        if (
-            context is not None
-            and weight is not None
-            and weight.shape == (found.shape[-1], context[0, 0].numel())
-        ):
-            recording.call |= {
-                "context": context,
-                "output_weight": weight.view(len(weight), *context.shape[2:]),
-            }
+        if context is not None and weight is not None:
+            heads, dim = context.shape[2:]
+            if weight.shape == (result.shape[-1], heads * dim):
+                recording.call["context"] = context
+                recording.call["output_weight"] = weight.view(-1, heads, dim)
         if not whole:
             raise Stop
 
-    hook = attention.register_forward_hook(note, with_kwargs=True)
+    hook = attention.register_forward_hook(record_output, with_kwargs=True)
     token = _current.set(recording)
     # families outside the attention interface may use the function's name for other purposes
     dispatches = hasattr(config, "_attn_implementation") and any(

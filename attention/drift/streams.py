@@ -308,9 +308,9 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     count = getattr(text, "num_hidden_layers", None)
     # a wrapper's vision tower may be as deep
     decoder = getattr(model, "get_decoder", lambda: None)() or model
-    inside = set(decoder.modules())
+    decoder_modules = set(decoder.modules())
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and module in inside and 0 < len(module) == count:
+        if module in decoder_modules and isinstance(module, nn.ModuleList) and len(module) == count:
             attention_name(module[0])
             return path, module
     raise ValueError(

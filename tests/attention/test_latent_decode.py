@@ -178,4 +178,4 @@ def test_the_kernel_takes_fewer_slots_at_once_where_shared_memory_is_less(heads,
     kernel = pytest.importorskip(
         "kvfold.attention.kernel", reason="Triton is missing", exc_type=ImportError
     )
-    assert kernel.chosen_tile(heads, 512, 64, 2, shared) == kernel.Tile(*expected)
+    assert kernel.choose_tile(heads, 512, 64, 2, shared) == kernel.Tile(*expected)
