@@ -236,13 +236,12 @@ def test_a_conversion_and_an_inspection_say_who_serves_it(tmp_path):
 
 
 def test_inspection_proposes_the_splits_that_engines_serve():
-    lines = inspect_checkpoint(str(demo_folder())).summary().splitlines()
-    split, ranks = (
-        line for line in lines if line.startswith("  --to mla --kv-rank 256 --rope-dim 64 --layout")
-    )
-    assert split.endswith("transformers, vLLM*, SGLang*, llama.cpp, mlx-lm")
-    assert "  * according to the engine's source code; not run" in lines
-    assert ranks.split()[-4:] == ["320"] * 4  # on 1, 2, 4 and 8 ranks
+    targets = {target.options: target for target in inspect_checkpoint(demo_folder()).targets}
+    split = targets["--to mla --kv-rank 256 --rope-dim 64 --layout engine"]
+    served = [(support.engine, support.ran) for support in split.engines if support.serves]
+    run = {"transformers": True, "vLLM": False, "SGLang": False, "llama.cpp": True, "mlx-lm": True}
+    assert dict(served) == run
+    assert split.per_rank == dict.fromkeys(["1", "2", "4", "8"], 320)
 
 
 @pytest.mark.parametrize("layout", ["free", "engine"])
