@@ -22,12 +22,17 @@ from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import hide_bars
 from kvfold.convert.text.tokenizer import load_tokenizer
 
-_GAP = " | "
+_SEPARATOR = " | "
 
 
 @dataclass
 class Speaker:
-    """A loaded model and its own side of the conversation, ``messages``."""
+    """A loaded model in a conversation.
+
+    name: what the user called it.
+    model, tokenizer: transformers' own.
+    messages: its side of the conversation so far.
+    """
 
     name: str
     model: Any
@@ -35,37 +40,39 @@ class Speaker:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     @torch.no_grad()
-    def answer(self, prompt: str, most: int) -> tuple[str, float]:
-        """The greedy answer of at most ``most`` tokens, and the tokens per second; without a
-        template it continues.
+    def answer(self, prompt: str, max_new_tokens: int) -> tuple[str, float]:
+        """The greedy answer and the tokens per second; a model without a chat template continues
+        the prompt.
         """
         if self.tokenizer.chat_template is None:
             inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         else:
-            asked = [*self.messages, {"role": "user", "content": prompt}]
-            options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-            inputs = self.tokenizer.apply_chat_template(asked, **options)
-        inputs = inputs.to(self.model.device)
-        started = time.perf_counter()
+            inputs = self.tokenizer.apply_chat_template(
+                [*self.messages, {"role": "user", "content": prompt}],
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=True,
+            )
         pad = self.tokenizer.pad_token_id
-        pad = self.tokenizer.eos_token_id if pad is None else pad
+        started = time.perf_counter()
         written = self.model.generate(
-            **inputs, max_new_tokens=most, do_sample=False, pad_token_id=pad
+            **inputs.to(self.model.device),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=self.tokenizer.eos_token_id if pad is None else pad,
         )
-        new = written[0, inputs["input_ids"].shape[1] :]
-        text = self.tokenizer.decode(new, skip_special_tokens=True).strip()
-        return text, len(new) / (time.perf_counter() - started)
+        reply = written[0, inputs["input_ids"].shape[1] :]
+        text = self.tokenizer.decode(reply, skip_special_tokens=True).strip()
+        return text, len(reply) / (time.perf_counter() - started)
 
     def remember(self, prompt: str, answer: str) -> None:
         """Make the turn a part of the conversation, which only a chat template has."""
         if self.tokenizer.chat_template is not None:
-            self.messages += [
-                {"role": "user", "content": prompt},
-                {"role": "assistant", "content": answer},
-            ]
+            self.messages.append({"role": "user", "content": prompt})
+            self.messages.append({"role": "assistant", "content": answer})
 
 
-def open_speaker(name: str, request: ChatRequest) -> Speaker:
+def load_speaker(name: str, request: ChatRequest) -> Speaker:
     """Load the model ``name``; an MLA model of a stock class decodes over its latent cache."""
     device = choose_device(request.device)
     hide_bars(False)
@@ -79,35 +86,42 @@ def open_speaker(name: str, request: ChatRequest) -> Speaker:
     return Speaker(name, model, tokenizer)
 
 
-def side_by_side(texts: Sequence[str], width: int) -> str:
+def format_columns(texts: Sequence[str], width: int) -> str:
     """``texts`` in columns of equal width that fill ``width`` characters together; a single text is
     only wrapped.
     """
-    each = max(16, (width - len(_GAP) * (len(texts) - 1)) // len(texts))
+    separators = len(_SEPARATOR) * (len(texts) - 1)
+    column_width = max(16, (width - separators) // len(texts))
     columns = []
     for text in texts:
-        paragraphs = (textwrap.wrap(line, each) or [""] for line in text.splitlines())
-        columns.append([line for lines in paragraphs for line in lines])
-    rows = zip_longest(*columns, fillvalue="")
-    return "\n".join(_GAP.join(cell.ljust(each) for cell in row).rstrip() for row in rows)
+        lines = []
+        for paragraph in text.splitlines():
+            lines += textwrap.wrap(paragraph, column_width) or [""]
+        columns.append(lines)
+    rows = [
+        _SEPARATOR.join(cell.ljust(column_width) for cell in cells).rstrip()
+        for cells in zip_longest(*columns, fillvalue="")
+    ]
+    return "\n".join(rows)
 
 
 def chat_models(request: ChatRequest, prompts: IO[str]) -> None:
     """Answer every line of ``prompts`` on stdout, until the end; on a terminal also until an empty
     line or Ctrl-C.
     """
-    names = [request.model, *([request.against] if request.against is not None else [])]
-    speakers = [open_speaker(name, request) for name in names]
+    speakers = [load_speaker(request.model, request)]
+    if request.against is not None:
+        speakers.append(load_speaker(request.against, request))
     if speakers[0].tokenizer.chat_template is None:
         click.echo("the model has no chat template: it continues each prompt", err=True)
-    width = shutil.get_terminal_size().columns
     if prompts.isatty():
-        most = f"--max-new-tokens {request.max_new_tokens}"
         click.echo(
-            f"a message per line, answered in full ({most}); Ctrl-C stops an answer, Ctrl-D ends",
+            "a message per line, answered in full (--max-new-tokens"
+            f" {request.max_new_tokens}); Ctrl-C stops an answer, Ctrl-D ends",
             err=True,
         )
-    for prompt in _lines(prompts):
+    width = shutil.get_terminal_size().columns
+    for prompt in _read_prompts(prompts):
         try:
             answers = [speaker.answer(prompt, request.max_new_tokens) for speaker in speakers]
         except KeyboardInterrupt:
@@ -115,32 +129,29 @@ def chat_models(request: ChatRequest, prompts: IO[str]) -> None:
                 raise
             click.echo("(stopped)", err=True)
             continue
-        for speaker, (text, _) in zip(speakers, answers, strict=True):
+        heads = []
+        for speaker, (text, speed) in zip(speakers, answers, strict=True):
             speaker.remember(prompt, text)
-        heads = [
-            f"{speaker.name} ({rate:.1f} tokens/s)"
-            for speaker, (_, rate) in zip(speakers, answers, strict=True)
-        ]
-        click.echo(
-            f"{side_by_side(heads, width)}\n\n{side_by_side([text for text, _ in answers], width)}\n"
-        )
+            heads.append(f"{speaker.name} ({speed:.1f} tokens/s)")
+        click.echo(format_columns(heads, width) + "\n")
+        click.echo(format_columns([text for text, _ in answers], width) + "\n")
 
 
-def _lines(prompts: IO[str]) -> Iterator[str]:
-    typed = prompts.isatty()
+def _read_prompts(prompts: IO[str]) -> Iterator[str]:
+    terminal = prompts.isatty()
     while True:
-        if typed:
+        if terminal:
             click.echo("> ", nl=False, err=True)
         try:
             line = prompts.readline()
         except KeyboardInterrupt:
-            if not typed:
+            if not terminal:
                 raise
             return
         prompt = line.strip()
-        if not line or (typed and not prompt):
+        if not line or (terminal and not prompt):
             return
         if prompt:
-            if not typed:
+            if not terminal:
                 click.echo(f"> {prompt}")
             yield prompt
