@@ -81,7 +81,7 @@ class Stretch:
     start: int
     end: int
     excess: float
-    margin: float | None
+    excess_margin: float | None
     kl: float
     kl_margin: float | None
     sequences: int
@@ -352,7 +352,7 @@ def compare_predictions(
                 start=first,
                 end=last,
                 excess=float(excess.mean()),
-                margin=margin(excess),
+                excess_margin=margin(excess),
                 kl=float(values[0].mean()),
                 kl_margin=margin(values[0]),
                 sequences=len(excess),

@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from kvfold.attention.checks import expect_at_least
 from kvfold.attention.drift.compare import HeadDrift, LayerDrift, Measurement, compare
+from kvfold.attention.drift.metrics import finite, format_metrics, metric_rows, metrics_dict
 from kvfold.attention.drift.streams import LayerStream, as_stream
 
 # tokens of one layer call
@@ -67,16 +67,11 @@ class DriftReport:
     about: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        measured = self.measured
-        before, after = self.perplexities
-        return (
-            f"DriftReport({self.sequences} x {self.length} tokens: KL {measured.kl:.4f} nats, top-1"
-            f" agreement {100 * measured.agreement:.1f} %, perplexity {before:.2f} -> {after:.2f})"
-        )
+        return f"DriftReport({self.sequences} x {self.length} tokens: {format_metrics(self)})"
 
     @property
     def kl(self) -> float:
-        """Mean KL divergence of the student's next-token distributions from the source's, in nats."""
+        """Mean KL of the student's next-token distributions from the source's, in nats."""
         return self.measured.kl
 
     @property
@@ -103,79 +98,66 @@ class DriftReport:
     def identical(self) -> bool:
         """True if every drift is exactly 0."""
         measured = self.measured
-        values = [getattr(layer, name) for layer in measured.layers for name in _LAYER_NUMBERS]
-        return measured.agreement == 1 and not any([measured.kl, measured.excess, *values])
+        errors = [getattr(layer, name) for layer in measured.layers for name in _LAYER_NUMBERS]
+        return measured.agreement == 1 and not any([measured.kl, measured.excess, *errors])
+
+    def table_rows(self) -> list[tuple[str, str, str, str]]:
+        """The header and rows of a table of all figures."""
+        before, after = self.perplexities
+        caches = str(self.source_cache_bytes), str(self.student_cache_bytes)
+        floor = None if self.floor is None else self.floor.measured
+        return [
+            ("", "source", "converted", "rounding floor"),
+            ("cache, bytes per token", *caches, ""),
+            ("perplexity", f"{before:.3f}", f"{after:.3f}", ""),
+            *metric_rows(self.measured, floor),
+        ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; each drift is ``{"value": ..., "floor": ...}``, with a ``margin`` where one
-        is known.
+        """Plain values; a figure is ``{"value": ..., "floor": ...}``, with its ``margin`` if known.
 
         NaN and infinity become None.
         """
         measured = self.measured
-        floor = None if self.floor is None else self.floor.measured
+        floor = self.floor
+        low = None if floor is None else floor.measured
         source, student = self.perplexities
-        # an excess may be negative, but rounding moves it either way
-        rounding = None if floor is None else abs(floor.excess)
-        layers = itertools.zip_longest(measured.layers, () if floor is None else floor.layers)
-        return {
-            **{name: dict(values) for name, values in self.about.items()},
+        values: dict[str, Any] = {name: dict(entries) for name, entries in self.about.items()}
+        values |= {
             "sequences": self.sequences,
             "length": self.length,
             "predictions": measured.predictions,
             "device": self.device,
             "dtype": {"source": self.source_dtype, "student": self.student_dtype},
-            "floor": (
-                None
-                if self.floor is None
-                else {k: v for k, v in asdict(self.floor).items() if k != "measured"}
-            ),
+            "floor": None,
             "identical": self.identical,
-            "kl": {**_pair(measured, floor, "kl"), "margin": finite(measured.kl_margin)},
-            "agreement": _pair(measured, floor, "agreement"),
-            "excess": {
-                "value": finite(measured.excess),
-                "floor": finite(rounding),
-                "margin": finite(measured.excess_margin),
-            },
+            **metrics_dict(measured, low),
             "excess_by_position": [
                 {
-                    "from": each.start,
-                    "to": each.end,
-                    "value": finite(each.excess),
-                    "margin": finite(each.margin),
-                    "kl": finite(each.kl),
-                    "kl_margin": finite(each.kl_margin),
-                    "sequences": each.sequences,
+                    "from": stretch.start,
+                    "to": stretch.end,
+                    "value": finite(stretch.excess),
+                    "margin": finite(stretch.excess_margin),
+                    "kl": finite(stretch.kl),
+                    "kl_margin": finite(stretch.kl_margin),
+                    "sequences": stretch.sequences,
                 }
-                for each in measured.stretches
+                for stretch in measured.stretches
             ],
-            "perplexity": {
-                "source": finite(source),
-                "student": finite(student),
-                "floor": (
-                    None if rounding is None else finite(source * math.expm1(min(rounding, 700)))
-                ),
-            },
+            "perplexity": {"source": finite(source), "student": finite(student)},
             "cache_bytes_per_token": {
                 "source": self.source_cache_bytes,
                 "student": self.student_cache_bytes,
             },
-            "layers": [_layer(layer, lowest) for layer, lowest in layers],
         }
-
-    def positions_text(self) -> str:
-        """One line with the excess loss and KL of each stretch of positions; empty if there is only
-        one.
-        """
-        stretches = self.measured.stretches
-        of_each = ", ".join(
-            f"{each.excess:+.3f} ({each.kl:.3f}) at {each.start}-{each.end}" for each in stretches
-        )
-        if len(stretches) < 2:
-            return ""
-        size = f"{stretches[0].sequences} x {stretches[-1].end} tokens"
-        return f"excess loss (KL) by position, nats per token, on {size}: {of_each}"
+        if floor is not None:
+            values["floor"] = {
+                "dtype": floor.dtype,
+                "reference_dtype": floor.reference_dtype,
+                "sequences": floor.sequences,
+            }
+        layers = itertools.zip_longest(measured.layers, () if low is None else low.layers)
+        return values | {"layers": [_layer(layer, lowest) for layer, lowest in layers]}
 
 
 def measure_drift(
@@ -228,16 +210,17 @@ def measure_drift(
             " compare a converted model with its source"
         )
     size = batch or max(1, TOKENS_AT_ONCE // tokens.shape[1])
-    some = tokens[: floor_sequences if floor else 0]
 
-    def steps(stage: str) -> Callable[[], None]:
+    def report_steps(stage: str) -> Callable[[], None]:
         done = itertools.count()
         progress(stage, next(done), teacher.layers)
         return lambda: progress(stage, next(done), teacher.layers)
 
     with torch.no_grad():
-        measured = compare(teacher, compared, tokens, size, steps("compare"))
-    return report_of(measured, teacher, compared, tokens, some, size, partial(steps, "floor"))
+        measured = compare(teacher, compared, tokens, size, report_steps("compare"))
+    some = tokens[: floor_sequences if floor else 0]
+    step = report_steps("floor") if floor else lambda: None
+    return make_report(measured, teacher, compared, tokens, some, size, step)
 
 
 def floor_count(tokens: Tensor) -> int:
@@ -249,32 +232,34 @@ def floor_count(tokens: Tensor) -> int:
 
 
 @torch.no_grad()
-def report_of(
+def make_report(
     measured: Measurement,
     source: LayerStream,
     student: LayerStream,
     tokens: Tensor,
     floor_tokens: Tensor | None = None,
     batch: int | None = None,
-    start: Callable[[], Callable[[], None]] = lambda: lambda: None,
+    progress: Callable[[], None] = lambda: None,
 ) -> DriftReport:
-    """The report for a comparison ``measured`` over ``tokens [N, T]``, including its floor and
-    cache bytes.
+    """The report on ``measured``, a comparison over ``tokens [N, T]``, with its rounding floor and
+    the bytes of the caches.
 
-    The floor is measured on ``floor_tokens`` (skipped if empty), by default the first
-    ``floor_count(tokens)`` sequences. ``start`` is called before it is measured; ``batch`` and the
-    function that it returns go to ``compare``.
+    The floor is measured on ``floor_tokens`` (not at all if empty), by default the first
+    ``floor_count(tokens)`` sequences, ``batch`` of them at a time; ``progress`` is called after
+    each of its layers.
     """
-    some = tokens[: floor_count(tokens)] if floor_tokens is None else floor_tokens
+    if floor_tokens is None:
+        floor_tokens = tokens[: floor_count(tokens)]
     coarse = max(source.dtype, student.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     floor = None
     # no dtype is wider than float64
-    if coarse != torch.float64 and len(some):
+    if coarse != torch.float64 and len(floor_tokens):
         exact = torch.float64 if coarse == torch.float32 else torch.float32
         reference = source.to(dtype=exact)
         rounded = as_stream(source, dtype=coarse)
-        lowest = compare(reference, rounded, some, batch or len(some), start())
-        floor = Floor(dtype_name(coarse), dtype_name(exact), len(some), lowest)
+        size = batch or len(floor_tokens)
+        lowest = compare(reference, rounded, floor_tokens, size, progress)
+        floor = Floor(dtype_name(coarse), dtype_name(exact), len(floor_tokens), lowest)
     return DriftReport(
         sequences=tokens.shape[0],
         length=tokens.shape[1],
@@ -311,10 +296,6 @@ def _layer(layer: LayerDrift, floor: LayerDrift | None) -> dict[str, Any]:
 
 def _pair(measured: object, floor: object, name: str) -> dict[str, float | None]:
     return {"value": finite(getattr(measured, name)), "floor": finite(getattr(floor, name, None))}
-
-
-def finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

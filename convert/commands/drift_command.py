@@ -1,7 +1,15 @@
 """``kvfold drift``: how far a converted checkpoint is from its source."""
 
+import math
+from typing import TYPE_CHECKING
+
 import click
 
+from kvfold.attention.drift.metrics import (
+    format_error,
+    format_metrics,
+    format_saving,
+)
 from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import (
     check_files,
@@ -10,10 +18,31 @@ from kvfold.convert.console import (
     request_options,
     tell,
 )
+from kvfold.convert.conversion.judgment import judge
+from kvfold.convert.conversion.summary import format_block
+from kvfold.convert.formatting import format_table
 from kvfold.convert.measure.page import drift_page, write_report
 from kvfold.convert.request import DriftRequest
 from kvfold.convert.text.corpus import check_sources
 
+if TYPE_CHECKING:
+    from kvfold.attention.drift.report import DriftReport
+
+_LAYER_COLUMNS = {
+    "attention_local": ("attention,", "local"),
+    "attention_propagated": ("attention,", "propagated"),
+    "residual_local": ("residual,", "local"),
+    "residual_propagated": ("residual,", "propagated"),
+    "row_kl": ("rows,", "KL"),
+}
+_LEGEND = """
+attention, residual: relative error of the attention's output, and of the residual
+  stream after the layer; local: with the source's inputs; propagated: with the
+  converted model's own inputs
+rows, KL: between attention weights in nats, mean over heads and positions
+worst head: largest relative error of a head's part of the attention's output
+rounding: the largest error of any layer that rounding alone causes
+-: not comparable, or not finite"""
 _layers = click.option(
     "--layers", is_flag=True, help="Print every layer, the rounding floor and what the terms mean."
 )
@@ -33,9 +62,62 @@ def drift(request: DriftRequest, layers: bool, json_file: str | None, report: st
     if not request.quiet:
         click.echo(f"reading {request.model} and {request.out}", err=True)
     check_opens(request.model, request.out)
-    from kvfold.convert.measure.drift import drift_checkpoints, drift_table, heading
+    from kvfold.convert.measure.drift import drift_checkpoints
 
     measured = drift_checkpoints(request)
+    summary = summarize_drift(request, measured, layers)
     if report is not None:
-        write_report(drift_page(measured, heading(measured)), report, request.quiet)
-    tell(json_file, measured.to_dict, drift_table(measured, layers))
+        write_report(drift_page(measured, summary.splitlines()), report, request.quiet)
+    tell(json_file, measured.to_dict, summary)
+
+
+def summarize_drift(request: DriftRequest, report: "DriftReport", layers: bool = False) -> str:
+    """The text on the terminal: what was compared, the saving, the loss and the verdict; with
+    ``layers`` also all figures with their rounding floors, and a table of the layers.
+    """
+    floor = report.floor
+    before = report.source_cache_bytes
+    after = report.student_cache_bytes
+    text = report.about["text"]["name"]
+    dtypes = dict.fromkeys([report.source_dtype, report.student_dtype])
+    rows = [
+        ("drift", " from ".join(report.about[name]["name"] for name in ("converted", "source"))),
+        ("text", f"{report.sequences} x {report.length} tokens of {text}"),
+        ("cache", f"{before} -> {after} bytes per token, {format_saving(before, after)}"),
+        ("loss", format_metrics(report.measured)),
+        ("rounding", f"alone: KL {format_error(floor.measured.kl)} nats" if floor else ""),
+        ("verdict", judge(report)),
+    ]
+    if not layers:
+        return format_block(rows, ["kvfold", "drift", request.model, request.out, "--layers"])
+    return "\n".join(
+        [
+            format_block([*rows, ("dtype", f"{' and '.join(dtypes)} on {report.device}")]),
+            "",
+            *format_table(report.table_rows()),
+            "",
+            *format_table(layer_rows(report), left=(0, len(_LAYER_COLUMNS) + 1)),
+            _LEGEND,
+        ]
+    )
+
+
+def layer_rows(report: "DriftReport") -> list[tuple[str, ...]]:
+    """The errors of each layer, and the head with the largest error; last, the largest errors that
+    rounding alone causes.
+    """
+    first, second = zip(*_LAYER_COLUMNS.values(), strict=True)
+    rows = [("layer", *first, "worst head,"), ("from 0", *second, "its error")]
+    for layer in report.measured.layers:
+        errors = [format_error(getattr(layer, name)) for name in _LAYER_COLUMNS]
+        worst = max(layer.heads, key=lambda head: head.error, default=None)
+        head = "" if worst is None else f"{worst.head}  {format_error(worst.error)}"
+        rows.append((str(layer.layer), *errors, head))
+    if report.floor is not None:
+        lows = report.floor.measured.layers
+        largest = [
+            max((getattr(low, name) or 0.0 for low in lows), default=math.nan)
+            for name in _LAYER_COLUMNS
+        ]
+        rows.append(("rounding", *map(format_error, largest), ""))
+    return rows

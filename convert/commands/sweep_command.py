@@ -3,6 +3,7 @@
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,12 +18,17 @@ from kvfold.convert.console import (
     request_options,
     tell,
 )
+from kvfold.convert.conversion.summary import format_block
 from kvfold.convert.errors import option_error
+from kvfold.convert.formatting import format_table
 from kvfold.convert.measure.figures import excess_by_cache
 from kvfold.convert.measure.page import sweep_page, write_report
 from kvfold.convert.measure.sweep_targets import WITHIN, parse_targets
 from kvfold.convert.request import SweepRequest
 from kvfold.convert.text.corpus import check_sources
+
+if TYPE_CHECKING:
+    from kvfold.convert.measure.sweep import Sweep
 
 _TARGET = re.compile(r"[\w+]*[:,][\w:,+]*|\d[\d,+]*|gqa|mqa|mla", re.IGNORECASE)
 
@@ -109,10 +115,21 @@ def sweep(
             click.echo(f"wrote {plot}", err=True)
     if report is not None:
         write_report(sweep_page(result, within), report, request.quiet)
-    tell(
-        json_file, lambda: result.to_dict(within), f"{result.table()}\n\n{result.decision(within)}"
-    )
+    tell(json_file, lambda: result.to_dict(within), summarize_sweep(result, within))
     if request.out is not None:
         click.echo(
             f"\n{result.convert(within, quiet=request.quiet).summary()}", err=json_file == STDOUT
         )
+
+
+def summarize_sweep(sweep: "Sweep", within: float) -> str:
+    """The text on the terminal: the source and the text, a line per target, the smallest within the
+    limit and the command that converts to it.
+    """
+    source = sweep.source
+    elements = f"{source.cache_elements} cache elements per token per layer"
+    heading = [("source", f"{source.name}: {source.kind}, {elements}"), ("text", source.held_out)]
+    row = sweep.smallest(within)
+    following = [] if row is None else row.command(source.name, row.request.out)
+    verdict = format_block([("verdict", sweep.verdict(within))], following)
+    return "\n".join([format_block(heading), "", *format_table(sweep.table_rows()), "", verdict])

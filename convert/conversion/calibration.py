@@ -96,10 +96,10 @@ def load_tokens(
     text; the message recommends ``otherwise``, by default a method that reads no text.
     """
     request = plan.request
-    quick = f"--method {quick_method(plan.request.to)}"
 
     def load() -> CalibrationTokens:
         check_seq_len(request.length, plan.geometry.positions, plan.checkpoint.origin)
+        quick = f"--method {quick_method(request.to)}"
         instead = f", or use {quick}, which reads no text" if otherwise is None else otherwise
         tokenizer = load_tokenizer(
             plan.checkpoint, request.trust_remote_code, "calibration", instead
@@ -129,9 +129,8 @@ def load_tokens(
     tokens = processes.broadcast_from_rank0(load)
     if not request.quiet:
         count, length = tokens.calibration.shape
-        faster = f"({quick} needs no text and is faster, but less accurate)"
         print(
-            f"calibrating on {count} x {length} tokens of {text_name(tokens.source)} {faster}",
+            f"calibrating on {count} x {length} tokens of {text_name(tokens.source)}",
             file=sys.stderr,
         )
         if plan.checkpoint.chats and tokens.plain:

@@ -26,7 +26,7 @@ from kvfold.convert.conversion.journal import Journal, forget, open_output
 from kvfold.convert.conversion.layers import finish_layer, fit_layer, latent_spectrum, open_walk
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, checkpoint_from_config, make_plan
-from kvfold.convert.conversion.record import record as record_of
+from kvfold.convert.conversion.record import make_record
 from kvfold.convert.conversion.results import Conversion
 from kvfold.convert.formatting import jsonable
 from kvfold.convert.progress import Progress, Stages
@@ -96,9 +96,9 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             completed = processes.on_rank0(
                 lambda: _complete(plan, calibration, folder, hashes, notes, drift, stages)
             )
-    record, drift, pass_seconds = completed or ({}, None, None)
+    record, drift = completed or ({}, None)
     seconds = time.monotonic() - started
-    conversion = Conversion(plan, Path(request.out), seconds, record, drift, pass_seconds)
+    conversion = Conversion(plan, Path(request.out), seconds, record, drift)
     if processes.is_rank0():
         _log(conversion)
     return conversion
@@ -202,11 +202,10 @@ def _complete(
     notes: Mapping[str, Any],
     drift: "DriftReport | None",
     stages: Stages,
-) -> "tuple[dict[str, Any], DriftReport | None, float | None]":
+) -> "tuple[dict[str, Any], DriftReport | None]":
     """Add the other files to ``folder``; ``hashes`` are the known ones of its shards.
 
-    Returns the record, the drift and the seconds of a pass of the written checkpoint over the
-    held-out text.
+    Returns the record and the drift.
     """
     # Tokenizer and license files, and the modeling code, which is found without importing it: it
     # needs torch.
@@ -218,26 +217,21 @@ def _complete(
         code = Path(str(spec.origin))
         write_file(folder / code.name, code.read_bytes())
     entries: dict[str, Any] = {}
-    pass_seconds = None
     if calibration is not None and drift is not None:
         from kvfold.convert.conversion import measurement
 
         with stages("measuring the loss by position"):
             drift = measurement.measure_by_position(folder, calibration, drift)
         with stages("checking what was written"):
-            started = time.monotonic()
             written = measurement.check_written(folder, calibration, drift)
-            checked = len(measurement.checked_tokens(calibration))
-            held_out = len(calibration.tokens.held_out)
-            pass_seconds = (time.monotonic() - started) * held_out / checked
         entries = measurement.record_entries(calibration, notes, drift, written)
-    record = record_of(plan, entries)
+    record = make_record(plan, entries)
     write_file(folder / "README.md", model_card(plan, record, drift))
     record["files"] = file_hashes(folder, known=hashes)
     write_file(folder / RECORD, dump(jsonable(record)))
     forget(folder)
     plan.checkpoint.check_unchanged()
-    return record, drift, pass_seconds
+    return record, drift
 
 
 def _log(conversion: Conversion) -> None:

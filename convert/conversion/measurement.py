@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.drift.compare import Measurement, compare_predictions
-from kvfold.attention.drift.report import DriftReport, dtype_name, finite, report_of
+from kvfold.attention.drift.metrics import finite
+from kvfold.attention.drift.report import DriftReport, dtype_name, make_report
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.conversion.plan import Plan
@@ -45,7 +46,7 @@ def open_stream(folder: Path, like: CheckpointStream) -> Iterator[CheckpointStre
 def measure_walk(walk: Walk) -> DriftReport:
     """The drift of a walk's student from its source on the held-out text, after the last layer."""
     teacher = walk.teacher
-    return report_of(walk.measurement(), teacher.stream, walk.student.stream, teacher.tokens)
+    return make_report(walk.measurement(), teacher.stream, walk.student.stream, teacher.tokens)
 
 
 def measure_by_position(folder: Path, calibration: Calibration, drift: DriftReport) -> DriftReport:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvfold.attention.drift.compare import compare
-from kvfold.attention.drift.report import DriftReport, report_of
+from kvfold.attention.drift.report import DriftReport, make_report
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
@@ -168,5 +168,5 @@ def _replace_tensors(
     with stages("measuring"), open_stream(folder, source) as student:
         batch = chunk_size(source.device, tokens.held_out.shape[1])
         measured = compare(source, student, tokens.held_out, batch)
-        drift = report_of(measured, source, student, tokens.held_out)
+        drift = make_report(measured, source, student, tokens.held_out)
     return drift, record

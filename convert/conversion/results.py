@@ -5,11 +5,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from kvfold.convert.conversion.judgment import loss_of, verdict_of
+from kvfold.convert.conversion.judgment import judge
 from kvfold.convert.conversion.memory import free_disk, needs_of
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.record import headline, plan_text, summary_text
-from kvfold.convert.conversion.record import record as record_of
+from kvfold.convert.conversion.record import make_record
+from kvfold.convert.conversion.summary import (
+    describe_conversion,
+    summarize_conversion,
+    summarize_plan,
+)
 
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
@@ -34,7 +38,6 @@ class Conversion:
     seconds: the time that the run took; None for a dry run.
     record: the content of ``kvfold.json``; empty for a dry run.
     drift: from the source on held-out text; None for a run without text.
-    pass_seconds: the time of one pass of the result over the held-out text.
     """
 
     plan: Plan
@@ -42,11 +45,10 @@ class Conversion:
     seconds: float | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
     drift: "DriftReport | None" = None
-    pass_seconds: float | None = None
 
     def __repr__(self) -> str:
         where = "planned" if self.written is None else f"written to {str(self.written)!r}"
-        return f"Conversion({headline(self.plan)}; {where})"
+        return f"Conversion({describe_conversion(self.plan)}; {where})"
 
     @property
     def attention(self) -> Change[str]:
@@ -61,7 +63,7 @@ class Conversion:
     @property
     def verdict(self) -> str | None:
         """The verdict on the result in words (`judgment.LIMITS`); None for a run without text."""
-        return None if self.drift is None else verdict_of(loss_of(self.drift))
+        return None if self.drift is None else judge(self.drift)
 
     @property
     def split(self) -> tuple[int, int] | None:
@@ -92,7 +94,7 @@ class Conversion:
                 "free_bytes": free_disk(plan),
                 "memory_bytes": needs.memory,
                 "scratch_bytes": needs.scratch,
-                **record_of(plan),
+                **make_record(plan),
             }
         else:
             facts = {
@@ -107,14 +109,10 @@ class Conversion:
         return facts
 
     def summary(self) -> str:
-        """The terminal text: the plan for a dry run, otherwise the conversion, its cost and its
-        output.
-        """
+        """The text on the terminal: the plan for a dry run, otherwise what was made and lost."""
         if self.written is None or self.seconds is None:
-            return plan_text(self.plan)
-        return summary_text(
-            self.plan, self.record, self.drift, self.written, self.seconds, self.pass_seconds
-        )
+            return summarize_plan(self.plan)
+        return summarize_conversion(self.plan, self.record, self.drift, self.written, self.seconds)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         RotaryWorth,
         Split,
     )
-    from kvfold.convert.measure.sweep import Sweep, SweptTarget
+    from kvfold.convert.measure.sweep import Sweep, SweepRow
 
 _RELATIVE_ERRORS = (
     ("attention_local", "attention, local"),
@@ -406,13 +406,13 @@ def excess_by_cache(sweep: "Sweep", within: float) -> Chart:
 
 
 def _targets_of_a_kind(
-    axes: "Axes", rows: list["SweptTarget"], every: list["SweptTarget"], label: str, color: int
+    axes: "Axes", rows: list["SweepRow"], every: list["SweepRow"], label: str, color: int
 ) -> None:
     """Draw named points with intervals, and a line through the best of each size; ``rows`` has the
     best first.
     """
     best: dict[int, tuple[float, float]] = {}
-    named: dict[int, list[SweptTarget]] = {}
+    named: dict[int, list[SweepRow]] = {}
     for row in rows:
         of_size = [other for other in every if other.cache_elements == row.cache_elements]
         place = row.cache_elements * 2 ** (-_APART * of_size.index(row))

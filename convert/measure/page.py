@@ -1,6 +1,5 @@
 """The page for ``--report``: a single self-contained HTML file with the results of a command."""
 
-import math
 import re
 import shlex
 import sys
@@ -11,9 +10,10 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvfold.attention.drift.metrics import format_metrics, format_saving
 from kvfold.convert.console import REPORT
-from kvfold.convert.conversion.judgment import loss_of, verdict_of
-from kvfold.convert.conversion.record import percent_text, versions
+from kvfold.convert.conversion.judgment import judge
+from kvfold.convert.conversion.record import versions
 from kvfold.convert.errors import option_error
 from kvfold.convert.measure import figures
 from kvfold.convert.measure.figures import Chart
@@ -65,12 +65,12 @@ def write_report(html: str, folder: str, quiet: bool = False) -> None:
 def drift_page(drift: "DriftReport", lines: Sequence[str]) -> str:
     """The HTML page for ``drift``; ``lines`` name the models and the text."""
     name = drift.about.get("converted", {}).get("name", "the converted model")
-    cache = _saving(drift.source_cache_bytes, drift.student_cache_bytes)
+    cache = format_saving(drift.source_cache_bytes, drift.student_cache_bytes)
     return _page(
         "kvfold drift",
-        f"{name}: {cache}, {_verdict(drift)}",
-        _lead(drift),
-        totals(drift),
+        f"{name}: {cache} cache, {_verdict(drift)}",
+        [format_metrics(drift.measured)],
+        drift.table_rows(),
         _drift_charts(drift),
         lines,
     )
@@ -92,39 +92,18 @@ def conversion_page(done: "Conversion", lines: Sequence[str]) -> str:
         charts.append(figures.budget_splits(choices.splits))
     what = (
         f"{done.plan.checkpoint.origin} as {done.attention.after}:"
-        f" {_saving(*vars(done.cache_elements).values())}"
+        f" {format_saving(*vars(done.cache_elements).values())} cache"
     )
-    headline, lead = (f"{what}, {_verdict(drift)}", _lead(drift)) if drift else (what, [])
-    return _page("kvfold convert", headline, lead, totals(drift) if drift else [], charts, lines)
-
-
-def _saving(before: float, after: float) -> str:
-    saved = 100 * (1 - after / (before or math.nan))
-    return (
-        "no cache measured"
-        if math.isnan(saved)
-        else f"{abs(saved):.1f} % {'more' if saved < 0 else 'less'} cache"
+    headline, lead = (
+        (f"{what}, {_verdict(drift)}", [format_metrics(drift.measured)]) if drift else (what, [])
+    )
+    return _page(
+        "kvfold convert", headline, lead, drift.table_rows() if drift else [], charts, lines
     )
 
 
 def _verdict(drift: "DriftReport") -> str:
-    return "identical to the source" if drift.identical else verdict_of(loss_of(drift))
-
-
-def _lead(drift: "DriftReport") -> list[str]:
-    """The excess loss with its interval, and excess and KL of stretches of positions."""
-    excess = drift.excess
-    margin = drift.measured.excess_margin
-    interval = (
-        ""
-        if margin is None
-        else f", 95 % interval {excess - margin:+.4f} to {excess + margin:+.4f}"
-    )
-    line = (
-        f"excess loss {excess:+.4f} nats per token{interval} (perplexity"
-        f" {percent_text(excess, margin)})"
-    )
-    return list(filter(None, [line, drift.positions_text()]))
+    return "identical to the source" if drift.identical else judge(drift)
 
 
 def sweep_page(sweep: "Sweep", within: float) -> str:
@@ -142,66 +121,9 @@ def sweep_page(sweep: "Sweep", within: float) -> str:
         figures.cache_by_context(caches, ", at 2 bytes per element"),
         *(figures.budget_splits(row.splits) for row in sweep.rows if row.splits),
     ]
-    headline, *command = sweep.decision(within).splitlines()
-    return _page("kvfold sweep", headline, command, sweep.cells(), charts, sweep.heading())
-
-
-def totals(drift: "DriftReport") -> list[tuple[str, ...]]:
-    """Table rows with the overall results in ``drift``: source, converted model, difference and
-    rounding floor.
-    """
-    measured = drift.measured
-    floor = None if drift.floor is None else drift.floor.measured
-    rounding = None if floor is None else abs(floor.excess)
-    losses = (number(loss) for loss in (measured.teacher_loss, measured.student_loss))
-    agreement = ("-" if each is None else f"{each.agreement:.2%}" for each in (measured, floor))
-    present = drift.source_cache_bytes
-    left = drift.student_cache_bytes
-    return [
-        ("", "source", "converted", "drift", "floor"),
-        ("perplexity", *map(number, drift.perplexities), percent(drift.excess), percent(rounding)),
-        ("loss, nats per token", *losses, number(drift.excess, "+"), number(rounding)),
-        (
-            "KL of next-token distributions, nats",
-            "",
-            "",
-            number(drift.kl),
-            number(None if floor is None else floor.kl),
-        ),
-        ("top-1 agreement", "", "", *agreement),
-        (
-            "cache, bytes per token",
-            f"{present}",
-            f"{left}",
-            f"x {left / (present or math.nan):.3g}",
-            "exact",
-        ),
-    ]
-
-
-def number(value: float | None, sign: str = "") -> str:
-    """``value`` in at most 8 characters: five digits, an exponent if very small or large, or 0 if
-    exactly zero.
-    """
-    if value is None or math.isnan(value):
-        return "-"
-    plus = sign if value > 0 else ""
-    if value == 0 or not math.isfinite(value):
-        return f"{plus}{value:.0f}"
-    size = abs(value)
-    if not 1e-3 <= size < 1e5:
-        return f"{plus}{value:.1e}"
-    return f"{plus}{value:.{max(0, 4 - int(math.log10(max(size, 1))))}f}"
-
-
-def percent(excess: float | None) -> str:
-    """The percentage by which ``excess`` nats of loss raise the perplexity, as text."""
-    # exp overflows a float beyond 709.
-    return (
-        "-"
-        if excess is None
-        else f"{number(100 * math.expm1(excess) if excess < 700 else math.inf, '+')} %"
-    )
+    command = [shlex.join(named.command(sweep.source.name, named.request.out))]
+    text = [f"measured on {sweep.source.held_out}"]
+    return _page("kvfold sweep", sweep.verdict(within), command, sweep.table_rows(), charts, text)
 
 
 def _drift_charts(drift: "DriftReport") -> list[Chart | None]:

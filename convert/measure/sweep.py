@@ -1,56 +1,66 @@
-"""``kvfold sweep``: run the source through its layers, together with a student for each target.
+"""Run the source through its layers, together with a student for each target.
 
 ::
 
-    survey     run the source over the calibration text for statistics and rotary slots (only for
-    MLA targets) for each group of targets, GQA and MQA first, then MLA splits, then every budget:
-        splits     choose the budget's split by trials in a few layers (conversion/latent.py) sweep
-        for lesson in teacher.layers():        one layer of the source, with its attention's results
-                       for each target:                    fit, output fit, --refine: as in `kvfold
-                       convert` run its student through the layer
-        measure    compare each student with the source on held-out text; its row is shown and kept
-        (sweep_rows.py)
+    survey       if there are MLA targets: statistics and rotary slots of all layers
+    for each group of targets (GQA and MQA, then MLA splits, then every budget):
+        splits   for a budget: choose its split by trials in a few layers
+        sweep    for each layer of the source, opened once, with its attention's results:
+                     for each target: fit its layer as `kvfold convert` does, and run its student
+        measure  compare each student with the source on held-out text; its row is shown and kept
 
 Each student has its own residual streams and shares the source's open layer; no checkpoint is
 written. The fitted layers and the measured loss are the same as with `kvfold convert`.
 """
 
+import hashlib
+import json
 import math
+import os
 import shlex
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from kvfold.attention.drift.compare import Stretch
-from kvfold.attention.drift.report import Measurement, dtype_name, finite, perplexity
+from kvfold.attention.drift.compare import Measurement
+from kvfold.attention.drift.metrics import (
+    METRICS,
+    finite,
+    format_metric,
+    format_metrics,
+    format_saving,
+    metrics_dict,
+)
+from kvfold.attention.drift.report import dtype_name, perplexity
 from kvfold.convert.checkpoint.atomic import check_output
+from kvfold.convert.checkpoint.files import replacing, write_file
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import Calibration, load_source_and_text
 from kvfold.convert.conversion.convert import convert_checkpoint
+from kvfold.convert.conversion.journal import run_settings
 from kvfold.convert.conversion.layers import finish_layer, fit_layer, open_student
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, make_plan
-from kvfold.convert.conversion.record import percent_text, text_name, versions
+from kvfold.convert.conversion.record import text_name, versions
 from kvfold.convert.conversion.results import Conversion, Split
 from kvfold.convert.conversion.splits import choose_split, survey_layers
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
-from kvfold.convert.formatting import format_duration, format_table
-from kvfold.convert.measure.sweep_rows import KeptRows
+from kvfold.convert.formatting import format_duration
 from kvfold.convert.measure.sweep_targets import (
     WITHIN,
     TargetOptions,
     default_targets,
-    groups,
+    format_target,
+    group_targets,
     parse_targets,
-    spelled,
 )
 from kvfold.convert.options import to_argv
 from kvfold.convert.progress import Progress, Stages
@@ -74,25 +84,12 @@ _SHARED = (
 )
 # Given as arguments of the command, or without influence on the result.
 _NOT_REPEATED = ("model", "out", "quiet", "max_shard_size")
-_SWEEP_HEAD = (
-    "target",
-    "cache_elements",
-    "saving",
-    "excess loss",
-    "95 % interval",
-    "KL, nats",
-    "top-1",
-    "time",
-)
-# Room for usual numbers, so that tables of several sweeps can be laid side by side.
-_SWEEP_WIDTHS = (0, 8, 6, 11, 18, 9, 6, 6)
 
 
 @dataclass(frozen=True)
-class SweptSource:
-    """The source model of a sweep, its ``cache_elements`` per token per layer, and the text.
-
-    Targets are measured on ``sequences`` held-out sequences of ``length`` tokens.
+class SweepSource:
+    """The source of a sweep, and the text: targets are measured on ``sequences`` held-out sequences
+    of ``length`` tokens. ``cache_elements`` are per token per layer.
     """
 
     name: str
@@ -113,13 +110,18 @@ class SweptSource:
 
 
 @dataclass(frozen=True)
-class SweptTarget:
-    """A target in the notation of ``--targets``, the request that converts to it, and its cost.
+class SweepRow:
+    """What a target costs.
 
-    ``kind`` is, for example, ``MLA 32+32``. ``cache_elements`` are cached per token per layer.
-    ``precision`` is the dtype in which the target was fitted. ``seconds`` excludes work that
-    targets share. ``splits`` are the splits tried for a budget. ``distances`` are the relative
-    errors of the residual stream by layer.
+    target: in the notation of ``--targets``
+    request: converts to it, with the split that was chosen for a budget
+    kind: such as ``MLA 32+32``
+    cache_elements: per token per layer
+    measured: the target's student against the source on held-out text
+    precision: dtype in which the target was fitted
+    seconds: without the work that targets share
+    splits: those tried for a budget
+    distances: relative error of the residual stream after each layer
     """
 
     target: str
@@ -143,68 +145,43 @@ class SweptTarget:
         return self.measured.kl
 
     @property
-    def agreement(self) -> float:
-        """Fraction of held-out positions at which target and source predict the same next token."""
-        return self.measured.agreement
-
-    @property
     def perplexity(self) -> float:
         """The target's perplexity on held-out text."""
         return perplexity(self.measured.student_loss)
 
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The 95 % confidence interval of ``excess``; None for a single sequence."""
-        half = self.measured.excess_margin
-        return None if half is None else (self.excess - half, self.excess + half)
+    def command(self, model: str, out: str) -> list[str]:
+        """The words of the command that converts ``model`` to the target, into the folder ``out``."""
+        given = self.request.given()
+        options = {name: value for name, value in given.items() if name not in _NOT_REPEATED}
+        return ["kvfold", "convert", model, out, *to_argv(options)]
 
-    def line(self, source: SweptSource) -> str:
-        """The row as one line, for a sweep that has not ended."""
-        saving = f"{100 * (1 - self.cache_elements / source.cache_elements):.1f} % less cache"
-        return (
-            f"{self.kind}: {saving}, {percent_text(self.excess, self.measured.excess_margin)}, KL"
-            f" {self.kl:.4f} nats"
-        )
-
-    def command(self, model: str, out: str) -> str:
-        """The ``kvfold convert`` command that converts ``model`` to the target."""
-        given = {
-            name: value for name, value in self.request.given().items() if name not in _NOT_REPEATED
-        }
-        return shlex.join(["kvfold", "convert", model, out, *to_argv(given)])
-
-    def to_dict(self, source: SweptSource) -> dict[str, Any]:
-        """Plain JSON values, with None for numbers that are not finite."""
-        low, high = self.interval or (None, None)
+    def to_dict(self, source: SweepSource) -> dict[str, Any]:
+        """JSON values, with None for numbers that are not finite."""
         return {
             "target": self.target,
             "kind": self.kind,
             "options": self.request.result_options(),
-            "command": self.command(source.name, self.request.out),
+            "command": shlex.join(self.command(source.name, self.request.out)),
             "cache_elements": self.cache_elements,
             "saving": 1 - self.cache_elements / source.cache_elements,
-            "excess": {"value": finite(self.excess), "low": finite(low), "high": finite(high)},
+            **metrics_dict(self.measured, None),
             "perplexity": finite(self.perplexity),
-            "kl": {"value": finite(self.kl), "margin": finite(self.measured.kl_margin)},
-            "agreement": self.agreement,
             "precision": self.precision,
             "seconds": self.seconds,
             "residual_by_layer": [finite(distance) for distance in self.distances],
-            **({"splits": [split.to_dict() for split in self.splits]} if self.splits else {}),
+            "splits": [split.to_dict() for split in self.splits],
         }
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The results of a sweep, with ``rows`` in the requested order; ``seconds`` is the time for the
-    whole sweep.
-    """
+    """The results of a sweep, with ``rows`` in the requested order, after ``seconds`` in all."""
 
-    source: SweptSource
-    rows: tuple[SweptTarget, ...]
+    source: SweepSource
+    rows: tuple[SweepRow, ...]
     seconds: float = 0.0
 
-    def smallest(self, within: float = WITHIN) -> SweptTarget | None:
+    def smallest(self, within: float = WITHIN) -> SweepRow | None:
         """The target with the smallest cache whose perplexity is at most ``within`` higher (0.01 is
         1 %), or None.
 
@@ -214,82 +191,31 @@ class Sweep:
         inside = [row for row in self.rows if row.excess <= math.log1p(within)]
         return min(inside, key=lambda row: (row.cache_elements, row.excess), default=None)
 
-    def nearest(self) -> SweptTarget:
+    def nearest(self) -> SweepRow:
         """The target with the least excess loss."""
         return min(self.rows, key=lambda row: row.excess if math.isfinite(row.excess) else math.inf)
 
-    def heading(self) -> list[str]:
-        """A line about the source and a line about the text."""
-        source = self.source
-        before = perplexity(self.rows[0].measured.teacher_loss)
-        return [
-            (
-                f"{source.name}: {source.kind}, {source.cache_elements} KV-cache elements per token per"
-                " layer"
-            ),
-            f"perplexity {before:.2f} on {source.held_out}",
-        ]
-
-    def cells(self) -> list[tuple[str, ...]]:
-        """The table's header and a row per target, largest cache first."""
-        rows: list[tuple[str, ...]] = [_SWEEP_HEAD]
-        for row in sorted(self.rows, key=lambda row: (-row.cache_elements, row.excess)):
-            interval = "-" if row.interval is None else "{:+.4f} to {:+.4f}".format(*row.interval)
-            saving = 1 - row.cache_elements / self.source.cache_elements
-            measured = row.measured
-            shown = (
-                f"{row.cache_elements}",
-                f"{100 * saving:.1f} %",
-                f"{row.excess:+.4f}",
-                interval,
-                f"{measured.kl:.4f}",
-            )
-            rows.append(
-                (
-                    row.kind,
-                    *shown,
-                    f"{100 * measured.agreement:.1f} %",
-                    format_duration(row.seconds),
-                )
-            )
-        return rows
-
-    def table(self) -> str:
-        """Lines about the source and the text, the table, and a line about the time, as text."""
-        shared = max(0.0, self.seconds - sum(row.seconds for row in self.rows))
-        times = f"the sweep took {format_duration(self.seconds)}, including {format_duration(shared)} of shared work."
-        note = f"Excess loss is in nats per token; time is for the target alone: {times}"
-        return "\n".join(
-            [*self.heading(), "", *format_table(self.cells(), _SWEEP_WIDTHS), "", note]
-        )
-
-    def decision(self, within: float = WITHIN) -> str:
-        """The smallest target within the limit and its command, in two lines; or a line with the
-        nearest target.
-        """
+    def verdict(self, within: float = WITHIN) -> str:
+        """The smallest target within the limit, or the nearest to it, in a few words."""
         limit = f"within {100 * within:g} % perplexity"
-        most = math.log1p(within)
         row = self.smallest(within)
         if row is None:
-            best = self.nearest()
-            advice = "more --refine steps" if best.request.refine else "--refine auto"
-            doubtful = best.interval is not None and best.interval[0] <= most
-            doubt = (
-                "; the interval reaches the limit; more --samples would narrow it"
-                if doubtful
-                else ""
+            return f"no target is {limit}; {self.nearest().kind} comes nearest"
+        margin = row.measured.excess_margin or 0.0
+        doubt = ", uncertain" if row.excess + margin > math.log1p(within) else ""
+        return f"{limit}: {row.kind}{doubt}"
+
+    def table_rows(self) -> list[tuple[str, ...]]:
+        """The header and a row of cells per target, largest cache first."""
+        rows = [("target", "cache", "saving", *(metric.label for metric in METRICS), "time")]
+        for row in sorted(self.rows, key=lambda row: (-row.cache_elements, row.excess)):
+            saving = format_saving(self.source.cache_elements, row.cache_elements)
+            figures = (
+                format_metric(metric, row.measured, interval=metric.interval) for metric in METRICS
             )
-            nearest = (
-                f"{best.kind} comes nearest"
-                f" ({percent_text(best.excess, best.measured.excess_margin)}{doubt})"
-            )
-            return f"no target is {limit}; {nearest}. Try {advice}, or larger targets"
-        saved = f"{100 * (1 - row.cache_elements / self.source.cache_elements):.1f} % less cache"
-        loss = percent_text(row.excess, row.measured.excess_margin)
-        beyond = row.interval is not None and row.interval[1] > most
-        doubt = "; the interval exceeds the limit; more --samples would narrow it" if beyond else ""
-        command = row.command(self.source.name, row.request.out)
-        return f"{limit}: {row.kind}, {saved} ({loss}{doubt})\n  {command}"
+            cells = (f"{row.cache_elements}", saving, *figures)
+            rows.append((row.kind, *cells, format_duration(row.seconds)))
+        return rows
 
     def convert(self, within: float = WITHIN, *, quiet: bool = False) -> Conversion:
         """Convert to the smallest target within the limit. Raises InputError if no target is within
@@ -298,29 +224,99 @@ class Sweep:
         row = self.smallest(within)
         if row is None:
             raise InputError(
-                f"{self.rows[0].request.out}: nothing was written; {self.decision(within)}"
+                f"{self.rows[0].request.out}: nothing was written; {self.verdict(within)}. Accept"
+                " more with --within, try larger --targets, or --refine auto",
+                field="within",
             )
         return convert_checkpoint(replace(row.request, quiet=quiet))
 
     def to_dict(self, within: float = WITHIN) -> dict[str, Any]:
-        """Plain JSON values; ``smallest`` is the smallest target within the limit, or None."""
+        """JSON values; ``smallest`` is the smallest target within the limit, or None."""
         row = self.smallest(within)
+        before = perplexity(self.rows[0].measured.teacher_loss)
         return {
-            "source": (
-                vars(self.source)
-                | {"perplexity": finite(perplexity(self.rows[0].measured.teacher_loss))}
-            ),
+            "source": asdict(self.source) | {"perplexity": finite(before)},
             "versions": versions(),
             "seconds": self.seconds,
-            "targets": [each.to_dict(self.source) for each in self.rows],
+            "targets": [row.to_dict(self.source) for row in self.rows],
             "within": within,
             "smallest": None if row is None else row.target,
         }
 
 
+class FinishedRows:
+    """The rows of an unfinished sweep, in the user's cache folder until it ends, so that the same
+    command continues.
+
+    ``options`` are those of the sweep, ``plan`` is a target's. A sweep of other options has another
+    file. Rows are discarded, with a line on stderr, if files of the model or text have changed
+    since. Without a writable cache folder nothing is kept.
+    """
+
+    def __init__(self, plan: Plan, options: Mapping[str, Any], fresh: bool) -> None:
+        settings = run_settings(plan)
+        device, _, threads, processes = settings["device"]
+        about = [options, device, threads, processes, settings["versions"]]
+        digest = hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self.path = cache / "kvfold" / f"sweep-{digest[:16]}.json"
+        self._files = settings["files"]
+        self.values: dict[str, Any] = {}
+        if fresh:
+            return
+        with suppress(OSError, ValueError, KeyError, TypeError):  # none, or a damaged file
+            stored = json.loads(self.path.read_bytes())
+            values = dict(stored["rows"])
+            changed = [Path(file[0]).name for file in self._files if file not in stored["files"]]
+            if not changed:
+                self.values = values
+                return
+            print(
+                f"discarding the rows ({len(values)}) of an interrupted sweep:"
+                f" {', '.join(changed)} changed since then",
+                file=sys.stderr,
+            )
+
+    def restore(self, target: str, plan: Plan) -> SweepRow | None:
+        """The row of ``target``, if it was finished before."""
+        with suppress(KeyError, TypeError):  # none, or a damaged file
+            values = dict(self.values[target])
+            rank, rope = values.pop("split")
+            request = replace(plan.request, budget=None, kv_rank=rank, rope_dim=rope)
+            values["measured"] = Measurement(layers=(), **values["measured"])
+            values["splits"] = tuple(Split(**split) for split in values["splits"])
+            values["distances"] = tuple(values["distances"])
+            return SweepRow(target=target, request=request, **values)
+        return None
+
+    def add(self, row: SweepRow) -> None:
+        """Store a finished row."""
+        values = {name: value for name, value in vars(row).items() if name != "request"}
+        del values["target"]
+        measured = vars(row.measured)
+        values["measured"] = {name: value for name, value in measured.items() if value != ()}
+        values["split"] = [row.request.kv_rank, row.request.rope_dim]
+        values["splits"] = [vars(split) for split in row.splits]
+        self.values[row.target] = values
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing(self.path) as new:
+                write_file(new, json.dumps({"files": self._files, "rows": self.values}))
+        except OSError as error:
+            print(
+                f"warning: {self.path}: finished rows are not kept ({error.strerror})",
+                file=sys.stderr,
+            )
+
+    def remove(self) -> None:
+        """Remove the file, after the sweep's end."""
+        with suppress(OSError):  # without a usable cache folder there is none
+            self.path.unlink()
+
+
 @dataclass
-class _Target:
-    """One target, the walk of the student converted to it, and the splits tried for a budget."""
+class _Student:
+    """The walk of the student that is converted to a target, and the splits tried for a budget."""
 
     target: str
     plan: Plan
@@ -334,7 +330,6 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     """Fit and measure ``targets`` of ``model`` without writing a checkpoint::
 
         found = sweep_checkpoint(SweepRequest("MODEL", "gqa:4,2 mqa mla:576,512+64"))
-        print(found.table())
         found.smallest(0.01)        # the smallest within 1 % of the source's perplexity, or None
 
     The default ``targets`` are a few GQA, MQA and MLA sizes that suit the model. The split for a
@@ -358,19 +353,18 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
         if request.out is not None:
             check_output(request.out, model=checkpoint.folder)
         model = model_of(checkpoint.config, checkpoint.tensors)
-        chosen = named or default_targets(model, request.layout)
-        plans = []
-        for options in chosen:
+        targets = {}
+        for options in named or default_targets(model, request.layout):
+            target = format_target(options)
             layout = request.layout if options["to"] == "mla" else None
             try:
-                plans.append(
-                    make_plan(ConvertRequest(**common, **options, layout=layout), checkpoint)
-                )
+                conversion = ConvertRequest(**common, **options, layout=layout)
+                targets[target] = make_plan(conversion, checkpoint)
             except InputError as error:
-                raise error.with_prefix(f"--targets {spelled(options)}") from error
-        check_memory(plans[0])
+                raise error.with_prefix(f"--targets {target}") from error
+        check_memory(next(iter(targets.values())))
         with tempfile.TemporaryDirectory(prefix="kvfold-sweep-") as scratch, checkpoint.hashing():
-            found = _sweep(chosen, plans, Path(scratch), Stages(progress, request.quiet), request)
+            found = _sweep(targets, Path(scratch), Stages(progress, request.quiet), request)
         # A file that was replaced while its layers were read would give numbers of no model.
         checkpoint.check_unchanged()
         source = replace(found.source, sha256=checkpoint.source_hash())
@@ -378,31 +372,32 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
 
 
 def _sweep(
-    chosen: Sequence[TargetOptions],
-    plans: Sequence[Plan],
+    targets: Mapping[str, Plan],
     scratch: Path,
     stages: Stages,
     request: SweepRequest,
 ) -> Sweep:
-    """Sweep over groups of ``plans``, what needs least first; finished rows are shown, and kept
+    """Sweep over groups of ``targets``, what needs least first; finished rows are shown, and kept
     until the end.
     """
-    first = plans[0]
-    targets = [spelled(options) for options in chosen]
-    rows = dict[str, SweptTarget]()
-    kept = KeptRows(
-        first, {name: getattr(request, name) for name in (*_SHARED, "layout")}, request.fresh
-    )
-    for target, plan in zip(targets, plans, strict=True):
-        with suppress(KeyError, TypeError):  # a damaged file
-            rows[target] = _row_of(target, plan, kept.rows[target])
+    first = next(iter(targets.values()))
+    options = {name: getattr(request, name) for name in (*_SHARED, "layout")}
+    finished = FinishedRows(first, options, request.fresh)
+    rows = dict[str, SweepRow]()
+    for target, plan in targets.items():
+        row = finished.restore(target, plan)
+        if row is not None:
+            rows[target] = row
     if rows and not request.quiet:
-        done = f"{len(rows)} of {len(plans)} targets of the interrupted sweep"
-        print(f"resuming after {done} (--fresh starts over)", file=sys.stderr)
+        print(
+            f"resuming after {len(rows)} of {len(targets)} targets of the interrupted sweep"
+            " (--fresh starts over)",
+            file=sys.stderr,
+        )
     with stages("reading the text and the model"):
         calibration = load_source_and_text(first, scratch, stages, "")
     tokens = calibration.tokens
-    source = SweptSource(
+    source = SweepSource(
         name=first.request.model,
         sha256="",  # not known before every byte is read
         kind=first.source_kind,
@@ -416,51 +411,48 @@ def _sweep(
     )
     if not request.quiet:
         count, length = tokens.calibration.shape
-        where = f"{count} x {length} tokens of {text_name(tokens.source)}"
         print(
-            f"sweeping over {len(plans)} target{'s' * (len(plans) != 1)} on {where}",
+            f"sweeping over {len(targets)} targets on {count} x {length} tokens of"
+            f" {text_name(tokens.source)}",
             file=sys.stderr,
         )
-    surveyed: list[LayerSurvey] = []
+    survey: list[LayerSurvey] = []
+    left = {target: plan for target, plan in targets.items() if target not in rows}
     try:
-        for group in groups(
-            {
-                target: plan
-                for target, plan in zip(targets, plans, strict=True)
-                if target not in rows
-            }
-        ):
+        for group in group_targets(left):
             latent = [plan for plan in group.values() if plan.latent is not None]
-            if latent and not surveyed:
-                surveyed = survey_layers(latent[0], calibration, scratch, stages)
-            for row in _swept(group, calibration, surveyed, scratch, stages):
+            if latent and not survey:
+                survey = survey_layers(latent[0], calibration, scratch, stages)
+            for row in _fit_group(group, calibration, survey, scratch, stages):
                 rows[row.target] = row
-                kept.add(row.target, _row_values(row))
+                finished.add(row)
                 if not request.quiet:
-                    tqdm.write(row.line(source), file=sys.stderr)
+                    saving = format_saving(source.cache_elements, row.cache_elements)
+                    line = f"{row.kind}: {saving} cache, {format_metrics(row.measured)}"
+                    tqdm.write(line, file=sys.stderr)
     except BaseException as error:
         if rows:
             error.add_note(f"finished rows kept for the same request: {len(rows)}")
         raise
-    kept.forget()
+    finished.remove()
     return Sweep(source, tuple(rows[target] for target in targets))
 
 
-def _swept(
+def _fit_group(
     plans: Mapping[str, Plan],
     calibration: Calibration,
-    surveyed: Sequence[LayerSurvey],
+    survey: Sequence[LayerSurvey],
     scratch: Path,
     stages: Stages,
-) -> list[SweptTarget]:
-    """Fit and measure targets in one walk over the source; ``surveyed`` is for MLA targets, with
+) -> list[SweepRow]:
+    """Fit and measure targets in one walk over the source; ``survey`` is for MLA targets, with
     statistics in ``scratch``.
     """
-    tokens = calibration.tokens
+    source = calibration.source
     teacher = Teacher(
-        calibration.source,
-        tokens.held_out,
-        tokens.calibration,
+        source,
+        calibration.tokens.held_out,
+        calibration.tokens.calibration,
         next(iter(plans.values())).model,
         keep_calibration=True,
     )
@@ -468,9 +460,10 @@ def _swept(
     for target, plan in plans.items():
         splits: list[Split] = []
         if plan.latent is not None:
-            plan, splits, _ = choose_split(plan, calibration, surveyed, scratch, stages)
-        walk = Walk(teacher, open_student(plan, calibration))
-        students.append(_Target(target, plan, walk, splits))
+            plan, splits, _ = choose_split(plan, calibration, survey, scratch, stages)
+        students.append(
+            _Student(target, plan, Walk(teacher, open_student(plan, calibration)), splits)
+        )
     with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
         for lesson in teacher.layers():
             # The loss of sharing a pair of heads depends on the layer alone, not on the number of
@@ -479,71 +472,33 @@ def _swept(
             for student in students:
                 started = time.monotonic()
                 step = Step(lesson, student.walk)
-                plan = student.plan
-                weights = fit_layer(plan, step.index, step, shared).weights
-                tensors, _ = finish_layer(plan, step, weights, plan.request.refine, quiet=True)
+                refine = student.plan.request.refine
+                weights = fit_layer(student.plan, step.index, step, shared).weights
+                tensors, _ = finish_layer(student.plan, step, weights, refine, quiet=True)
                 student.distances.append(step.replace(tensors))
                 student.seconds += time.monotonic() - started
                 advance(1)
     with stages("measuring"):
-        return [
-            _measured(student, dtype_name(calibration.source.training_dtype))
-            for student in students
-        ]
+        return [_measure(student, dtype_name(source.training_dtype)) for student in students]
 
 
-def _row_values(row: SweptTarget) -> dict[str, Any]:
-    """A finished row as JSON values, for `_row_of`; its errors by layer and head are not needed
-    again.
-    """
-    stretches = [vars(each) for each in row.measured.stretches]
-    return {
-        "measured": {**vars(row.measured), "layers": [], "stretches": stretches, "by_sequence": []},
-        "split": [row.request.kv_rank, row.request.rope_dim],
-        "splits": [vars(each) for each in row.splits],
-        **{
-            name: getattr(row, name)
-            for name in ("kind", "cache_elements", "precision", "seconds", "distances")
-        },
-    }
-
-
-def _row_of(target: str, plan: Plan, values: Mapping[str, Any]) -> SweptTarget:
-    """The row of a target that was finished before. Raises KeyError or TypeError if ``values`` are
-    damaged.
-    """
-    measured, (rank, rope) = values["measured"], values["split"]
-    stretches = tuple(Stretch(**each) for each in measured["stretches"])
-    return SweptTarget(
-        target=target,
-        request=replace(plan.request, budget=None, kv_rank=rank, rope_dim=rope),
-        kind=values["kind"],
-        cache_elements=values["cache_elements"],
-        measured=Measurement(
-            **{**measured, "layers": (), "stretches": stretches, "by_sequence": ()}
-        ),
-        precision=values["precision"],
-        seconds=values["seconds"],
-        splits=tuple(Split(**each) for each in values["splits"]),
-        distances=tuple(values["distances"]),
-    )
-
-
-def _measured(student: _Target, precision: str) -> SweptTarget:
+def _measure(student: _Student, precision: str) -> SweepRow:
     """The target with its loss on held-out text; its request contains the chosen split instead of a
     budget.
     """
     started = time.monotonic()
-    request = student.plan.request
-    target = student.plan.latent
-    measured = student.walk.measurement()
-    if request.budget is not None and target is not None:
-        request = replace(request, budget=None, kv_rank=target.kv_rank, rope_dim=target.rope_dim)
-    return SweptTarget(
+    plan = student.plan
+    request = plan.request
+    # Errors by layer and position are not reported.
+    measured = replace(student.walk.measurement(), layers=(), stretches=(), by_sequence=())
+    if request.budget is not None and plan.latent is not None:
+        rank = plan.latent.kv_rank
+        request = replace(request, budget=None, kv_rank=rank, rope_dim=plan.latent.rope_dim)
+    return SweepRow(
         target=student.target,
         request=request,
-        kind=student.plan.layout.kind,
-        cache_elements=student.plan.layout.cache_elements,
+        kind=plan.layout.kind,
+        cache_elements=plan.layout.cache_elements,
         measured=measured,
         precision=precision,
         seconds=student.seconds + time.monotonic() - started,

@@ -58,13 +58,13 @@ def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
     return targets
 
 
-def spelled(options: TargetOptions) -> str:
+def format_target(options: TargetOptions) -> str:
     """The target with ``options`` in the notation of ``--targets``, such as ``gqa:4``."""
     sizes = "+".join(str(value) for name, value in options.items() if name != "to")
     return f"{options['to']}:{sizes}".rstrip(":")
 
 
-def groups(plans: Mapping[str, Plan]) -> Iterator[dict[str, Plan]]:
+def group_targets(plans: Mapping[str, Plan]) -> Iterator[dict[str, Plan]]:
     """Divide targets by what they need: folds nothing, MLA a survey, and each budget trials of
     splits too.
     """

@@ -229,7 +229,6 @@ def _write_checkpoint(
             side_files.get(CARD, b"").decode(),
             portable_name(Path(request.out)),
             _describe(request, training),
-            attention_only=request.train == "attention",
         )
         write_file(folder / CARD, card)
         record: dict[str, Any] = json.loads(side_files.get(RECORD, b'{"format": 2}'))

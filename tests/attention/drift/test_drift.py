@@ -5,7 +5,6 @@ disturbed.
 import copy
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -246,9 +245,6 @@ def test_reports_are_deterministic_and_valid_json():
     assert content["layers"][2]["attention_local"]["value"] == own.layers[2].attention_local
     assert content["layers"][2]["heads"][3]["error"]["floor"] == floor.layers[2].heads[3].error
     assert (content["predictions"], content["identical"]) == (55, False)
-    # A loss whose exponential no float holds, as of weights of 1e30.
-    far = replace(first.floor, measured=replace(floor, student_loss=floor.teacher_loss + 1e4))
-    assert replace(first, floor=far).to_dict()["perplexity"]["floor"] > 1e300
     with torch.no_grad():
         student.model.layers[1].self_attn.o_proj.weight[0, 0] = math.nan
     broken = measure_drift(source, student, tokens, floor=False)
@@ -304,26 +300,22 @@ def test_stretches_of_positions_are_those_of_stock_losses(monkeypatch):
     stretches = report.measured.stretches
     assert [(each.start, each.end) for each in stretches] == [(1, 3), (3, 6), (6, 12)]
     for each in stretches:
-        for values, found in (excess, (each.excess, each.margin)), (kl, (each.kl, each.kl_margin)):
+        for values, found in (
+            (excess, (each.excess, each.excess_margin)),
+            (kl, (each.kl, each.kl_margin)),
+        ):
             of_each = values[:, each.start - 1 : each.end - 1].mean(1)
             assert found == pytest.approx((of_each.mean().item(), margin(of_each)), rel=1e-3)
     first = stretches[0]
-    figures = {
-        "value": first.excess,
-        "margin": first.margin,
-        "kl": first.kl,
-        "kl_margin": first.kl_margin,
-    }
     assert report.to_dict()["excess_by_position"][0] == {
         "from": 1,
         "to": 3,
-        **figures,
+        "value": first.excess,
+        "margin": first.excess_margin,
+        "kl": first.kl,
+        "kl_margin": first.kl_margin,
         "sequences": len(tokens),
     }
-    second, third = (
-        f"{each.excess:+.3f} ({each.kl:.3f}) at {each.start}-{each.end}" for each in stretches[1:]
-    )
-    assert report.positions_text().endswith(f"{second}, {third}")
 
 
 def test_what_cannot_be_compared_is_an_error(refused):

@@ -1,4 +1,4 @@
-"""The model card, and the closing lines of a conversion: what it cost, and what was chosen."""
+"""The model card, and the block that a conversion prints at its end."""
 
 import json
 import re
@@ -7,7 +7,6 @@ import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
@@ -17,8 +16,9 @@ from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.cli import kvfold
 from kvfold.convert.conversion import card
-from kvfold.convert.conversion.card import front_matter, trained_card
-from kvfold.convert.conversion.record import chosen_text, cost_text, groups_text
+from kvfold.convert.conversion.card import front_matter, make_safe, trained_card
+from kvfold.convert.conversion.judgment import judge
+from kvfold.convert.conversion.summary import format_block, losses_by_text
 from kvfold.convert.data import demo_folder
 from kvfold.convert.signals import limited
 
@@ -89,31 +89,21 @@ def test_the_card_has_commands_without_places_to_fill_in(tiny_reader, tmp_path):
     done = convert_checkpoint(
         ConvertRequest(model=str(source), out=str(tmp_path / "out"), quiet=True, **options)
     )
-    assert "\non 8 x 16 held-out tokens of own words.txt: perplexity " in done.summary()
-    again = done.summary().rpartition("\nnext: ")[2].splitlines()[-1]
-    assert shlex.split(again)[:3] == ["kvfold", "convert", str(source)]
-    assert str(text) in shlex.split(again)
+    *_, following = done.summary().partition("\nnext ")
+    again = shlex.split(following.replace("\\\n", ""))
+    assert again[:3] == ["kvfold", "convert", str(source)]
+    assert str(text) in again
     found = (tmp_path / "out" / "README.md").read_text()
     command = next(line for line in found.splitlines() if line.startswith("kvfold convert "))
-    assert shlex.split(command)[2:] == [
-        *(
-            "../tiny llama",
-            "converted",
-            "--to",
-            "mqa",
-            "--method",
-            "mean",
-            "--calibration",
-            "own words.txt",
-        ),
-        *("--samples", "4", "--seq-len", "16", "--refine", "1"),
-    ]
+    options = "--to mqa --method mean --calibration WORDS --samples 4 --seq-len 16 --refine 1"
+    repeated = ["own words.txt" if word == "WORDS" else word for word in options.split()]
+    assert shlex.split(command)[2:] == ["../tiny llama", "converted", *repeated]
     commands = re.findall("```[a-z]+\n(.*?)```", found, re.DOTALL)
     assert any("vllm serve .\n" in each for each in commands)
     assert any("--teacher '../tiny llama' --text " in each for each in commands)
     assert not re.search(r"\bPATH\b|\bOUT\b|\bMODEL\b|\bFILE\b|<[a-z]+>", "".join(commands))
     assert str(tmp_path) not in found
-    assert "held-out tokens of own words.txt." in found
+    assert "held-out tokens of own words.txt, " in found
 
 
 @pytest.mark.slow
@@ -157,17 +147,12 @@ def test_the_commands_of_a_card_run(tiny_reader, tmp_path, monkeypatch):
 
 def test_a_trained_card_begins_with_the_training():
     front = "---\nlicense: mit\n---\n\n"
-    card = (
-        f"{front}# Tiny, MQA\n\nText. Everything else comes from the source, byte for byte. More.\n"
-    )
-    found = trained_card(card, "out", "Trained for 2 steps.", attention_only=True)
+    card = f"{front}# Tiny, MQA\n\nText.\n\n| | source | this checkpoint |\n"
+    found = trained_card(card, "out", "Trained for 2 steps.")
     assert found.startswith(f"{front}# Tiny, MQA, trained further\n\nTrained for 2 steps.\n")
-    assert found.endswith("from the source; the uptraining trained only the attention. More.\n")
-    assert "byte for byte" not in found
-    assert trained_card("", "out", "Trained.", attention_only=False) == "# out\n\nTrained.\n"
-    assert trained_card("Own words.", "out", "Trained.", attention_only=False).endswith(
-        "uptraining\n\nOwn words.\n"
-    )
+    assert found.endswith("| | source | before the uptraining |\n")
+    assert trained_card("", "out", "Trained.") == "# out\n\nTrained.\n"
+    assert trained_card("Words.", "out", "Trained.").endswith("uptraining\n\nWords.\n")
 
 
 def test_a_model_of_the_hub_is_the_base_model(tmp_path):
@@ -179,86 +164,84 @@ def test_a_model_of_the_hub_is_the_base_model(tmp_path):
     assert found.startswith("base_model: team/tiny\n")
 
 
-def test_the_cost_and_the_split_of_a_budget_are_told(told):
-    figures = {"perplexities": (40.0, 44.2068), "excess": 0.1, "kl": 0.12345, "agreement": 0.765}
-    drift = Mock(sequences=8, length=256, **figures, **{"measured.excess_margin": 0.02})
-    told(cost_text(drift, "text.txt"))
-    drift.excess = float("nan")
-    told(cost_text(drift, "text.txt"))
-    plan = Mock(**{"request.budget": 32, "latent.kv_rank": 24, "latent.rope_dim": 8})
-    splits = {"splits": [{}, {}, {}]}
-    told(chosen_text(plan, splits))
-    other = {
-        "engines": ["vLLM"],
-        "kl": 0.5,
-        "instead_of": {"kv_rank": 16, "rope_dim": 16, "kl": 0.48},
-    }
-    told(chosen_text(plan, {**splits, "preferred_for_engines": other}))
-    assert chosen_text(Mock(**{"request.budget": None}), splits) == ""
+def test_names_from_files_cannot_leave_their_line_of_a_card():
+    assert make_safe("a`b\n# c\x1b[0m") == "a'b\\n# c\\x1b[0m"
 
 
-def test_the_groups_of_heads_are_told_and_why(told):
-    def text_of(groups, **request):
-        given = {
-            "group": None,
-            "resolved_method": "principal",
-            "chosen_method.reads_text": True,
-            **request,
-        }
-        plan = Mock(**{f"request.{name}": value for name, value in given.items()})
-        plan.geometry.heads = 8
-        plan.geometry.kv_heads = 4
-        return groups_text(plan, {"groups": groups})
+def test_a_calibrated_conversion_ends_with_a_block(tiny_reader, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = tmp_path / "out"
+    options = {"to": "mqa", "samples": 2, "seq_len": 16, "quiet": True}
+    done = convert_checkpoint(ConvertRequest(tiny_reader, out, **options))
+    lines = done.summary().splitlines()
+    labels = [line.split()[0] for line in lines if not line.startswith(" ")]
+    assert labels == ["made", "cache", "loss", "verdict", "next"]
+    assert all(len(line) <= 80 or len(line.split()) == 2 for line in lines)  # but for long paths
+    assert done.to_dict()["verdict"] == done.verdict == judge(done.drift)
+    assert f"\nVerdict: {done.verdict} " in (out / "README.md").read_text()
 
-    neighbors = [[0, 1], [2, 3]]
-    told(text_of([neighbors, [[0, 2], [1, 3]]]))
-    pooled = {"resolved_method": "mean", "chosen_method.reads_text": False}
-    for request in ({}, {"group": "similar"}, {"group": "contiguous"}, pooled):
-        told(text_of([neighbors], **request))
-    assert text_of([[[0, 1, 2, 3]]]) == groups_text(Mock(), {}) == ""
+
+def test_a_conversion_without_text_has_no_loss_and_says_how_to_measure_it(tiny_reader, tmp_path):
+    request = ConvertRequest(tiny_reader, tmp_path / "out", to="mqa", method="mean", quiet=True)
+    done = convert_checkpoint(request)
+    assert done.verdict is None
+    lines = done.summary().replace("\\\n", "").splitlines()
+    labels = [line.split()[0] for line in lines if not line.startswith(" ")]
+    assert labels == ["made", "cache", "next"]
+    assert lines[-1].split()[1:] == ["kvfold", "drift", str(tiny_reader), str(tmp_path / "out")]
+
+
+def test_a_block_keeps_an_option_with_its_value_and_quotes_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    command = ["kvfold", "convert", "my model", "OUT", "--to", "mla", "--budget", "192"]
+    lines = format_block([("made", "words " * 12), ("loss", "")], command).splitlines()
+    assert max(map(len, lines)) <= 40
+    assert not any(line.startswith("loss") for line in lines)
+    assert any(line.split() == ["--to", "mla", "--budget", "192"] for line in lines)
+    _, _, shown = "\n".join(lines).partition("next ")
+    assert shlex.split(shown.replace("\\\n", "")) == command
+
+
+def test_the_loss_is_told_for_each_text_of_a_mixture():
+    rows = [
+        {"text": "code.py", "sequences": 3, "kl": 0.1, "excess": 0.2},
+        {"text": "self:1", "sequences": 5, "kl": None, "excess": 0.1},
+    ]
+    code, written = losses_by_text({"drift": {"texts": rows}})
+    assert code == "code.py: excess +0.2000 nats, KL 0.1000 nats (3 sequences)"
+    assert written.startswith("text that the source wrote itself: excess +0.1000 nats, KL - nats")
+    assert losses_by_text({"drift": {}}) == []
+
+
+def dry_run(tmp_path, **options):
+    return convert_checkpoint(
+        ConvertRequest(demo_folder(), tmp_path / "out", dry_run=True, **options)
+    )
 
 
 def test_a_dry_run_of_a_budget_names_no_split(tmp_path):
-    request = ConvertRequest(demo_folder(), tmp_path / "out", to="mla", budget=64, dry_run=True)
-    done = convert_checkpoint(request)
-    lines = done.summary().splitlines()
-    assert (
-        "MHA -> MLA, split by measured drift, method principal: 512 -> 64 KV-cache elements"
-        in lines[0]
-    )
-    assert (
-        "  model.layers.0.self_attn.kv_b_proj.weight  BF16 new" in lines
-    )  # its shape would be that of a split
+    done = dry_run(tmp_path, to="mla", budget=64)
+    lines = [line.strip() for line in done.summary().splitlines()]
+    # Its shape would be that of a split.
+    assert "model.layers.0.self_attn.kv_b_proj.weight BF16 new" in lines
     assert done.to_dict()["attention"] == {"from": "MHA", "to": "MLA, split by measured drift"}
     assert "sha256" not in done.to_dict()["source"]  # no weights were read
 
 
-def test_a_dry_run_tells_the_shares_of_its_texts(tmp_path):
+def test_a_dry_run_tells_the_text_and_the_training(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setattr("kvfold.convert.conversion.summary._COLUMNS", 1000)
     texts = [tmp_path / "prose.txt", tmp_path / "code.txt"]
     for text in texts:
         text.write_text("A list of words. " * 40)
-    options = {
-        "calibration": [f"{texts[0]}:3", str(texts[1])],
-        "samples": 2,
-        "seq_len": 16,
-        "dry_run": True,
-    }
-    said = convert_checkpoint(
-        ConvertRequest(demo_folder(), tmp_path / "out", to="mqa", **options)
+    training = {"refine": 50, "polish": "200k"}
+    mixture = [f"{texts[0]}:3", str(texts[1])]
+    said = dry_run(
+        tmp_path, to="mqa", calibration=mixture, samples=128, seq_len=256, **training
     ).summary()
-    assert f"calibration: 2 x 16 tokens of {texts[0]} (75 %) + {texts[1]} (25 %)\n" in said
-
-
-def test_a_dry_run_tells_the_training(tmp_path):
-    options = {"seq_len": 256, "refine": 50, "polish": "200k", "dry_run": True}
-    said = convert_checkpoint(
-        ConvertRequest(demo_folder(), tmp_path / "out", to="mqa", **options)
-    ).summary()
-    assert "refinement: 50 steps of 2048 tokens, in each layer" in said.splitlines()
-    assert (
-        "polishing: 196 steps of 1024 tokens, 201k tokens in all, after the last layer"
-        in said.splitlines()
-    )
+    assert f"text     128 x 256 tokens of {texts[0]} (75 %) + {texts[1]} (25 %)\n" in said
+    assert "refine   50 steps of 2048 tokens, in each layer\n" in said
+    assert "polish   196 steps of 1024 tokens, 201k tokens in all\n" in said
 
 
 def test_a_limit_holds_where_its_error_is_swallowed_once():

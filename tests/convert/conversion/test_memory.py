@@ -47,7 +47,7 @@ def test_a_config_alone_is_enough_for_a_dry_run(config_only, target, kind, eleme
     assert found["attention"] == {"from": "MHA", "to": kind}
     assert found["cache_elements"] == {"from": 8192, "to": elements}
     assert 10 << 30 < sum(found["files"].values()) < 14 << 30
-    assert f"memory: about {found['memory_bytes'] / 1e9:.1f} GB needed" in done.summary()
+    assert f"memory   about {found['memory_bytes'] / 1e9:.1f} GB needed" in done.summary()
     with pytest.raises(InputError, match="has no weights"):
         convert_checkpoint(ConvertRequest(**request))
     assert not (tmp_path / "out").exists()

