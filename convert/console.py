@@ -33,30 +33,8 @@ from kvfold.convert.host import may_have_gpu, set_threads
 from kvfold.convert.options import Option, Request, no_gpu, specs
 from kvfold.convert.signals import interruptible
 
-# Stands for stdout in place of a file name, as in other command-line tools.
 REPORT = "report.html"
-STDOUT = "-"
-_PLOT_KINDS = (".png", ".svg", ".pdf")
-
-
-# The options of a request
-
-
-class PanelCommand(click.Command):
-    """A command whose ``--help`` groups options by panel; ``--help`` itself is in the panel
-    Running.
-    """
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for each in self.get_params(ctx):
-            if isinstance(each, click.Option) and (row := each.get_help_record(ctx)) is not None:
-                panels.setdefault(getattr(each, "panel", "Running"), []).append(row)
-        for title, rows in panels.items():
-            with formatter.section(title):
-                formatter.write_dl(rows)
-
-
+STDOUT = "-"  # stands for stdout in place of a file name, as in other command-line tools
 # Options of the past, and what to use instead of each.
 WITHDRAWN: dict[str, str] = {
     "--keep-intervals": "convert with several numbers of --polish, each into an OUT of its own",
@@ -69,6 +47,22 @@ WITHDRAWN: dict[str, str] = {
 }
 
 Decorator = Callable[[Any], Any]
+
+
+class PanelCommand(click.Command):
+    """A command whose ``--help`` groups options by panel; ``--help`` itself is in the panel
+    Running.
+    """
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            row = parameter.get_help_record(ctx)
+            if row is not None:
+                panels.setdefault(getattr(parameter, "panel", "Running"), []).append(row)
+        for title, rows in panels.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 def request_options(
@@ -85,26 +79,25 @@ def request_options(
     may remove; with ``build``, no option is required. By default the request is
     ``request(**values)``. A flag that is set by default becomes an option ``--no-NAME``.
     """
-    found = specs(request)
+    options = specs(request)
 
     def decorate(function: Callable[..., None]) -> Any:
         @functools.wraps(function)
         def command(**values: Any) -> None:
-            own = {name: values.pop(name) for name in found}
-            # Inverted here, because each version of click declares a flag that sets False in a
-            # different way.
-            own = {
-                name: not value if found[name].default is True else value
-                for name, value in own.items()
-            }
-            made = request(**own) if build is None else build(own, values)
+            own: dict[str, Any] = {}
+            for name, spec in options.items():
+                value = values.pop(name)
+                # Inverted here, because versions of click differ in declaring a flag that sets
+                # False.
+                own[name] = not value if spec.default is True else value
+            built = request(**own) if build is None else build(own, values)
             # Told before a model is downloaded; `device.choose_device` asks torch.
-            if getattr(made, "device", None) == "cuda" and not may_have_gpu():
+            if getattr(built, "device", None) == "cuda" and not may_have_gpu():
                 raise no_gpu()
-            function(made, **values)
+            function(built, **values)
 
         decorated: Any = command
-        for name, spec in reversed(found.items()):
+        for name, spec in reversed(options.items()):
             required = spec.default is MISSING and (build is None or spec.argument)
             for parameter in (_parameter(spec, required), *reversed((before or {}).get(name, ()))):
                 decorated = parameter(decorated)
@@ -113,6 +106,35 @@ def request_options(
         return decorated
 
     return decorate
+
+
+def _parameter(spec: Option, required: bool) -> Decorator:
+    """The click argument or option for one field."""
+    if spec.argument:
+        if spec.item_type is not None:
+            return click.argument(spec.name, metavar=spec.metavar, nargs=-1)
+        return click.argument(spec.name, metavar=spec.metavar, required=required)
+    names = [format_option(spec.name, spec.default is not True), *spec.aliases, spec.name]
+    if bool in spec.types:
+        return click.option(*names, is_flag=True, help=spec.help)
+    default = None if spec.default is MISSING or spec.multiple else spec.default
+    if isinstance(default, tuple):
+        default = ",".join(map(str, default))
+    is_number = spec.types and str not in spec.types and not spec.choices
+    return click.option(
+        *names,
+        help=spec.help,
+        metavar=spec.metavar or (f"[{'|'.join(spec.choices)}]" if spec.choices else None),
+        required=required,
+        multiple=spec.multiple,
+        default=default,
+        show_default=bool(default) or default == 0,
+        # No click.Choice: the request checks words, and its errors suggest similar ones.
+        type=spec.types[0] if is_number else str,
+        shell_complete=lambda context, parameter, typed: [
+            word for word in spec.choices if word.startswith(typed)
+        ],
+    )
 
 
 def json_option(
@@ -131,55 +153,18 @@ def report_option(content: str) -> Decorator:
     )
 
 
-def _parameter(spec: Option, required: bool) -> Decorator:
-    """The click argument or option for one field."""
-    if spec.argument:
-        if spec.item_type is not None:
-            return click.argument(spec.name, metavar=spec.metavar, nargs=-1)
-        return click.argument(spec.name, metavar=spec.metavar, required=required)
-    metavar = spec.metavar or (f"[{'|'.join(spec.choices)}]" if spec.choices else None)
-    # No click.Choice: the request checks words, and its errors suggest similar ones.
-    settings: dict[str, Any] = {"help": spec.help, "metavar": metavar}
-    settings["shell_complete"] = lambda ctx, param, typed: [
-        word for word in spec.choices if word.startswith(typed)
-    ]
-    names = [format_option(spec.name, spec.default is not True), *spec.aliases, spec.name]
-    if bool in spec.types:
-        return click.option(*names, is_flag=True, **settings)
-    is_number = spec.types and str not in spec.types and not spec.choices
-    settings |= {
-        "required": required,
-        "multiple": spec.multiple,
-        "type": spec.types[0] if is_number else str,
-    }
-    default = spec.default
-    if isinstance(default, tuple):
-        default = None if spec.multiple else ",".join(map(str, default))
-    if default not in (MISSING, None):
-        settings |= {"default": default, "show_default": default != ""}
-    return click.option(*names, **settings)
-
-
-# How a command ends
-
-_STYLE = re.compile(r"\x1b\[[\d;]*m")  # colors
-
-
-class _PlainRecord(logging.LogRecord):
+class _PrintableRecord(logging.LogRecord):
     """What a library logs, without codes that a terminal obeys: names and values from files may
     contain some.
     """
 
     def getMessage(self) -> str:
-        return "\n".join(
-            map(printable, _STYLE.sub("", super().getMessage()).expandtabs().splitlines())
-        )
+        colorless = re.sub(r"\x1b\[[\d;]*m", "", super().getMessage())
+        return "\n".join(map(printable, colorless.expandtabs().splitlines()))
 
 
 def run_command(
-    command: click.Command,
-    name: str,
-    arguments: Sequence[str] | None = None,
+    command: click.Command, name: str, arguments: Sequence[str] | None = None
 ) -> NoReturn:
     """Run a click command. An error sets the exit status and prints ``error: ...`` with indented
     details to stderr.
@@ -188,56 +173,56 @@ def run_command(
     The notes of an exception say what an ended run left behind.
     """
     set_threads()
-    # libraries' children, such as compilers, must not import a stranger's file of the current folder
+    # Children of libraries, such as compilers, must not import a stranger's file of the current
+    # folder.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
-    logging.setLogRecordFactory(_PlainRecord)
-    words = sys.argv[1:] if arguments is None else arguments
-    left = "nothing was left behind"
-    stopped = True
-    outcome: tuple[str | None, int] = None, 1
+    logging.setLogRecordFactory(_PrintableRecord)
+    argv = sys.argv[1:] if arguments is None else list(arguments)
+    left_behind = ""
+    message: str | None = None
+    status: int | None = None  # None: interrupted
     with suppress(KeyboardInterrupt), interruptible():
         try:
-            command.main(args=words, prog_name=name, standalone_mode=False)
-            outcome = (None, 0)
-            stopped = False
+            command.main(args=argv, prog_name=name, standalone_mode=False)
+            status = 0
         except (KeyboardInterrupt, click.Abort) as error:
-            left = _notes(error) or left
-            # A signal may arrive between a context manager's ``yield`` and its block. The manager
-            # then cleans up when it is freed, together with the exception; the garbage collection
-            # below frees managers in cycles.
-        except KvfoldError as error:
-            outcome = (str(error), error.exit_status)
-            stopped = False
-        except click.ClickException as error:
-            outcome = (_usage(error, command, name, words), 2)
-            stopped = False
-        except BrokenPipeError:
-            # The interpreter flushes stdout once more at its end, which would fail again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            stopped = False
+            left_behind = _notes(error)
         except Exception as error:
-            if os.environ.get("KVFOLD_TRACEBACK"):
-                raise
-            advice = "set KVFOLD_TRACEBACK=1 to see the traceback, and please report it"
-            text = (
-                system_failure(error)
-                or f"unexpected {type(error).__name__}: {one_line(error)} ({advice})"
-            )
-            outcome = (
-                printable(text) + "".join(f"; {kept}" for kept in [_notes(error)] if kept),
-                1,
-            )
-            stopped = False
-        if stopped:
+            message, status = _explain(error, command, name, argv)
+        if status is None:
+            # A signal may arrive between a context manager's ``yield`` and its block. The manager
+            # then cleans up when it is freed, together with the exception; managers in cycles are
+            # freed here.
             gc.collect()
-    message, status = (
-        (f"interrupted: {left}; run the same command again", 1) if stopped else outcome
-    )
+    if status is None:
+        left_behind = left_behind or "nothing was left behind"
+        message = f"interrupted: {left_behind}; run the same command again"
     if message is not None:
         # Otherwise the error could appear before output that was printed earlier.
         sys.stdout.flush()
         print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(status)
+    raise SystemExit(1 if status is None else status)
+
+
+def _explain(
+    error: Exception, command: click.Command, name: str, argv: Sequence[str]
+) -> tuple[str | None, int]:
+    """What to print about an error, None for nothing, and the exit status."""
+    if isinstance(error, KvfoldError):
+        return str(error), error.exit_status
+    if isinstance(error, click.ClickException):
+        return _explain_usage(error, command, name, argv), 2
+    if isinstance(error, BrokenPipeError):
+        # The interpreter flushes stdout once more at its end, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return None, 1
+    if os.environ.get("KVFOLD_TRACEBACK"):
+        raise error
+    message = system_failure(error) or (
+        f"unexpected {type(error).__name__}: {one_line(error)} (set KVFOLD_TRACEBACK=1 to see the"
+        " traceback, and please report it)"
+    )
+    return printable("; ".join(filter(None, [message, _notes(error)]))), 1
 
 
 def _notes(error: BaseException) -> str:
@@ -248,65 +233,45 @@ def _notes(error: BaseException) -> str:
     return "; ".join(notes)
 
 
-def _usage(
-    error: click.ClickException, command: click.Command, name: str, arguments: Sequence[str]
+def _explain_usage(
+    error: click.ClickException, command: click.Command, name: str, argv: Sequence[str]
 ) -> str:
     """A sentence about an invalid command line that refers to the ``--help`` of the right command."""
     text = printable(error.format_message().replace("\n", " ").rstrip("."))
-    where = name
-    # Click's error for an option without its argument names neither the command nor the missing
-    # argument.
-    called = next(iter(arguments), "")
-    if isinstance(command, click.Group) and called in command.commands:
-        command = command.commands[called]
-        where = f"{name} {called}"
+    called = next(iter(argv), "")
     if isinstance(error, click.UsageError) and error.ctx:
-        where = error.ctx.command_path
-    if isinstance(error, click.BadOptionUsage) and text.endswith("requires an argument"):
-        options = (
-            option
-            for option in command.params
-            if error.option_name in option.opts and option.metavar
-        )
-        text += "".join(f": {option.metavar}" for option in options)
+        name = error.ctx.command_path
+    elif isinstance(command, click.Group) and called in command.commands:
+        name = f"{name} {called}"
     if isinstance(error, click.NoSuchOption) and error.option_name in WITHDRAWN:
         text = f"{error.option_name} was withdrawn; {WITHDRAWN[error.option_name]}"
     if "unexpected extra argument" in text:
         text += "; a value with spaces, such as a list of targets, needs quotes"
     # A capital that begins a name in capitals, as REPO, stays.
     text = text if text[1:2].isupper() else f"{text[:1].lower()}{text[1:]}"
-    return f"{where}: {text}; see `{where} --help`"
-
-
-# Files that options name
+    return f"{name}: {text}; see `{name} --help`"
 
 
 def check_files(json_file: str | None, plot: str | None = None, report: str | None = None) -> None:
     """Raise InputError if a file for ``--json``, ``--plot`` or ``--report`` cannot be drawn or
-    written.
+    written, because a long run must not end in an error that its first second could have found.
 
     With ``--json -``, stdout is reserved for the JSON from here on.
     """
     if json_file == STDOUT:
         _reserve_stdout()
-    # Checked first, because a long run must not end in an error that could have been found in its
-    # first second.
-    for option, path in (("plot", plot), ("report", report)):
-        if path is not None and find_spec("matplotlib") is None:
-            raise option_error(
-                option, path, "draws with matplotlib; install it: pip install 'kvfold[report]'"
-            )
-    if plot is not None and Path(plot).suffix not in _PLOT_KINDS:
-        raise option_error(
-            "plot", plot, f"must end in {', '.join(_PLOT_KINDS[:-1])} or {_PLOT_KINDS[-1]}"
-        )
-    if report is not None and (reason := _unwritable(Path(report), folder=True)):
-        raise option_error("report", report, f": cannot be written ({reason}); name another folder")
-    for option, path in (("json", json_file), ("plot", plot)):
-        if path not in (None, STDOUT) and (reason := _unwritable(Path(str(path)))):
-            raise option_error(
-                option, path, f": cannot be written ({reason}); name a file in an existing folder"
-            )
+        json_file = None
+    if plot is not None and Path(plot).suffix not in (".png", ".svg", ".pdf"):
+        raise option_error("plot", plot, "must end in .png, .svg or .pdf")
+    for option, path in (("json", json_file), ("plot", plot), ("report", report)):
+        if path is None:
+            continue
+        if option != "json" and find_spec("matplotlib") is None:
+            install = "draws with matplotlib; install it: pip install 'kvfold[report]'"
+            raise option_error(option, path, install)
+        file = Path(path) / REPORT if option == "report" else Path(path)
+        if reason := _unwritable(file, new_folder=option == "report"):
+            raise option_error(option, path, f": cannot be written ({reason}); name another path")
 
 
 def _reserve_stdout() -> None:
@@ -320,48 +285,39 @@ def _reserve_stdout() -> None:
         os.dup2(2, 1)
 
 
-def _unwritable(path: Path, folder: bool = False) -> str | None:
-    """Why ``path`` cannot be written, or ``report.html`` in that ``folder``, which may not exist
-    yet; None if it can.
+def _unwritable(file: Path, new_folder: bool) -> str | None:
+    """Why ``file`` cannot be written, whose folder may be missing if ``new_folder``; None if it can.
 
     Links are refused, because they may lead anywhere, and pipes, because they would block.
     """
-    file = path / REPORT if folder else path
     try:
-        state = file.lstat() if os.path.lexists(file) else None
-        if len(os.fsencode(path.name)) > os.pathconf("/", "PC_NAME_MAX"):
-            return os.strerror(errno.ENAMETOOLONG)
+        mode = file.lstat().st_mode
+    except FileNotFoundError:
+        mode = None
     except (OSError, ValueError) as error:
         return one_line(error)
-    if folder and path.exists() and not path.is_dir():
-        return "it is a file"
-    if state is not None and not stat.S_ISREG(state.st_mode):
-        return (
-            "it is a folder"
-            if stat.S_ISDIR(state.st_mode)
-            else f"{file.name} is a link or no regular file"
-        )
-    if not folder and not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
-    place = next(each for each in (file, *file.parents) if each.exists())
-    return None if os.access(place, os.W_OK) else "permission denied"
+    if mode is not None and not stat.S_ISREG(mode):
+        return "it is a folder, a link or no regular file"
+    present = file if mode is not None else next(path for path in file.parents if path.exists())
+    if mode is None and present != file.parent and not new_folder:
+        return f"there is no folder {file.parent}"
+    return None if os.access(present, os.W_OK) else "permission denied"
 
 
 def tell(json_file: str | None, value: Callable[[], Any], text: str) -> None:
     """Print ``text`` and write ``value()`` as JSON to ``json_file``; if that is stdout, ``text``
     goes to stderr.
     """
-    content = (
-        "" if json_file is None else json.dumps(jsonable(value()), indent=2, allow_nan=False) + "\n"
-    )
-    if json_file == STDOUT:
-        click.echo(content, nl=False)
-    elif json_file is not None:
-        try:
-            Path(json_file).write_text(content, encoding="utf-8")
-        except OSError as error:
-            reason = f"cannot be written ({error.strerror}); name another file"
-            raise option_error("json", json_file, f": {reason}") from error
+    if json_file is not None:
+        content = json.dumps(jsonable(value()), indent=2, allow_nan=False)
+        if json_file == STDOUT:
+            click.echo(content)
+        else:
+            try:
+                Path(json_file).write_text(f"{content}\n", encoding="utf-8")
+            except OSError as error:
+                reason = f": cannot be written ({error.strerror}); name another file"
+                raise option_error("json", json_file, reason) from error
     if text:
         click.echo(text, err=json_file == STDOUT)
 
