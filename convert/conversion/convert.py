@@ -6,7 +6,7 @@ Modules that import torch or transformers, which takes seconds, are imported whe
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
@@ -23,13 +23,13 @@ from kvfold.convert.checkpoint.writer import ShardWriter, write_index
 from kvfold.convert.console import append_line
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, open_output
-from kvfold.convert.conversion.layers import finish_layer, fit_layer, latent_spectrum, open_walk
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, checkpoint_from_config, make_plan
 from kvfold.convert.conversion.record import make_record
 from kvfold.convert.conversion.results import Conversion
 from kvfold.convert.formatting import jsonable
-from kvfold.convert.progress import Progress, Stages
+from kvfold.convert.methods.registry import Notes
+from kvfold.convert.progress import Advance, Progress, Stages
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.text.corpus import check_seq_len, check_sources
 
@@ -83,7 +83,6 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
 
                 plan, notes = choose_layout(plan, calibration, folder, stages)
             hashes, layer_notes, drift = _write_weights(plan, calibration, folder, stages)
-            notes |= layer_notes
             checkpoint.check_unchanged()
             processes.broadcast_from_rank0(lambda: _write_config(plan, folder))
             if request.polish and calibration is not None:
@@ -94,7 +93,9 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
                 if polished is not None:
                     drift, notes["polish"] = polished
             completed = processes.on_rank0(
-                lambda: _complete(plan, calibration, folder, hashes, notes, drift, stages)
+                lambda: _complete(
+                    plan, calibration, folder, hashes, notes, layer_notes, drift, stages
+                )
             )
     record, drift = completed or ({}, None)
     seconds = time.monotonic() - started
@@ -115,26 +116,24 @@ def _open_source(request: ConvertRequest) -> Checkpoint:
 
 def _write_weights(
     plan: Plan, calibration: "Calibration | None", folder: Path, stages: Stages
-) -> "tuple[dict[str, str], dict[str, Any], DriftReport | None]":
+) -> "tuple[dict[str, str], list[Notes], DriftReport | None]":
     """Convert all layers and write all shards.
 
-    Returns the hash of each shard, and with text the notes on the layers, and the drift if this
-    process needs it.
+    Returns the hash of each shard, and with text the notes on each layer, and the drift on the
+    first process.
     """
     journal = Journal(folder, plan)
-    layers = plan.geometry.layers
     finished = len(journal.notes)
     if finished and not plan.request.quiet:
         print(
-            f"resuming after layer {finished} of {layers} of the interrupted run (--fresh starts"
-            " over)",
+            f"resuming after layer {finished} of {plan.geometry.layers} of the interrupted run"
+            " (--fresh starts over)",
             file=sys.stderr,
         )
     writer = ShardWriter(folder, plan.own_shards, journal.written if finished else None)
     sizes = {tensor.name: tensor.nbytes for shard in plan.own_shards for tensor in shard.tensors}
     resumed = sum(sizes[name] for name in journal.written)
     paths = processes.shard_range(len(plan.checkpoint.paths))
-    walk = None
     # Beside the converted layers the other tensors are copied; each of several processes writes its
     # own shards.
     with (
@@ -143,49 +142,57 @@ def _write_weights(
         stages("write", sum(sizes.values()), "B", resumed) as wrote,
     ):
         with writer.copying_rest(plan.checkpoint, wrote, copied):
-            if calibration is None:
-                # Each process converts the layers that it writes.
-                for index in stages.over("convert", journal.pending, layers, "layer"):
-                    tensors = plan.layout.encode(index, fit_layer(plan, index).weights)
-                    wrote(writer.write_own(tensors))
-            else:
-                refine = plan.request.refine
-                walk = open_walk(
-                    plan,
-                    calibration,
-                    statistics=plan.method.reads_text,
-                    refine=bool(refine),
-                    finished=finished,
-                )
-                for step in stages.over("convert", walk, layers, "layer"):
-                    if step.index < finished:
-                        step.replace_and_measure(journal.read_layer(step.index))
-                        continue
-                    layer = fit_layer(plan, step.index, step)
-                    tensors, notes = finish_layer(
-                        plan, step, layer.weights, refine, quiet=plan.request.quiet
-                    )
-                    notes = {**layer.notes, **latent_spectrum(plan, step), **notes}
-                    step.replace_and_measure(tensors)
-                    wrote(writer.write_own(tensors))
-                    # What the journal lists must be on the disks of all processes.
-                    writer.sync()
-                    processes.all_gather(None)
-                    journal.add_layer(notes)
+            drift = _convert_layers(plan, calibration, journal, writer, wrote, stages)
         writer.finish()
         shards = processes.all_gather(hashes())
     for found in processes.all_gather(plan.checkpoint.hashes):
         plan.checkpoint.hashes.update(found)
     digests = {file: digest for shard in shards for file, digest in shard.items()}
-    if walk is None:
-        return digests, {}, None
-    from kvfold.convert.conversion.measurement import measure_walk, merge_notes
+    return digests, journal.notes, drift
 
-    drift = None
-    if processes.is_rank0():
-        with stages("measuring"):
-            drift = measure_walk(walk)
-    return digests, merge_notes(plan, journal.notes), drift
+
+def _convert_layers(
+    plan: Plan,
+    calibration: "Calibration | None",
+    journal: Journal,
+    writer: ShardWriter,
+    wrote: Advance,
+    stages: Stages,
+) -> "DriftReport | None":
+    """Convert and write all layers. Returns the drift, on the first process of a run with text."""
+    # Only here: bytes are copied while it imports torch.
+    from kvfold.convert.conversion import layers
+
+    count = plan.geometry.layers
+    if calibration is None:
+        # Each process converts the layers that it writes.
+        for index in stages.over("convert", journal.pending, count, "layer"):
+            layer = layers.fit_layer(plan, index)
+            wrote(writer.write_own(plan.layout.encode(index, layer.weights)))
+        return None
+    finished = len(journal.notes)
+    walk = layers.open_walk(plan, calibration, plan.request.refine, finished=finished)
+    for step in stages.over("convert", walk, count, "layer"):
+        if step.index < finished:
+            step.replace_and_measure(journal.read_layer(step.index))
+            continue
+        layer = layers.fit_layer(plan, step.index, step)
+        weights, output_fit = layers.refit_weights(plan, step, layer.weights)
+        tensors = plan.layout.encode(step.index, weights)
+        tensors, refinement = layers.refine_tensors(plan, step, tensors, plan.request.refine)
+        step.replace_and_measure(tensors)
+        wrote(writer.write_own(tensors))
+        # What the journal lists must be on the disks of all processes.
+        writer.sync()
+        processes.all_gather(None)
+        spectrum = layers.latent_spectrum(plan, step)
+        journal.add_layer({**layer.notes, **spectrum, **output_fit, **refinement})
+    if not processes.is_rank0():
+        return None
+    from kvfold.convert.conversion.measurement import measure_walk
+
+    with stages("measuring"):
+        return measure_walk(walk)
 
 
 def _write_config(plan: Plan, folder: Path) -> None:
@@ -200,6 +207,7 @@ def _complete(
     folder: Path,
     hashes: Mapping[str, str],
     notes: Mapping[str, Any],
+    layer_notes: Sequence[Notes],
     drift: "DriftReport | None",
     stages: Stages,
 ) -> "tuple[dict[str, Any], DriftReport | None]":
@@ -224,7 +232,7 @@ def _complete(
             drift = measurement.measure_by_position(folder, calibration, drift)
         with stages("checking what was written"):
             written = measurement.check_written(folder, calibration, drift)
-        entries = measurement.record_entries(calibration, notes, drift, written)
+        entries = measurement.record_entries(plan, calibration, notes, layer_notes, drift, written)
     record = make_record(plan, entries)
     write_file(folder / "README.md", model_card(plan, record, drift))
     record["files"] = file_hashes(folder, known=hashes)

@@ -1,17 +1,24 @@
 """Convert one layer: fit it by the request's method, refit its output projection, and refine it.
 
-Pooling heads needs no transformers, and its bytes are copied while torch is imported: so modules
-that import either are imported in the functions that use them.
+Pooling heads needs no transformers, which takes seconds to import: modules that do are imported in
+the functions that use them.
 """
 
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from kvfold.convert import processes
+from kvfold.convert.checkpoint.tensors import refuse_non_finite, torch_dtype
 from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.errors import InputError
+from kvfold.convert.families.layer_io import layer_rotary, read_layer
+from kvfold.convert.families.model import Model
+from kvfold.convert.families.rotary import rope_table
 from kvfold.convert.methods.registry import (
     DEFAULT_OBJECTIVE,
     ConvertedLayer,
@@ -20,13 +27,15 @@ from kvfold.convert.methods.registry import (
     find_objective,
 )
 from kvfold.convert.targets.mla.spec import query_rank
+from kvfold.convert.transforms.fold.grouping import Pairs, contiguous
+from kvfold.convert.transforms.head_norms import linearize_heads
+from kvfold.convert.transforms.latent.factorization import energy_shares
+from kvfold.convert.transforms.weights import AttentionWeights, Rotary
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvfold.convert.conversion.calibration import Calibration
     from kvfold.convert.training.refine import Refinement
-    from kvfold.convert.transforms.fold.grouping import Pairs
+    from kvfold.convert.walk.output_fit import AttentionUpdate
     from kvfold.convert.walk.walk import Step, Student, Walk
 
 # Components of the latent's spectrum that are recorded, relative to the channels.
@@ -34,24 +43,29 @@ _SHOWN_CHANNELS = 3
 
 
 def open_walk(
-    plan: Plan, calibration: "Calibration", *, statistics: bool, refine: bool, finished: int = 0
+    plan: Plan,
+    calibration: "Calibration",
+    refine: int | str,
+    *,
+    statistics: bool = True,
+    finished: int = 0,
 ) -> "Walk":
     """A walk over the source of ``plan`` with the student that the finished checkpoint would be.
 
-    With ``statistics``, those of the calibration sequences are gathered. The first ``finished``
-    layers have been converted by an interrupted run.
+    With ``statistics``, those of the calibration sequences are gathered, if the method needs them.
+    The first ``finished`` layers have been converted by an interrupted run.
     """
     from kvfold.convert.walk.walk import Teacher, Walk
 
     tokens = calibration.tokens
-    # The calibration sequences are kept for what is fitted to the student.
-    fits = plan.method.reads_text or refine
+    # The calibration sequences are run for what is fitted to the student.
+    fits = plan.method.reads_text or bool(refine)
     teacher = Teacher(
         calibration.source,
         tokens.held_out,
-        processes.shard(tokens.calibration) if statistics or fits else None,
+        processes.shard(tokens.calibration) if fits else None,
         plan.model,
-        statistics=statistics,
+        statistics=statistics and plan.method.reads_text,
         keep_calibration=fits,
         finished=finished,
     )
@@ -69,7 +83,7 @@ def fit_layer(
     plan: Plan,
     index: int,
     step: "Step | None" = None,
-    shared: "dict[bool, Pairs] | None" = None,
+    shared: dict[bool, Pairs] | None = None,
 ) -> ConvertedLayer:
     """Convert layer ``index`` by the method of ``plan``.
 
@@ -84,21 +98,15 @@ def fit_layer(
     )
     if plan.latent is not None:
         return layer
-    from kvfold.convert.transforms.fold.grouping import contiguous
-
     neighbors = contiguous(plan.geometry.kv_heads, plan.request.kv_heads or 1)
     notes = {"groups": [list(group) for group in neighbors], "received_attention_share": 0.0}
     return ConvertedLayer(layer.weights, {**notes, **layer.notes})
 
 
 def _method_input(
-    plan: Plan, index: int, step: "Step | None", shared: "dict[bool, Pairs] | None"
+    plan: Plan, index: int, step: "Step | None", shared: dict[bool, Pairs] | None
 ) -> FoldLayer | LatentLayer:
     """Layer ``index`` of the source as its method gets it."""
-    import torch
-
-    from kvfold.convert.conversion.source import fold_rotary, source_layer, source_rotary
-
     request = plan.request
     weights = source_layer(plan, index)
     with_text: dict[str, Any] = {}
@@ -132,7 +140,7 @@ def _method_input(
         weights=weights,
         channels=spec.channels,
         slots=plan.slots[index],
-        rotary=source_rotary(plan, index),
+        rotary=layer_rotary(plan.model, index, "short"),
         context=plan.geometry.positions,
         scale=plan.model.layers[index].scale,
         query_channels=None if rank is None else rank - spec.constant,
@@ -144,30 +152,77 @@ def _method_input(
     )
 
 
-def finish_layer(
-    plan: Plan, step: "Step", weights: Any, refine: int | str, *, quiet: bool
-) -> "tuple[Mapping[str, Tensor], dict[str, Any]]":
-    """Refit the output projection of a fitted layer, then refine it in ``refine`` steps.
-
-    Returns the layer's tensors as the output's files name and shape them, and notes for
-    ``kvfold.json``.
+def source_layer(plan: Plan, layer: int) -> AttentionWeights:
+    """Read the source's attention in ``layer``. Raises InputError if a weight needed by its
+    transform is not finite.
     """
-    from kvfold.convert.training.refine import refine_layer
+    checkpoint = plan.checkpoint
+    needed = set(plan.reads[layer])
+
+    def read(name: str) -> Tensor:
+        info = checkpoint.info(name)
+        if name not in needed:
+            # Pooling leaves queries and the output alone: they have a shape, but no bytes are read.
+            return torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
+        tensor = checkpoint.read(name)
+        refuse_non_finite(tensor, f"{checkpoint.origin}: tensor {name!r} in {info.file}")
+        return tensor
+
+    return read_layer(plan.model, layer, read)
+
+
+def fold_rotary(plan: Plan, layer: int) -> Rotary:
+    """The rotary frequencies for fitting a fold. They only guide the fit: the output keeps the
+    source's rotation.
+    """
+    try:
+        return layer_rotary(plan.model, layer, "short")
+    except InputError:
+        # Rope types whose frequencies depend on the text length (dynamic) are fitted as for short
+        # texts.
+        model = plan.model
+        kind = model.layers[layer].type
+        table = {**rope_table(model.values, kind), "rope_type": "default"}
+        tables = {kind: table} if kind in (model.family.rotary.by_type or {}) else table
+        plain = Model(
+            model.family, {**model.config, "rope_scaling": None, "rope_parameters": tables}
+        )
+        return layer_rotary(plain, layer)
+
+
+def refit_weights(plan: Plan, step: "Step", weights: Any) -> tuple[Any, dict[str, Any]]:
+    """Fit the output projection of ``weights`` to the student's stream, which has the errors of the
+    layers before. Returns the weights, and a note for ``kvfold.json``.
+
+    A method that reads no text leaves the output as it is.
+    """
+    if not plan.method.reads_text:
+        return weights, {}
     from kvfold.convert.walk.output_fit import refit_output
 
-    task = refinement_of(plan, refine)
-    notes: dict[str, Any] = {}
-    if plan.method.reads_text:
-        # The output projection is fitted to the student's stream, which has the errors of the
-        # layers before.
-        weights, errors = refit_output(step, weights, task.update)
-        if errors is not None:
-            notes["output_fit"] = {"before": errors[0], "after": errors[1]}
-    tensors = plan.layout.encode(step.index, weights)
-    if not refine:
-        return tensors, notes
-    refined = refine_layer(step, tensors, task)
-    if not quiet:
+    weights, errors = refit_output(step, weights, attention_update(plan))
+    if errors is None:
+        return weights, {}
+    return weights, {"output_fit": {"before": errors[0], "after": errors[1]}}
+
+
+def refine_tensors(
+    plan: Plan,
+    step: "Step",
+    tensors: Mapping[str, Tensor],
+    steps: int | str,
+    *,
+    quiet: bool = False,
+) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+    """Train the layer's tensors, named and shaped as in the output's files, in ``steps`` steps.
+    Returns them, and a note for ``kvfold.json``.
+    """
+    if not steps:
+        return tensors, {}
+    from kvfold.convert.training.refine import refine_layer
+
+    refined = refine_layer(step, tensors, refinement_of(plan, steps))
+    if not (quiet or plan.request.quiet):
         outcome = f"step {refined.kept} of {refined.steps}" if refined.kept else "unchanged"
         tqdm.write(
             f"refined layer {step.index + 1}/{plan.geometry.layers}: relative squared error"
@@ -175,7 +230,7 @@ def finish_layer(
             file=sys.stderr,
         )
     record = {name: value for name, value in vars(refined).items() if name != "tensors"}
-    return refined.tensors, {**notes, "refinement": record}
+    return refined.tensors, {"refinement": record}
 
 
 def refinement_of(plan: Plan, steps: int | str) -> "Refinement":
@@ -183,11 +238,8 @@ def refinement_of(plan: Plan, steps: int | str) -> "Refinement":
     to keep fixed.
     """
     from kvfold.convert.training.refine import Refinement
-    from kvfold.convert.walk.output_fit import AttentionUpdate
 
-    norms = plan.model.names.get(("attention_post_norm", 0))
-    norm = None if norms is None else norms[0].split(".0.", 1)[1].removesuffix(".weight")
-    update = AttentionUpdate(plan.model.block.residual_scale, norm)
+    update = attention_update(plan)
     if plan.latent is None or plan.layout.code is not None:
         return Refinement(steps, plan.request.seed, update, update)
     # DeepSeek's layers add their attention as it is: scales and norms of the source are in its
@@ -195,14 +247,19 @@ def refinement_of(plan: Plan, steps: int | str) -> "Refinement":
     return Refinement(steps, plan.request.seed, update, constant=plan.latent.constant)
 
 
+def attention_update(plan: Plan) -> "AttentionUpdate":
+    """How the source's layers add their attention to the residual stream."""
+    from kvfold.convert.walk.output_fit import AttentionUpdate
+
+    norms = plan.model.names.get(("attention_post_norm", 0))
+    norm = None if norms is None else norms[0].split(".0.", 1)[1].removesuffix(".weight")
+    return AttentionUpdate(plan.model.block.residual_scale, norm)
+
+
 def latent_spectrum(plan: Plan, step: "Step") -> dict[str, Any]:
     """The energy of the principal components of the layer's keys and values, largest first, and the
     share beyond the latent's channels; empty for a method that does not read text.
     """
-    from kvfold.convert.conversion.source import source_layer, source_rotary
-    from kvfold.convert.transforms.head_norms import linearize_heads
-    from kvfold.convert.transforms.latent.factorization import energy_shares
-
     spec = plan.latent
     if spec is None or step.statistics is None or not plan.method.reads_text:
         return {}
@@ -212,7 +269,7 @@ def latent_spectrum(plan: Plan, step: "Step") -> dict[str, Any]:
     shares = energy_shares(
         weights,
         statistics,
-        source_rotary(plan, step.index),
+        layer_rotary(plan.model, step.index, "short"),
         plan.slots[step.index],
         context=plan.geometry.positions,
         centered=centered,

@@ -134,8 +134,10 @@ def merge_notes(plan: Plan, layers: Sequence[Notes]) -> dict[str, Any]:
 
 
 def record_entries(
+    plan: Plan,
     calibration: Calibration,
     notes: Mapping[str, Any],
+    layer_notes: Sequence[Notes],
     drift: DriftReport,
     written: Mapping[str, float],
 ) -> dict[str, Any]:
@@ -156,6 +158,7 @@ def record_entries(
             "held_out": dtype_name(source.dtype),
         },
         **notes,
+        **merge_notes(plan, layer_notes),
         "drift": {**drift.to_dict(), "written": written, **({"texts": texts} if texts else {})},
     }
 

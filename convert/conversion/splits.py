@@ -18,10 +18,16 @@ from torch import Tensor
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.calibration import Calibration
-from kvfold.convert.conversion.layers import finish_layer, fit_layer, open_walk
+from kvfold.convert.conversion.layers import (
+    fit_layer,
+    open_walk,
+    refine_tensors,
+    refit_weights,
+    source_layer,
+)
 from kvfold.convert.conversion.plan import Plan, mla_specs, plan_mla
 from kvfold.convert.conversion.results import RotaryWorth, Split
-from kvfold.convert.conversion.source import source_layer, source_rotary
+from kvfold.convert.families.layer_io import layer_rotary
 from kvfold.convert.progress import Stages
 from kvfold.convert.targets.mla.spec import MlaSpec
 from kvfold.convert.transforms.head_norms import linearize_heads
@@ -110,24 +116,18 @@ def survey_layers(
     source = calibration.source
     count = max(processes.world_size(), math.ceil(_SURVEYED / plan.request.length))
     states = embed(source, processes.shard(calibration.tokens.calibration[:count]))
-    surveyed = []
+    layers: list[LayerSurvey] = []
     for index in stages.over("survey", range(source.layers), source.layers, "layer"):
         with source.open_layer(index) as layer:
             statistics, inputs = gather_statistics(source, layer, states, plan.model)
+        weights = linearize_heads(source_layer(plan, index), statistics)
+        rotary = layer_rotary(plan.model, index, "short")
+        layers.append(rope_slots.survey_layer(weights, statistics, rotary, plan.geometry.positions))
         if processes.is_rank0() and folder is not None:
             saved = {"statistics": vars(statistics), "inputs": inputs}
             torch.save(saved, folder / f"{index}.pt")
-        surveyed.append(_survey_layer(plan, index, statistics))
-    return surveyed
-
-
-def _survey_layer(plan: Plan, index: int, statistics: LayerStatistics) -> LayerSurvey:
-    def survey() -> LayerSurvey:
-        weights = linearize_heads(source_layer(plan, index), statistics)
-        rotary = source_rotary(plan, index)
-        return rope_slots.survey_layer(weights, statistics, rotary, plan.geometry.positions)
-
-    return processes.broadcast_from_rank0(survey)
+    # Equal on all processes, to the last bit.
+    return processes.broadcast_from_rank0(lambda: layers)
 
 
 def resolve_plan(plan: Plan, spec: MlaSpec, surveyed: Sequence[LayerSurvey]) -> Plan:
@@ -136,10 +136,12 @@ def resolve_plan(plan: Plan, spec: MlaSpec, surveyed: Sequence[LayerSurvey]) -> 
 
     Without a survey there is nothing to choose by: a uniform stride over the source's frequencies.
     """
+    layers = plan.geometry.layers
     if surveyed:
         thetas = [survey.theta for survey in surveyed]
     else:
-        thetas = [source_rotary(plan, layer).theta for layer in range(plan.geometry.layers)]
+        rotaries = [layer_rotary(plan.model, layer, "short") for layer in range(layers)]
+        thetas = [rotary.theta for rotary in rotaries]
     kept = spec.used_rope_dim(plan.geometry.rotary_dims)
 
     def choose(alike: list[int]) -> Slots:
@@ -245,7 +247,7 @@ def try_split(plan: Plan, calibration: Calibration, folder: Path, refine: int = 
         held_out=tokens.held_out[: max(1, _TRIAL_HELD_OUT // length)],
     )
     probed = probed_layers(plan.geometry.layers)
-    walk = open_walk(plan, replace(calibration, tokens=tokens), statistics=False, refine=refine > 0)
+    walk = open_walk(plan, replace(calibration, tokens=tokens), refine, statistics=False)
     for step in walk:
         if step.index not in probed:
             step.keep_source()
@@ -253,7 +255,9 @@ def try_split(plan: Plan, calibration: Calibration, folder: Path, refine: int = 
         if processes.is_rank0():
             step.statistics, step.inputs = load_statistics(folder, step.index)
         weights = fit_layer(plan, step.index, step).weights
-        tensors, _ = finish_layer(plan, step, weights, refine, quiet=True)
+        weights, _ = refit_weights(plan, step, weights)
+        tensors = plan.layout.encode(step.index, weights)
+        tensors, _ = refine_tensors(plan, step, tensors, refine, quiet=True)
         step.replace(tensors)
     return processes.broadcast_from_rank0(lambda: walk.measurement().kl)
 

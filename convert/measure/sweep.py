@@ -45,7 +45,12 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import Calibration, load_source_and_text
 from kvfold.convert.conversion.convert import convert_checkpoint
 from kvfold.convert.conversion.journal import run_settings
-from kvfold.convert.conversion.layers import finish_layer, fit_layer, open_student
+from kvfold.convert.conversion.layers import (
+    fit_layer,
+    open_student,
+    refine_tensors,
+    refit_weights,
+)
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, make_plan
 from kvfold.convert.conversion.record import text_name, versions
@@ -472,9 +477,11 @@ def _fit_group(
             for student in students:
                 started = time.monotonic()
                 step = Step(lesson, student.walk)
-                refine = student.plan.request.refine
-                weights = fit_layer(student.plan, step.index, step, shared).weights
-                tensors, _ = finish_layer(student.plan, step, weights, refine, quiet=True)
+                plan = student.plan
+                weights = fit_layer(plan, step.index, step, shared).weights
+                weights, _ = refit_weights(plan, step, weights)
+                tensors = plan.layout.encode(step.index, weights)
+                tensors, _ = refine_tensors(plan, step, tensors, plan.request.refine)
                 student.distances.append(step.replace(tensors))
                 student.seconds += time.monotonic() - started
                 advance(1)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift.profile import ScoreOptions, attention_sums
+from kvfold.attention.drift.profile import attention_sums
 from kvfold.attention.drift.recording import Arguments, LayerOutput
 from kvfold.attention.rotary import apply_rotary, rotary_tables
 from kvfold.convert import processes
@@ -30,13 +30,10 @@ class StatisticsAccumulator:
     """Accumulates sums over the tokens of a layer in float64, in which products of float32 numbers
     are exact.
 
-    With ``profile=False`` the attention is not measured: the result has an empty distance profile,
-    ``[0, 0]``, and no averages by received attention. Pass the layer's ``weights`` for statistics
-    of normalized queries and keys.
+    Pass the layer's ``weights`` for statistics of normalized queries and keys.
     """
 
-    def __init__(self, profile: bool = True, weights: AttentionWeights | None = None) -> None:
-        self._with_profile = profile
+    def __init__(self, weights: AttentionWeights | None = None) -> None:
         self._weights = weights if weights is not None and has_norms(weights) else None
         self._sums: dict[str, Tensor] = {}
 
@@ -50,24 +47,25 @@ class StatisticsAccumulator:
             normed, divisors = project(self._weights, inputs)
             parts = torch.stack([divisors, divisors.square(), normed.square().sum(-1)], -1).sum(0)
             self._sum("divisors", inputs, *parts.shape).add_(parts)
-        weights = {"": inputs.new_ones(len(inputs))}
-        if self._with_profile:
-            if output.query is None or output.key is None:
-                raise ValueError(
-                    "output: a distance profile needs the layer's queries and keys; use compute_queries_and_keys"
-                )
-            rules = ScoreOptions(
-                window=output.window,
-                causal=output.causal,
-                softcap=output.softcap,
-                sinks=output.sinks,
+        if output.query is None or output.key is None:
+            raise ValueError(
+                "output: a distance profile needs the layer's queries and keys; use"
+                " compute_queries_and_keys"
             )
-            profile, received = attention_sums(output.query, output.key, output.scale, **rules)
-            sequences = len(output.query)
-            self._sum("profile", received, *profile.shape).add_(profile * sequences)
-            self._sum("sequences", received).add_(sequences)
-            # The attention that each token received, on average over the heads.
-            weights["received_"] = received.flatten()
+        profile, received = attention_sums(
+            output.query,
+            output.key,
+            output.scale,
+            window=output.window,
+            causal=output.causal,
+            softcap=output.softcap,
+            sinks=output.sinks,
+        )
+        sequences = len(output.query)
+        self._sum("profile", received, *profile.shape).add_(profile * sequences)
+        self._sum("sequences", received).add_(sequences)
+        # All tokens alike, and by the attention that each received, on average over the heads.
+        weights = {"": inputs.new_ones(len(inputs)), "received_": received.flatten()}
         for name, weight in weights.items():
             self._sum(f"{name}weight", inputs).add_(weight.sum())
             self._sum(f"{name}mean", inputs, width).add_(weight @ inputs)
@@ -111,11 +109,7 @@ class StatisticsAccumulator:
                 averages[name] = upper + upper.triu(1).T
         if "divisors" in sums:
             averages["divisors"] = sums["divisors"] / sums["weight"]
-        profile = (
-            sums["profile"] / sums["sequences"]
-            if "profile" in sums
-            else sums["mean"].new_zeros(0, 0)
-        )
+        profile = sums["profile"] / sums["sequences"]
         return LayerStatistics(tokens=int(sums["weight"]), profile=profile, **averages)
 
 
