@@ -95,7 +95,7 @@ def rotation_gains(distances: Distances, theta: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _common_moment(reach: int, tail: float, flat: float, speed: tuple[float, ...]) -> Tensor:
-    """`_wave_moment` of the tail and the flat part, ``[n, n]``, which all heads of a model share."""
+    """`_wave_moment` of the tail and the flat part, ``[n, n]``, which all heads share."""
     ahead = torch.arange(reach, 0, -1, dtype=torch.float64)
     octaves = 1 / ahead.flip(0)
     weights = tail * octaves / octaves.sum() + flat * ahead / ahead.sum()

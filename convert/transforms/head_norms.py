@@ -175,8 +175,8 @@ def measure_norms(
 
     ``head_norms`` contains for queries and for keys, over all heads, ``spread``: the coefficient of
     variation of the divisors, and ``missed``: the share of the energy of normalized queries or keys
-    that `linearize_heads` does not reproduce. Empty for a layer without such norms, and for statistics
-    that do not include them.
+    that `linearize_heads` does not reproduce. Empty for a layer without such norms, and for
+    statistics that do not include them.
     """
     if statistics.normed is None or statistics.divisors is None:
         return {}

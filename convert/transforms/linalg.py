@@ -6,9 +6,6 @@ activations: with ``x~ = [x; 1]`` and a projection's bias as its last column, ``
 W E[x~ x~^T] W^T``.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -24,11 +21,6 @@ RIDGE = 1e-9
 # dims: it preserves directions that are rare in the text. Chosen, not tuned: held-out sequences
 # decide whether a projection is used.
 OUTPUT_RIDGE = 0.1
-
-# Elements of a batch of complex matrices that one thread multiplies as fast as two, or faster: on
-# an AMD EPYC 8 of 32 x 32 in 0.34 and 0.43 ms, 16 of 64 x 64 in 3.2 and 3.4, 32 in 6.7 and 3.7
-# (sleeping threads, 2026-11-25).
-_FEW = 65536
 
 
 def input_moment(statistics: LayerStatistics, ridge: float | None = None) -> Tensor:
@@ -93,20 +85,6 @@ def output_metric(output: Tensor, kv_heads: int) -> Tensor:
     return torch.einsum("egrc,egrd->gcd", columns, columns)
 
 
-@contextmanager
-def threads_for(matrices: Tensor) -> Iterator[None]:
-    """Compute in the block with one thread if ``matrices [..., n, n]``, its largest operand, has
-    few elements.
-    """
-    threads = torch.get_num_threads()
-    # Sleeping threads take longer to wake than such a product takes.
-    torch.set_num_threads(1 if matrices.numel() <= _FEW else threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def symmetric_eig(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues (descending, clamped at 0) and eigenvectors (columns) of Hermitian matrices
     ``[..., n, n]``.
@@ -126,9 +104,8 @@ def metric_root(metric: Tensor) -> tuple[Tensor, Tensor]:
     # Absent directions are zero in the inverse too: 1 / sqrt would blow up their rounding noise.
     root = torch.where(present, values, 0).sqrt()
     inverse = torch.where(present, values, 1).rsqrt() * present
-    return (vectors * root[..., None, :]) @ vectors.mT, (
-        vectors * inverse[..., None, :]
-    ) @ vectors.mT
+    rooted = (vectors * root[..., None, :]) @ vectors.mT
+    return rooted, (vectors * inverse[..., None, :]) @ vectors.mT
 
 
 def damped_solve(gram: Tensor, residual: Tensor, damping: float) -> Tensor:
@@ -140,10 +117,8 @@ def damped_solve(gram: Tensor, residual: Tensor, damping: float) -> Tensor:
     """
     level = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
     level = torch.where(level > 0, level, 1.0)[..., None, None]
-    damped = gram + damping * level * torch.eye(
-        gram.shape[-1], dtype=gram.dtype, device=gram.device
-    )
-    return solve(damped, residual)
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    return solve(gram + damping * level * identity, residual)
 
 
 def solve(matrix: Tensor, right: Tensor) -> Tensor:

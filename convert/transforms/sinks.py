@@ -22,8 +22,8 @@ from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.weights import LayerStatistics
 
 # Candidates for the share of received attention in a token's weight
-# (`LayerStatistics.weighted_by_received_attention`). 0 is plain least squares over tokens. 0.5 is not tuned: it
-# gives a sink about the same weight as all other tokens.
+# (`LayerStatistics.weighted_by_received_attention`). 0 is plain least squares over tokens. 0.5 is
+# not tuned: it gives a sink about the same weight as all other tokens.
 SHARES = (0.0, 0.5)
 
 # Isotropic share of the inputs' energy in the denominator of `add_damper`: rare directions in the

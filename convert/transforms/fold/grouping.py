@@ -25,7 +25,7 @@ from kvfold.convert.transforms.fold.score_fit import (
     principal_keys,
     score_losses,
 )
-from kvfold.convert.transforms.linalg import metric_root, threads_for
+from kvfold.convert.transforms.linalg import metric_root
 from kvfold.convert.transforms.weights import AttentionWeights
 
 Partition = tuple[tuple[int, ...], ...]
@@ -96,8 +96,8 @@ def similar(
     heads.
     """
     folds = {
-        each: principal.fold_moments(pairs.layer, each, objective)
-        for each in candidates(pairs, groups)
+        partition: principal.fold_moments(pairs.layer, partition, objective)
+        for partition in candidates(pairs, groups)
     }
     errors = {partition: judge(folded) for partition, folded in folds.items()}
     best = min(errors, key=lambda partition: errors[partition])
@@ -138,10 +138,8 @@ def _score_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
     # waits for every one.
     for i in range(heads - 1):
         others = torch.arange(i + 1, heads, device=lost.device)
-        with threads_for(layer.query_moments):
-            errors, energies = torch.vmap(sharing)(
-                torch.stack([torch.full_like(others, i), others], 1)
-            )
+        pairs = torch.stack([torch.full_like(others, i), others], 1)
+        errors, energies = torch.vmap(sharing)(pairs)
         lost[i + 1 :, i], lost[i, i + 1 :] = errors.unbind(1)
         total[i], total[i + 1 :] = energies[0, 0], energies[:, 1]
     return lost, total
@@ -166,9 +164,8 @@ def _value_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
         pairs = torch.stack([torch.full_like(others, i), others], 1)
         joints = layer.joint_values[pairs[:, :, None], :, pairs[:, None]]
         roots = root[pairs]
-        stacked = (
-            torch.einsum("pjab,pjkbc,pkcd->pjakd", roots, joints, roots).flatten(3).flatten(1, 2)
-        )
+        stacked = torch.einsum("pjab,pjkbc,pkcd->pjakd", roots, joints, roots)
+        stacked = stacked.flatten(3).flatten(1, 2)
         lost[i, i + 1 :] = torch.linalg.eigvalsh(stacked)[:, :dims].clamp(min=0).sum(1)
     return (lost + lost.mT) / energy.sum().clamp(min=TINY), varying.clamp(min=0)
 
@@ -180,33 +177,33 @@ def _least_loss(loss: Tensor, groups: int) -> Partition:
     table: list[list[float]] = loss.tolist()
     free = set(range(len(table)))
     size = len(table) // groups
-    grown: list[list[int]] = []
-    while free:
-        _, first, second = min(
-            (table[i][j], i, j) for i, j in itertools.combinations(sorted(free), 2)
-        )
-        group = [first, second]
-        while len(group) < size:
-            rest = sorted(free - set(group))
-            group.append(min(rest, key=lambda head: sum(table[head][other] for other in group)))
-        grown.append(group)
-        free -= set(group)
+    partition: list[list[int]] = []
 
     def inside(head: int, group: list[int]) -> float:
         return sum(table[head][other] for other in group if other != head)
 
+    while free:
+        pairs = itertools.combinations(sorted(free), 2)
+        first, second = min(pairs, key=lambda pair: table[pair[0]][pair[1]])
+        group = [first, second]
+        while len(group) < size:
+            rest = sorted(free - set(group))
+            group.append(min(rest, key=lambda head: inside(head, group)))
+        partition.append(group)
+        free -= set(group)
+
     improved = True
     while improved:
         improved = False
-        for one, two in itertools.combinations(grown, 2):
+        for one, two in itertools.combinations(partition, 2):
             for a, b in itertools.product(range(size), repeat=2):
                 x = one[a]
                 y = two[b]
                 before = inside(x, one) + inside(y, two)
                 after = inside(x, two) - table[x][y] + inside(y, one) - table[x][y]
                 if after < before * (1 - 1e-9):
-                    one[a], two[b] = y, x
+                    one[a] = y
+                    two[b] = x
                     improved = True
-    return tuple(
-        sorted(tuple(sorted(group)) for group in grown)
-    )  # one spelling for equal partitions
+    # one spelling for equal partitions
+    return tuple(sorted(tuple(sorted(group)) for group in partition))

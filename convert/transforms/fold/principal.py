@@ -13,6 +13,7 @@ combined.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,9 +141,8 @@ def fold_moments(
     if len(groups[0]) == 1:
         return source.map(Tensor.float)
     members = [layer.group(group) for group in groups]
-    with linalg.threads_for(layer.query_moments):
-        key_heads = [objective.key_head(each) for each in members]
-        value_heads = [objective.value_head(each).repeat_decode(repeat) for each in members]
+    key_heads = [objective.key_head(moments) for moments in members]
+    value_heads = [objective.value_head(moments).repeat_decode(repeat) for moments in members]
     folded = _fold_keys(layer, groups, source, key_heads)
     return _fold_values(layer, groups, folded, value_heads).map(Tensor.float)
 
@@ -158,8 +158,9 @@ def _fold_keys(
     pairs = layer.rotary.dims // 2
     rest = torch.arange(layer.rotary.dims, dims, device=device)
     # Sets of dims that share one scale factor: each rotary pair, and all unrotated dims together.
-    blocks = list(torch.arange(2 * pairs, device=device).view(2, pairs).mT)
-    blocks = [*blocks, rest] if rest.numel() else blocks
+    blocks = [*torch.arange(2 * pairs, device=device).view(2, pairs).mT]
+    if rest.numel():
+        blocks.append(rest)
     kv = query_order(groups, 1)
     readers = query_order(groups, source.heads // source.kv_heads)
     keys = layer.keys.map(lambda part: part[kv])
@@ -234,14 +235,11 @@ def _fold_constants(
         return replace(folded, o_bias=source.o_bias.double() + moved)
     # Without an output bias, fit the values' bias by least squares to keep the output at the mean
     # input unchanged.
-    missing = output(source, source.v.double() @ mean + source.v_bias.double()) - output(
-        folded, folded.v @ mean
-    )
+    missing = output(source, source.v.double() @ mean + source.v_bias.double())
+    missing = missing - output(folded, folded.v @ mean)
     columns = torch.unflatten(folded.o, 1, (folded.kv_heads, -1)).sum(2).flatten(1)  # [E, g * D]
-    return replace(
-        folded,
-        v_bias=(torch.linalg.pinv(columns, rtol=1e-9) @ missing).reshape(folded.kv_heads, -1),
-    )
+    v_bias = torch.linalg.pinv(columns, rtol=1e-9) @ missing
+    return replace(folded, v_bias=v_bias.reshape(folded.kv_heads, -1))
 
 
 def order_heads(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
@@ -249,28 +247,25 @@ def order_heads(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
 
     Raises ValueError unless ``groups`` splits the KV heads into parts of equal size.
     """
-    if (
-        sorted(query_order(groups, 1)) != list(range(weights.kv_heads))
-        or len({len(group) for group in groups}) != 1
-    ):
+    heads = sorted(query_order(groups, 1))
+    if heads != list(range(weights.kv_heads)) or len({len(group) for group in groups}) != 1:
         raise ValueError(
             f"groups = {[list(group) for group in groups]} must contain each of the"
             f" {weights.kv_heads} KV heads once, in groups of equal size"
         )
-    repeat = weights.heads // weights.kv_heads
     device = weights.q.device
-    q, kv = (torch.tensor(query_order(groups, times), device=device) for times in (repeat, 1))
-    orders = dict.fromkeys(("q", "q_bias", "sinks"), q) | dict.fromkeys(
-        ("k", "v", "k_bias", "v_bias"), kv
-    )
-    present = {name: value for name in orders if (value := getattr(weights, name)) is not None}
-    return replace(
-        weights,
-        **{name: tensor[orders[name]] for name, tensor in present.items()},
-        o=weights.o[:, q],
-        q_norm=None if weights.q_norm is None else weights.q_norm.map(lambda row: row[q]),
-        k_norm=None if weights.k_norm is None else weights.k_norm.map(lambda row: row[kv]),
-    )
+    kv = torch.tensor(query_order(groups, 1), device=device)
+    q = torch.tensor(query_order(groups, weights.heads // weights.kv_heads), device=device)
+    fields = {"q": q, "q_bias": q, "sinks": q, "k": kv, "v": kv, "k_bias": kv, "v_bias": kv}
+    changes: dict[str, Any] = {"o": weights.o[:, q]}
+    for name, order in fields.items():
+        rows = getattr(weights, name)
+        changes[name] = None if rows is None else rows[order]
+    if weights.q_norm is not None:
+        changes["q_norm"] = weights.q_norm.map(lambda rows: rows[q])
+    if weights.k_norm is not None:
+        changes["k_norm"] = weights.k_norm.map(lambda rows: rows[kv])
+    return replace(weights, **changes)
 
 
 def query_order(groups: Groups, repeat: int) -> list[int]:

@@ -102,12 +102,12 @@ def alternate(
     rotary: Rotary,
     theta: Tensor,
     distances: Distances,
-    fit: LatentFactors,
+    factors: LatentFactors,
     *,
     centered: bool,
 ) -> LatentFactors:
-    """Improve ``fit`` by `ALS_ROUNDS` of least squares for the readings, then the rows; solve the
-    readings once more.
+    """Improve ``factors`` by `ALS_ROUNDS` of least squares for the readings, then the rows; solve
+    the readings once more.
 
     ``queries [H, D, D]`` and ``moment [E+1, E+1]``: second moments of queries and of ``[x; 1]``.
     ``theta [P/2]``: angles of the rotary rows. ``distances``: between queries and keys.
@@ -119,7 +119,7 @@ def alternate(
     mean = moment[-1]
     values = layer.values[..., :-1]
     source = RotaryRows.of(rotary.theta.double().to(device), dims - rotary.dims)
-    cached = RotaryRows.of(theta.double().to(device), fit.values.shape[-1])
+    cached = RotaryRows.of(theta.double().to(device), factors.values.shape[-1])
     # A score error moves about as much output as the values vary: the output energy of an average
     # head.
     output = (layer.metric * (values @ cov @ values.mT)).sum() / len(layer.queries)
@@ -136,11 +136,11 @@ def alternate(
     )
     # Rows in principal units keep the systems well conditioned without changing what heads read.
     for _ in range(ALS_ROUNDS):
-        fit = _principal(problem, _solve_rows(problem, _solve_readings(problem, fit)))
-    return _solve_readings(problem, fit)
+        factors = _principal(problem, _solve_rows(problem, _solve_readings(problem, factors)))
+    return _solve_readings(problem, factors)
 
 
-def _solve_readings(problem: LatentProblem, fit: LatentFactors) -> LatentFactors:
+def _solve_readings(problem: LatentProblem, factors: LatentFactors) -> LatentFactors:
     """The readings ``A_h [D, P + R]`` and ``B_g [D, R]`` that best fit the present rows.
 
     Let ``y`` be the cached rows and ``k`` the source's key, both as head ``h`` sees them, ``c`` the
@@ -149,23 +149,23 @@ def _solve_readings(problem: LatentProblem, fit: LatentFactors) -> LatentFactors
         A_h E[y y^T] = E[k y^T]        B_g E[c c^T] = E[v c^T]
     """
     layer = problem.layer
-    rank = fit.values.shape[-1]
-    spread = fit.rows[:, :-1] @ problem.covariance
-    mean = fit.rows @ problem.mean
-    product = spread @ fit.rows[:, :-1].mT
+    rank = factors.values.shape[-1]
+    spread = factors.rows[:, :-1] @ problem.covariance
+    mean = factors.rows @ problem.mean
+    product = spread @ factors.rows[:, :-1].mT
     heads = []
     for head, (same, cross) in enumerate(problem.kernels):
         keys = layer.keys[head // layer.group]
         met = cross.apply(spread @ keys[:, :-1].mT, mean, keys @ problem.mean)  # E[y k^T]
-        heads.append(_regress(fit.reading[head], same.apply(product, mean, mean), met.mT))
+        heads.append(_regress(factors.reading[head], same.apply(product, mean, mean), met.mT))
     gram = problem.value_moment(product[-rank:, -rank:], mean[-rank:], mean[-rank:])
     values = []
-    for reading, value in zip(fit.values, layer.values, strict=True):
+    for reading, value in zip(factors.values, layer.values, strict=True):
         met = problem.value_moment(
             spread[-rank:] @ value[:, :-1].mT, mean[-rank:], value @ problem.mean
         )
         values.append(_regress(reading, gram, met.mT))
-    return replace(fit, reading=torch.stack(heads), values=torch.stack(values))
+    return replace(factors, reading=torch.stack(heads), values=torch.stack(values))
 
 
 def _regress(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
@@ -182,31 +182,32 @@ def _regress(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
 
 
 def _normal_equations(
-    problem: LatentProblem, fit: LatentFactors
+    problem: LatentProblem, factors: LatentFactors
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``V, M [n, n]``, ``P [n, E]``, ``p [n]`` for `_solve_rows`: costs of a change, and the
     unexplained remainder.
     """
     layer = problem.layer
-    rank = fit.values.shape[-1]
-    linear = fit.rows[:, :-1]
-    mean = fit.rows @ problem.mean
+    rank = factors.values.shape[-1]
+    linear = factors.rows[:, :-1]
+    mean = factors.rows @ problem.mean
     V = mean.new_zeros(len(mean), len(mean))
     M = mean.new_zeros(len(mean), len(mean))
     p = torch.zeros_like(mean)
     cross = mean.new_zeros(len(layer.keys), len(mean), layer.keys.shape[1])
     for head, (same, to_keys) in enumerate(problem.kernels):
         keys = layer.keys[head // layer.group]
-        reading = fit.reading[head]
+        reading = factors.reading[head]
         weighted = reading.mT @ problem.query_weight[head]  # [n, D]
-        for total, part in zip((V, M), same.adjoint(weighted @ reading), strict=True):
-            total += part
+        of_rows, of_means = same.adjoint(weighted @ reading)
+        V += of_rows
+        M += of_means
         of_keys, of_mean = to_keys.adjoint(weighted)
         cross[head // layer.group] += of_keys
         p += of_mean @ (keys @ problem.mean)
     P = (cross @ layer.keys[..., :-1]).sum(0)
-    weighted = fit.values.mT @ problem.value_weight  # [G, R, D]
-    needed = (weighted @ fit.values).sum(0)
+    weighted = factors.values.mT @ problem.value_weight  # [G, R, D]
+    needed = (weighted @ factors.values).sum(0)
     V[-rank:, -rank:] += needed
     P[-rank:] += (weighted @ layer.values[..., :-1]).sum(0)
     if not problem.centered:
@@ -215,7 +216,7 @@ def _normal_equations(
     return V, M, P - V @ linear, p - M @ mean
 
 
-def _solve_rows(problem: LatentProblem, fit: LatentFactors) -> LatentFactors:
+def _solve_rows(problem: LatentProblem, factors: LatentFactors) -> LatentFactors:
     """The cached rows ``X = [L b]`` that best fit the present readings.
 
     With ``C = cov(x)`` and ``m = E[x]``, a change ``dL, db`` solves
@@ -231,36 +232,33 @@ def _solve_rows(problem: LatentProblem, fit: LatentFactors) -> LatentFactors:
 
         dL = V^-1 (P + (p - M u) c^T)        (V + (m.c) M) u = P m + (m.c) p
     """
-    (V, M, P, p), linear, mean = (
-        _normal_equations(problem, fit),
-        fit.rows[:, :-1],
-        problem.mean[:-1],
-    )
+    V, M, P, p = _normal_equations(problem, factors)
+    linear = factors.rows[:, :-1]
+    mean = problem.mean[:-1]
     # Damping is relative to the energy of each row; rows without energy do not change.
     energy = V.diagonal()
     damping = torch.diag(torch.where(energy > 0, energy * ALS_DAMPING, 1.0))
     V = V + damping
     c = problem.mean_weight
     if c is None:
-        moved = fit.rows @ problem.mean + solve(M + damping, p[:, None])[:, 0]
+        moved = factors.rows @ problem.mean + solve(M + damping, p[:, None])[:, 0]
         linear = linear + solve(V, P)
-        return replace(fit, rows=torch.cat([linear, (moved - linear @ mean)[:, None]], 1))
+        return replace(factors, rows=torch.cat([linear, (moved - linear @ mean)[:, None]], 1))
     u = solve(V + (mean @ c) * M, (P @ mean + (mean @ c) * p)[:, None])[:, 0]
     linear = linear + solve(V, P + torch.outer(p - M @ u, c))
-    return replace(fit, rows=torch.cat([linear, fit.rows[:, -1:]], 1))
+    return replace(factors, rows=torch.cat([linear, factors.rows[:, -1:]], 1))
 
 
-def _principal(problem: LatentProblem, fit: LatentFactors) -> LatentFactors:
-    """The same fit with rotary pairs at unit energy and uncorrelated latent channels, scaled by
+def _principal(problem: LatentProblem, factors: LatentFactors) -> LatentFactors:
+    """The same factors with rotary pairs at unit energy and uncorrelated latent channels, scaled by
     their importance.
     """
-    rank = fit.values.shape[-1]
+    rank = factors.values.shape[-1]
     pairs = problem.cached.half
-    rotary = fit.rows[: 2 * pairs]
-    latent = fit.rows[-rank:]
-    energy = (rotary[:, :-1] @ problem.covariance * rotary[:, :-1]).sum(1) + (
-        rotary @ problem.mean
-    ).square()
+    rotary = factors.rows[: 2 * pairs]
+    latent = factors.rows[-rank:]
+    energy = (rotary[:, :-1] @ problem.covariance * rotary[:, :-1]).sum(1)
+    energy = energy + (rotary @ problem.mean).square()
     unit = ((energy[:pairs] + energy[pairs:]) / 2).sqrt()
     unit = torch.where(unit > 0, unit, 1.0).repeat(2)
     # If constants are allowed, the latent's mean is zero.
@@ -270,17 +268,14 @@ def _principal(problem: LatentProblem, fit: LatentFactors) -> LatentFactors:
     moment = problem.value_moment(
         latent[:, :-1] @ problem.covariance @ latent[:, :-1].mT, mean, mean
     )
-    keys = fit.reading[..., -rank:]
+    keys = factors.reading[..., -rank:]
     # [R, R]: the squared output per error of the latent, through values and through keys.
-    through_values = (fit.values.mT @ problem.value_weight @ fit.values).sum(0)
+    through_values = (factors.values.mT @ problem.value_weight @ factors.values).sum(0)
     importance = (keys.mT @ problem.query_weight @ keys).sum(0) + through_values
     forth, back = _principal_units(moment, importance)
-    reading = torch.cat(
-        [fit.reading[..., : 2 * pairs] * unit, fit.reading[..., 2 * pairs :] @ back], -1
-    )
-    return LatentFactors(
-        torch.cat([rotary / unit[:, None], forth @ latent]), reading, fit.values @ back
-    )
+    reading = [factors.reading[..., : 2 * pairs] * unit, keys @ back]
+    rows = torch.cat([rotary / unit[:, None], forth @ latent])
+    return LatentFactors(rows, torch.cat(reading, -1), factors.values @ back)
 
 
 def _principal_units(moment: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,10 +18,11 @@ exact ``d_g``, whatever the size of the latent (`KeptNorms`). Queries keep their
 their norm.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvfold.convert.transforms.distances import Distances, mix_distances, rotation_gains
 from kvfold.convert.transforms.head_norms import divide_heads, has_norms
@@ -31,18 +32,9 @@ from kvfold.convert.transforms.latent.latent_weights import (
     KeptNorms,
     LatentWeights,
     LinearLayer,
-    Units,
-    from_units,
-    in_units,
     linear_layer,
 )
-from kvfold.convert.transforms.latent.slots import (
-    RotarySplit,
-    Slots,
-    apply_gains,
-    pair_gains,
-    split_rotary,
-)
+from kvfold.convert.transforms.latent.slots import Slots, apply_gains, pair_gains, split_rotary
 from kvfold.convert.transforms.linalg import covariance, head_moments, input_moment, metric_root
 from kvfold.convert.transforms.weights import (
     AttentionWeights,
@@ -50,24 +42,6 @@ from kvfold.convert.transforms.weights import (
     Rotary,
     blank_statistics,
 )
-
-
-@dataclass(frozen=True)
-class FittedLayer:
-    """A layer and its fitted latent in ``units``: the ``weights``, the same layer as linear maps,
-    and the ``fit``.
-
-    ``source`` is the layer before its norms were replaced. ``mean [E+1]`` of the inputs ``[x; 1]``.
-    ``centered``: the mean is removed from the latent and moved to the biases.
-    """
-
-    source: AttentionWeights
-    weights: AttentionWeights
-    layer: LinearLayer
-    mean: Tensor
-    fit: LatentFactors
-    units: Units
-    centered: bool
 
 
 def factor_layer(
@@ -94,30 +68,32 @@ def factor_layer(
     statistics = statistics.to(weights.q.device)
     if has_norms(source):
         weights, divisors = divide_heads(source, statistics, key_constant=True)
-    weights, statistics, units = in_units(weights, statistics)
-    scale = weights.head_dim**-0.5 if scale is None else scale
-    start = _start(weights, statistics, rotary, slots, context, scale * units.scores, centered)
-    layer = start.layer
-    split = start.split
-    down, readout = principal_basis(start.rows, start.root, rank)
-    fit = _first_fit(
-        split, apply_gains(split.rest, start.gains, rotary), layer.values, down, readout
+    layer = linear_layer(weights, rotary, scale)
+    moment = input_moment(statistics)
+    queries = head_moments(layer.queries, moment)
+    # 1. Rotary keys, and the gains that stand in for the rotation of the remaining keys.
+    split = split_rotary(layer, rotary, slots, queries, moment)
+    gains = pair_gains(statistics, rotary, context)
+    # 2. One latent for the remaining keys and the values.
+    root = moment_root(moment, centered)
+    rows = _joint_rows(layer, queries, split.rest, gains, rotary, root)
+    down, readout = principal_basis(rows, root, rank)
+    keys = apply_gains(split.rest, gains, rotary)
+    factors = LatentFactors(
+        rows=torch.cat([split.rows, pad(down, (0, 1))]),
+        reading=torch.cat([split.reading, keys[..., :-1] @ readout], -1),
+        values=layer.values[..., :-1] @ readout,
     )
+    # 3. Alternating least squares; if nothing is left for the latent, the factors are exact.
     distances = mix_distances(statistics.profile, context, als.LATENT_UNIFORM, als.LATENT_TAIL)
-    # If nothing is left for the latent, the first fit is exact.
     if als.ALS_ROUNDS and down.any():
-        fit = als.alternate(
-            layer,
-            start.queries,
-            start.moment,
-            rotary,
-            slots.theta,
-            distances,
-            fit,
-            centered=centered,
+        factors = als.alternate(
+            layer, queries, moment, rotary, slots.theta, distances, factors, centered=centered
         )
-    fitted = FittedLayer(source, weights, layer, start.moment[-1], fit, units, centered)
-    return _keep_norms(assemble(fitted, slots), fitted, divisors, distances, rotary)
+    latent = _assemble(weights, layer, factors, slots, moment[-1], centered)
+    if divisors is None:
+        return latent
+    return _keep_norms(latent, source, layer, factors, divisors, moment[-1], distances, rotary)
 
 
 def factor_by_svd(
@@ -141,7 +117,7 @@ def factor_by_svd(
     blank = blank_statistics(weights, gain)
     if has_norms(source):
         weights, divisors = divide_heads(source, blank)
-    layer = linear_layer(weights, rotary, weights.head_dim**-0.5 if scale is None else scale)
+    layer = linear_layer(weights, rotary, scale)
     # Without calibration, assume white inputs.
     moment = torch.eye(weights.model_dim + 1, dtype=torch.float64, device=weights.q.device)
     split = split_rotary(layer, rotary, slots, head_moments(layer.queries, moment), moment)
@@ -149,10 +125,16 @@ def factor_by_svd(
     down, readout = principal_basis(rows, moment[:-1, :-1], rank)
     norm = (down if gain is None else down * gain.to(down)).norm().clamp_min(1e-30)
     keys = split.rest.repeat_interleave(layer.group, 0)
-    fit = _first_fit(split, keys, layer.values, down / norm, readout * norm)
-    fitted = FittedLayer(source, weights, layer, moment[-1], fit, Units(), centered=False)
+    factors = LatentFactors(
+        rows=torch.cat([split.rows, pad(down / norm, (0, 1))]),
+        reading=torch.cat([split.reading, keys[..., :-1] @ (readout * norm)], -1),
+        values=layer.values[..., :-1] @ (readout * norm),
+    )
+    latent = _assemble(weights, layer, factors, slots, moment[-1], centered=False)
+    if divisors is None:
+        return latent
     distances = mix_distances(blank.profile, 0, als.LATENT_UNIFORM, als.LATENT_TAIL)
-    return _keep_norms(assemble(fitted, slots), fitted, divisors, distances, rotary)
+    return _keep_norms(latent, source, layer, factors, divisors, moment[-1], distances, rotary)
 
 
 def energy_shares(
@@ -169,57 +151,44 @@ def energy_shares(
 
     A latent of rank ``R`` keeps the first ``R`` of these components, which exclude the rotary keys.
     """
-    weights, statistics, _ = in_units(weights, statistics.to(weights.q.device))
-    rows = _start(weights, statistics, rotary, slots, context, 1.0, centered).rows
-    energies: Tensor = torch.linalg.eigvalsh(rows.mT @ rows).flip(0).clamp_min(0)
-    return energies / energies.sum().clamp_min(torch.finfo(energies.dtype).tiny)
-
-
-@dataclass(frozen=True)
-class _Start:
-    """Shared by all fits; ``rows [n, E]``: keys without rotation and values, for inputs whitened by
-    ``root``.
-    """
-
-    layer: LinearLayer
-    moment: Tensor
-    queries: Tensor
-    split: RotarySplit
-    gains: Tensor
-    root: Tensor
-    rows: Tensor
-
-
-def _start(
-    weights: AttentionWeights,
-    statistics: LayerStatistics,
-    rotary: Rotary,
-    slots: Slots,
-    context: int,
-    scale: float,
-    centered: bool,
-) -> _Start:
+    statistics = statistics.to(weights.q.device)
+    layer = linear_layer(weights, rotary)
     moment = input_moment(statistics)
-    layer = linear_layer(weights, rotary, scale)
     queries = head_moments(layer.queries, moment)
     split = split_rotary(layer, rotary, slots, queries, moment)
     gains = pair_gains(statistics, rotary, context)
     root = moment_root(moment, centered)
+    rows = _joint_rows(layer, queries, split.rest, gains, rotary, root)
+    energies: Tensor = torch.linalg.eigvalsh(rows.mT @ rows).flip(0).clamp_min(0)
+    return energies / energies.sum().clamp_min(torch.finfo(energies.dtype).tiny)
+
+
+def _joint_rows(
+    layer: LinearLayer,
+    queries: Tensor,
+    rest: Tensor,
+    gains: Tensor,
+    rotary: Rotary,
+    root: Tensor,
+) -> Tensor:
+    """``[n, E]``: the keys ``rest [G, D, E+1]`` in units of scores, then the values in units of the
+    output, both at unit energy, for inputs whitened by ``root``.
+    """
     # A key's unit is the energy of its scores; rotation spreads a query's energy evenly over the
     # two dims of a pair.
     energy = queries.diagonal(dim1=1, dim2=2).clamp_min(0)
     half = rotary.dims // 2
     pair = (energy[:, :half] + energy[:, half : 2 * half]) * gains.abs().square() / 2
-    energy = torch.unflatten(
-        torch.cat([pair, pair, energy[:, 2 * half :]], 1), 0, (-1, layer.group)
-    ).sum(1)
+    energy = torch.cat([pair, pair, energy[:, 2 * half :]], 1)
+    energy = torch.unflatten(energy, 0, (-1, layer.group)).sum(1)
+    keys = rest * energy.sqrt()[..., None]
     # A value's unit is the layer's output: M^{1/2} v.
-    in_output, _ = metric_root(layer.metric)
-    blocks = split.rest * energy.sqrt()[..., None], in_output @ layer.values
-    rows = [block[..., :-1].flatten(0, 1) @ root for block in blocks]
-    # Keys and values each get unit energy.
-    joint = torch.cat([each / each.norm().clamp_min(torch.finfo(each.dtype).tiny) for each in rows])
-    return _Start(layer, moment, queries, split, gains, root, joint)
+    metric, _ = metric_root(layer.metric)
+    blocks = []
+    for block in (keys, metric @ layer.values):
+        rows = block[..., :-1].flatten(0, 1) @ root
+        blocks.append(rows / rows.norm().clamp_min(torch.finfo(rows.dtype).tiny))
+    return torch.cat(blocks)
 
 
 def moment_root(moment: Tensor, centered: bool) -> Tensor:
@@ -248,90 +217,80 @@ def principal_basis(rows: Tensor, root: Tensor, rank: int) -> tuple[Tensor, Tens
     down = torch.linalg.solve_triangular(root, vectors, upper=False, left=False) * sigma[:, None]
     readout = torch.where(used, root @ vectors.mT / sigma, 0.0)
     spare = rank - len(sigma)
-    return torch.nn.functional.pad(down, (0, 0, 0, spare)), torch.nn.functional.pad(
-        readout, (0, spare)
-    )
+    return pad(down, (0, 0, 0, spare)), pad(readout, (0, spare))
 
 
-def _first_fit(
-    split: RotarySplit, keys: Tensor, values: Tensor, down: Tensor, readout: Tensor
-) -> LatentFactors:
-    """The fit from slots and basis, for ``keys [H, D, E+1]`` without rotation and ``values [G, D,
-    E+1]``.
+def _assemble(
+    weights: AttentionWeights,
+    layer: LinearLayer,
+    factors: LatentFactors,
+    slots: Slots,
+    mean: Tensor,
+    centered: bool,
+) -> LatentWeights:
+    """The factors as weights; constant values become part of the output bias. ``mean [E+1]`` of the
+    inputs ``[x; 1]``.
     """
-    rows = torch.cat([split.rows, torch.nn.functional.pad(down, (0, 1))])
-    reading = torch.cat([split.reading, keys[..., :-1] @ readout], -1)
-    return LatentFactors(rows, reading, values[..., :-1] @ readout)
-
-
-def assemble(fitted: FittedLayer, slots: Slots) -> LatentWeights:
-    """Convert the fit to weights in the layer's original units; constant values become part of the
-    output bias.
-    """
-    weights = fitted.weights
-    layer = fitted.layer
-    mean = fitted.mean[:-1]
-    fit = fitted.fit
-    keep = torch.promote_types(weights.q.dtype, torch.float32)
+    mean = mean[:-1]
+    dtype = torch.promote_types(weights.q.dtype, torch.float32)
     rope = slots.rope_dim
-    group = layer.group
-    rope_key = fit.rows[:rope]
-    down = fit.rows[rope:, :-1]
-    rope_query = torch.einsum("hdp,hde->hpe", fit.reading[..., :rope], layer.queries)
-    constant = layer.values[..., -1] + (layer.values[..., :-1] @ mean if fitted.centered else 0)
+    rope_key = factors.rows[:rope]
+    down = factors.rows[rope:, :-1]
+    rope_query = torch.einsum("hdp,hde->hpe", factors.reading[..., :rope], layer.queries)
+    q_biased = weights.q_bias is not None
     o_bias = weights.o_bias
-    if fitted.centered or weights.v_bias is not None:
+    if centered or weights.v_bias is not None:
         # Attention rows sum to one, so constant values reach the output unchanged.
-        moved = torch.einsum("ehd,hd->e", weights.o.double(), constant.repeat_interleave(group, 0))
+        constant = layer.values[..., -1] + (layer.values[..., :-1] @ mean if centered else 0)
+        constant = constant.repeat_interleave(layer.group, 0)
+        moved = torch.einsum("ehd,hd->e", weights.o.double(), constant)
         o_bias = moved if o_bias is None else moved + o_bias.double()
-    latent = LatentWeights(
+    return LatentWeights(
         down=down,
         rope_key=rope_key[:, :-1],
         q_nope=layer.queries[..., :-1],
         q_rope=rope_query[..., :-1],
-        uk=fit.reading[..., rope:],
-        uv=fit.values.repeat_interleave(group, 0),
+        uk=factors.reading[..., rope:],
+        uv=factors.values.repeat_interleave(layer.group, 0),
         o=weights.o,
         theta=slots.theta,
-        scale=layer.scale / fitted.units.scores,
-        down_bias=-(down @ mean) if fitted.centered else None,
-        rope_key_bias=rope_key[:, -1] if fitted.centered or weights.k_bias is not None else None,
-        q_nope_bias=None if weights.q_bias is None else layer.queries[..., -1],
-        q_rope_bias=None if weights.q_bias is None else rope_query[..., -1],
+        scale=layer.scale,
+        down_bias=-(down @ mean) if centered else None,
+        rope_key_bias=rope_key[:, -1] if centered or weights.k_bias is not None else None,
+        q_nope_bias=layer.queries[..., -1] if q_biased else None,
+        q_rope_bias=rope_query[..., -1] if q_biased else None,
         o_bias=o_bias,
-    ).map(lambda tensor: tensor.to(keep).contiguous())
-    return from_units(latent, fitted.units)
+    ).map(lambda tensor: tensor.to(dtype).contiguous())
 
 
 def _keep_norms(
     latent: LatentWeights,
-    fitted: FittedLayer,
-    divisors: Tensor | None,
+    source: AttentionWeights,
+    layer: LinearLayer,
+    factors: LatentFactors,
+    divisors: Tensor,
+    mean: Tensor,
     distances: Distances,
     rotary: Rotary,
 ) -> LatentWeights:
-    """Add the source's norms, if any, to ``latent``, which was fitted to keys divided by ``divisors
-    [G]``.
+    """``latent``, which was fitted to keys divided by ``divisors [G]``, with the norms of
+    ``source``.
     """
-    source = fitted.source
-    layer = fitted.layer
-    fit = fitted.fit
+    assert source.q_norm is not None
+    assert source.k_norm is not None
     rope = latent.rope_dim
-    if divisors is None or source.q_norm is None or source.k_norm is None:
-        return latent
     # The constant part of the keys as queries see it over the distances, minus the part in the
     # rotary keys: the latent has no mean.
-    constant = (layer.keys @ fitted.mean)[..., None]
+    constant = (layer.keys @ mean)[..., None]
     missing = apply_gains(constant, rotation_gains(distances, rotary.theta), rotary)[..., 0]
     if rope:
-        turned = torch.complex(*(fit.rows[:rope] @ fitted.mean).chunk(2)) * rotation_gains(
-            distances, latent.theta
-        )
+        turned = torch.complex(*(factors.rows[:rope] @ mean).chunk(2))
+        turned = turned * rotation_gains(distances, latent.theta)
         seen = torch.cat([turned.real, turned.imag], -1)  # [H, P]
-        missing = missing - (fit.reading[..., :rope] @ seen[..., None])[..., 0]
-    times = (divisors * fitted.units.keys).repeat_interleave(layer.group)[:, None, None]
+        missing = missing - (factors.reading[..., :rope] @ seen[..., None])[..., 0]
+    times = divisors.repeat_interleave(layer.group)[:, None, None]
     times = rotary.amplify(times.expand(*missing.shape, 1))
-    reading = fit.reading * times
+    reading = factors.reading * times
     norms = KeptNorms(
         q=source.q,
         k=source.k,
@@ -342,5 +301,5 @@ def _keep_norms(
         q_bias=source.q_bias,
         k_bias=source.k_bias,
     )
-    kept = norms.map(lambda tensor: tensor.to(latent.down).contiguous())
-    return replace(latent, uk=reading[..., rope:].to(latent.down).contiguous(), norms=kept)
+    norms = norms.map(lambda tensor: tensor.to(latent.down).contiguous())
+    return replace(latent, uk=reading[..., rope:].to(latent.down).contiguous(), norms=norms)

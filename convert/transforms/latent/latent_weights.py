@@ -5,34 +5,20 @@ Notation (attention/README.md): ``H`` query heads, ``E`` model dim, ``R`` channe
 ``P`` rotary dims, ``N`` unrotated dims of a query head, ``D`` dims of a value head. Only ``c = down
 x + down_bias`` and one rotary key ``RoPE(rope_key x + rope_key_bias)``, shared by all heads, need
 to be cached per token.
-
-Fits square their inputs and compare them with constants (the 1 that multiplies a bias). In float64
-that works for ordinary layers but fails for finite ones whose weights are 1e15 times larger or
-smaller. So fits use a layer in `Units` that bring everything near one. The units are powers of two,
-so scaling by them is exact.
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.linalg import append_bias, output_metric
 from kvfold.convert.transforms.weights import (
     AttentionWeights,
     HeadNorm,
-    LayerStatistics,
     Rotary,
     Tensors,
 )
-
-Scaled = TypeVar("Scaled", AttentionWeights, "LatentWeights")
-
-# The squared errors of scores and of values are added in float64, with 53 bits of precision.
-_LARGEST_SCORES = 2.0**16
 
 
 @dataclass(frozen=True)
@@ -53,16 +39,18 @@ class LinearLayer:
     group: int
 
 
-def linear_layer(weights: AttentionWeights, rotary: Rotary, scale: float) -> LinearLayer:
+def linear_layer(
+    weights: AttentionWeights, rotary: Rotary, scale: float | None = None
+) -> LinearLayer:
     """The linear maps of ``weights``, which must have no norms on queries and keys (see
-    `head_norms.linearize_heads`).
+    `head_norms.linearize_heads`); ``scale`` is by default ``head_dim ** -0.5``.
     """
     return LinearLayer(
         queries=rotary.amplify(append_bias(weights.q, weights.q_bias)),
         keys=rotary.amplify(append_bias(weights.k, weights.k_bias)),
         values=append_bias(weights.v, weights.v_bias),
         metric=output_metric(weights.o, weights.kv_heads),
-        scale=scale,
+        scale=weights.head_dim**-0.5 if scale is None else scale,
         group=weights.heads // weights.kv_heads,
     )
 
@@ -163,78 +151,3 @@ class LatentWeights(Tensors):
     @property
     def value_dim(self) -> int:
         return self.uv.shape[1]
-
-
-@dataclass(frozen=True)
-class Units:
-    """The sizes of inputs, queries, keys, values and outputs, as powers of two; 1 if all elements
-    are zero.
-
-    ``scores``: the size of scores, bounded, because far from one a softmax is saturated or uniform
-    for any error.
-    """
-
-    inputs: float = 1.0
-    queries: float = 1.0
-    keys: float = 1.0
-    values: float = 1.0
-    outputs: float = 1.0
-    scores: float = 1.0
-
-
-def in_units(
-    weights: AttentionWeights, statistics: LayerStatistics
-) -> tuple[AttentionWeights, LayerStatistics, Units]:
-    """Return the layer and the moments of its inputs in the layer's units, and the units; scores
-    are scaled too.
-
-    Units are root mean squares, rounded to powers of two and computed without biases.
-    """
-    gram = statistics.gram.double()
-    mean = statistics.mean.double()
-    parts = [
-        part.double().flatten(0, 1).norm(dim=-1).mean()
-        for part in (weights.q, weights.k, weights.v)
-    ]
-    root = weights.o.double().square().mean().sqrt()
-    sizes = torch.stack([gram.diagonal().mean().clamp_min(0).sqrt(), *parts, root]).tolist()
-    inputs, *rows, outputs = (2.0 ** round(math.log2(size)) if size > 0 else 1.0 for size in sizes)
-    queries, keys, values = (inputs * row for row in rows)
-    scores = min(max(queries * keys, 1 / _LARGEST_SCORES), _LARGEST_SCORES)
-    wide = weights.map(lambda tensor: tensor.to(torch.promote_types(tensor.dtype, torch.float32)))
-    factors = {"q": inputs / queries, "k": inputs / keys, "v": inputs / values, "o": 1 / outputs}
-    biases = {
-        "q_bias": 1 / queries,
-        "k_bias": 1 / keys,
-        "v_bias": 1 / values,
-        "o_bias": 1 / values / outputs,
-    }
-    moments = replace(statistics, gram=gram / inputs / inputs, mean=mean / inputs)
-    return (
-        _scaled(wide, factors | biases),
-        moments,
-        Units(inputs, queries, keys, values, outputs, scores),
-    )
-
-
-def from_units(latent: LatentWeights, units: Units) -> LatentWeights:
-    """Convert a latent fitted to a layer `in_units` to weights on the original inputs; the latent
-    keeps its size.
-    """
-    # Shared rotary keys have no unit of their own: the queries that read them include it.
-    rotary = units.queries * units.keys
-    rows = {"down": 1.0, "rope_key": 1.0, "q_nope": units.queries, "q_rope": rotary}
-    factors = {name: unit / units.inputs for name, unit in rows.items()}
-    factors |= {"uk": units.keys, "uv": units.values, "o": units.outputs}
-    biases = {
-        "q_nope_bias": units.queries,
-        "q_rope_bias": rotary,
-        "o_bias": units.values * units.outputs,
-    }
-    return _scaled(latent, factors | biases)
-
-
-def _scaled(part: Scaled, factors: Mapping[str, float]) -> Scaled:
-    """``part`` with the tensors named in ``factors``, if present, multiplied by their factors."""
-    present = {name: tensor for name in factors if (tensor := getattr(part, name)) is not None}
-    return replace(part, **{name: tensor * factors[name] for name, tensor in present.items()})

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvfold.convert.transforms.latent.factorization import moment_root, principal_basis
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights, QueryLatent
@@ -53,14 +54,10 @@ def live_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
     because the norm would apply to its bias too.
     """
     down, back = coordinates(latent.down, inputs)
-    changed = [down, latent.uk.double() @ back, latent.uv.double() @ back]
-    query = latent.query
-    if query is not None:
-        down, back = coordinates(query.down, inputs)
-        query = QueryLatent(down, query.q_nope.double() @ back, query.q_rope.double() @ back)
-        query = query.map(lambda tensor: tensor.to(latent.down).contiguous())
-    down, uk, uv = (tensor.to(latent.down).contiguous() for tensor in changed)
-    return replace(latent, down=down, uk=uk, uv=uv, query=query)
+    uk = latent.uk.double() @ back
+    uv = latent.uv.double() @ back
+    down, uk, uv = (tensor.to(latent.down).contiguous() for tensor in (down, uk, uv))
+    return replace(latent, down=down, uk=uk, uv=uv)
 
 
 def coordinates(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,10 +79,8 @@ def coordinates(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
         uneven = float((squares @ scales - 1).square().mean().sqrt())
         if uneven < _EXACT and scales.min() > 0:
             root = (scales * rank).sqrt()
-            pad = torch.nn.functional.pad
-            return pad(root.diag(), (0, 0, 0, rank - width)), pad(
-                down.double() / root, (0, rank - width)
-            )
+            rows = pad(root.diag(), (0, 0, 0, rank - width))
+            return rows, pad(down.double() / root, (0, rank - width))
     forth, back = constant_length(down, inputs)
     return forth @ down.double(), back
 
@@ -187,7 +182,8 @@ def query_latent(latent: LatentWeights, statistics: LayerStatistics, rank: int) 
     units of scores.
 
     The unit of a query is the energy of its keys, which makes unrotated and rotary dims comparable.
-    The biases do not change. Exact for ``rank >= min(E, H (N + P))``.
+    The biases do not change. Exact for ``rank >= min(E, H (N + P))``. A stock class with biases on
+    queries needs it: it stores them in a query latent alone.
     """
     moment = input_moment(statistics.to(latent.down.device))
     root = moment_root(moment, centered=False)

@@ -151,15 +151,3 @@ def test_a_tied_head_may_be_in_the_file_or_not():
     assert model.tensor_problems({**tensors, "lm_head.weight": Header((32000, 4096))}) == []
     untied = model_of({**config, "tie_word_embeddings": False})
     assert untied.tensor_problems(tensors) == ["missing: lm_head.weight [32000, 4096]"]
-
-
-def test_windows_that_a_saved_qwen2_moe_does_not_use_are_zero(tiny_family):
-    config = json.loads((tiny_family("qwen2_moe") / "config.json").read_text())
-    config |= {
-        "use_sliding_window": False,
-        "sliding_window": 0,
-        "layer_types": None,
-    }  # as transformers 5.23 saves it
-    model = model_of(config)
-    model.check_values()
-    assert {layer.window for layer in model.layers} == {None}

@@ -25,21 +25,6 @@ def table(name: str) -> dict:
     return schema.read_table(FOLDER / f"{name}.json")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_file_is_named_for_its_model_type_and_holds_differences_only(name):
-    assert FAMILIES[name].model_type == name
-    data = json.loads((FOLDER / f"{name}.json").read_text())
-    base = table(data["extends"]) if "extends" in data else {}
-    for section, value in data.items():
-        taken = base.get(section, {})
-        if isinstance(value, dict):
-            assert [
-                entry for entry in value if entry in taken and value[entry] == taken[entry]
-            ] == []
-        else:
-            assert value != base.get(section)
-
-
 def test_sections_merge_entry_by_entry_or_say_what_is_wrong(tmp_path):
     def write(**tables: dict) -> None:
         for name, data in tables.items():
@@ -169,16 +154,6 @@ EXPRESSIONS = [
     ),
     *("'x' in items and 'q' not in items", "missing if a is None else 1"),
 ]
-
-
-@pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_expressions_are_those_of_python(expression):
-    assert values.evaluate(expression, NAMES) == eval(expression, {}, NAMES)
-
-
-@pytest.mark.parametrize("literal", [True, 5, None, [1]])
-def test_what_is_no_string_stands_for_itself(literal):
-    assert values.evaluate(literal, NAMES) is literal
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from kvfold.convert import (
     UptrainRequest,
     convert_checkpoint,
     drift_checkpoints,
-    inspect_checkpoint,
     uptrain_checkpoint,
 )
 from kvfold.convert.checkpoint.opening import open_checkpoint
@@ -183,15 +182,6 @@ def test_wrappers_that_build_any_language_model_hold_a_latent_one(name, tmp_path
     assert torch.equal(absorb(model).generate(**options), expected)
 
 
-def test_layout_engine_is_refused_in_a_wrapper(wrapper, tmp_path, refused):
-    with refused():
-        convert(
-            wrapper("llava"),
-            tmp_path / "out",
-            **{**LATENT, "method": "principal", "layout": "engine"},
-        )
-
-
 def test_the_older_flat_config_of_qwen2_vl(wrapper, tmp_path):
     source = Path(shutil.copytree(wrapper("qwen2_vl"), tmp_path / "flat"))
     (config,) = configs(source)
@@ -230,29 +220,6 @@ def test_names_of_files_written_by_transformers_5_too(wrapper, tmp_path):
     )
     out = convert(source, tmp_path / "new", 2)
     same(out, convert(wrapper("llava"), tmp_path / "old", 2), wrappers.inputs("llava"))
-
-
-def test_dtype_is_that_of_all_parts(wrapper, tmp_path):
-    out = convert(wrapper("gemma3"), tmp_path / "out", 2, dtype="bfloat16")
-    (config,) = configs(out)
-    assert {
-        config["dtype"],
-        *(config[part]["dtype"] for part in ("text_config", "vision_config")),
-    } == {"bfloat16"}
-    assert {value.dtype for value in tensors(out).values()} == {torch.bfloat16}
-
-
-def test_inspect_names_the_wrapper_and_what_it_cannot_become(wrapper, told):
-    facts = inspect_checkpoint(str(wrapper("qwen2_5_vl")))
-    assert (facts.family, facts.architecture) == (
-        "qwen2_5_vl",
-        "Qwen2_5_VLForConditionalGeneration",
-    )
-    assert (facts.kv_heads, facts.heads) == (4, 8)
-    (reason,) = facts.latent.because
-    told(reason)
-    served = {each.engine for target in facts.targets for each in target.engines if each.serves}
-    assert served == {"transformers"}
 
 
 def test_uptraining_refuses_a_wrapper_before_it_begins(wrapper, tmp_path):

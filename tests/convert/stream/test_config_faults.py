@@ -8,10 +8,9 @@ import shutil
 import pytest
 from helpers.checkpoints import add_demo_tokenizer
 
-from kvfold.convert import ConvertRequest, DriftRequest, convert_checkpoint
+from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
-from kvfold.convert.measure.drift import drift_checkpoints
 
 
 def with_config(source, folder, **changes):
@@ -73,29 +72,3 @@ def test_what_only_some_families_have(tmp_path, tiny_family, family, changes, to
     with pytest.raises(InputError) as caught:
         convert(model, tmp_path / "out")
     told(str(caught.value).partition(" (ValueError")[0])  # transformers words the reason
-
-
-def test_the_auxiliary_loss_of_experts_is_not_requested(tmp_path, tiny_family):
-    model = with_config(
-        tiny_family("mixtral", vocab_size=2048), tmp_path / "model", output_router_logits=True
-    )
-    convert(model, tmp_path / "out")
-    assert (
-        json.loads((tmp_path / "out" / "config.json").read_text())["output_router_logits"] is True
-    )
-
-
-def test_a_method_that_reads_no_text_checks_types_too(tmp_path, refused):
-    model = with_config(demo_folder(), tmp_path / "model", rms_norm_eps="x")
-    with refused():
-        convert_checkpoint(
-            ConvertRequest(model, tmp_path / "out", to="mqa", method="mean", quiet=True)
-        )
-
-
-def test_drift_says_whose_config_it_is(tmp_path):
-    bad = with_config(demo_folder(), tmp_path / "bad", hidden_act="nope")
-    with pytest.raises(
-        InputError, match=r"bad: config.json: hidden_act must be an activation that transformers"
-    ):
-        drift_checkpoints(DriftRequest(str(demo_folder()), str(bad), samples=1, seq_len=16))

@@ -14,7 +14,7 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.stream import parameters as weights_of
 from kvfold.convert.stream.parameters import WeightMap, load_model
-from kvfold.convert.stream.stock import empty_model, load_config
+from kvfold.convert.stream.stock import empty_model
 
 SIZES = {
     "vocab_size": 7,
@@ -100,15 +100,6 @@ def test_two_ways_to_one_parameter_are_refused(
         WeightMap(model, [*tensors, f"model.layers.0.{name}.weight"])
 
 
-def test_a_split_of_the_wrong_size_is_refused(
-    model: Any, tensors: dict[str, Tensor], refused: Any
-) -> None:
-    name = "model.layers.0.mlp.up_proj.weight"
-    tensors[name] = tensors[name].T
-    with refused():
-        load(model, tensors, "model.layers.0.")
-
-
 def test_tied_parameters_come_from_each_other() -> None:
     tied = empty_model({**CONFIG, "tie_word_embeddings": True}, torch.float32)
     names = [name for name in tied.state_dict() if name != "lm_head.weight"]
@@ -135,13 +126,3 @@ def test_a_model_is_loaded_only_if_its_tensors_are_those_of_its_config(
     (model / "config.json").write_text(json.dumps(config | changes))
     with refused():
         load_model(open_checkpoint(model), torch.float32, False)
-
-
-def test_a_value_that_transformers_refuses_is_an_error_of_the_checkpoint(
-    tiny_family, tmp_path, refused
-) -> None:
-    model = shutil.copytree(tiny_family("llama"), tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"use_cache": 2}))
-    with refused():
-        load_config(open_checkpoint(model), False)

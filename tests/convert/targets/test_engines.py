@@ -8,8 +8,7 @@ import torch
 from helpers.checkpoints import hub_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
-from kvfold.convert.commands.inspect_command import format_inspection
+from kvfold.convert import inspect_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import model_of
 from kvfold.convert.targets import engines as en
@@ -32,13 +31,6 @@ def answers(source, rank, rope, layout, heads=None):
         verdict.engine: verdict
         for verdict in en.support_for(result, en.propose_alternatives(source, target))
     }
-
-
-def test_a_fold_is_served_everywhere_at_its_own_cache():
-    found = en.support_for(en.describe_fold(model(), 2))
-    assert [(verdict.serves, verdict.cache, verdict.instead) for verdict in found] == [
-        (True, 512, None)
-    ] * 5
 
 
 def refusals(source, kv_heads):
@@ -124,22 +116,6 @@ def test_what_is_proposed_instead_is_served_and_possible(source, layout, split):
         assert source is not QWEN or "engine" not in verdict.instead
 
 
-@pytest.mark.parametrize(
-    ("source", "engine", "instead"),
-    [
-        (
-            LLAMA,
-            "mlx-lm",
-            "--to mla --kv-rank 476 --rope-dim 104 --layout engine",
-        ),  # the same split
-        (LLAMA, "vLLM", "--to mla --kv-rank 512 --rope-dim 64 --layout engine"),
-        (QWEN, "mlx-lm", "--to mqa"),  # its biases
-    ],
-)
-def test_the_nearest_alternative_is_proposed(source, engine, instead):
-    assert answers(model(source), 476, 104, "free")[engine].instead == instead
-
-
 def test_the_heads_of_a_layout_free_checkpoint_decide_where_vllm_serves_it():
     assert answers(model(), 512, 64, "free")["vLLM"].how.startswith(
         "through its Transformers backend, on CPUs with AMX"
@@ -196,31 +172,6 @@ def test_a_latent_is_whole_on_every_rank_and_heads_are_shared_out():
     assert en.describe_fold(model(), 2).per_rank()["8"] == 256  # a head at least
     odd = model(num_attention_heads=9, num_key_value_heads=3, head_dim=64)
     assert list(en.describe_fold(odd).per_rank()) == ["1"]
-
-
-def test_a_conversion_and_an_inspection_say_who_serves_it(tmp_path):
-    out = tmp_path / "out"
-    options = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd", "quiet": True}
-    convert_checkpoint(ConvertRequest(model=str(demo_folder()), out=str(out), **options))
-    refusal = "Model type youtu not supported; instead: "
-    record = json.loads((out / "kvfold.json").read_text())
-    assert record["cache_elements_per_rank"]["to"] == {"1": 32, "2": 32, "4": 32, "8": 32}
-    assert [entry["engine"] for entry in record["engines"] if entry["serves"]] == ["transformers"]
-    card = (out / "README.md").read_text()
-    assert "\n| 4 | 128 | 32 |\n" in card
-    assert f"| no |  | {refusal}`--to mla --kv-rank 24" in card
-    facts = inspect_checkpoint(str(out))
-    assert [verdict.engine for verdict in facts.engines if verdict.serves] == ["transformers"]
-    assert "mlx-lm        no, Model type youtu not supported" in format_inspection(facts)
-    # A model that kvfold did not write may have anything that was never tried: it gets no verdict.
-    config = json.loads((out / "config.json").read_text())
-    for change in (
-        {"attention_bias": False},
-        {"model_type": "deepseek_v2"},
-        {"model_type": "deepseek_v3"},
-    ):
-        (out / "config.json").write_text(json.dumps(config | change))
-        assert inspect_checkpoint(str(out)).engines == []
 
 
 def test_inspection_proposes_the_splits_that_engines_serve():

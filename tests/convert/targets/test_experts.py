@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 from helpers import precision
-from helpers.checkpoints import add_demo_tokenizer, tensors
+from helpers.checkpoints import tensors
 from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 
 from kvfold.attention import absorb
-from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
+from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.families.model import model_of
 from kvfold.convert.stream.stock import AutoModelForCausalLM as CompletedAuto
 from kvfold.convert.targets.engines import (
@@ -137,35 +137,6 @@ def test_experts_are_the_bytes_of_the_source(mixtral):
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["free", "engine"])
-def test_a_calibrated_conversion_trains_attention_only(layout, tiny_family, tmp_path):
-    source = tmp_path / "source"
-    source.symlink_to(tiny_family("mixtral", **MIXTRAL, vocab_size=2048))
-    add_demo_tokenizer(source)
-    request = {
-        "to": "mla",
-        "kv_rank": 40,
-        "rope_dim": 8,
-        "layout": layout,
-        "samples": 4,
-        "seq_len": 64,
-        "refine": 2,
-    }
-    done = convert_checkpoint(
-        ConvertRequest(model=str(source), out=str(tmp_path / "out"), quiet=True, **request)
-    )
-    assert done.record["drift"]["kl"]["value"] < 0.5
-    others = {
-        tensor["origin"]
-        for name, tensor in done.record["tensors"].items()
-        if "self_attn" not in name
-    }
-    assert others == {"copied", "zeros"}
-    stock = CompletedAuto.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    assert torch.equal(greedy(stock), greedy(absorb(stock)))
-
-
 @pytest.mark.parametrize("layout", ["free", "engine"])
 @pytest.mark.parametrize(
     ("name", "changes"),
@@ -240,18 +211,3 @@ def test_who_serves_experts(split, layout, served):
     assert "Mistral4ForCausalLM" in found["transformers"].how
     if layout == "engine":
         assert '"architectures": ["Mistral3ForConditionalGeneration"]' in found["llama.cpp"].how
-
-
-def test_inspection_and_card_know_the_result(mixtral):
-    source, out = mixtral
-    facts = inspect_checkpoint(str(out))
-    assert (facts.family, facts.attention, facts.kv_rank) == ("mistral4", "MLA", 65)
-    assert [each.engine for each in facts.engines if each.serves] == ["transformers"]
-    assert inspect_checkpoint(str(source)).latent["possible"]
-    config = json.loads((out / "config.json").read_text())
-    config["rope_parameters"]["llama_4_scaling_beta"] = 0.1  # a Mistral's own
-    (out / "config.json").write_text(json.dumps(config))
-    assert inspect_checkpoint(str(out)).engines == []
-    card = (out / "README.md").read_text()
-    assert "from transformers import Mistral4ForCausalLM, AutoTokenizer" in card
-    assert "AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM)" in card

@@ -188,12 +188,6 @@ def test_the_registered_families_are_those_with_their_own_code():
     assert sorted(CLASSICS) == [
         name for name in supported() if load_family(name).sizes.kv_heads is None
     ]
-    table = (
-        (Path(__file__).parents[3] / "docs" / "families.md")
-        .read_text()
-        .split("## Families of layout")[1]
-    )
-    assert [line.split()[1] for line in table.splitlines() if line.startswith("| ")][1:] == own
 
 
 # two fresh processes, which import transformers and load the models of many families
@@ -408,30 +402,6 @@ def test_a_budget_holds_the_divisors_of_norms(name, divisors, tiny_family):
         mla_specs(request, model)
 
 
-@pytest.mark.slow  # two conversions of each family
-@pytest.mark.parametrize("name", ["gemma3_text", "mixtral"])
-@torch.no_grad()
-def test_calibration_makes_better_latents_of_models_that_no_stock_class_holds(
-    name, tiny_family, tmp_path
-):
-    """With windows, soft caps, layers without rotary embedding or with one of their own, norms,
-    experts.
-    """
-    register_models()
-    source = readable(tiny_family(name, vocab_size=2048, **LATENT[name]), tmp_path)
-    options = {"to": "mla", "layout": "kvfold", "kv_rank": 16, "rope_dim": 8}
-    svd = convert(source, tmp_path / "svd", method="svd", **options)
-    fitted = convert(
-        source, tmp_path / "fitted", method="principal", samples=16, seq_len=64, **options
-    )
-    text = demo_tokens(source)
-    expected, *found = (
-        stock_model(folder)(text).logits.log_softmax(-1) for folder in (source, svd, fitted)
-    )
-    baseline, kl = ((expected.exp() * (expected - each)).sum(-1).mean() for each in found)
-    assert kl < 0.8 * baseline
-
-
 def demo_tokens(folder: Path) -> torch.Tensor:
     """Held-out text that ships, ``[8, 64]``."""
     ids = (
@@ -440,28 +410,6 @@ def demo_tokens(folder: Path) -> torch.Tensor:
         .ids
     )
     return torch.tensor(ids[:512]).view(8, 64)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("gpt2", {"to": "mla"}),  # has no rotary embedding
-        ("gpt_neox", {"to": "mla", "layout": "free"}),
-        ("llama", {"to": "mla", "layout": "kvfold"}),
-        ("llama", {"to": "gqa", "layout": "kvfold"}),
-    ],
-    ids=["rotary-key", "layernorm", "no-such-layout", "stock-class-fits"],
-)
-def test_requests_for_another_layout_are_told_which_works(
-    name, options, tiny_family, tmp_path, refused
-):
-    sizes = (
-        {"kv_rank": 12, "rope_dim": 4, "method": "svd"}
-        if options["to"] == "mla"
-        else {"kv_heads": 4}
-    )
-    with refused():
-        convert(tiny_family(name), tmp_path / "out", **sizes, **options)
 
 
 def test_attention_alone_is_trained_under_any_name(tiny_family, tmp_path):

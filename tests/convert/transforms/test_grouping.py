@@ -1,6 +1,5 @@
 """The choice of heads that share: candidate partitions, and the judge's decision."""
 
-import itertools
 import math
 
 import pytest
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from kvfold.convert.transforms.fold import grouping, principal
 from kvfold.convert.transforms.fold.principal import layer_moments
-from kvfold.convert.transforms.fold.score_fit import fit_scores, principal_keys, score_losses
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 
 E = 48
@@ -51,11 +49,6 @@ def pairs_of(weights: AttentionWeights, context: int = 0) -> grouping.Pairs:
     return grouping.Pairs(layer_moments(weights, statistics(weights.heads), ROTARY, context))
 
 
-def test_contiguous_keeps_the_order():
-    assert grouping.contiguous(8, 4) == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert grouping.contiguous(6, 1) == (tuple(range(6)),)
-
-
 @pytest.mark.parametrize("members", [PAIRS, ((0, 3, 5, 6), (1, 2, 4, 7))], ids=["pairs", "fours"])
 @pytest.mark.parametrize("repeat", [1, 2])
 def test_finds_the_heads_that_are_alike(members: tuple[tuple[int, ...], ...], repeat: int):
@@ -84,15 +77,3 @@ def test_similar_is_the_judged_best_of_the_candidates():
     assert choice.groups == PAIRS
     assert torch.equal(choice.weights.k, wanted.k)
     assert choice.errors[grouping.contiguous(8, 4)] > 0
-
-
-def test_losses_of_all_partners_at_once_are_those_of_each_pair():
-    layer = pairs_of(alike(((0, 2), (1, 3)), 2)).layer
-    lost, total = grouping._score_losses(layer)
-    for i, j in itertools.permutations(range(4), 2):
-        both = layer.group([i, j])
-        losses = score_losses(fit_scores(principal_keys(both), both, grouping.PAIR_ROUNDS), both)
-        errors, energies = (part.view(2, -1).sum(1) for part in losses)
-        # A difference of large numbers, so rounding is relative to the energy.
-        torch.testing.assert_close(lost[j, i], errors[0], rtol=0, atol=1e-9 * float(energies[0]))
-        torch.testing.assert_close(total[i], energies[0], rtol=1e-12, atol=0)

@@ -87,22 +87,6 @@ def test_short_text_draws_the_map_to_one_number_per_head() -> None:
     )
 
 
-def test_a_constant_for_keys_serves_them() -> None:
-    weights = make("rms one row")
-    x = inputs()
-    gathered = normed_statistics(weights, x)
-    without, with_constant = (
-        linearize_heads(weights, gathered, key_constant=given) for given in (False, True)
-    )
-    assert without.k_bias is None
-    assert with_constant.k_bias is not None
-    assert with_constant.q_bias is None
-    wanted = keys(weights, x)
-    assert relative_error(keys(with_constant, x), wanted) < 0.95 * relative_error(
-        keys(without, x), wanted
-    )
-
-
 def test_without_text_a_map_is_the_projection_over_one_number_per_head() -> None:
     weights = make("rms one row")
     scales = torch.linspace(0.5, 2.0, E)

@@ -110,29 +110,13 @@ def test_enough_rank_is_exact(kv_heads, bias, rotary):
     assert rotary.dims or not latent.rope_key.any()
 
 
-LOUDNESS = {f"no {name}": {name: 0.0} for name in "qkvo"} | {
-    "no keys and values": {"k": 0.0, "v": 0.0},
-    "nothing": dict.fromkeys("qkvo", 0.0),
-    "loud values": {"v": 1e15},
-    "loud keys": {"k": 1e15, "q": 1e-15},
-    "whispers": dict.fromkeys("qkvo", 1e-15),
-}
-
-
 @pytest.mark.parametrize("centered", [True, False])
-@pytest.mark.parametrize("inputs", ["usual", "zero", "one vector", "loud", "whispers"])
-@pytest.mark.parametrize("factors", LOUDNESS.values(), ids=LOUDNESS)
-def test_layers_that_say_nothing_or_shout_are_finite_and_exact(factors, inputs, centered):
+@pytest.mark.parametrize("inputs", ["usual", "zero", "one vector"])
+@pytest.mark.parametrize("zeros", ["", "q", "k", "v", "o", "kv", "qkvo"])
+def test_layers_without_energy_are_finite_and_exact(zeros, inputs, centered):
     weights, statistics, x = random_layer()
-    weights = replace(
-        weights, **{name: getattr(weights, name) * factor for name, factor in factors.items()}
-    )
-    x = {
-        "zero": 0 * x,
-        "one vector": x[:1].expand_as(x),
-        "loud": 1e15 * x,
-        "whispers": 1e-27 * x,
-    }.get(inputs, x)
+    weights = replace(weights, **{name: 0 * getattr(weights, name) for name in zeros})
+    x = {"zero": 0 * x, "one vector": x[:1].expand_as(x)}.get(inputs, x)
     statistics = replace(statistics, gram=x.T @ x / len(x), mean=x.mean(0))
     slots = rope_slots.Slots((2,) * 4, THETA.repeat_interleave(2))
     latent = factor_layer(weights, statistics, Rotary(THETA), slots, 24, centered=centered)
@@ -142,29 +126,6 @@ def test_layers_that_say_nothing_or_shout_are_finite_and_exact(factors, inputs, 
     result = attend_latent(latent, x)
     expected = attend(weights, x[None], Rotary(THETA))[0]
     assert (result - expected).norm() <= 1e-5 * expected.norm()
-
-
-def test_rank_above_what_there_is_leaves_channels_empty():
-    weights, statistics, x = random_layer(model=64, kv_heads=2)
-    slots = rope_slots.Slots((2,) * 4, THETA.repeat_interleave(2))
-    latent = factor_layer(
-        weights, statistics, Rotary(THETA), slots, 30
-    )  # the values have 16 dims, keys none left
-    assert (
-        relative_error(
-            attend_latent(latent, x[:20]), attend(weights, x[:20][None], Rotary(THETA))[0]
-        )
-        < 1e-6
-    )
-    assert latent.down.isfinite().all()
-
-
-def test_biases_without_use_do_not_appear():
-    weights, statistics, _ = random_layer()
-    latent = convert(weights, statistics, Rotary(THETA), 4, 6, centered=False)
-    assert [
-        name for name, value in vars(latent).items() if name.endswith("bias") and value is not None
-    ] == []
 
 
 def test_latent_has_unit_energy_and_mean_zero():
@@ -265,19 +226,3 @@ def test_the_spectrum_is_the_energy_of_the_latents_channels(monkeypatch, centere
         .mean(0)
     )
     torch.testing.assert_close(channels, shares[:5] / shares[:5].sum(), rtol=1e-4, atol=1e-6)
-
-
-def test_channels_without_energy_come_last_and_are_zero():
-    """As many channels as the latent has energy for are uncorrelated; reading them back gives the
-    latent.
-    """
-    generator = torch.Generator().manual_seed(5)
-    rows, seen = (torch.randn(6, rank, dtype=torch.float64, generator=generator) for rank in (4, 6))
-    moment = rows @ rows.mT
-    forth, back = latent_fit._principal_units(moment, seen @ seen.mT)
-    assert not forth[4:].any()
-    assert not back[:, 4:].any()
-    torch.testing.assert_close(back @ forth @ moment, moment)
-    counts = forth @ moment @ forth.mT
-    torch.testing.assert_close(counts, torch.diag(counts.diagonal()), rtol=0, atol=1e-12)
-    assert counts.trace().item() == pytest.approx(1)

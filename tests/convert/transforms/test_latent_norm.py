@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.layers import normal
 
-from kvfold.convert.transforms.latent.latent_weights import LatentWeights, QueryLatent
+from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 from kvfold.convert.transforms.latent.variants import constant_length, coordinates, live_norm
 
 
@@ -65,16 +65,10 @@ def test_few_tokens_do_no_harm():
 
 def test_new_coordinates_change_nothing_that_is_read():
     latent = random_latent()
-    query = QueryLatent(latent.down[:5], latent.q_nope[..., :5], latent.q_rope[..., :5])
-    latent = replace(latent, query=query)
     found = live_norm(latent, normed_inputs(torch.ones(16, dtype=torch.float64), 500))
     for name in ("uk", "uv"):
         torch.testing.assert_close(
             getattr(found, name) @ found.down, getattr(latent, name) @ latent.down
-        )
-    for name in ("q_nope", "q_rope"):
-        torch.testing.assert_close(
-            getattr(found.query, name) @ found.query.down, getattr(query, name) @ query.down
         )
 
 

@@ -21,9 +21,3 @@ def test_it_minimizes_the_damped_objective() -> None:
     ).square().sum()
     (gradient,) = torch.autograd.grad(loss, found)
     assert gradient.abs().max() < 1e-12
-
-
-def test_heads_without_energy_keep_the_projection() -> None:
-    present = normal(3, 5, 12)
-    zeros = torch.zeros(12, 12, dtype=torch.float64)
-    assert torch.equal(fit_output(present, zeros, torch.zeros_like(present)), present)

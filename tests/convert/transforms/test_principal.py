@@ -193,14 +193,6 @@ def test_unrotated_key_dims_may_mix():
     assert relative_error(found, wanted) < 1e-5
 
 
-@pytest.mark.parametrize("rot", ROTARIES)
-def test_relabeled_heads_fold_the_same(rot: Rotary):
-    weights = make(8, 4)
-    moved = principal.order_heads(weights, [[2], [0], [3], [1]])  # source head 2 is now head 0, ...
-    found = fold_and_attend(moved, [[1, 0], [3, 2]], rot)
-    assert relative_error(found, fold_and_attend(weights, [[0, 2], [1, 3]], rot)) < 1e-6
-
-
 def test_value_bias_is_exact_with_an_output_bias():
     weights = make(4, 4, biases="vo")
     x = inputs()
@@ -211,64 +203,12 @@ def test_value_bias_is_exact_with_an_output_bias():
     torch.testing.assert_close(found, moved, rtol=0, atol=2e-6)
 
 
-def test_value_bias_without_output_bias_keeps_the_mean_output():
-    weights = make(4, 4, biases="v")
-    x = inputs()
-    rot = plain_rotary(0)
-    uniform = replace(weights, q=torch.zeros_like(weights.q))  # every token averages its past
-    found = fold_and_attend(uniform, [[0, 1], [2, 3]], rot)
-    wanted = attend(uniform, x, rot)
-    mean = statistics_of(x, 4).mean
-    v = torch.einsum("hde,e->hd", weights.v, mean) + weights.v_bias
-    assert relative_error(found[:, -1].mean(0), wanted[:, -1].mean(0)) < 0.15
-    assert torch.einsum("ehd,hd->e", weights.o, v).norm() > 1
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_norms_keep_their_kind_and_shapes(norm: str):
-    weights = with_norms(make(8, 4), norm)
-    folded = fold(weights, [[0, 2], [1, 3]])
-    for found, wanted, heads in (
-        (folded.q_norm, weights.q_norm, 8),
-        (folded.k_norm, weights.k_norm, 2),
-    ):
-        assert found.weight.shape == (heads, D)
-        assert found.bias is None if wanted.bias is None else found.bias.shape == (heads, D)
-        for part in ("kind", "extent", "shared", "eps", "offset"):
-            assert getattr(found, part) == getattr(wanted, part)
-        assert torch.equal(found.weight, found.weight[:1].expand_as(found.weight)) == wanted.shared
-
-
 @pytest.mark.parametrize("norm", ["", *NORMS])
 @pytest.mark.parametrize("groups", [[[0, 1], [2, 3]], [[0, 1, 2, 3]]])
 def test_sees_through_bases_where_pooling_fails(norm: str, groups: list[list[int]]):
     weights = related(norm, 0.25)
     pooled = changed(weights, lambda rows: rows.unflatten(0, (len(groups), -1)).mean(1))
     assert error(fold(weights, groups), weights) < 0.43 * error(pooled, weights)
-
-
-@pytest.mark.parametrize("norms", ["q", "k"])
-def test_a_norm_on_one_side_alone(norms: str):
-    weights = related("rms one row", 0.2)
-    absent = (
-        {"k": weights.k / 7, "k_norm": None}
-        if norms == "q"
-        else {"q": weights.q / 7, "q_norm": None}
-    )
-    weights = replace(weights, **absent)
-    folded = fold(weights, [[0, 1], [2, 3]])
-    assert (folded.q_norm is None) == (norms == "k")
-    assert (folded.k_norm is None) == (norms == "q")
-    assert error(folded, weights) < 0.2
-
-
-def test_gain_of_zero_stays_silent():
-    weights = related("rms one row", 0.2)
-    gain = weights.k_norm.weight.clone()
-    gain[:, 3] = 0.0
-    folded = fold(replace(weights, k_norm=replace(weights.k_norm, weight=gain)), [[0, 1], [2, 3]])
-    assert torch.isfinite(folded.k).all()
-    assert torch.equal(folded.k_norm.weight[:, 3], torch.zeros(2))
 
 
 def test_keys_keep_the_mean_norm_of_their_members():
