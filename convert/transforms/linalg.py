@@ -13,8 +13,7 @@ from kvfold.convert.transforms.weights import LayerStatistics
 
 # Share of isotropic variance added to the Gram matrix, so that a fold that can be exact is exact
 # even on inputs that do not occur in the calibration text. From 1e-12 to 1e-4 the errors of a layer
-# of the shipped model change by less than 5e-5 of their value
-# (tests/convert/transforms/test_constants.py).
+# of the shipped model change by less than 5e-5 of their value.
 RIDGE = 1e-9
 
 # Pull of `fit_output` toward the present projection, relative to the mean energy of the heads'
