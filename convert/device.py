@@ -66,14 +66,14 @@ def training_autocast(
         return None if precision == "float32" else torch.bfloat16
     # Weights that are stored in bfloat16 lose nothing; activations and gradients are rounded to 8
     # bits, while the residual stream, its norms and the master weights stay float32.
-    if stored_dtype(checkpoint) not in (
-        (torch.bfloat16,) if device.type == "cpu" else (torch.bfloat16, torch.float16)
-    ):
+    stored = stored_dtype(checkpoint)
+    if stored != torch.bfloat16 and (stored != torch.float16 or device.type == "cpu"):
         return None
-    shapes: Counter[tuple[int, ...]] = Counter()
-    for info in checkpoint.tensors.values():
-        shapes[info.shape] += info.nbytes if len(info.shape) == 2 else 0
-    outputs, inputs = shapes.most_common(1)[0][0]
+    bytes_by_shape: Counter[tuple[int, ...]] = Counter()
+    for tensor in checkpoint.tensors.values():
+        if len(tensor.shape) == 2:
+            bytes_by_shape[tensor.shape] += tensor.nbytes
+    outputs, inputs = bytes_by_shape.most_common(1)[0][0]
     return torch.bfloat16 if bfloat16_speed(device, outputs, inputs) >= BFLOAT16_PAYS else None
 
 

@@ -6,12 +6,12 @@ Keys are option names with underscores, as in ``ConvertRequest`` and ``kvfold.js
 
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.errors import InputError, did_you_mean, one_line, option_error
+from kvfold.convert.errors import InputError, did_you_mean, one_line, short
 from kvfold.convert.formatting import format_table
 from kvfold.convert.methods.registry import methods_of
 from kvfold.convert.options import specs, value_problems
@@ -52,11 +52,11 @@ def recipe_list() -> list[dict[str, Any]]:
     """The shipped recipes as JSON values: each one's name, ``options``, and the entries of its
     ``about``.
     """
-    read = {name: read_recipe(name) for name in recipe_names()}
-    return [
-        {"name": name, "options": dict(recipe.options), **recipe.about}
-        for name, recipe in read.items()
-    ]
+    listed = []
+    for name in recipe_names():
+        recipe = read_recipe(name)
+        listed.append({"name": name, "options": dict(recipe.options), **recipe.about})
+    return listed
 
 
 def recipe_table() -> str:
@@ -65,9 +65,9 @@ def recipe_table() -> str:
     """
     keys = ("name", "model", "cached_before", "cached_after")
     rows = [["recipe", "model", "cached before", "after"]]
-    rows += [[str(listed.get(key, "")) for key in keys] for listed in recipe_list()]
-    told = "kvfold convert MODEL OUT --recipe NAME; cached: KV-cache elements per token per layer"
-    return "\n".join([*format_table(rows, left=(0, 1)), "", told])
+    rows += [[str(recipe.get(key, "")) for key in keys] for recipe in recipe_list()]
+    note = "kvfold convert MODEL OUT --recipe NAME; cached: KV-cache elements per token per layer"
+    return "\n".join([*format_table(rows, left=(0, 1)), "", note])
 
 
 def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
@@ -82,20 +82,17 @@ def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
     (448, 64)
     """
     read = read_recipe(recipe)
-    overridden = {name for name, value in overrides.items() if value is not None}
-    displaced = {other for name in overridden for other in _DISPLACES.get(name, ())} - overridden
-    if "to" in overridden and overrides["to"] != read.options.get("to"):
-        to = overrides["to"]
-        displaced |= {
-            name
-            for name, spec in specs(ConvertRequest).items()
-            if spec.targets and to not in spec.targets
-        }
+    given = {name for name, value in overrides.items() if value is not None}
+    displaced = {name for override in given for name in _DISPLACES.get(override, ())} - given
+    to = overrides.get("to")
+    if to not in (None, read.options.get("to")):
+        for name, spec in specs(ConvertRequest).items():
+            if spec.targets and to not in spec.targets:
+                displaced.add(name)
         if read.options.get("method") not in methods_of(to):
             displaced.add("method")
-    values = {
-        name: value for name, value in read.options.items() if name not in displaced
-    } | overrides
+    values = {name: value for name, value in read.options.items() if name not in displaced}
+    values |= overrides
     if values.get("to") is None:
         way_out = 'add a line such as to = "mqa" (or "gqa", "mla"), or use --to'
         raise InputError(f"{read.origin} has no target; {way_out}")
@@ -109,93 +106,43 @@ def read_recipe(recipe: str) -> Recipe:
     """The shipped recipe called ``recipe``, or the one in the file ``recipe``. Raises InputError if
     it is not valid.
     """
-    known = recipe_names()
-    path = Path(recipe)
-    origin = recipe
+    names = recipe_names()
     # Names come first, so that a file with the same name in the current folder does not change
     # their meaning.
-    if recipe in known:
+    if recipe in names:
         path = _RECIPE_FOLDER / f"{recipe}.toml"
         origin = f"recipe {recipe}"
-    elif (
-        path.suffix != ".toml"
-        and len(path.parts) < 2
-        and not (recipe.strip() and os.path.exists(path))
-    ):
-        hint = did_you_mean(recipe, known)
-        known_names = f"use a FILE.toml or one of {', '.join(known)}"
-        message = f"--recipe {recipe!r} is neither a shipped recipe{hint} nor a file; {known_names}"
-        raise InputError(message, field="recipe")
-    elif not os.path.exists(path):
-        ships = f"use the shipped recipe with --recipe {path.stem}"
-        raise option_error(
-            "recipe", recipe, f": no such file; {ships if path.stem in known else 'check the path'}"
-        )
-    content = _parsed(path, origin)
-    about = content.pop("about", {})
-    if problems := list(_problems(content, about)):
-        raise InputError(problems[0], problems[1:]).with_prefix(origin)
-    return Recipe(origin, content, about)
-
-
-def _parsed(path: Path, origin: str) -> dict[str, Any]:
-    if not path.is_file():
-        kind = "a folder" if path.is_dir() else "a pipe or a device"
-        raise InputError(
-            f"{origin} must be a TOML file, not {kind}; use a FILE.toml or the name of a shipped"
-            " recipe"
-        )
+    elif os.path.isfile(recipe):
+        path = Path(recipe)
+        origin = recipe
+    else:
+        hint = did_you_mean(recipe.removesuffix(".toml"), names)
+        unknown = f"--recipe {short(recipe)} is neither a shipped recipe{hint} nor a file"
+        way_out = f"use a FILE.toml or one of {', '.join(names)}"
+        raise InputError(f"{unknown}; {way_out}", field="recipe")
     try:
         with path.open("rb") as file:
-            data = file.read(_LARGEST_RECIPE + 1)
-        if len(data) > _LARGEST_RECIPE:
-            raise InputError(
-                f"{origin} must be at most {_LARGEST_RECIPE >> 20} MiB; check that it is a recipe"
-            )
-        text = data.decode("utf-8-sig")
-        return tomllib.loads(text)
+            text = file.read(_LARGEST_RECIPE).decode("utf-8-sig")
+        content = tomllib.loads(text)
     except OSError as error:
+        reason = f"cannot be read ({error.strerror}); check its permissions"
+        raise InputError(f"{origin}: {reason}") from error
+    except (ValueError, RecursionError) as error:  # also of numbers with too many digits
         raise InputError(
-            f"{origin}: cannot be read ({error.strerror}); check its permissions"
+            f"{origin} is not valid TOML: {one_line(error)}; correct the file"
         ) from error
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{origin} must be UTF-8 text, but byte {error.start} is invalid; convert the file to"
-            " UTF-8"
-        ) from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # also for numbers with more digits than Python converts
-        reason = one_line(error).replace(
-            "at end of document", f"at line {len(text.splitlines())}, the last line"
-        )
-        raise InputError(f"{origin} is not valid TOML: {reason}; correct the file") from error
-
-
-def _problems(options: Mapping[str, Any], about: Any) -> Iterator[str]:
-    """A sentence for each invalid key or value in a recipe."""
-    keys = {name: spec for name, spec in specs(ConvertRequest).items() if not spec.runs}
-    for key, value in options.items():
-        if key in keys:
-            normalized = keys[key].normalize(value)
-            yield from (message for _, message in value_problems(keys, {key: normalized}))
-        elif key in specs(ConvertRequest):
-            yield (
-                f"{key!r} says where or how to run, which a recipe must not; use it on the command"
-                " line instead"
-            )
-        elif isinstance(value, dict):
-            yield f"unknown table [{key}]; [about] is the only table, and options must be above it"
-        else:
-            yield (
-                f"unknown key {key!r}{did_you_mean(key, keys)}; a recipe may contain"
-                f" {', '.join(keys)}"
-            )
-    if not isinstance(about, dict):
-        yield f"'about' must be a table, not {about!r}; write its entries below a line [about]"
-        return
-    # Other entries are for readers, but an option in [about] would be silently ignored.
-    for key in about:
-        if key in keys:
-            yield f"{key!r} is an option, which has no effect in [about]; write it above [about]"
+    about = content.pop("about", {})
+    options = {name: spec for name, spec in specs(ConvertRequest).items() if not spec.runs}
+    problems = [
+        f"unknown key {key!r}{did_you_mean(key, options)}; a recipe may contain {', '.join(options)}"
+        for key in content
+        if key not in options
+    ]
+    values = {key: options[key].normalize(content[key]) for key in content if key in options}
+    problems += [message for _, message in value_problems(options, values)]
+    # Options in [about] would be silently ignored.
+    if not isinstance(about, dict) or about.keys() & options.keys():
+        problems.append("[about] must be a table without options; write options above it")
+    if problems:
+        raise InputError(f"{origin}: {problems[0]}", problems[1:], field="recipe")
+    return Recipe(origin, content, about)
