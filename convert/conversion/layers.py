@@ -223,13 +223,19 @@ def refine_tensors(
 
     refined = refine_layer(step, tensors, refinement_of(plan, steps))
     if not (quiet or plan.request.quiet):
-        outcome = f"step {refined.kept} of {refined.steps}" if refined.kept else "unchanged"
+        best = refined.best_step
+        outcome = f"step {best} of {refined.steps}" if best else "unchanged"
         tqdm.write(
             f"refined layer {step.index + 1}/{plan.geometry.layers}: relative squared error"
-            f" {refined.before:.5f} -> {refined.after:.5f} ({outcome})",
+            f" {refined.errors[0]:.5f} -> {min(refined.errors):.5f} ({outcome})",
             file=sys.stderr,
         )
-    record = {name: value for name, value in vars(refined).items() if name != "tensors"}
+    record = {
+        "before": refined.errors[0],
+        "after": min(refined.errors),
+        "steps": refined.steps,
+        "kept": refined.best_step,
+    }
     return refined.tensors, {"refinement": record}
 
 

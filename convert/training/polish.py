@@ -7,11 +7,10 @@ head, which is the student's too, yields its logits. Only the converted attentio
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +21,18 @@ from kvfold.attention.drift.recording import Arguments, Stop
 from kvfold.attention.drift.streams import Frame
 from kvfold.convert import processes
 from kvfold.convert.families.layer_io import Read
+from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.stream.parameters import WeightMap
 from kvfold.convert.stream.stock import empty_model
 from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, POLISH_ROUND, batch_size
-from kvfold.convert.training.fit import (
-    AfterRound,
-    FitResult,
-    Trainee,
+from kvfold.convert.training.loop import (
+    TrainingResult,
+    TrainingTask,
     divergence,
-    fit,
     random_batches,
+    train,
 )
+from kvfold.convert.walk.walk import last_states
 
 # Steps. KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 1 0.1027 / 0.0250, 10
 # 0.1045 / 0.0249: flat (bench_polish_constants.py, 2026-11-23)
@@ -53,8 +53,7 @@ _RATE_PARTS = 8
 _MIN_GAIN = 0.01
 
 
-@dataclass(frozen=True)
-class Text:
+class TaughtText(NamedTuple):
     """The sequences ``tokens [N, T]`` and the teacher's residual streams after its last layer,
     ``states [N, T, E]``.
     """
@@ -63,68 +62,57 @@ class Text:
     states: Tensor
 
 
-class TrainingText:
-    """Training sequences ``tokens [N, T]``; ``run(indices)`` returns the teacher's residual streams
-    ``[n, T, E]``.
+@torch.no_grad()
+def run_teacher(
+    teacher: CheckpointStream, tokens: Tensor, autocast: torch.dtype | None = None
+) -> TaughtText:
+    """Run ``teacher`` over ``tokens``, with matrix products of dtype ``autocast``; None means
+    float32.
+    """
+    with torch.autocast(teacher.device.type, autocast, enabled=autocast is not None):
+        states = last_states(teacher, tokens)
+    return TaughtText(tokens, torch.cat([hidden.to(autocast or hidden.dtype) for hidden in states]))
 
-    They are computed for a block of coming batches at a time, so that memory does not grow with the
-    text. Each of several processes takes its share of every batch.
+
+class TrainingText:
+    """Training sequences ``tokens [N, T]`` with the residual streams of ``teacher``.
+
+    These are computed for a block of coming batches at a time, so that memory does not grow with
+    the text. Each of several processes takes its share of every batch.
     """
 
-    def __init__(self, tokens: Tensor, run: Callable[[list[int]], Tensor]) -> None:
+    def __init__(self, teacher: CheckpointStream, tokens: Tensor) -> None:
         self.tokens = tokens
-        self._run = run
+        self._teacher = teacher
         self._coming: list[int] = []
-        self._places: dict[int, int] = {}
+        self._rows: dict[int, int] = {}
         self._states = torch.empty(0)
 
-    def announced(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
-        """Yield ``batches``; a block of them is announced at its first."""
+    def batches(self, steps: int, seed: int) -> Iterator[list[int]]:
+        """Yield the indices of ``steps`` batches in random order, and note each block of them at
+        its first.
+        """
+        count, length = self.tokens.shape
+        batches = islice(random_batches(count, batch_size(length), seed), steps)
         while block := list(islice(batches, BLOCK_STEPS)):
-            self._coming = sorted({index for batch in block for index in processes.shard(batch)})
+            own = {index for batch in block for index in processes.shard(batch)}
+            self._coming = sorted(own)
             yield from block
 
-    def batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """The tokens and states of the sequences ``indices``."""
-        if not self._places.keys() >= set(indices):
-            self._places = {index: place for place, index in enumerate(self._coming)}
-            self._states = self._run(self._coming)
-        return self.tokens[indices].long(), self._states[[self._places[index] for index in indices]]
+    def read(self, indices: list[int]) -> TaughtText:
+        """The sequences ``indices``."""
+        if not self._rows.keys() >= set(indices):
+            self._rows = {index: row for row, index in enumerate(self._coming)}
+            coming = self.tokens[self._coming].long()
+            self._states = run_teacher(self._teacher, coming, self._teacher.autocast).states
+        rows = [self._rows[index] for index in indices]
+        return TaughtText(self.tokens[indices].long(), self._states[rows])
 
 
-def polish(
-    trainee: "ModelTrainee",
-    training: TrainingText,
-    held_out: Text,
-    steps: int,
-    *,
-    seed: int = 0,
-    saved: Path | None = None,
-    progress: AfterRound = lambda fitted: None,
-) -> FitResult:
-    """Train ``trainee`` for ``steps`` steps; the result's errors are the held-out KL in nats per
-    token.
-
-    The training state is written to the file ``saved`` as often as `fit` says; if that file already
-    exists, training resumes from it.
-    """
-    count, length = training.tokens.shape
-
-    def schedule(done: int, errors: Sequence[float]) -> float:
-        peak = polishing_rate(errors[0], held_out.states.shape[-1], trainee.layers)
-        return peak * slowdown(errors, steps) * min(1.0, (done + 1) / _WARMUP) * (1 - done / steps)
-
-    batches = training.announced(islice(random_batches(count, batch_size(length), seed), steps))
-    return fit(
-        trainee,
-        training,
-        held_out,
-        schedule,
-        batches,
-        every=POLISH_ROUND,
-        saved=saved,
-        progress=progress,
-    )
+def polish(task: "ModelTask", seed: int, saved: Path | None = None) -> Iterator[TrainingResult]:
+    """Train ``task``, as `loop.train`; the errors are the held-out KL in nats per token."""
+    batches = task.training.batches(task.steps, seed)
+    return train(task, batches, POLISH_ROUND, saved)
 
 
 def polishing_rate(error: float, width: int, layers: int) -> float:
@@ -156,15 +144,14 @@ def slowdown(errors: Sequence[float], steps: int) -> float:
     )
 
 
-class ModelTrainee(Trainee):
-    """A converted model in memory, with some trainable tensors and everything else frozen.
+class ModelTask(TrainingTask):
+    """A converted model in memory, whose attention is trained on ``training`` for ``steps`` steps.
 
-    ``config`` is the content of config.json, ``names`` are the checkpoint's tensor names, and
-    ``read`` returns a tensor by name. ``stored`` maps the tensors to the dtypes in which they will
-    be saved; those of the ``attention`` are trained. The model's final norm and head, which are the
-    teacher's too, turn the teacher's residual streams into logits. ``autocast`` is the dtype of
-    matrix products; None means float32 everywhere. Set ``constant`` to preserve the latents'
-    constant channel.
+    ``config`` is the content of config.json, ``read`` returns a tensor of the checkpoint by name,
+    and ``stored`` maps all of them to the dtypes in which they will be saved. Those named
+    ``attention`` are trained. The model's final norm and head, which are the teacher's too, turn
+    the teacher's residual streams into logits. ``autocast`` is the dtype of matrix products; None
+    means float32 everywhere. Set ``constant`` to preserve the latents' constant channel.
 
     The forward pass runs the stock modules with the master weights rounded to the dtypes in which
     they will be saved, so training and evaluation use the weights that users will load. The decoder
@@ -178,11 +165,17 @@ class ModelTrainee(Trainee):
         read: Read,
         stored: Mapping[str, torch.dtype],
         attention: Collection[str],
+        training: TrainingText,
+        held_out: TaughtText,
+        steps: int,
         device: torch.device,
         autocast: torch.dtype | None = None,
         *,
         constant: bool = False,
     ) -> None:
+        self.training = training
+        self.held_out = held_out
+        self.steps = steps
         self.device = device
         self._autocast = autocast
         self._read = read
@@ -193,31 +186,22 @@ class ModelTrainee(Trainee):
             for source in self._map.sources.values()
             if not set(attention).isdisjoint(source.names)
         ]
-        super().__init__(
-            {name: read(name) for name in attention},
-            stored,
-            device,
-            constant=constant,
-            by_channel=True,
-        )
+        tensors = {name: read(name) for name in attention}
+        super().__init__(tensors, stored, device, constant=constant, by_channel=True)
         self._load_frozen()
         self._frame = Frame(self.model)
         self.layers = len(self._frame.layers)
 
     def _load_frozen(self) -> None:
         """Load all tensors except the trained ones into the model."""
-        made: dict[str, Tensor] = {}
+        loaded: dict[str, Tensor] = {}
         for source in self._map.sources.values():
             if source not in self.sources:
-                made.update(self._map.load(source, self._read, torch.float32, self.device))
-        made.update(
-            {
-                name: made[other]
-                for name, other in self._map.tied.items()
-                if name not in made and other in made
-            }
-        )
-        for name, tensor in made.items():
+                loaded |= self._map.load(source, self._read, torch.float32, self.device)
+        for name, other in self._map.tied.items():
+            if name not in loaded and other in loaded:
+                loaded[name] = loaded[other]
+        for name, tensor in loaded.items():
             path, _, kind = name.rpartition(".")
             module = self.model.get_submodule(path)
             if kind not in module._parameters:
@@ -225,22 +209,19 @@ class ModelTrainee(Trainee):
                 continue
             # Matrices are kept in the dtype of matrix products: autocast would cast them at every
             # step.
-            if (
-                self._autocast is not None
-                and tensor.dim() > 1
-                and not isinstance(module, nn.Embedding)
-            ):
+            if self._autocast and tensor.dim() > 1 and not isinstance(module, nn.Embedding):
                 tensor = tensor.to(self._autocast)
             module._parameters[kind] = nn.Parameter(tensor, requires_grad=False)
 
-    def backward(self, training: TrainingText, batch: list[int]) -> None:
-        """Store a batch's gradients in the masters; with several processes, each computes a share
-        of the sequences.
-        """
+    def learning_rate(self, step: int, errors: Sequence[float]) -> float:
+        peak = polishing_rate(errors[0], self.held_out.states.shape[-1], self.layers)
+        warmup = min(1.0, (step + 1) / _WARMUP)
+        return peak * slowdown(errors, self.steps) * warmup * (1 - step / self.steps)
+
+    def backward(self, batch: list[int]) -> None:
         if own := processes.shard(batch):
-            tokens, states = training.batch(own)
-            weights = self._weights()
-            hidden = self.hidden(tokens, weights)
+            tokens, states = self.training.read(own)
+            hidden = self.hidden(tokens)
             # Gradients of the last layer's output add up here, a few positions at a time, and go
             # through the layers once.
             leaf = hidden.detach().requires_grad_()
@@ -248,43 +229,36 @@ class ModelTrainee(Trainee):
                 loss = divergence(logits.flatten(0, 1), expected.flatten(0, 1))
                 (loss / (len(batch) * tokens.shape[1])).backward()  # type: ignore[no-untyped-call]
             hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
-        self.sum_gradients()
+        self.reduce_gradients()
 
-    def error(self, held_out: Text) -> float:
-        """The mean KL from the teacher's next-token distributions on ``held_out``, in nats per
-        token.
-        """
-        return processes.broadcast_from_rank0(lambda: self.figures(held_out)["kl"])
+    def error(self) -> float:
+        """The mean KL from the teacher's next-token distributions, in nats per token."""
+        return processes.broadcast_from_rank0(lambda: self.measure()["kl"])
 
     @torch.no_grad()
-    def figures(self, held_out: Text) -> dict[str, float]:
-        """``kl`` from the teacher, ``loss``, ``excess`` over the teacher's loss (nats),
-        ``top_1_agreement``; means.
+    def measure(self) -> dict[str, float]:
+        """Means over held-out tokens: ``kl`` from the teacher, ``loss``, ``excess`` over the
+        teacher's loss (all in nats), ``top_1_agreement``.
         """
+        tokens = self.held_out.tokens
+        size = batch_size(tokens.shape[1])
         sums = torch.zeros(4, dtype=torch.float64)
-        size = batch_size(held_out.tokens.shape[1])
         autocast = self._autocast
         self._autocast = None
         try:
             weights = self._weights()
             wide = _in_float32(self.model)
-            for tokens, states in zip(
-                *(torch.split(each, size) for each in (held_out.tokens, held_out.states)),
-                strict=True,
-            ):
-                hidden = self.hidden(tokens, weights)[:, :-1]
-                labels = tokens[:, 1:].to(self.device)
-                for logits, expected, span in self._predictions(hidden, states[:, :-1], wide):
+            for start in range(0, len(tokens), size):
+                labels = tokens[start : start + size, 1:].to(self.device)
+                hidden = self.hidden(tokens[start : start + size], weights)[:, :-1]
+                states = self.held_out.states[start : start + size, :-1]
+                for logits, expected, span in self._predictions(hidden, states, wide):
                     sums += distances(expected, logits, labels[:, span]).sum(1).cpu()
         finally:
             self._autocast = autocast
-        kl, agreement, expected_loss, loss = (sums / held_out.tokens[:, 1:].numel()).tolist()
-        return {
-            "kl": kl,
-            "excess": loss - expected_loss,
-            "loss": loss,
-            "top_1_agreement": agreement,
-        }
+        kl, agreement, teacher_loss, loss = (sums / tokens[:, 1:].numel()).tolist()
+        excess = loss - teacher_loss
+        return {"kl": kl, "excess": excess, "loss": loss, "top_1_agreement": agreement}
 
     def hidden(self, tokens: Tensor, weights: list[dict[str, Tensor]] | None = None) -> Tensor:
         """Run the decoder layers on ``tokens [B, T]`` and return the residual stream after them,
@@ -308,7 +282,7 @@ class ModelTrainee(Trainee):
         return after[0]
 
     def _weights(self) -> list[dict[str, Tensor]]:
-        """The trained parameters of each layer as a reader of the files would make them, by their
+        """The trained parameters of each layer as a reader of the files would form them, by their
         names in it; gradients reach the masters.
         """
         rounded = {name: master.to(self.stored[name]) for name, master in self.masters.items()}

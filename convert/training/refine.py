@@ -19,7 +19,7 @@ Memory holds one layer of each model, the master weights and Adam's moments.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from kvfold.attention.drift.compare import squares
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.training.budget import refining_batch
-from kvfold.convert.training.fit import AfterRound, Trainee, fit, random_batches
+from kvfold.convert.training.loop import TrainingResult, TrainingTask, random_batches, train
 from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, token_weights
 from kvfold.convert.walk.walk import Hidden, Step, Student
 
@@ -82,69 +82,37 @@ class Refinement:
     constant: bool = False
 
 
-@dataclass(frozen=True)
-class Refined:
-    """A layer's refined tensors and its errors on held-out sequences ``before`` and ``after``
-    refinement.
-
-    The error is ``||missing||^2 / ||added||^2``: the difference between the student's and the
-    teacher's residuals after the attention, relative to the teacher's attention update, with each
-    token weighted by the inverse of its residual size. ``steps`` steps were run, and ``tensors``
-    are the weights after step ``kept``, where 0 means those before training.
-    """
-
-    tensors: TensorMap
-    before: float
-    after: float
-    steps: int
-    kept: int
-
-
-def refine_layer(
-    step: Step, tensors: TensorMap, task: Refinement, progress: AfterRound = lambda fitted: None
-) -> Refined:
+def refine_layer(step: Step, tensors: TensorMap, settings: Refinement) -> TrainingResult:
     """Train the attention tensors among ``tensors`` for the layer of ``step``, which must have
-    calibration sequences.
+    calibration sequences. Returns all ``tensors``, refined if that helped.
 
-    ``progress`` is called with the result so far before training and after every round.
+    The errors are ``||missing||^2 / ||added||^2`` on held-out sequences: the difference between the
+    student's and the teacher's residuals after the attention, relative to the teacher's attention
+    update, with each token weighted by the inverse of its residual size.
     """
     step.contexts.clear()  # training changes what the heads compute
     teacher = step.teacher
     with step.student.stream.training():
-        training = examples(
-            task.update,
+        training = make_examples(
+            settings.update,
             teacher.layer,
             zip(teacher.calibration, teacher.attention, step.calibration, strict=True),
             shared=True,
         )
     attention = [output.attention for output in teacher.outputs]
-    held_out = examples(
-        task.update, teacher.layer, zip(teacher.held_out, attention, step.held_out, strict=True)
-    )
-    length, width = training.inputs[0].shape[-2:]
+    chunks = zip(teacher.held_out, attention, step.held_out, strict=True)
+    held_out = make_examples(settings.update, teacher.layer, chunks)
     step.student.put(tensors)
     with step.student.stream.open_layer(step.index) as layer:
         for slower in _RETRY_LR:
-            trainee = LayerTrainee(step.student, layer, tensors, task)
+            task = LayerTask(step.student, layer, tensors, settings, training, held_out, slower)
             # Each layer has its own order of the sequences.
-            batches = random_batches(
-                training.count, refining_batch(length), task.seed * 1_000_003 + step.index
-            )
-            fitted = fit(
-                trainee,
-                training,
-                held_out,
-                lambda done, errors, slower=slower: (  # type: ignore[misc]
-                    slower * refining_rate(width, errors[0]) * decay(task.steps, done, errors)
-                ),
-                batches,
-                every=REFINE_ROUND,
-                progress=progress,
-            )
-            if fitted.kept:
+            seed = settings.seed * 1_000_003 + step.index
+            size = refining_batch(training.inputs[0].shape[1])
+            *_, result = train(task, random_batches(training.count, size, seed), REFINE_ROUND)
+            if result.best_step:
                 break
-    made = {**tensors, **fitted.tensors}
-    return Refined(made, fitted.errors[0], min(fitted.errors), fitted.steps, fitted.kept)
+    return replace(result, tensors={**tensors, **result.tensors})
 
 
 def refining_rate(width: int, error: float) -> float:
@@ -168,92 +136,109 @@ def decay(steps: int | str, done: int, errors: Sequence[float]) -> float:
         return 1 - done / steps
     most = (MOST_STEPS - _DECAY_STEPS) // REFINE_ROUND
     rounds = range(1, min(len(errors) - 1, most) + 1)
-    settled = (each for each in rounds if not errors[each] < (1 - MIN_GAIN) * min(errors[:each]))
+    settled = (i for i in rounds if not errors[i] < (1 - MIN_GAIN) * min(errors[:i]))
     falls = REFINE_ROUND * next(settled, most)
     return 1.0 if done < falls else 1 - (done - falls) / _DECAY_STEPS
 
 
-class LayerTrainee(Trainee):
-    """The attention of one open converted layer; loading its weights is differentiable with respect
-    to the masters.
+class LayerTask(TrainingTask):
+    """The attention of one open converted layer, trained on ``training`` at a learning rate
+    multiplied by ``slower``.
+
+    Loading its weights is differentiable with respect to the masters.
     """
 
     def __init__(
-        self, student: Student, layer: OpenLayer, tensors: TensorMap, task: Refinement
+        self,
+        student: Student,
+        layer: OpenLayer,
+        tensors: TensorMap,
+        settings: Refinement,
+        training: "Examples",
+        held_out: "Examples",
+        slower: float = 1.0,
     ) -> None:
         self._stream = student.stream
         self._layer = layer
-        self._update = task.student_update
+        self._settings = settings
+        self._training = training
+        self._held_out = held_out
+        self._slower = slower
         sources = student.stream.attention_sources(layer.index)
-        self._trained = [
-            source for source in sources if not tensors.keys().isdisjoint(source.names)
-        ]
-        names = {name for source in self._trained for name in source.names}
+        self._sources = [s for s in sources if not tensors.keys().isdisjoint(s.names)]
+        names = {name for source in self._sources for name in source.names}
         chosen = {name: tensor for name, tensor in tensors.items() if name in names}
-        stored = {name: student.dtypes[name] for name in chosen}
-        super().__init__(chosen, stored, self._stream.device, constant=task.constant)
+        super().__init__(chosen, student.dtypes, self._stream.device, constant=settings.constant)
         student.put({**tensors, **self.masters})
 
-    def backward(self, training: "Examples", batch: list[int]) -> None:
-        """Store a batch's gradients in the masters; with several processes, each computes a share
-        of the sequences.
-        """
+    def learning_rate(self, step: int, errors: Sequence[float]) -> float:
+        width = self._training.inputs[0].shape[-1]
+        peak = self._slower * refining_rate(width, errors[0])
+        return peak * decay(self._settings.steps, step, errors)
+
+    def backward(self, batch: list[int]) -> None:
+        training = self._training
         own = [index - training.own.start for index in batch if index in training.own]
         if own:
-            parts = training.inputs, training.targets, training.weights
             rows = [divmod(index, len(training.inputs[0])) for index in own]
-            drawn = (torch.stack([states[chunk][row] for chunk, row in rows]) for states in parts)
+            hidden, target, weight = (
+                torch.stack([states[chunk][row] for chunk, row in rows])
+                for states in (training.inputs, training.targets, training.weights)
+            )
             with self._stream.training():
-                missing = self._missing(*drawn)
+                missing = self._missing(hidden, target, weight)
             # Divided by the root of the count, not by the count: float16 gradients neither vanish
             # nor overflow, and Adam does not see the difference. The count is that of all sequences
             # of the batch.
             count = math.sqrt(missing.numel())
             scale = count * (training.energy * math.sqrt(len(batch) / len(own)) or 1.0)
             (missing.square().sum() / scale).backward()  # type: ignore[no-untyped-call]
-        self.sum_gradients()
+        self.reduce_gradients()
 
     @torch.no_grad()
-    def error(self, held_out: "Examples") -> float:
-        """The error on held-out sequences, computed by the first process and sent to the others."""
+    def error(self) -> float:
+        held_out = self._held_out
         batches = zip(held_out.inputs, held_out.targets, held_out.weights, strict=True)
         missing = processes.broadcast_from_rank0(
             lambda: float(sum(squares(self._missing(*batch)) for batch in batches))
         )
-        return missing / held_out.numbers / held_out.energy if held_out.energy else missing
+        return missing / held_out.elements / held_out.energy if held_out.energy else missing
 
     def _missing(self, hidden: Tensor, target: Tensor, weight: Tensor) -> Tensor:
         """The student's attention update for ``hidden`` minus ``target``, times ``weight``, in
         float32 or wider.
         """
-        self._stream.reload(self._layer, self._trained)
-        added = self._update.of(self._layer, self._layer.attend(hidden).attention)
+        self._stream.reload(self._layer, self._sources)
+        attention = self._layer.attend(hidden).attention
+        added = self._settings.student_update.of(self._layer, attention)
         wide = torch.promote_types(added.dtype, torch.float32)
         return (added.to(wide) - target.to(wide)) * weight.to(wide)
 
 
 @dataclass(frozen=True)
 class Examples:
-    """The student's residuals before a layer (``inputs``) and the updates that its attention should
-    add (``targets``).
+    """Sequences for training a layer's attention, in the walk's chunks.
 
-    Both are in the walk's chunks, as are ``weights [b, T, 1]``, the factors on the tokens' errors.
-    ``energy`` is the weighted mean square of the teacher's attention update, and ``numbers`` the
-    number of target elements. The chunks contain the sequences ``own`` of the ``count`` sequences
-    shared by all processes.
+    inputs    the student's residuals before the layer, ``[b, T, E]``
+    targets   the updates that its attention should add to them, ``[b, T, E]``
+    weights   the factors on the tokens' errors, ``[b, T, 1]``
+    energy    the weighted mean square of the teacher's attention update
+    elements  the number of target elements of all processes
+    count     the number of sequences of all processes
+    own       the range of sequences in the chunks of this process
     """
 
     inputs: Hidden
     targets: Hidden
     weights: Hidden
     energy: float
-    numbers: int
+    elements: int
     count: int
     own: range
 
 
 @torch.no_grad()
-def examples(
+def make_examples(
     update: AttentionUpdate,
     layer: OpenLayer,
     chunks: Iterable[tuple[Tensor, Tensor, Tensor]],
@@ -270,25 +255,26 @@ def examples(
     targets: list[Tensor] = []
     weights: list[Tensor] = []
     energy = torch.zeros((), dtype=torch.float64)
-    numbers = 0
+    elements = 0
     count = 0
     for inputs, attention, student_inputs in chunks:
         student_hidden.append(student_inputs)
         added = update.of(layer, attention)
         wide = torch.promote_types(added.dtype, torch.float32)
-        residual, student_residual = (each.to(wide) for each in (inputs, student_inputs))
+        residual = inputs.to(wide)
+        student_residual = student_inputs.to(wide)
         added = added.to(wide)
         weight = token_weights(residual + added, student_residual)
         weights.append(weight)
         targets.append((added + (residual - student_residual)).to(student_inputs.dtype))
         energy = energy.to(added.device) + squares(added * weight)
-        numbers += added.numel()
+        elements += added.numel()
         count += len(added)
     own = range(count)
     size = float(energy)
     if shared:
-        sums = torch.tensor([size, numbers, count], dtype=torch.float64)
+        sums = torch.tensor([size, elements, count], dtype=torch.float64)
         processes.all_reduce([sums])
-        size, (numbers, count) = float(sums[0]), map(int, sums[1:])
+        size, elements, count = float(sums[0]), int(sums[1]), int(sums[2])
         own = processes.shard_range(count)
-    return Examples(student_hidden, targets, weights, size / numbers, numbers, count, own)
+    return Examples(student_hidden, targets, weights, size / elements, elements, count, own)

@@ -6,18 +6,19 @@ a converted attention differ in size far more than those of a trained model: a l
 small in the tensor that writes it and large in the tensor that reads it. A single rate would leave
 some tensors unchanged and destroy others, so steps are scaled for
 
-    tensors             the learning rate is multiplied by the root mean square of the tensor's
-    elements rows and columns    in polishing, an element's step is multiplied by the relative sizes
-    of its row and its column constant channel    in layout ``free``, its slices are frozen, or
-    their steps are multiplied by 1 / CONSTANT
+    tensors             the learning rate is multiplied by the root mean square of the elements
+    rows and columns    in polishing, an element's step is multiplied by the relative sizes of its
+                        row and its column
+    constant channel    in layout ``free``, its slices are frozen, or their steps are multiplied by
+                        1 / CONSTANT
 
 The first is a learning rate per tensor. Adam's steps do not depend on the scale of the gradient, so
-the other two shorten the steps themselves (`scale_steps`), whether the optimizer is run by `fit` or
-by ``transformers.Trainer``.
+the other two shorten the steps themselves (`scale_steps`), whether the optimizer is run by
+`loop.train` or by ``transformers.Trainer``.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ from kvfold.convert.errors import KvfoldError
 from kvfold.convert.targets.mla.encode import CONSTANT, ConstantSlice, constant_slices, latent_norms
 from kvfold.convert.targets.mla.spec import is_latent
 
-# The least size of a tensor, so that one of zeros can learn at all. Chosen, not tuned.
-_LEAST_SIZE = 1e-6
+# The minimum size of a tensor, so that one of zeros can learn at all. Chosen, not tuned.
+_MIN_SIZE = 1e-6
 
 Named = Mapping[str, Tensor]
 Held = Mapping[str, ConstantSlice]
@@ -38,24 +39,27 @@ Channels = Mapping[str, tuple[Tensor, Tensor]]
 
 def scale_steps(
     optimizer: torch.optim.Optimizer,
-    parameters: Callable[[], Named],
+    named: Named,
     sizes: Mapping[str, float],
     held: Held,
     channels: Channels | None = None,
 ) -> None:
-    """Make the steps of a new ``optimizer`` relative to its tensors, whose ``sizes`` multiply the
-    learning rates.
+    """Make the steps of a new ``optimizer`` relative to its tensors, which are among ``named`` and
+    whose ``sizes`` multiply the learning rates.
 
     Each tensor gets its own parameter group, which records its ``size``; weight decay still uses
     the learning rate before scaling. Steps of ``held`` slices are multiplied by their pace; steps
     of tensors in ``channels``, by the relative sizes of their rows and columns, which keeps a copy
-    of each such tensor during a step. ``parameters()`` returns the trained tensors by name.
+    of each such tensor during a step.
     """
-    names = {id(tensor): name for name, tensor in parameters().items()}
+    names_of = {id(tensor): name for name, tensor in named.items()}
+    names = []
     groups = []
     for group in optimizer.param_groups:
         for tensor in group["params"]:
-            size = sizes[names[id(tensor)]]
+            name = names_of[id(tensor)]
+            size = sizes[name]
+            names.append(name)
             changed = {
                 "lr": group["lr"] * size,
                 "weight_decay": group["weight_decay"] / size,
@@ -65,26 +69,28 @@ def scale_steps(
     optimizer.param_groups = groups
     # Views of all elements that do not take the whole step, with the factors of theirs, and copies
     # from before it.
-    parts: list[tuple[Tensor, tuple[Tensor | float, ...]]] = []
+    views: list[tuple[Tensor, tuple[Tensor | float, ...]]] = []
     before: list[Tensor] = []
 
     @torch.no_grad()
     def remember(*_: Any) -> None:
-        # Looked up at every step, because sharding replaces them.
-        named = parameters()
-        parts[:] = [
-            (_local_slice(named[name].data, part), (part.pace,)) for name, part in held.items()
-        ]
-        parts.extend((named[name].data, factors) for name, factors in (channels or {}).items())
-        before[:] = [part.clone() for part, _ in parts]
+        # Looked up at every step, because sharding replaces the tensors in the groups.
+        for name, group in zip(names, optimizer.param_groups, strict=True):
+            tensor = group["params"][0].data
+            if name in held:
+                views.append((_local_slice(tensor, held[name]), (held[name].pace,)))
+            if channels and name in channels:
+                views.append((tensor, channels[name]))
+        before.extend(view.clone() for view, _ in views)
 
     @torch.no_grad()
     def shorten(*_: Any) -> None:
-        for (part, factors), old in zip(parts, before, strict=True):
+        for (view, factors), old in zip(views, before, strict=True):
             # At most the step of a tensor with equally large elements: larger steps of the few
             # largest channels, which every token reads, would disturb the outputs for all tokens.
-            scale: Any = math.prod(factors, start=part.new_ones(()))
-            part.copy_(old.lerp(part, scale.clamp_max(1)))
+            scale: Any = math.prod(factors, start=view.new_ones(()))
+            view.copy_(old.lerp(view, scale.clamp_max(1)))
+        views.clear()
         before.clear()
 
     optimizer.register_step_pre_hook(remember)
@@ -118,21 +124,16 @@ def tensor_sizes(named: Named, held: Held) -> dict[str, float]:
     They are ignored because the constant channel is large but hardly moves, and the zeros of padded
     heads never move.
     """
-    squares: list[Tensor] = []
+    squares: dict[str, Tensor] = {}
     for name, tensor in named.items():
         free = tensor.detach().float()
         if name in held:
             free = free.clone()
             free.select(held[name].axis, held[name].index).zero_()
-        squares.append(free.square().sum() / (free != 0).sum().clamp_min(1))
-    sizes: dict[str, float] = (
-        dict(zip(named, torch.stack(squares).sqrt().tolist(), strict=True)) if squares else {}
-    )
-    weights = {
-        name: name.removesuffix(".bias") + ".weight" if name.endswith(".bias") else name
-        for name in sizes
-    }
-    return {name: max(_LEAST_SIZE, sizes.get(weights[name], size)) for name, size in sizes.items()}
+        squares[name] = free.square().sum() / (free != 0).sum().clamp_min(1)
+    sizes = {name: max(_MIN_SIZE, float(square.sqrt())) for name, square in squares.items()}
+    weights = {name: name.removesuffix(".bias") + ".weight" for name in sizes if ".bias" in name}
+    return {name: sizes.get(weights.get(name, name), size) for name, size in sizes.items()}
 
 
 def channel_scales(named: Named, held: Held) -> dict[str, tuple[Tensor, Tensor]]:

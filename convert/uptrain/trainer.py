@@ -31,7 +31,7 @@ from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import attend_in_blocks
 from kvfold.convert.text.tokenizer import check_teacher, load_tokenizer
 from kvfold.convert.training.budget import batch_size
-from kvfold.convert.training.fit import BETAS, distillation_loss, next_token_loss
+from kvfold.convert.training.loop import BETAS, distillation_loss, next_token_loss
 from kvfold.convert.training.steps import (
     has_constant,
     hold_constant,
@@ -266,13 +266,13 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         return {name: value.detach().cpu() for name, value in (state or {}).items()}
 
     def _named_parameters(self) -> dict[str, Tensor]:
-        # Asked at every step, because sharding replaces parameters.
+        # Asked when needed, because sharding replaces parameters.
         return dict(self.model.named_parameters())
 
     def create_optimizer(self, *arguments: Any) -> Any:
         if self.optimizer is None:
             optimizer = super().create_optimizer(*arguments)
-            scale_steps(optimizer, self._named_parameters, self._sizes, self.constant)
+            scale_steps(optimizer, self._named_parameters(), self._sizes, self.constant)
         return self.optimizer
 
     def _get_learning_rate(self) -> float:

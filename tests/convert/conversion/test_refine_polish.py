@@ -10,7 +10,7 @@ from helpers.checkpoints import tensors
 
 from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
 from kvfold.convert.checkpoint.writer import ShardWriter
-from kvfold.convert.conversion import latent, memory, polishing
+from kvfold.convert.conversion import memory, polishing, splits
 from kvfold.convert.data import demo_folder
 from kvfold.convert.targets.mla.encode import CONSTANT, norm_weight
 from kvfold.convert.training import budget
@@ -43,7 +43,7 @@ def convert(out, model, **options):
 def test_polishing_brings_the_model_closer_and_changes_attention_alone(
     tiny_reader, tmp_path, options, monkeypatch
 ):
-    monkeypatch.setattr(latent, "_TRIAL_STEPS", 1)
+    monkeypatch.setattr(splits, "_TRIAL_STEPS", 1)
     record = convert(tmp_path / "polished", tiny_reader, **options, polish=4)
     polish = record["polish"]
     assert (polish["steps"], polish["kept"]) == (4, 4)
@@ -137,23 +137,23 @@ def test_a_killed_run_goes_on_from_its_last_round(
     tiny_reader, unbroken, tmp_path, monkeypatch, killed
 ):
     monkeypatch.setattr(training, "POLISH_ROUND", 2)
-    backward = training.ModelTrainee.backward
+    backward = training.ModelTask.backward
     steps = []
 
-    def counted(self, text, batch):
+    def counted(self, batch):
         if killed == "in a round" and len(steps) == 3:
             raise RuntimeError("killed")
-        backward(self, text, batch)
+        backward(self, batch)
         steps.append(batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training.ModelTrainee, "backward", counted)
+        patch.setattr(training.ModelTask, "backward", counted)
         patch.setattr(polishing, "ShardWriter", HalfWritten)
         with pytest.raises(RuntimeError, match="killed"):
             convert(tmp_path / "out", tiny_reader, **POLISHED)
     assert len(steps) == (3 if killed == "in a round" else 5)
     steps += [None]
-    monkeypatch.setattr(training.ModelTrainee, "backward", counted)
+    monkeypatch.setattr(training.ModelTask, "backward", counted)
     convert(tmp_path / "out", tiny_reader, **POLISHED)
     assert len(steps[steps.index(None) + 1 :]) == (
         3 if killed == "in a round" else 0
@@ -192,7 +192,7 @@ def test_refinement_brings_a_trained_model_closer(tmp_path, options):
     ids=["mean", "svd", "engine"],
 )
 def test_any_start_can_be_refined(tiny_reader, tmp_path, options, monkeypatch):
-    monkeypatch.setattr(latent, "_TRIAL_STEPS", 1)
+    monkeypatch.setattr(splits, "_TRIAL_STEPS", 1)
     first = convert(tmp_path / "out", tiny_reader, **options, refine=6)["refinement"][0]
     assert first["kept"] == 6
     assert first["after"] < first["before"]

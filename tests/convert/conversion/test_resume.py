@@ -19,7 +19,7 @@ from kvfold.convert.cli import main
 from kvfold.convert.conversion import calibration, convert, journal, memory, polishing
 from kvfold.convert.data import demo_folder
 from kvfold.convert.text.self_written import Turns
-from kvfold.convert.training.polish import ModelTrainee
+from kvfold.convert.training.polish import ModelTask
 from kvfold.convert.walk import walk
 
 OPTIONS = {
@@ -290,7 +290,7 @@ def test_a_run_that_failed_after_polishing_takes_the_weights_of_its_state(
             convert_checkpoint(ConvertRequest(**options))
     (state,) = tmp_path.glob(".out.kvfold-*/.polish.pt")
     assert (
-        torch.load(state, weights_only=True)["kept"] > 0
+        torch.load(state, weights_only=True)["best_step"] > 0
     )  # else the files have the layers as they were fitted
     if left == "no state":
         state.unlink()
@@ -298,8 +298,8 @@ def test_a_run_that_failed_after_polishing_takes_the_weights_of_its_state(
         state.write_bytes(state.read_bytes()[:-1])
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
-        backward = ModelTrainee.backward
-        patch.setattr(ModelTrainee, "backward", lambda *given: ran.append(1) or backward(*given))
+        backward = ModelTask.backward
+        patch.setattr(ModelTask, "backward", lambda *given: ran.append(1) or backward(*given))
         convert_checkpoint(ConvertRequest(**options))
     said = capsys.readouterr().err
     if "state" in left:

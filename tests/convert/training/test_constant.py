@@ -16,7 +16,7 @@ from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import KvfoldError
 from kvfold.convert.targets.mla.encode import CONSTANT, norm_weight
-from kvfold.convert.training.fit import next_token_loss
+from kvfold.convert.training.loop import next_token_loss
 from kvfold.convert.training.steps import (
     check_constant,
     has_constant,
@@ -58,7 +58,7 @@ def adam(model, held, **options):
         [p for p in model.parameters() if p.requires_grad], lr=5e-3, **options
     )
     sizes = dict.fromkeys(dict(model.named_parameters()), 1.0)
-    scale_steps(optimizer, lambda: dict(model.named_parameters()), sizes, held)
+    scale_steps(optimizer, dict(model.named_parameters()), sizes, held)
     return optimizer
 
 

@@ -3,6 +3,7 @@ nothing.
 """
 
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,54 +14,67 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.families.model import model_of
 from kvfold.convert.training import polish as module
 from kvfold.convert.training.budget import intervals
-from kvfold.convert.training.fit import distillation_loss, divergence, next_token_loss
-from kvfold.convert.training.polish import ModelTrainee, Text, TrainingText, polish, slowdown
+from kvfold.convert.training.loop import distillation_loss, divergence, next_token_loss
+from kvfold.convert.training.polish import ModelTask, TaughtText, TrainingText, polish, slowdown
 
 TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
-def trainee(folder, stored=torch.float32, change=lambda name, tensor: tensor, **options):
-    """The model of a checkpoint, its tensors changed, whose attention, but for its norms, is
-    trained by default.
+class FixedText(TrainingText):
+    """Training text with given residual streams of a teacher."""
+
+    def __init__(self, tokens, states):
+        super().__init__(None, tokens)
+        self.states = states
+
+    def read(self, indices):
+        return TaughtText(self.tokens[indices].long(), self.states[indices])
+
+
+def task_of(folder, stored=torch.float32, change=lambda name, tensor: tensor, steps=15):
+    """The model of a checkpoint, its tensors changed, whose attention is trained towards a teacher
+    with other predictions.
     """
     checkpoint = open_checkpoint(folder)
     model = model_of(checkpoint.config)
-    attention = [
-        name for layer in range(model.geometry.layers) for name in model.attention_names(layer)
-    ]
-
-    def read(name):
-        return change(name, checkpoint.read(name))
-
-    dtypes = dict.fromkeys(checkpoint.tensors, stored)
-    return ModelTrainee(checkpoint.config, read, dtypes, attention, torch.device("cpu"), **options)
-
-
-def text(model: ModelTrainee) -> Text:
-    """A source whose predictions are not the model's."""
+    layers = range(model.geometry.layers)
+    task = ModelTask(
+        checkpoint.config,
+        lambda name: change(name, checkpoint.read(name)),
+        dict.fromkeys(checkpoint.tensors, stored),
+        [name for layer in layers for name in model.attention_names(layer)],
+        None,
+        None,
+        steps,
+        torch.device("cpu"),
+    )
     with torch.no_grad():
-        states = model.hidden(TOKENS)
+        states = task.hidden(TOKENS)
     noise = torch.randn(states.shape, generator=torch.Generator().manual_seed(2))
-    return Text(TOKENS, states + noise * states.std())
-
-
-def training(model: ModelTrainee) -> TrainingText:
-    states = text(model).states
-    return TrainingText(TOKENS, lambda indices: states[indices])
+    states += noise * states.std()
+    task.training = FixedText(TOKENS, states)
+    task.held_out = TaughtText(TOKENS, states)
+    return task
 
 
 def test_states_are_computed_for_blocks_of_steps_when_one_is_trained_on(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(module, "BLOCK_STEPS", 2)
     computed = []
     states = torch.randn(8, 3, 2)
-    text = TrainingText(
-        torch.arange(24).view(8, 3), lambda indices: computed.append(indices) or states[indices]
-    )
-    batches = text.announced(iter([[0, 1], [4, 3], [7, 0], [5, 2], [7, 1]]))
-    for batch in islice(batches, 2, None):  # a resumed run skips steps
-        tokens, found = text.batch(batch)
+
+    def run_teacher(teacher, tokens, autocast):
+        rows = (tokens[:, 0] // 3).tolist()
+        computed.append(rows)
+        return TaughtText(tokens, states[rows])
+
+    order = iter([[0, 1], [4, 3], [7, 0], [5, 2], [7, 1]])
+    monkeypatch.setattr(module, "BLOCK_STEPS", 2)
+    monkeypatch.setattr(module, "run_teacher", run_teacher)
+    monkeypatch.setattr(module, "random_batches", lambda *_: order)
+    text = TrainingText(SimpleNamespace(autocast=None), torch.arange(24).view(8, 3))
+    for batch in islice(text.batches(5, seed=0), 2, None):  # a resumed run skips steps
+        tokens, found = text.read(batch)
         assert torch.equal(tokens, text.tokens[batch])
         assert torch.equal(found, states[batch])
     assert computed == [[0, 2, 5, 7], [1, 7]]
@@ -83,7 +97,7 @@ def test_states_are_computed_for_blocks_of_steps_when_one_is_trained_on(
 )
 def test_logits_and_gradients_are_those_of_the_stock_model(tiny_family, family):
     folder = tiny_family(family)
-    ours = trainee(folder)
+    ours = task_of(folder)
     stock = stock_model(folder)
     logits = ours.logits(ours.hidden(TOKENS))
     expected = stock(input_ids=TOKENS, use_cache=False).logits
@@ -102,7 +116,7 @@ def test_logits_and_gradients_are_those_of_the_stock_model(tiny_family, family):
 def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_family):
     found = {}
     for dtype in (torch.bfloat16, torch.float32):
-        ours = trainee(tiny_family("llama"), dtype)
+        ours = task_of(tiny_family("llama"), dtype)
         for master in ours.masters.values():
             master.data = master.data.bfloat16().float()
         before = ours.hidden(TOKENS).detach()
@@ -116,12 +130,12 @@ def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_fami
 def test_each_round_takes_the_rate_that_the_rounds_before_leave(
     tiny_family, monkeypatch: pytest.MonkeyPatch
 ):
-    ours = trainee(tiny_family("llama"))
+    ours = task_of(tiny_family("llama"))
     monkeypatch.setattr(module, "POLISH_ROUND", 5)
     monkeypatch.setattr(
         module, "slowdown", lambda errors, steps: 1.0 if len(errors) == 1 else 1e-30
     )
-    found = polish(ours, training(ours), text(ours), 15)
+    *_, found = polish(ours, seed=0)
     assert found.errors[1] != found.errors[0]
     assert found.errors[1] == found.errors[2] == found.errors[3]
 
@@ -132,10 +146,11 @@ def test_small_rows_move_in_proportion(tiny_family):
     def change(name, tensor):
         return torch.cat([1e-3 * tensor[:1], tensor[1:]]) if name == small else tensor
 
-    ours = trainee(tiny_family("llama"), change=change)
+    ours = task_of(tiny_family("llama"), change=change, steps=1)
     weight = ours.masters[small]
     before = weight.detach().clone()
-    polish(ours, training(ours), text(ours), 1)
+    for _ in polish(ours, seed=0):
+        pass
     moved = (weight.detach() - before).abs().mean(-1)
     assert 0 < moved[0] < 2e-3 * moved[1:].mean()
 
@@ -177,10 +192,10 @@ def test_intervals_are_ends_of_rounds_at_round_numbers_of_tokens():
 
 
 def test_figures_are_those_of_the_stock_models_logits(tiny_family):
-    ours = trainee(tiny_family("llama"))
+    ours = task_of(tiny_family("llama"))
     stock = stock_model(tiny_family("llama"))
-    held_out = text(ours)
-    found = ours.figures(held_out)
+    held_out = ours.held_out
+    found = ours.measure()
     with torch.no_grad():
         log_q = stock(input_ids=TOKENS, use_cache=False).logits[:, :-1].log_softmax(-1)
         log_p = ours.logits(held_out.states)[:, :-1].log_softmax(-1)

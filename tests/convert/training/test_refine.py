@@ -3,6 +3,7 @@
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,13 +17,13 @@ from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.training import refine as refining
 from kvfold.convert.training.budget import refining_batch
-from kvfold.convert.training.fit import random_batches
+from kvfold.convert.training.loop import random_batches
 from kvfold.convert.training.refine import (
     MOST_STEPS,
     REFINE_ROUND,
     Refinement,
     decay,
-    examples,
+    make_examples,
     refine_layer,
 )
 from kvfold.convert.walk.walk import Student, Teacher, Walk
@@ -80,15 +81,9 @@ def llama(tiny_family):
 
 
 def refined(llama, **changes):
-    """The result on the first layer, and the steps after which progress was told."""
+    """The result on the first layer."""
     plan, step, tensors = llama
-    told = []
-    return (
-        refine_layer(
-            step, tensors, task_of(plan, **changes), lambda fitted: told.append(fitted.steps)
-        ),
-        told,
-    )
+    return refine_layer(step, tensors, task_of(plan, **changes))
 
 
 @pytest.mark.parametrize("family", AFTER_ATTENTION)
@@ -111,12 +106,8 @@ def test_the_update_is_what_the_layer_adds_to_its_residual(tiny_family, family):
 def test_the_error_falls_in_every_family(tiny_family, family):
     plan = plan_of(tiny_family(family))
     _steps, step, tensors = first_step(plan)
-    errors = []
-    found = refine_layer(
-        step, tensors, task_of(plan), lambda fitted: errors.append(fitted.errors[-1])
-    )
-    assert found.before == errors[0]
-    assert found.after == min(errors) < 0.95 * found.before
+    found = refine_layer(step, tensors, task_of(plan))
+    assert min(found.errors) < 0.95 * found.errors[0]
     assert {name: t.shape for name, t in found.tensors.items()} == {
         name: t.shape for name, t in tensors.items()
     }
@@ -134,7 +125,7 @@ def test_twenty_steps_halve_the_error_of_a_trained_layer():
     ]
     _steps, step, tensors = first_step(plan, tokens=torch.tensor(text[: 36 * 48]).view(36, 48))
     found = refine_layer(step, tensors, task_of(plan, steps=20))
-    assert found.after < 0.5 * found.before
+    assert min(found.errors) < 0.5 * found.errors[0]
 
 
 @pytest.mark.parametrize("massive", ["both", "student"])
@@ -151,7 +142,7 @@ def test_targets_correct_earlier_errors_and_every_token_counts_relative_to_its_r
     with torch.no_grad():
         attention = [layer.attend(chunk).attention for chunk in hidden]
         after = hidden[0] + update.of(layer, attention[0])
-    found = examples(update, layer, zip(hidden, attention, student, strict=True))
+    found = make_examples(update, layer, zip(hidden, attention, student, strict=True))
     torch.testing.assert_close(found.targets[0] + student[0], after, rtol=0, atol=1e-4)
     sizes = torch.maximum(
         *((found.weights[0] * each).square().mean(-1) for each in (after, student[0]))
@@ -165,7 +156,7 @@ def test_targets_correct_earlier_errors_and_every_token_counts_relative_to_its_r
 
 
 def test_equal_seeds_give_equal_weights_and_other_seeds_others(llama):
-    first, second, other = (refined(llama, steps=5, seed=seed)[0].tensors for seed in (3, 3, 4))
+    first, second, other = (refined(llama, steps=5, seed=seed).tensors for seed in (3, 3, 4))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
 
@@ -175,13 +166,15 @@ def test_a_layer_that_got_no_better_is_tried_again_more_slowly_or_keeps_its_weig
     llama, monkeypatch, rate, tries
 ):
     monkeypatch.setattr(refining, "refining_rate", lambda width, error: rate)
-    found, told = refined(llama)
-    assert told == [0, 30] * (tries or 3)
+    made = Mock(side_effect=refining.LayerTask)
+    monkeypatch.setattr(refining, "LayerTask", made)
+    found = refined(llama)
+    assert made.call_count == (tries or 3)
     if tries:
-        assert found.kept == 30
-        assert found.after < 0.95 * found.before
+        assert found.best_step == 30
+        assert min(found.errors) < 0.95 * found.errors[0]
     else:
-        assert (found.kept, found.steps, found.after) == (0, 30, found.before)
+        assert (found.best_step, found.steps, min(found.errors)) == (0, 30, found.errors[0])
         assert all(torch.equal(found.tensors[name], tensor) for name, tensor in llama[2].items())
 
 
@@ -202,10 +195,10 @@ def test_schedules_fall_to_zero(share, steps):
 
 def test_auto_refines_until_it_has_settled(llama, monkeypatch):
     monkeypatch.setattr(refining, "MOST_STEPS", 200)
-    found, told = refined(llama, steps="auto")
-    assert told == list(range(0, found.steps + 1, REFINE_ROUND))
+    found = refined(llama, steps="auto")
+    assert len(found.errors) == 1 + found.steps // REFINE_ROUND
     assert 2 * REFINE_ROUND <= found.steps <= 200
-    assert found.after < 0.9 * found.before
+    assert min(found.errors) < 0.9 * found.errors[0]
 
 
 def test_a_step_takes_no_more_tokens_of_long_sequences():

@@ -32,7 +32,7 @@ def test_every_tensor_learns_in_proportion_to_its_size():
     assert sizes == pytest.approx({"a.weight": 12.5**0.5, "a.bias": 12.5**0.5, "b.weight": 1e-6})
     assert tensor_sizes(named, {})["a.weight"] > 500
     optimizer = torch.optim.AdamW([{"params": list(named.values()), "weight_decay": 0.1}], lr=0.01)
-    scale_steps(optimizer, lambda: named, sizes, held)
+    scale_steps(optimizer, named, sizes, held)
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates == pytest.approx([0.01 * size for size in sizes.values()])
     decays = [group["lr"] * group["weight_decay"] for group in optimizer.param_groups]
@@ -48,7 +48,7 @@ def test_elements_move_by_a_share_of_their_size_or_of_the_mean_where_that_is_les
     before = weight.detach().clone()
     size = float(before.square().mean().sqrt())
     optimizer = torch.optim.Adam([weight], lr=0.01, eps=1e-12)
-    scale_steps(optimizer, lambda: named, tensor_sizes(named, {}), {}, channel_scales(named, {}))
+    scale_steps(optimizer, named, tensor_sizes(named, {}), {}, channel_scales(named, {}))
     for _ in range(3):
         optimizer.zero_grad()
         (weight * torch.tensor([[3.0, 1.0, 2.0], [1.0, 5.0, 1.0]])).sum().backward()

@@ -27,7 +27,7 @@ from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.stream.stock import attend_in_blocks
 from kvfold.convert.targets.mla.encode import CONSTANT
-from kvfold.convert.training.fit import distillation_loss, next_token_loss
+from kvfold.convert.training.loop import distillation_loss, next_token_loss
 from kvfold.convert.uptrain import trainer as uptrain_trainer
 from kvfold.convert.uptrain import training_folder, uptraining
 from kvfold.convert.uptrain.trainer import divide_batch, training_arguments

@@ -1,14 +1,14 @@
-"""The losses, the tensors being trained, and the training loop shared by refinement and polishing.
+"""The losses, and the training loop shared by refinement and polishing.
 
 Refinement (``refine.py``) fits one layer to the source layer's outputs; polishing (``polish.py``)
-fits all layers to the source's next-token distributions. Each defines a `Trainee`, which computes
-its own gradients and error, and a learning rate schedule for `fit`. Uptraining uses the same losses
-and step sizes (``steps.py``).
+fits all layers to the source's next-token distributions. Each is a `TrainingTask`, which `train`
+runs. Uptraining uses the same losses and step sizes (``steps.py``).
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -34,24 +34,15 @@ _EPS = 1e-12
 # round of it seconds on a GPU. Chosen, not tuned.
 _SAVING = 20
 
-# The learning rate of a step, relative to the size of each tensor, from the number of steps done
-# and the errors of all rounds so far, the one before training included. The fit ends where it is 0.
-RateSchedule = Callable[[int, Sequence[float]], float]
 
-
-class Trainee:
+class TrainingTask(ABC):
     """Float32 master copies of checkpoint tensors, trained by Adam with steps relative to each
-    tensor's size.
+    tensor's size, and what they are trained for.
 
     ``tensors`` are named as in the checkpoint, and ``stored`` gives the dtype in which each will be
     saved. Set ``constant`` for tensors in layout ``free``, to preserve their constant channel. With
     ``by_channel``, steps are also relative to the sizes of rows and columns.
     """
-
-    # Of each kind: ``backward(training, batch)`` leaves the gradients of some of the sequences of
-    # ``training`` in the masters, ``error(held_out)`` is judged, in the unit of the fit.
-    backward: Callable[..., None]
-    error: Callable[..., float]
 
     def __init__(
         self,
@@ -68,111 +59,112 @@ class Trainee:
             for name, tensor in tensors.items()
         }
         held = hold_constant(self.masters) if constant else {}
-        learning = {name: master for name, master in self.masters.items() if master.requires_grad}
-        channels = channel_scales(learning, held) if by_channel else {}
-        self.learning = learning
+        self.trained = {name: m for name, m in self.masters.items() if m.requires_grad}
+        channels = channel_scales(self.trained, held) if by_channel else {}
         self.optimizer = torch.optim.Adam(
-            list(learning.values()), lr=1.0, betas=BETAS, eps=_EPS, fused=True
+            list(self.trained.values()), lr=1.0, betas=BETAS, eps=_EPS, fused=True
         )
-        scale_steps(self.optimizer, lambda: learning, tensor_sizes(learning, held), held, channels)
+        scale_steps(self.optimizer, self.trained, tensor_sizes(self.trained, held), held, channels)
 
-    def rounded(self) -> dict[str, Tensor]:
-        """Copies of the tensors on the CPU, in the dtypes in which they will be saved."""
+    @abstractmethod
+    def learning_rate(self, step: int, errors: Sequence[float]) -> float:
+        """The learning rate after ``step`` steps, relative to the size of each tensor; 0 ends the
+        training.
+
+        ``errors`` are those of all rounds so far, the one before training included.
+        """
+
+    @abstractmethod
+    def backward(self, batch: list[int]) -> None:
+        """Store the gradients of the training sequences ``batch`` in the masters, summed over all
+        processes.
+        """
+
+    @abstractmethod
+    def error(self) -> float:
+        """The error on held-out sequences, equal on all processes."""
+
+    def round_masters(self) -> dict[str, Tensor]:
+        """Copies of the masters on the CPU, in the dtypes in which they will be saved."""
         return {
-            name: each.detach().to("cpu", self.stored[name], copy=True)
-            for name, each in self.masters.items()
+            name: master.detach().to("cpu", self.stored[name], copy=True)
+            for name, master in self.masters.items()
         }
 
-    def sum_gradients(self) -> None:
+    def reduce_gradients(self) -> None:
         """Replace the gradients by their sums over all processes; some may have had no sequence of
         the batch.
         """
-        for master in self.learning.values():
+        for master in self.trained.values():
             if master.grad is None and processes.world_size() > 1:
                 master.grad = torch.zeros_like(master)
-        processes.all_reduce(
-            master.grad for master in self.learning.values() if master.grad is not None
-        )
+        processes.all_reduce(m.grad for m in self.trained.values() if m.grad is not None)
 
 
 @dataclass
-class FitResult:
-    """The trained tensors on the CPU, in the dtypes in which they will be saved.
+class TrainingResult:
+    """The best weights of a training so far, by the error on held-out sequences.
 
-    ``errors`` are the errors on held-out sequences, before training and after every round.
-    ``steps`` steps were run, and ``tensors`` are the weights after step ``kept``. If training never
-    helped, ``kept`` is 0 and ``tensors`` is empty. ``curve`` has further figures of some rounds,
-    for a ``progress`` to add to.
+    tensors    on the CPU, in the dtypes in which they will be saved; empty if training never helped
+    errors     before training and after every round
+    steps      number of steps that were run
+    best_step  the step after which the weights were ``tensors``; 0 if training never helped
+    curve      further figures of some rounds, for the caller to add to
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     errors: list[float] = field(default_factory=list)
     steps: int = 0
-    kept: int = 0
+    best_step: int = 0
     curve: list[dict[str, float]] = field(default_factory=list)
 
 
-AfterRound = Callable[[FitResult], None]
+def train(
+    task: TrainingTask, batches: Iterator[list[int]], every: int, saved: Path | None = None
+) -> Iterator[TrainingResult]:
+    """Train ``task`` until its learning rate is 0. Yields the result so far before training, after
+    each round of ``every`` steps and after the last step.
 
-
-def fit(
-    trainee: Trainee,
-    training: Any,
-    held_out: Any,
-    schedule: RateSchedule,
-    batches: Iterator[list[int]],
-    *,
-    every: int,
-    saved: Path | None = None,
-    progress: AfterRound = lambda fitted: None,
-) -> FitResult:
-    """Train ``trainee`` on ``training`` until ``schedule`` returns 0, and return the best weights
-    seen.
-
-    The error on ``held_out`` is measured before training, after each round of ``every`` steps and
-    after the last step; ``progress`` is then called with the result so far. The training state is
-    written to the file ``saved`` after the first and the last round, and between them as often as
-    writing takes a small part of the time; if that file already exists, training resumes from it.
-    Every process of a run must call this.
+    The training state is written to the file ``saved`` after the first and the last round, and
+    between them as often as writing takes a small part of the time; if that file already exists,
+    training resumes from it. Every process of a run must call this.
     """
-    masters = trainee.masters
-    optimizer = trainee.optimizer
+    optimizer = task.optimizer
     if saved is not None and saved.is_file():
         state = torch.load(saved, weights_only=True, map_location="cpu")
         for name, tensor in state.pop("masters").items():
-            masters[name].data.copy_(tensor)
+            task.masters[name].data.copy_(tensor)
         optimizer.load_state_dict(state.pop("optimizer"))
-        fitted = FitResult(**state)
+        result = TrainingResult(**state)
     else:
-        fitted = FitResult(errors=[trainee.error(held_out)])
-    progress(fitted)
+        result = TrainingResult(errors=[task.error()])
+    yield result
     next_save = 0.0
-    batches = islice(batches, fitted.steps, None)
-    while (rate := schedule(fitted.steps, fitted.errors)) > 0:
+    batches = islice(batches, result.steps, None)
+    while (rate := task.learning_rate(result.steps, result.errors)) > 0:
         for group in optimizer.param_groups:
             group["lr"] = rate * group["size"]
         optimizer.zero_grad(set_to_none=True)
-        trainee.backward(training, next(batches))
+        task.backward(next(batches))
         optimizer.step()
-        fitted.steps += 1
-        if fitted.steps % every and schedule(fitted.steps, fitted.errors) > 0:
+        result.steps += 1
+        if result.steps % every and task.learning_rate(result.steps, result.errors) > 0:
             continue
-        error = trainee.error(held_out)
-        if error < min(fitted.errors):
-            fitted.kept = fitted.steps
-            fitted.tensors = trainee.rounded()
+        error = task.error()
+        if error < min(result.errors):
+            result.best_step = result.steps
+            result.tensors = task.round_masters()
         # Weights that are no longer finite give no number to compare with.
-        fitted.errors.append(error if math.isfinite(error) else math.inf)
-        progress(fitted)
-        ended = schedule(fitted.steps, fitted.errors) == 0
+        result.errors.append(error if math.isfinite(error) else math.inf)
+        yield result
+        ended = task.learning_rate(result.steps, result.errors) == 0
         if saved is not None and processes.is_rank0() and (ended or time.monotonic() >= next_save):
             began = time.monotonic()
-            tensors = {name: master.detach() for name, master in masters.items()}
-            state = {**vars(fitted), "masters": tensors, "optimizer": optimizer.state_dict()}
+            masters = {name: master.detach() for name, master in task.masters.items()}
+            state = {**vars(result), "masters": masters, "optimizer": optimizer.state_dict()}
             with replacing(saved) as new:
                 torch.save(state, new)
             next_save = time.monotonic() + _SAVING * (time.monotonic() - began)
-    return fitted
 
 
 def random_batches(count: int, size: int, seed: int) -> Iterator[list[int]]:
