@@ -77,13 +77,11 @@ def next_command(plan: Plan, drift: "Loss | DriftReport | None") -> list[str]:
         LEFT.kl * drift.kl,
         1 - LEFT.agreement * (1 - drift.agreement),
     )
-    if polished is not None and judge(left) != verdict:
-        return [*_convert_words(polished, request.out), "--overwrite"]
     larger = larger_target(plan)
+    if polished is not None and (judge(left) != verdict or larger is None):
+        return [*_convert_words(polished, request.out), "--overwrite"]
     if larger is not None:
         return _convert_words(replace(request, **larger), f"{request.out}-larger")
-    if polished is not None:
-        return [*_convert_words(polished, request.out), "--overwrite"]
     names = [with_share(text)[0] for text in request.calibration]
     text = next((name for name in names if name != SELF), "FILE")
     trained = f"{request.out}-trained"
@@ -113,21 +111,17 @@ def larger_target(plan: Plan) -> dict[str, Any] | None:
 
 
 def _polish_longer(plan: Plan, request: ConvertRequest) -> ConvertRequest | None:
-    """The request with effort thorough, except for what it already does for longer; None if that
-    changes nothing, or if the model does not fit in memory.
+    """The request with effort thorough; None if it polishes as long, or if the model does not fit
+    in memory.
     """
-    effort = dict(EFFORTS[_THOROUGH])
+    effort = EFFORTS[_THOROUGH]
     length = plan.request.length
-    if request.refine == "auto" or request.refine >= effort["refine"]:
-        effort["refine"] = request.refine
     polished = steps_of(request.polish, length) * step_tokens(length) if request.polish else 0
     if polished >= (parse_tokens(effort["polish"]) or 0):
-        effort["polish"] = request.polish
-    longer = replace(request, **effort)
+        return None
     free = free_bytes(plan)
     needed = needs_of(replace(plan, request=replace(plan.request, **effort))).memory
-    unchanged = (longer.refine, longer.polish) == (request.refine, request.polish)
-    return None if unchanged or (free is not None and needed > free) else longer
+    return None if free is not None and needed > free else replace(request, **effort)
 
 
 def _restore_auto_length(plan: Plan) -> ConvertRequest:

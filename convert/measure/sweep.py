@@ -61,7 +61,6 @@ from kvfold.convert.families.model import model_of
 from kvfold.convert.formatting import format_duration
 from kvfold.convert.measure.sweep_targets import (
     WITHIN,
-    TargetOptions,
     default_targets,
     format_target,
     group_targets,
@@ -74,19 +73,10 @@ from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.transforms.latent.slots import LayerSurvey
 from kvfold.convert.walk.walk import Step, Teacher, Walk
 
-# Options of a sweep that its conversions have too, in the same sense.
-_SHARED = (
-    "model",
-    "calibration",
-    "samples",
-    "seq_len",
-    "seed",
-    "refine",
-    "device",
-    "precision",
-    "dtype",
-    "trust_remote_code",
-)
+# Options that say what a sweep does; its conversions have all others too, in the same sense.
+_OWN_OPTIONS = ("targets", "layout", "out", "fresh", "quiet")
+# Without influence on the row of a target.
+_RUN_ONLY = ("targets", "out", "fresh", "quiet")
 # Given as arguments of the command, or without influence on the result.
 _NOT_REPEATED = ("model", "out", "quiet", "max_shard_size")
 
@@ -144,16 +134,6 @@ class SweepRow:
         """The target's loss on held-out text minus the source's, in nats per token."""
         return self.measured.excess
 
-    @property
-    def kl(self) -> float:
-        """Mean KL divergence of the target's next-token distributions from the source's, in nats."""
-        return self.measured.kl
-
-    @property
-    def perplexity(self) -> float:
-        """The target's perplexity on held-out text."""
-        return perplexity(self.measured.student_loss)
-
     def command(self, model: str, out: str) -> list[str]:
         """The words of the command that converts ``model`` to the target, into the folder ``out``."""
         given = self.request.given()
@@ -170,7 +150,7 @@ class SweepRow:
             "cache_elements": self.cache_elements,
             "saving": 1 - self.cache_elements / source.cache_elements,
             **metrics_dict(self.measured, None),
-            "perplexity": finite(self.perplexity),
+            "perplexity": finite(perplexity(self.measured.student_loss)),
             "precision": self.precision,
             "seconds": self.seconds,
             "residual_by_layer": [finite(distance) for distance in self.distances],
@@ -253,34 +233,21 @@ class FinishedRows:
     """The rows of an unfinished sweep, in the user's cache folder until it ends, so that the same
     command continues.
 
-    ``options`` are those of the sweep, ``plan`` is a target's. A sweep of other options has another
-    file. Rows are discarded, with a line on stderr, if files of the model or text have changed
-    since. Without a writable cache folder nothing is kept.
+    A sweep of another model, text or options has another file. ``plan`` is that of a target.
+    Without a writable cache folder nothing is kept.
     """
 
-    def __init__(self, plan: Plan, options: Mapping[str, Any], fresh: bool) -> None:
+    def __init__(self, plan: Plan, request: SweepRequest) -> None:
         settings = run_settings(plan)
-        device, _, threads, processes = settings["device"]
-        about = [options, device, threads, processes, settings["versions"]]
+        options = {name: value for name, value in vars(request).items() if name not in _RUN_ONLY}
+        about = [options, settings["device"], settings["versions"], settings["files"]]
         digest = hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.path = cache / "kvfold" / f"sweep-{digest[:16]}.json"
-        self._files = settings["files"]
         self.values: dict[str, Any] = {}
-        if fresh:
-            return
-        with suppress(OSError, ValueError, KeyError, TypeError):  # none, or a damaged file
-            stored = json.loads(self.path.read_bytes())
-            values = dict(stored["rows"])
-            changed = [Path(file[0]).name for file in self._files if file not in stored["files"]]
-            if not changed:
-                self.values = values
-                return
-            print(
-                f"discarding the rows ({len(values)}) of an interrupted sweep:"
-                f" {', '.join(changed)} changed since then",
-                file=sys.stderr,
-            )
+        if not request.fresh:
+            with suppress(OSError, ValueError, TypeError):  # none, or a damaged file
+                self.values = dict(json.loads(self.path.read_bytes()))
 
     def restore(self, target: str, plan: Plan) -> SweepRow | None:
         """The row of ``target``, if it was finished before."""
@@ -306,7 +273,7 @@ class FinishedRows:
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with replacing(self.path) as new:
-                write_file(new, json.dumps({"files": self._files, "rows": self.values}))
+                write_file(new, json.dumps(self.values))
         except OSError as error:
             print(
                 f"warning: {self.path}: finished rows are not kept ({error.strerror})",
@@ -351,7 +318,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     [('GQA-4', 256), ('MQA', 64)]
     """
     named = parse_targets(request.targets) if request.targets else None
-    common: TargetOptions = {name: getattr(request, name) for name in _SHARED}
+    common = {name: value for name, value in vars(request).items() if name not in _OWN_OPTIONS}
     common |= {"out": request.out or "OUT", "quiet": True}
     started = time.monotonic()
     with closing(open_checkpoint(request.model)) as checkpoint:
@@ -377,17 +344,13 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
 
 
 def _sweep(
-    targets: Mapping[str, Plan],
-    scratch: Path,
-    stages: Stages,
-    request: SweepRequest,
+    targets: Mapping[str, Plan], scratch: Path, stages: Stages, request: SweepRequest
 ) -> Sweep:
     """Sweep over groups of ``targets``, what needs least first; finished rows are shown, and kept
     until the end.
     """
     first = next(iter(targets.values()))
-    options = {name: getattr(request, name) for name in (*_SHARED, "layout")}
-    finished = FinishedRows(first, options, request.fresh)
+    finished = FinishedRows(first, request)
     rows = dict[str, SweepRow]()
     for target, plan in targets.items():
         row = finished.restore(target, plan)

@@ -78,70 +78,47 @@ def test_the_card_has_commands_without_places_to_fill_in(tiny_reader, tmp_path):
     text = tmp_path / "own words.txt"
     text.write_text("Some words about nothing. " * 900)
     source = shutil.copytree(tiny_reader, tmp_path / "tiny llama")
-    options = {
-        "to": "mqa",
-        "calibration": str(text),
-        "samples": 4,
-        "seq_len": 16,
-        "method": "mean",
-        "refine": 1,
-    }
-    done = convert_checkpoint(
-        ConvertRequest(model=str(source), out=str(tmp_path / "out"), quiet=True, **options)
-    )
+    options = {"to": "mqa", "method": "mean", "samples": 4, "seq_len": 16, "refine": 1}
+    request = ConvertRequest(source, tmp_path / "out", calibration=text, quiet=True, **options)
+    done = convert_checkpoint(request)
     *_, following = done.summary().partition("\nnext ")
     again = shlex.split(following.replace("\\\n", ""))
     assert again[:3] == ["kvfold", "convert", str(source)]
     assert str(text) in again
-    found = (tmp_path / "out" / "README.md").read_text()
-    command = next(line for line in found.splitlines() if line.startswith("kvfold convert "))
-    options = "--to mqa --method mean --calibration WORDS --samples 4 --seq-len 16 --refine 1"
-    repeated = ["own words.txt" if word == "WORDS" else word for word in options.split()]
-    assert shlex.split(command)[2:] == ["../tiny llama", "converted", *repeated]
-    commands = re.findall("```[a-z]+\n(.*?)```", found, re.DOTALL)
-    assert any("vllm serve .\n" in each for each in commands)
-    assert any("--teacher '../tiny llama' --text " in each for each in commands)
-    assert not re.search(r"\bPATH\b|\bOUT\b|\bMODEL\b|\bFILE\b|<[a-z]+>", "".join(commands))
-    assert str(tmp_path) not in found
-    assert "held-out tokens of own words.txt, " in found
+    card = (tmp_path / "out" / "README.md").read_text()
+    command = re.search("^kvfold convert (.*)$", card, re.MULTILINE)[1]
+    assert command == (
+        "'../tiny llama' converted --to mqa --method mean --calibration 'own words.txt'"
+        " --samples 4 --seq-len 16 --refine 1"
+    )
+    commands = "".join(re.findall("```[a-z]+\n(.*?)```", card, re.DOTALL))
+    assert "vllm serve .\n" in commands
+    assert "--teacher '../tiny llama' --text " in commands
+    assert not re.search(r"\bPATH\b|\bOUT\b|\bMODEL\b|\bFILE\b|<[a-z]+>", commands)
+    assert str(tmp_path) not in card
+    assert "held-out tokens of own words.txt, " in card
 
 
 @pytest.mark.slow
 def test_the_commands_of_a_card_run(tiny_reader, tmp_path, monkeypatch):
     source = shutil.copytree(tiny_reader, tmp_path / "tiny")
-    out = "out"
     latent = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd"}
-    convert_checkpoint(
-        ConvertRequest(model=str(source), out=str(tmp_path / out), quiet=True, **latent)
-    )
+    convert_checkpoint(ConvertRequest(source, tmp_path / "out", quiet=True, **latent))
     (tmp_path / "words.txt").write_text("Some words about nothing. " * 200)
-    monkeypatch.chdir(tmp_path / out)
-    blocks = re.findall("```(python|sh)\n(.*?)```", Path("README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path / "out")
+    card = Path("README.md").read_text()
     names: dict[str, object] = {}
-    for kind, block in blocks:
-        if kind == "python":
-            exec(block, names)
+    for block in re.findall("```python\n(.*?)```", card, re.DOTALL):
+        exec(block, names)
     prompt = names["tokenizer"]("The list of", return_tensors="pt")
     assert names["model"].generate(**prompt, max_new_tokens=2, do_sample=False).shape[1] > 2
-    line = next(
-        line
-        for _, block in blocks
-        for line in block.splitlines()
-        if line.startswith("kvfold uptrain ")
-    )
-    words = [
-        "../words.txt" if word.startswith("HuggingFaceFW/") else word
-        for word in shlex.split(line)[1:]
-    ]
-    words[words.index("1000")] = "1"
-    sizes = ["--batch-tokens", "32", "--seq-len", "32", "--eval-every", "0", "--device", "cpu"]
-    done = CliRunner().invoke(
-        kvfold, [*words, *sizes, "--json", "trained.json"], catch_exceptions=False
-    )
+    line = re.search("^kvfold uptrain (.*)$", card, re.MULTILINE)[1]
+    line = re.sub(r"HuggingFaceFW/\S+", "../words.txt", line).replace("1000", "1")
+    sizes = "--batch-tokens 32 --seq-len 32 --eval-every 0 --device cpu --json trained.json"
+    words = ["uptrain", *shlex.split(line), *sizes.split()]
+    done = CliRunner().invoke(kvfold, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    trained = json.loads(Path("trained.json").read_text())
-    assert trained["teacher"] == "tiny"
-    assert [row["step"] for row in trained["log"]] == [1]
+    assert json.loads(Path("trained.json").read_text())["teacher"] == "tiny"
     assert (tmp_path / "trained" / "config.json").is_file()
 
 
@@ -156,12 +133,9 @@ def test_a_trained_card_begins_with_the_training():
 
 
 def test_a_model_of_the_hub_is_the_base_model(tmp_path):
-    opened = {"config": {}, "tensors": {}, "config_hash": "", "reader": None}
-    assert Checkpoint(tmp_path, origin="team/tiny@0123", **opened).hub_id == "team/tiny"
-    assert Checkpoint(tmp_path, origin="folder", **opened).hub_id is None
-    (tmp_path / "README.md").write_text("---\nbase_model: team/other\nlicense: mit\n---\n")
-    found = front_matter(Checkpoint(tmp_path, origin="team/tiny@0123", **opened))
-    assert found.startswith("base_model: team/tiny\n")
+    source = Checkpoint(tmp_path, {}, {}, "team/tiny@0123", {}, None, {})
+    (tmp_path / "README.md").write_text("---\nbase_model: team/other\n---\n")
+    assert front_matter(source).startswith("base_model: team/tiny\n")
 
 
 def test_names_from_files_cannot_leave_their_line_of_a_card():
@@ -181,14 +155,11 @@ def test_a_calibrated_conversion_ends_with_a_block(tiny_reader, tmp_path, monkey
     assert f"\nVerdict: {done.verdict} " in (out / "README.md").read_text()
 
 
-def test_a_conversion_without_text_has_no_loss_and_says_how_to_measure_it(tiny_reader, tmp_path):
+def test_a_conversion_without_text_has_no_verdict(tiny_reader, tmp_path):
     request = ConvertRequest(tiny_reader, tmp_path / "out", to="mqa", method="mean", quiet=True)
     done = convert_checkpoint(request)
     assert done.verdict is None
-    lines = done.summary().replace("\\\n", "").splitlines()
-    labels = [line.split()[0] for line in lines if not line.startswith(" ")]
-    assert labels == ["made", "cache", "next"]
-    assert lines[-1].split()[1:] == ["kvfold", "drift", str(tiny_reader), str(tmp_path / "out")]
+    assert "verdict" not in done.summary()
 
 
 def test_a_block_keeps_an_option_with_its_value_and_quotes_words(monkeypatch):
@@ -224,7 +195,6 @@ def test_a_dry_run_of_a_budget_names_no_split(tmp_path):
     lines = [line.strip() for line in done.summary().splitlines()]
     # Its shape would be that of a split.
     assert "model.layers.0.self_attn.kv_b_proj.weight BF16 new" in lines
-    assert done.to_dict()["attention"] == {"from": "MHA", "to": "MLA, split by measured drift"}
     assert "sha256" not in done.to_dict()["source"]  # no weights were read
 
 
