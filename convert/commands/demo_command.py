@@ -2,8 +2,10 @@
 and measure it.
 """
 
+import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,25 +62,22 @@ def demo(folder: str | None, json_file: str | None) -> None:
     and removed.
     """
     check_files(json_file)
-    to_stderr = json_file == STDOUT
     if folder is not None:
         _create_empty(Path(folder))
-    with tempfile.TemporaryDirectory(prefix="kvfold-demo-") as temporary:
-        rows = _convert_and_measure(Path(folder or temporary), to_stderr)
     measured_on = f"{_WINDOWS} x {_LENGTH} held-out tokens"
-    click.echo("\n" + "\n".join(_format_rows(rows)), err=to_stderr)
-    click.echo(
-        f"\nMeasured on {measured_on}, which no conversion was calibrated on.", err=to_stderr
-    )
-    if folder is not None:
-        click.echo(
-            f"\nThe converted checkpoints are in {folder}: load them with transformers'"
-            " AutoModelForCausalLM.",
-            err=to_stderr,
-        )
-    click.echo(
-        "next: kvfold sweep MODEL compares suitable targets of a model of your own", err=to_stderr
-    )
+    with (
+        redirect_stdout(sys.stderr if json_file == STDOUT else sys.stdout),
+        tempfile.TemporaryDirectory(prefix="kvfold-demo-") as temporary,
+    ):
+        rows = _convert_and_measure(Path(folder or temporary))
+        print("", *_format_rows(rows), sep="\n")
+        print(f"\nMeasured on {measured_on}, which no conversion was calibrated on.")
+        if folder is not None:
+            print(
+                f"\nThe converted checkpoints are in {folder}: load them with transformers'"
+                " AutoModelForCausalLM."
+            )
+        print("next: kvfold sweep MODEL compares suitable targets of a model of your own")
     tell(json_file, lambda: {"measured_on": measured_on, "targets": list(map(asdict, rows))}, "")
 
 
@@ -93,7 +92,7 @@ def _create_empty(folder: Path) -> None:
         ) from error
 
 
-def _convert_and_measure(folder: Path, to_stderr: bool) -> list[DemoRow]:
+def _convert_and_measure(folder: Path) -> list[DemoRow]:
     """Rows of the original and of every conversion, written to ``folder``; prints each command."""
     import torch
     from transformers import AutoTokenizer
@@ -106,14 +105,13 @@ def _convert_and_measure(folder: Path, to_stderr: bool) -> list[DemoRow]:
     from kvfold.convert.request import ConvertRequest
 
     model = demo_folder()
-    click.echo(
+    print(
         "A small Llama-architecture model, trained on the Python library's documentation. The demo"
         f" takes about\ntwo minutes on one core: {len(CONVERSIONS)} conversions, with a measurement"
-        " of each.\n",
-        err=to_stderr,
+        " of each.\n"
     )
     facts = inspect_checkpoint(str(model))
-    click.echo(format_inspection(facts) + "\n", err=to_stderr)
+    print(format_inspection(facts) + "\n")
     logging.disable_progress_bar()
     threads = torch.get_num_threads()
     # The model is so small that several threads would mostly wait for one another.
@@ -126,7 +124,7 @@ def _convert_and_measure(folder: Path, to_stderr: bool) -> list[DemoRow]:
         rows = [DemoRow("the original (MHA)", elements, checkpoint_perplexity(model, tokens))]
         for options in CONVERSIONS:
             name = "-".join(str(value) for option, value in options.items() if option not in _TEXT)
-            click.echo(f"kvfold convert MODEL {name} {' '.join(to_argv(options))}", err=to_stderr)
+            print(f"kvfold convert MODEL {name} {' '.join(to_argv(options))}", flush=True)
             request = ConvertRequest(
                 model=str(model), out=str(folder / name), quiet=True, **options
             )
