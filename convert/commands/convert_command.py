@@ -1,6 +1,6 @@
 """``kvfold convert``: convert a checkpoint, with options of the command line or of a recipe."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -14,8 +14,10 @@ from kvfold.convert.console import (
     request_options,
     tell,
 )
-from kvfold.convert.measure.page import conversion_page, write_report
 from kvfold.convert.request import ConvertRequest
+
+if TYPE_CHECKING:
+    from kvfold.convert.conversion.results import Conversion
 
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
@@ -73,9 +75,33 @@ def convert(request: ConvertRequest, json_file: str | None, report: str | None) 
         if processes.is_rank0():
             summary = result.summary()
             if report is not None and not request.dry_run:
-                write_report(conversion_page(result, summary.splitlines()), report, request.quiet)
+                _write_report(report, result, request.quiet)
             tell(
                 json_file,
                 result.to_dict,
                 summary if request.dry_run or not request.quiet else "",
             )
+
+
+def _write_report(folder: str, conversion: "Conversion", quiet: bool) -> None:
+    from kvfold.attention.drift.metrics import format_metrics, format_saving, position_rows
+    from kvfold.convert.conversion.judgment import judge
+    from kvfold.convert.measure.plots import plot_drift
+    from kvfold.convert.measure.report import write_report
+
+    drift = conversion.drift
+    elements = conversion.cache_elements
+    saving = format_saving(elements.before, elements.after)
+    headline = (
+        f"{conversion.plan.checkpoint.origin} as {conversion.attention.after}: {saving} cache"
+    )
+    write_report(
+        folder,
+        command="kvfold convert",
+        headline=headline if drift is None else f"{headline}, {judge(drift)}",
+        lead=[] if drift is None else [format_metrics(drift.measured)],
+        tables=[] if drift is None else [drift.table_rows(), position_rows(drift.measured)],
+        plots=[] if drift is None else plot_drift(drift),
+        notes=conversion.summary().splitlines(),
+        quiet=quiet,
+    )

@@ -9,6 +9,7 @@ from kvfold.attention.drift.metrics import (
     format_error,
     format_metrics,
     format_saving,
+    position_rows,
 )
 from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import (
@@ -21,7 +22,6 @@ from kvfold.convert.console import (
 from kvfold.convert.conversion.judgment import judge
 from kvfold.convert.conversion.summary import format_block
 from kvfold.convert.formatting import format_table
-from kvfold.convert.measure.page import drift_page, write_report
 from kvfold.convert.request import DriftRequest
 from kvfold.convert.text.corpus import check_sources
 
@@ -67,7 +67,20 @@ def drift(request: DriftRequest, layers: bool, json_file: str | None, report: st
     measured = drift_checkpoints(request)
     summary = summarize_drift(request, measured, layers)
     if report is not None:
-        write_report(drift_page(measured, summary.splitlines()), report, request.quiet)
+        from kvfold.convert.measure.plots import plot_drift
+        from kvfold.convert.measure.report import write_report
+
+        saving = format_saving(measured.source_cache_bytes, measured.student_cache_bytes)
+        write_report(
+            report,
+            command="kvfold drift",
+            headline=f"{measured.about['converted']['name']}: {saving} cache, {judge(measured)}",
+            lead=[format_metrics(measured.measured)],
+            tables=[measured.table_rows(), position_rows(measured.measured)],
+            plots=plot_drift(measured),
+            notes=summary.splitlines(),
+            quiet=request.quiet,
+        )
     tell(json_file, measured.to_dict, summary)
 
 

@@ -1,6 +1,7 @@
 """``kvfold sweep``: the loss of many targets, to choose one."""
 
 import re
+import shlex
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +22,6 @@ from kvfold.convert.console import (
 from kvfold.convert.conversion.summary import format_block
 from kvfold.convert.errors import option_error
 from kvfold.convert.formatting import format_table
-from kvfold.convert.measure.figures import excess_by_cache
-from kvfold.convert.measure.page import sweep_page, write_report
 from kvfold.convert.measure.sweep_targets import WITHIN, parse_targets
 from kvfold.convert.request import SweepRequest
 from kvfold.convert.text.corpus import check_sources
@@ -104,17 +103,29 @@ def sweep(
     if not request.quiet:
         click.echo(f"reading {request.model}", err=True)
     check_opens(request.model)
+    from kvfold.convert.measure.plots import plot_loss_by_cache
+    from kvfold.convert.measure.report import write_report
     from kvfold.convert.measure.sweep import sweep_checkpoint
 
     result = sweep_checkpoint(request)
     if plot is not None:
         source = result.source
         title = f"{Path(source.name).name}: {source.kind}; {source.held_out}"
-        excess_by_cache(result, within).save(plot, title)
+        plot_loss_by_cache(result, within).save(plot, title)
         if not request.quiet:
             click.echo(f"wrote {plot}", err=True)
     if report is not None:
-        write_report(sweep_page(result, within), report, request.quiet)
+        best = result.smallest(within) or result.nearest()
+        write_report(
+            report,
+            command="kvfold sweep",
+            headline=result.verdict(within),
+            lead=[shlex.join(best.command(result.source.name, best.request.out))],
+            tables=[result.table_rows()],
+            plots=[plot_loss_by_cache(result, within)],
+            notes=[f"measured on {result.source.held_out}"],
+            quiet=request.quiet,
+        )
     tell(json_file, lambda: result.to_dict(within), summarize_sweep(result, within))
     if request.out is not None:
         click.echo(

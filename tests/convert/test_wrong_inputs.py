@@ -15,7 +15,6 @@ from kvfold.convert.console import check_files
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import parse_size
-from kvfold.convert.measure.page import write_report
 from kvfold.convert.measure.sweep_targets import parse_targets
 from kvfold.convert.request import EvalRequest
 
@@ -59,13 +58,6 @@ def test_results_are_not_written_through_links_or_into_pipes(tmp_path, refused):
     for folder in ("report", "pipe", "x" * 300):
         with refused():
             check_files(None, report=str(tmp_path / folder))
-
-
-def test_pages_hold_no_control_characters(tmp_path):
-    write_report("<p>m\x01\x1b[31m</p>", str(tmp_path), quiet=True)
-    assert (
-        tmp_path / "report.html"
-    ).read_text() == "<p>m\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}[31m</p>"
 
 
 def test_a_token_beyond_the_vocabulary_begins_no_text(model, refused):

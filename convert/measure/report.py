@@ -1,0 +1,71 @@
+"""The page for ``--report``: one self-contained HTML file with the results of a command."""
+
+import re
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvfold.convert.console import REPORT
+from kvfold.convert.errors import option_error
+from kvfold.convert.measure.plots import Plot
+
+_TEMPLATE = "report.html.jinja"
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+
+def write_report(
+    folder: str,
+    command: str,
+    headline: str,
+    lead: Sequence[str],
+    tables: Sequence[Sequence[Sequence[str]]],
+    plots: Sequence[Plot],
+    notes: Sequence[str],
+    quiet: bool,
+) -> None:
+    """Write ``report.html`` to ``folder``, which is created. Raises InputError if it cannot be
+    written.
+
+    Args:
+        folder: the folder that --report names.
+        command: the title of the page, such as "kvfold drift".
+        headline: the result in one sentence.
+        lead: paragraphs below the headline.
+        tables: rows of cells, the header first, for each table.
+        plots: the plots, each with its caption.
+        notes: lines at the end, before the command line, the date and the versions.
+        quiet: do not print where the page is.
+    """
+    from jinja2 import Environment, FileSystemLoader
+
+    from kvfold.convert.conversion.record import versions
+
+    installed = [f"{name} {version}" for name, version in versions().items() if version]
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
+    )
+    page = environment.get_template(_TEMPLATE).render(
+        command=command,
+        headline=headline,
+        lead=lead,
+        tables=tables,
+        plots=plots,
+        notes=[
+            *notes,
+            shlex.join(["kvfold", *sys.argv[1:]]),
+            f"{time.strftime('%Y-%m-%d %H:%M')}, {', '.join(installed)}",
+        ],
+    )
+    file = Path(folder) / REPORT
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Names from a checkpoint may hold control characters, which HTML does not allow.
+        file.write_text(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", page), encoding="utf-8")
+    except OSError as error:
+        raise option_error(
+            "report", folder, f"cannot be written ({error.strerror}); choose another folder"
+        ) from error
+    if not quiet:
+        print(f"wrote {file}: open it in a browser", file=sys.stderr)
