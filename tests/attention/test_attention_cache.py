@@ -11,39 +11,27 @@ SIZES = {"heads": 8, "kv_heads": 2, "head_dim": 16, "kv_rank": 24, "rope_dim": 4
 
 
 @pytest.mark.parametrize(
-    ("variant", "numbers"), [("mha", 256), ("gqa", 64), ("mqa", 32), ("mla", 28)]
+    ("variant", "kv_heads", "numbers"),
+    [("mha", 8, 256), ("gqa", 2, 64), ("mqa", 1, 32), ("mla", None, 28)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_of_the_formula_are_bytes_of_the_cache(variant, numbers, dtype):
-    layers = 3
-    context = 10
-    batch = 2
-    heads = {"mha": 8, "gqa": 2, "mqa": 1}.get(variant)
-    caches = [
-        (
-            LatentCache(batch, 24, 4, context, dtype=dtype)
-            if heads is None
-            else KVCache(batch, heads, 16, context, dtype=dtype)
-        )
-        for _ in range(layers)
-    ]
-    for cache in caches:
-        new = [
-            torch.zeros(*buffer.shape[:-2], context, buffer.shape[-1], dtype=dtype)
-            for buffer in cache.buffers
-        ]
-        cache.append(*new)
-    expected = cache_bytes(variant, layers, context, dtype, batch=batch, **SIZES)
+def test_bytes_of_the_formula_are_bytes_of_the_cache(variant, kv_heads, numbers, dtype):
+    if variant == "mla":
+        cache = LatentCache(2, 24, 4, 10, dtype=dtype)
+    else:
+        cache = KVCache(2, kv_heads, 16, 10, dtype=dtype)
+    cache.append(*(torch.zeros(buffer.shape, dtype=dtype) for buffer in cache.buffers))
+    expected = 2 * 10 * numbers * dtype.itemsize
     assert cache_numbers(variant, **SIZES) == numbers
-    assert expected == layers * context * batch * numbers * dtype.itemsize
-    assert sum(cache.nbytes for cache in caches) == expected
-    assert sum(buffer.nbytes for cache in caches for buffer in cache.buffers) == expected
-    # values may be narrower than keys
+    assert cache_bytes(variant, 3, 10, dtype, batch=2, **SIZES) == 3 * expected
+    assert cache.nbytes == sum(buffer.nbytes for buffer in cache.buffers) == expected
+
+
+def test_values_may_be_narrower_than_keys():
     cache = KVCache(1, 2, 16, value_dim=8)
     cache.append(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 8))
-    assert cache.nbytes == cache_bytes(
-        "gqa", 1, 3, torch.float32, kv_heads=2, head_dim=16, value_dim=8
-    )
+    sizes = {"kv_heads": 2, "head_dim": 16, "value_dim": 8}
+    assert cache.nbytes == cache_bytes("gqa", 1, 3, torch.float32, **sizes)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
