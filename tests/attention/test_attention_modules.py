@@ -116,43 +116,37 @@ def test_latent_module_equals_reference(query_rank, absorbed):
     torch.testing.assert_close(rolled, expected[0], **precision.EXACT)
 
 
-def test_encoder_and_cross_modules_equal_reference_and_the_memory_is_read_once():
+def test_encoder_module_equals_reference():
+    w = grouped_weights()
+    x = random(T, E)
+    expected = reference.grouped_query_attention(x, w, reference.BIDIRECTIONAL)
+    result = grouped_module(w, causal=False)(x[None])[0]
+    torch.testing.assert_close(result, expected, **precision.EXACT)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["memory once", "memory at every step"])
+@torch.no_grad()
+def test_cross_module_equals_reference_and_reads_the_memory_once(again):
     w = grouped_weights()
     x = random(1, T, E)
     memory = random(1, 5, E, seed=3)
-    encoder = reference.grouped_query_attention(x[0], w, reference.BIDIRECTIONAL)
-    torch.testing.assert_close(grouped_module(w, causal=False)(x)[0], encoder, **precision.EXACT)
     module = grouped_module(w, causal=False, cross=True)
-    expected = reference.grouped_query_attention(x[0], w, reference.BIDIRECTIONAL, memory=memory[0])
-    torch.testing.assert_close(module(x, memory=memory)[0], expected, **precision.EXACT)
     cache = module.new_cache(1, dtype=torch.float64)
-    with torch.no_grad():
-        first = module(x[:, :1], memory=memory, cache=cache)
-        rest = [module(x[:, t : t + 1], cache=cache) for t in range(1, T)]
-    torch.testing.assert_close(torch.cat([first, *rest], 1)[0], expected, **precision.EXACT)
+    parts = [
+        module(x[:, t : t + 1], memory=memory if again or t == 0 else None, cache=cache)
+        for t in range(T)
+    ]
+    expected = reference.grouped_query_attention(x[0], w, reference.BIDIRECTIONAL, memory=memory[0])
+    for result in (torch.cat(parts, 1)[0], module(x, memory=memory)[0]):
+        torch.testing.assert_close(result, expected, **precision.EXACT)
     assert cache.length == 5
-    again = module.new_cache(1, dtype=torch.float64)
-    with torch.no_grad():
-        parts = [module(x[:, t : t + 1], memory=memory, cache=again) for t in range(T)]
-    torch.testing.assert_close(torch.cat(parts, 1)[0], expected, **precision.EXACT)
-    assert again.length == 5
 
 
-@pytest.mark.parametrize("norm", [None, nn.RMSNorm(16)], ids=["plain", "normed"])
+@pytest.mark.parametrize("norm", [None, nn.RMSNorm(R)], ids=["plain", "normed"])
 def test_latent_attention_trains_under_autocast(norm):
-    def linear(inputs, outputs):
-        return nn.Linear(inputs, outputs, bias=False)
-
-    sizes = {"heads": 4, "kv_rank": 16, "rope_dim": 4, "nope_dim": 8, "value_dim": 8}
-    layers = {
-        "query": linear(32, 48),
-        "down": linear(32, 20),
-        "up": linear(16, 64),
-        "output": linear(32, 32),
-    }
-    module = LatentAttention(**layers, **sizes, frequencies=rotary_frequencies(4), latent_norm=norm)
+    module = latent_module(latent_weights(), latent_norm=norm).float()
     with torch.autocast("cpu", torch.bfloat16):
-        module(torch.randn(2, 20, 32)).float().sum().backward()
+        module(random(2, 20, E).float()).float().sum().backward()
     assert module.up.weight.grad.dtype == torch.float32
 
 
@@ -171,15 +165,15 @@ def modules() -> list[tuple[str, nn.Module]]:
 @torch.no_grad()
 def test_cached_equals_uncached_at_every_split_point(name, module):
     x = random(2, T, E)
-    whole = module(x)
-    for split in range(T + 1):
-        cache = module.new_cache(2, T * (split % 2), growing=split % 2 == 0, dtype=torch.float64)
-        pieces = (
-            [x[:, :split], *x[:, split:].split(1, 1)] if split % 2 else [x[:, :split], x[:, split:]]
-        )
-        parts = [module(piece, cache=cache) for piece in pieces if piece.shape[1]]
-        torch.testing.assert_close(torch.cat(parts, 1), whole, **precision.EXACT)
-        assert cache.length == T
+    expected = module(x)
+    for split in range(T):
+        growing = split % 2 == 0
+        cache = module.new_cache(2, 0 if growing else T, growing=growing, dtype=torch.float64)
+        parts = [module(x[:, :split], cache=cache)] if split else []
+        parts += [
+            module(token, cache=cache) for token in x[:, split:].split(T if growing else 1, 1)
+        ]
+        torch.testing.assert_close(torch.cat(parts, 1), expected, **precision.EXACT)
 
 
 @pytest.mark.parametrize(("name", "module"), modules())
@@ -199,16 +193,18 @@ def test_a_padded_batch_equals_each_sequence_alone(name, module):
 @pytest.mark.parametrize(("name", "module"), [modules()[i] for i in (2, 3)])
 def test_modules_compile_without_graph_breaks(name, module):
     x = random(2, T, E)
-    whole = torch.compile(module, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(whole(x), module(x), **precision.EXACT)
-    found = torch.autograd.grad(whole(x).square().sum(), list(module.parameters()))
-    expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    expected = module(x)
+    result = compiled(x)
+    torch.testing.assert_close(result, expected, **precision.EXACT)
+    weights = list(module.parameters())
+    grads = [torch.autograd.grad(y.square().sum(), weights) for y in (result, expected)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-9)
     step = torch.compile(module, fullgraph=True, backend="eager")
     with torch.no_grad():
         cache = module.new_cache(2, T, growing=False, dtype=torch.float64)
-        outs = [step(token, cache=cache) for token in x.split(1, 1)]
-        torch.testing.assert_close(torch.cat(outs, 1), module(x), **precision.EXACT)
+        parts = [step(token, cache=cache) for token in x.split(1, 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, **precision.EXACT)
     torch._dynamo.reset()
 
 

@@ -46,14 +46,3 @@ def test_public_docstrings_give_the_shapes_of_tensors(name):
         assert shapes or not tensors, (
             f"{call.__qualname__} takes {tensors} and its docstring has no shape"
         )
-
-
-def test_table_of_files_is_complete():
-    folder = Path(kvfold.attention.__file__).parent
-    files = {
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*.py")
-        if path.name != "__init__.py"
-    }
-    listed = re.findall(r"`([a-z0-9_/]+\.py)`", README.partition("## Files")[2])
-    assert sorted(listed) == sorted(files)
