@@ -28,36 +28,15 @@ def change(folder, **values):
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        (
-            {"num_hidden_layers": -1},
-            "config.json: num_hidden_layers must be a positive whole number, not -1",
-        ),
-        (
-            {"num_hidden_layers": 1000},
-            "config.json: num_hidden_layers is 1000, but the files contain only 50",
-        ),
-        (
-            {"num_hidden_layers": 5},
-            "missing: model.layers.4.self_attn.kv_a_proj_with_mqa.weight [32, 256]",
-        ),
+        ({"num_hidden_layers": -1}, "config.json: num_hidden_layers"),
+        ({"num_hidden_layers": 1000}, "config.json: num_hidden_layers is 1000"),
+        ({"num_hidden_layers": 5}, "missing: model.layers.4.self_attn.kv_a_proj_with_mqa.weight"),
         ({"num_attention_heads": None}, "config.json: num_attention_heads must be"),
         ({"kv_lora_rank": "x"}, "config.json: kv_lora_rank must be"),
-        (
-            {"kv_lora_rank": 25},
-            "wrong shape: model.layers.0.self_attn.kv_a_proj_with_mqa.weight is [32, 256]",
-        ),
-        (
-            {"rope_parameters": 7},
-            "config.json: rope_parameters must be an object whose rope_type is a string, not 7",
-        ),
-        (
-            {"architectures": {"a": 1}},
-            "config.json: architectures must be a list of strings, not {'a': 1}",
-        ),
-        (
-            {"max_position_embeddings": "x"},
-            "config.json: max_position_embeddings must be a positive whole number",
-        ),
+        ({"kv_lora_rank": 25}, "wrong shape: model.layers.0.self_attn.kv_a_proj_with_mqa.weight"),
+        ({"rope_parameters": 7}, "config.json: rope_parameters must be"),
+        ({"architectures": {"a": 1}}, "config.json: architectures must be"),
+        ({"max_position_embeddings": "x"}, "config.json: max_position_embeddings must be"),
     ],
 )
 def test_inspect_names_what_is_wrong(out, values, problem):

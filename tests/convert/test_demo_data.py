@@ -1,13 +1,7 @@
-"""The shipped model and texts: complete, really trained, kept apart; and the script that made them."""
+"""The shipped model and texts: complete, really trained, kept apart."""
 
-import dataclasses
 import json
-import math
 import re
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -16,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert.data import SEPARATOR, demo_folder, read_documents, read_text
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "demo"
 WORD = re.compile(r"\w+")
 
 
@@ -46,17 +39,6 @@ def held_out(tokenizer) -> torch.Tensor:
     )
 
 
-@pytest.fixture(scope="module")
-def recipe() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(RECIPES))
-    try:
-        import train_demo
-
-        yield train_demo
-    finally:
-        sys.path.remove(str(RECIPES))
-
-
 @pytest.mark.parametrize(
     ("split", "count"), [("train", 400), ("calibration", 50), ("held_out", 25)]
 )
@@ -82,16 +64,6 @@ def test_splits_share_no_paragraph_of_ten_words_and_almost_no_run_of_eight():
             known = set(runs)
         else:
             assert sum(run in known for run in runs) < 0.01 * len(runs)
-
-
-def test_notice_carries_the_license_of_the_python_that_the_texts_are_from(training):
-    notice = (demo_folder().parent / "NOTICE").read_text()
-    said = (
-        f"Python {training['texts_from_python']}",
-        "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2",
-        "Changes made:",
-    )
-    assert all(each in notice for each in said)
 
 
 def test_checkpoint_is_a_small_complete_multi_head_llama_in_bfloat16():
@@ -123,60 +95,3 @@ def test_held_out_loss_is_as_recorded_and_two_nats_below_unigram_entropy(model, 
     assert entropy == pytest.approx(training["unigram_entropy"], abs=1e-4)
     assert loss == pytest.approx(training["held_out_loss"]["512"], abs=1e-3)
     assert loss <= entropy - 2
-
-
-def test_a_twin_with_norms_starts_from_the_shipped_model(recipe, model, held_out):
-    twin = AutoModelForCausalLM.from_config(recipe.model_config(recipe.Recipe(qk_norm=True)))
-    batch = held_out[:512].view(2, 256)
-    recipe.take_weights(twin, demo_folder(), batch)
-    assert type(twin).__name__ == "Qwen3ForCausalLM"
-    losses = [recipe.next_token_loss(each, batch).item() for each in (model, twin)]
-    assert losses[0] < losses[1] < losses[0] + 0.5  # with gains of one scores would be small: +1.1
-
-
-def test_recipe_drops_what_was_said_before_and_legal_notes(recipe):
-    import demo_texts
-
-    def written(name: str, *entries: tuple[str, str]):
-        return demo_texts.document(name, iter(demo_texts.entry(*each) for each in entries))
-
-    said = "one two three four five six seven eight nine ten"
-    first = written("a", ("head", f"{said}\n\nCopyright by somebody\n\n----\n\nshort one"))
-    assert first.text() == f"head\n{said}\n\nshort one"
-    again = written("b", ("gone", said + " eleven"), ("", "short one"))
-    seen = set[int]()
-    assert demo_texts.deduplicate(first, seen, set()) == first
-    assert demo_texts.deduplicate(again, seen, set()).text() == "short one"
-    assert demo_texts.deduplicate(again, seen, {("short", "one")}).text() == ""
-
-
-@pytest.mark.slow
-def test_recipe_trains_writes_a_checkpoint_and_repeats_itself_to_the_bit(recipe, tmp_path):
-    sizes = {
-        "vocabulary": 300,
-        "layers": 1,
-        "heads": 2,
-        "head_dim": 8,
-        "intermediate": 16,
-        "sequence": 32,
-    }
-    small = recipe.Recipe(**sizes, steps=60, warmup=5)
-    documents = read_documents("held_out")[5:8]
-    made = recipe.train_tokenizer(documents, small)
-    tokens = {split: recipe.encode(made, documents) for split in recipe.SPLITS}
-    losses = []
-    weights = []
-    for steps in (60, 3, 3):
-        torch.manual_seed(small.seed)
-        model = AutoModelForCausalLM.from_config(recipe.model_config(small))
-        losses.append(float(recipe.window_losses(model, tokens["train"], 32).mean()))
-        assert (
-            recipe.train(model, tokens, dataclasses.replace(small, steps=steps), math.inf, tmp_path)
-            == steps
-        )
-        weights.append(model.state_dict())
-        if steps == 60:
-            recipe.save(model, tmp_path)
-    assert all(torch.equal(weights[1][name], weights[2][name]) for name in weights[1])
-    assert recipe.measure(tmp_path, tokens, small)["held_out_loss"]["32"] < losses[0] - 0.5
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16

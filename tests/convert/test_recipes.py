@@ -4,7 +4,6 @@ options; refusals.
 
 import json
 import re
-import runpy
 import shlex
 from pathlib import Path
 
@@ -214,24 +213,3 @@ def test_the_recipe_that_the_readme_shows_is_one(tmp_path):
     (shown,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
     (tmp_path / "mine.toml").write_text(shown)
     assert recipe_request(str(tmp_path / "mine.toml"), model="m", out="o").budget == 576
-
-
-def test_a_checkpoint_split_into_files_is_joined_and_damage_is_named(tmp_path):
-    scripts = runpy.run_path(str(REPOSITORY / "recipes" / "split_model.py"))
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "model.safetensors").write_bytes(bytes(range(250)))
-    (model / "config.json").write_text("{}")
-    made = scripts["split"](model, tmp_path / "parts", 100)
-    assert [path.stat().st_size for path in made] == [2, 100, 100, 50]
-    scripts["join"](tmp_path / "parts", tmp_path / "joined")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "joined").iterdir()} == {
-        path.name: path.read_bytes() for path in model.iterdir()
-    }
-    made[1].write_bytes(bytes(100))
-    made[3].unlink()
-    with pytest.raises(
-        SystemExit, match=r"0001\.part is damaged.*0003\.part is missing; copy them again"
-    ):
-        scripts["join"](tmp_path / "parts", tmp_path / "again")
-    assert not (tmp_path / "again").exists()

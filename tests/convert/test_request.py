@@ -1,6 +1,4 @@
-"""Requests: every option is one field, from which come the command line, recipes, checks of values
-and keywords.
-"""
+"""Requests: every option is one field, from which come the command line, recipes and checks."""
 
 import pickle
 import re
@@ -11,12 +9,18 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from kvfold.convert import ConvertRequest, recipes
+from kvfold.convert import (
+    BenchRequest,
+    ConvertRequest,
+    DriftRequest,
+    EvalRequest,
+    SweepRequest,
+    recipes,
+)
 from kvfold.convert.console import PanelCommand, request_options
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_bytes, parse_size
 from kvfold.convert.options import option, specs
-from kvfold.convert.request import BenchRequest, DriftRequest, EvalRequest, SweepRequest
 
 
 def refused(request=ConvertRequest, **options):
@@ -36,18 +40,12 @@ def test_an_error_names_the_field_at_fault_and_every_further_problem():
     assert InputError("damaged").field is None
 
 
-@pytest.mark.parametrize("request_type", [DriftRequest, EvalRequest, SweepRequest])
-def test_seeds_beyond_the_generator_s_are_refused(request_type):
-    out = {} if request_type is SweepRequest else {"out": "o"}
-    assert refused(request_type, model="m", seed=2**64, **out).field == "seed"
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("2GiB", 2 * 2**30), ("100", 100), ("7 kb", 7000)]
     + [(text, None) for text in ("", "0", "-1GB", "5 apples", "GB", "1e3", "9" * 400)],
 )
-def test_sizes(text, size):
+def test_sizes_are_parsed(text, size):
     assert parse_size(text) == size
 
 
@@ -60,142 +58,119 @@ def test_bytes_are_shown_in_the_largest_unit_that_fits(count, text):
 
 
 @pytest.mark.parametrize(
-    ("calibration", "texts"),
+    ("calibration", "stored"),
     [
         (None, ()),
-        ((), ()),
+        ([], ()),
         ("a.txt", ("a.txt",)),
-        (["a.txt"], ("a.txt",)),
-        ([Path("a.txt"), "b.md"], ("a.txt", "b.md")),
+        ([Path("a.txt"), "b,c.md"], ("a.txt", "b,c.md")),
     ],
 )
-def test_paths_become_text_and_one_text_or_several_are_texts(calibration, texts):
+def test_paths_are_stored_as_text_and_lists_as_tuples(calibration, stored):
     request = ConvertRequest(Path("a") / "b", Path("c"), to="mqa", calibration=calibration)
-    assert (request.model, request.out, request.calibration) == (str(Path("a") / "b"), "c", texts)
+    assert (request.model, request.out) == (str(Path("a") / "b"), "c")
+    assert request.calibration == stored
 
 
-def test_defaults():
+def test_a_conversion_is_calibrated_if_its_method_or_its_training_reads_text():
     request = ConvertRequest(model="m", out="o", to="mqa")
-    assert (request.resolved_method, request.shard_bytes, request.calibrated) == (
-        "principal",
-        5 * 10**9,
-        True,
-    )
+    assert (request.resolved_method, request.shard_bytes) == ("principal", 5 * 10**9)
+    assert request.calibrated
     assert not ConvertRequest(model="m", out="o", to="mqa", method="mean").calibrated
     assert ConvertRequest(model="m", out="o", to="mqa", method="mean", refine=10).calibrated
 
 
 @pytest.mark.parametrize(
-    ("options", "positions", "numbers"),
+    ("options", "positions", "samples", "length"),
     [
-        ({}, 8192, (128, 512)),
-        ({}, 300, (219, 300)),
-        ({"samples": 1}, 300, (2, 300)),
-        ({"seq_len": 2048}, 300, (128, 2048)),
+        ({}, 8192, 128, 512),
+        ({}, 300, 219, 300),
+        ({"samples": 1}, 300, 2, 300),
+        ({"seq_len": 2048}, 300, 128, 2048),
     ],
 )
-def test_automatic_lengths_keep_the_number_of_tokens(options, positions, numbers):
+def test_automatic_lengths_keep_the_number_of_tokens(options, positions, samples, length):
     """An explicit length stays, and is refused elsewhere if the model is too short for it."""
-    sized = ConvertRequest(model="m", out="o", to="mqa", **options).resolve_length(positions)
-    assert (sized.samples, sized.length) == numbers
+    request = ConvertRequest(model="m", out="o", to="mqa", **options).resolve_length(positions)
+    assert (request.samples, request.length) == (samples, length)
 
 
-WRONG = {
-    "model": 3,
-    "out": " ",
-    "samples": 0,
-    "seq_len": 1,
-    "seed": 2**63,
-    "refine": "often",
-    "polish": -1,
-}
-WRONG |= {
-    "device": "cude",
-    "dtype": "tpu",
-    "overwrite": "yes",
-    "max_shard_size": "5 apples",
-    "kv_heads": True,
-}
+BUDGET = {"to": "mla", "budget": 64}
+SPLIT = {"to": "mla", "kv_rank": 8, "rope_dim": 8}
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("field", "options"),
     [
-        {"to": "gpa", "method": "best", "calibration": " ", "max_shard_size": "5", **WRONG},
-        {"to": "gqa"},
-        {"to": "gqa", "kv_heads": 2, "kv_rank": 8, "rope_dim": 0, "method": "svd"},
-        {
-            "to": "mqa",
-            "kv_heads": 4,
-            "method": "mean",
-            "group": "similar",
-            "calibration": "a.txt",
-        },
-        {"to": "mqa", "repeat_text": True},
-        {"to": "mla", "kv_rank": 8},
-        {
-            "to": "mla",
-            "budget": 64,
-            "kv_rank": 8,
-            "method": "svd",
-            "group": "similar",
-            "layout": "deepseek",
-        },
-        {"to": "mla", "budget": 64, "layout": "engine", "rotate_latent": True},
-        {"to": "mla", "kv_rank": 8, "rope_dim": 8, "layout": "engine", "method": "svd"},
+        ("model", {"model": 3}),
+        ("out", {"out": " "}),
+        ("to", {"to": "gpa"}),
+        ("kv_heads", {"kv_heads": True}),
+        ("seq_len", {"seq_len": 1}),
+        ("seed", {"seed": 2**63}),
+        ("refine", {"refine": "often"}),
+        ("polish", {"polish": -1}),
+        ("calibration", {"calibration": " "}),
+        ("overwrite", {"overwrite": "yes"}),
+        ("max_shard_size", {"max_shard_size": "5 apples"}),
+        ("max_shard_size", {"max_shard_size": "5"}),
+        ("method", {"method": "best"}),
+        ("method", {"method": "svd"}),
+        ("kv_heads", {"to": "gqa"}),
+        ("kv_heads", {"kv_heads": 4}),
+        ("group", {"method": "mean", "group": "similar"}),
+        ("calibration", {"method": "mean", "calibration": "a.txt"}),
+        ("repeat_text", {"repeat_text": True}),
+        ("effort", {"effort": "normal", "refine": 5}),
+        ("rope_dim", {"to": "mla", "kv_rank": 8}),
+        ("budget", {**BUDGET, "kv_rank": 8}),
+        ("budget", {**BUDGET, "method": "svd"}),
+        ("group", {**BUDGET, "group": "similar"}),
+        ("layout", {**SPLIT, "layout": "deepseek"}),
+        ("layout", {**SPLIT, "layout": "engine", "method": "svd"}),
+        ("rotate_latent", {**BUDGET, "layout": "engine", "rotate_latent": True}),
     ],
-    ids=lambda options: " ".join(
-        f"{name}={value}" for name, value in options.items() if name not in WRONG
-    ),
 )
-def test_what_is_refused(options, told):
-    told(refused(**{"model": "m", "out": "o", **options}))
-
-
-def test_what_decides_the_result_is_recorded():
-    def recorded(**options):
-        return ConvertRequest(
-            model="/home/someone/m", out="/tmp/o", to="mqa", quiet=True, **options
-        ).result_options()
-
-    assert (recorded()["to"], recorded()["method"]) == ("mqa", "principal")
-    how = {
-        "model",
-        "out",
-        "quiet",
-        "device",
-        "overwrite",
-        "dry_run",
-        "allow_growth",
-        "trust_remote_code",
-    }
-    assert not how & set(recorded(device="cpu"))
-    drawn = (
-        {},
-        {"method": "random"},
-        {"method": "mean", "refine": 5},
-        {"method": "mean", "polish": 5},
-    )
-    assert all("seed" in recorded(**options) for options in drawn)
-    assert "seed" not in recorded(method="mean")
-    latent = ConvertRequest(model="m", out="o", to="mla", kv_rank=8, rope_dim=8)
-    assert latent.result_options()["layout"] == latent.resolved_layout == "free"
+def test_an_invalid_conversion_is_refused(field, options, told):
+    error = refused(**{"model": "m", "out": "o", "to": "mqa", **options})
+    assert error.field == field
+    told(error)
 
 
 @pytest.mark.parametrize(
-    ("request_type", "options"),
+    ("request_type", "field", "options"),
     [
-        (DriftRequest, {"samples": 0, "seq_len": 1, "device": "gpu"}),
-        (SweepRequest, {"refine": -1, "layout": "deepseek", "calibration": ["a.txt", "a.txt"]}),
-        (EvalRequest, {"lengths": "8,many", "samples": 1, "retrieval": "no", "tasks": [3]}),
-        (BenchRequest, {"contexts": [0], "batches": "x", "cache": "large"}),
-        (BenchRequest, {"models": ["m"], "layers": 2}),
+        (DriftRequest, "samples", {"samples": 0}),
+        (DriftRequest, "seed", {"seed": 2**64}),
+        (SweepRequest, "layout", {"layout": "deepseek"}),
+        (EvalRequest, "lengths", {"lengths": "8,many"}),
+        (EvalRequest, "retrieval", {"retrieval": "no"}),
+        (EvalRequest, "tasks", {"tasks": [3]}),
+        (BenchRequest, "contexts", {"contexts": [0]}),
+        (BenchRequest, "batches", {"batches": "x"}),
+        (BenchRequest, "models", {}),
+        (BenchRequest, "layers", {"models": ["m"], "layers": 2}),
     ],
-    ids=["drift", "sweep", "eval", "bench", "bench layers"],
 )
-def test_what_the_requests_of_measuring_commands_refuse(request_type, options, told):
+def test_an_invalid_measurement_is_refused(request_type, field, options, told):
     paths = {name: "m" for name in ("model", "out") if name in specs(request_type)}
-    told(refused(request_type, **paths, **options))
+    error = refused(request_type, **paths, **options)
+    assert error.field == field
+    told(error)
+
+
+def test_only_options_that_decide_the_result_are_recorded():
+    def record(**options):
+        paths = {"model": "/home/someone/m", "out": "/tmp/o"}
+        return ConvertRequest(**paths, to="mqa", quiet=True, **options).result_options()
+
+    assert (record()["to"], record()["method"]) == ("mqa", "principal")
+    assert not {"model", "out", "quiet", "device", "overwrite"} & set(record(device="cpu"))
+    for seeded in ({}, {"method": "random"}, {"method": "mean", "refine": 5}):
+        assert "seed" in record(**seeded)
+    assert "seed" not in record(method="mean")
+    latent = ConvertRequest(model="m", out="o", **SPLIT)
+    assert latent.result_options()["layout"] == latent.resolved_layout == "free"
 
 
 def test_names_and_numbers_may_be_one_text_with_commas():
@@ -223,10 +198,10 @@ def test_a_field_is_an_option_a_key_of_recipes_and_a_rule(monkeypatch, tmp_path)
     shown = CliRunner().invoke(command, ["--help"]).output
     assert re.search(r"--sharpness INTEGER +How sharp\. +\[default: 3\]", shown)
     to = next(parameter for parameter in command.params if parameter.name == "to")
-    assert [each.value for each in to.shell_complete(click.Context(command), "m")] == ["mqa", "mla"]
-    CliRunner().invoke(
-        command, ["m", "o", "--to", "mqa", "--sharpness", "5"], catch_exceptions=False
-    )
+    completed = to.shell_complete(click.Context(command), "m")
+    assert [word.value for word in completed] == ["mqa", "mla"]
+    line = ["m", "o", "--to", "mqa", "--sharpness", "5"]
+    CliRunner().invoke(command, line, catch_exceptions=False)
     assert requests[0].sharpness == requests[0].result_options()["sharpness"] == 5
     assert refused(Extended, model="m", out="o", to="mqa", sharpness=0).field == "sharpness"
     monkeypatch.setattr(recipes, "ConvertRequest", Extended)

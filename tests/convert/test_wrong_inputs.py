@@ -4,6 +4,7 @@ written.
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,18 +19,11 @@ from kvfold.convert.formatting import parse_size
 from kvfold.convert.measure.sweep_targets import parse_targets
 from kvfold.convert.request import EvalRequest
 
-WEIGHTS = {"type": "int", "num_bits": 8}
-
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A copy of the model that ships."""
-    copy = tmp_path / "model"
-    copy.mkdir()
-    for file in demo_folder().iterdir():
-        if file.is_file():
-            (copy / file.name).write_bytes(file.read_bytes())
-    return copy
+    return Path(shutil.copytree(demo_folder(), tmp_path / "model"))
 
 
 @pytest.mark.parametrize(
@@ -63,17 +57,9 @@ def test_results_are_not_written_through_links_or_into_pipes(tmp_path, refused):
 def test_a_token_beyond_the_vocabulary_begins_no_text(model, refused):
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<nope>"}))
-    asked = ConvertRequest(
-        model=str(model),
-        out=str(model.parent / "out"),
-        to="mqa",
-        calibration="self",
-        samples=2,
-        seq_len=16,
-        quiet=True,
-    )
+    options = {"calibration": "self", "samples": 2, "seq_len": 16, "quiet": True}
     with refused():
-        convert_checkpoint(asked)
+        convert_checkpoint(ConvertRequest(model, model.parent / "out", to="mqa", **options))
     assert not (model.parent / "out").exists()
 
 
@@ -84,15 +70,7 @@ def test_a_conversion_that_overflows_is_not_written(model, refused):
             weight = tensors[f"model.layers.{layer}.self_attn.{name}.weight"]
             weight.fill_(torch.finfo(weight.dtype).max)
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    asked = ConvertRequest(
-        model=str(model),
-        out=str(model.parent / "out"),
-        to="mla",
-        method="svd",
-        kv_rank=24,
-        rope_dim=8,
-        quiet=True,
-    )
+    target = {"to": "mla", "method": "svd", "kv_rank": 24, "rope_dim": 8, "quiet": True}
     with refused():
-        convert_checkpoint(asked)
+        convert_checkpoint(ConvertRequest(model, model.parent / "out", **target))
     assert not (model.parent / "out").exists()
