@@ -20,7 +20,6 @@ from kvfold.attention.drift.report import DriftReport, dtype_name, make_report
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.results import LatentSpectrum
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.methods.registry import Notes
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
@@ -123,13 +122,11 @@ def merge_notes(plan: Plan, layers: Sequence[Notes]) -> dict[str, Any]:
     spectra = merged.get("latent_spectrum")
     if spectra is not None and plan.latent is not None:
         energies = torch.tensor([layer["sorted"] for layer in spectra], dtype=torch.float64)
-        merged["latent_spectrum"] = vars(
-            LatentSpectrum(
-                channels=plan.latent.channels,
-                sorted=energies.mean(0).tolist(),
-                lost=[layer["lost"] for layer in spectra],
-            )
-        )
+        merged["latent_spectrum"] = {
+            "channels": plan.latent.channels,
+            "sorted": energies.mean(0).tolist(),
+            "lost": [layer["lost"] for layer in spectra],
+        }
     return merged
 
 

@@ -1,4 +1,4 @@
-"""What a conversion returns, and what it chose and gained, as objects."""
+"""What a conversion returns."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -71,11 +71,6 @@ class Conversion:
         latent = self.plan.latent
         return None if latent is None else (latent.kv_rank, latent.rope_dim)
 
-    @property
-    def choices(self) -> "Choices":
-        """What was chosen and gained."""
-        return read_choices(self.record)
-
     def to_dict(self) -> dict[str, Any]:
         """JSON values: the plan for a dry run, otherwise the record without its lists of tensors
         and files.
@@ -133,107 +128,3 @@ class Split:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, without ``refined_kl`` if it was not measured."""
         return {name: value for name, value in vars(self).items() if value is not None}
-
-
-@dataclass(frozen=True)
-class Gain:
-    """A gain on held-out text by training or a fit.
-
-    before: the error before it.
-    after: the error after it.
-    steps: the steps that were run.
-    kept: the step whose weights are used.
-    """
-
-    before: float
-    after: float
-    steps: int = 0
-    kept: int = 0
-
-
-AnyGain = TypeVar("AnyGain", bound=Gain)
-
-
-@dataclass(frozen=True)
-class Polishing(Gain):
-    """The gain of polishing, in KL (nats per token).
-
-    errors: the KL before training and after each round.
-    tokens_per_error: the tokens of a round.
-    curve: further figures of some rounds: ``tokens``, ``kl``, ``excess``, ``loss`` and
-        ``top_1_agreement`` on held-out text.
-    """
-
-    errors: list[float] = field(default_factory=list)
-    tokens_per_error: int = 0
-    curve: list[dict[str, float]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class RotaryWorth:
-    """The share of the scores' energy in rotary pairs.
-
-    per_pair: the share of each pair.
-    kept_per_pair: the part of it that is kept.
-    slots: the number of slots kept.
-    sorted: the shares of the largest slots.
-    """
-
-    per_pair: list[float]
-    kept_per_pair: list[float]
-    slots: int
-    sorted: list[float]
-
-
-@dataclass(frozen=True)
-class LatentSpectrum:
-    """The share of energy of the latent's channels.
-
-    channels: the number of channels kept.
-    sorted: the shares of the largest channels, mean over layers.
-    lost: the share beyond the channels kept, by layer.
-    """
-
-    channels: int
-    sorted: list[float]
-    lost: list[float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """What a calibrated conversion chose and gained.
-
-    splits: those tried for a budget.
-    refinement: the gain of refinement, by layer.
-    output_fit: the gain of the fit of the output projection, by layer.
-    polish: the gain of polishing.
-    rotary_worth: what the rotary slots of MLA keep.
-    latent_spectrum: what the latent of MLA keeps.
-    """
-
-    splits: tuple[Split, ...] = ()
-    refinement: tuple[Gain, ...] = ()
-    output_fit: tuple[Gain, ...] = ()
-    polish: Polishing | None = None
-    rotary_worth: RotaryWorth | None = None
-    latent_spectrum: LatentSpectrum | None = None
-
-
-def read_choices(record: Mapping[str, Any]) -> Choices:
-    """Read the content of a ``kvfold.json``; entries that it lacks are empty or None."""
-    polish = record.get("polish")
-    worth = record.get("rotary_worth")
-    spectrum = record.get("latent_spectrum")
-    return Choices(
-        refinement=tuple(_read_gain(Gain, entry) for entry in record.get("refinement", ())),
-        output_fit=tuple(_read_gain(Gain, entry) for entry in record.get("output_fit", ())),
-        splits=tuple(Split(**split) for split in record.get("splits", ())),
-        polish=None if polish is None else _read_gain(Polishing, polish),
-        rotary_worth=None if worth is None else RotaryWorth(**worth),
-        latent_spectrum=None if spectrum is None else LatentSpectrum(**spectrum),
-    )
-
-
-def _read_gain(kind: type[AnyGain], entry: Mapping[str, Any]) -> AnyGain:
-    """The fields of the dataclass ``kind`` that ``entry`` has."""
-    return kind(**{name: entry[name] for name in kind.__dataclass_fields__ if name in entry})

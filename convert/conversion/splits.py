@@ -26,7 +26,7 @@ from kvfold.convert.conversion.layers import (
     source_layer,
 )
 from kvfold.convert.conversion.plan import Plan, mla_specs, plan_mla
-from kvfold.convert.conversion.results import RotaryWorth, Split
+from kvfold.convert.conversion.results import Split
 from kvfold.convert.families.layer_io import layer_rotary
 from kvfold.convert.progress import Stages
 from kvfold.convert.targets.mla.spec import MlaSpec
@@ -291,7 +291,10 @@ def _describe_slots(plan: Plan, surveyed: Sequence[LayerSurvey]) -> dict[str, An
         count = sum(first.counts)
         kept = [float(row[:slots].sum()) for row, slots in zip(worth, first.counts, strict=True)]
         largest = worth.flatten().sort(descending=True).values[: _SHOWN_SLOTS * max(1, count)]
-        notes["rotary_worth"] = vars(
-            RotaryWorth(worth.sum(1).tolist(), kept, count, largest.tolist())
-        )
+        notes["rotary_worth"] = {
+            "per_pair": worth.sum(1).tolist(),
+            "kept_per_pair": kept,
+            "slots": count,
+            "sorted": largest.tolist(),
+        }
     return notes

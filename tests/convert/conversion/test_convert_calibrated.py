@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -16,11 +15,8 @@ from kvfold.convert import ConvertRequest, SweepRequest, convert_checkpoint, swe
 from kvfold.convert.conversion import splits
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.losses import checkpoint_perplexity, token_losses, token_windows
 from kvfold.convert.progress import Stages
-from kvfold.convert.targets.engines import describe_mla, support_for
-from kvfold.convert.targets.mla.spec import MlaSpec
 from kvfold.convert.text.windows import load_calibration
 from kvfold.convert.walk.walk import last_states
 
@@ -121,20 +117,13 @@ def test_a_failing_measurement_of_long_sequences_does_not_cost_the_run(
 
 def test_a_calibrated_run_records_its_groups_and_its_drift(folded):
     record = json.loads((folded / "kvfold.json").read_text())
-    assert record["request"]["method"] == "principal"
     for groups in record["groups"]:
         assert sorted(head for group in groups for head in group) == list(range(8))
-        assert {len(group) for group in groups} == {4}
-    assert any(
-        groups != [[0, 1, 2, 3], [4, 5, 6, 7]] for groups in record["groups"]
-    )  # similar is the default
+    # similar is the default
+    assert any(groups != [[0, 1, 2, 3], [4, 5, 6, 7]] for groups in record["groups"])
     assert (record["calibration"]["sequences"], record["calibration"]["held_out"]) == (16, 8)
-    drift = record["drift"]
-    assert len(drift["layers"]) == 4
-    assert drift["cache_bytes_per_token"] == {"source": 4096, "student": 1024}
-    assert 1e-3 < drift["kl"]["value"] < 0.5
-    assert drift["kl"]["floor"] < 1e-6
-    assert f"{drift['kl']['value']:.4f}" in (folded / "README.md").read_text()
+    assert 1e-3 < record["drift"]["kl"]["value"] < 0.5
+    assert record["drift"]["kl"]["floor"] < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -235,94 +224,39 @@ def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, split, tiny_rea
     ]
     assert all(each["refined_kl"] != each["kl"] for each in finals)
     assert done.split[1] == min(finals, key=lambda each: each["refined_kl"])["rope_dim"]
-    # The attributes are the record's values.
-    record = json.loads((tmp_path / "refined" / "kvfold.json").read_text())
-    assert [each.to_dict() for each in done.choices.splits] == record["splits"] == refined
-    changes = {
-        "attention": done.attention,
-        "cache_elements": done.cache_elements,
-    }
-    assert {name: record[name] for name in changes} == {
-        name: {"from": change.before, "to": change.after} for name, change in changes.items()
-    }
-    gains = zip(done.choices.refinement, record["refinement"], strict=True)
-    assert [vars(gain).items() <= each.items() for gain, each in gains] == [True] * 2
-    assert vars(done.choices.rotary_worth) == record["rotary_worth"]
-    assert vars(done.choices.latent_spectrum) == record["latent_spectrum"]
-    drift = record["drift"]
-    assert (done.drift.kl, done.drift.excess) == tuple(
-        drift[name]["value"] for name in ("kl", "excess")
-    )
 
 
-def tried(rank, rope, kl, layout="free", dim=128):
-    """A trial of a llama with heads of ``dim`` dims."""
-    config = {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-    }
-    config |= {
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "vocab_size": 99,
-        "head_dim": dim,
-    }
-    model = model_of(config)
-    target = MlaSpec(rank, rope, layout=layout)
-    plan = Mock(
-        engines=support_for(describe_mla(model, target)), geometry=model.geometry, latent=target
-    )
+def trial(rank, rope, kl, engines=1, refined_kl=None):
+    """A trial of a split that so many ``engines`` serve."""
+    support = [Mock(engine=str(number), serves=True) for number in range(engines)]
+    plan = Mock(engines=support, latent=Mock(kv_rank=rank, rope_dim=rope))
     plan.request = Mock(refine=1, quiet=True)
-    return splits.Trial(plan, kl)
+    plan.geometry = Mock(layers=2)
+    return splits.Trial(plan, kl, refined_kl)
 
 
 @pytest.mark.parametrize(
-    ("served", "best", "taken"),
-    [(0.0104, 0.0100, (512, 64)), (0.0106, 0.0100, (448, 128)), (math.nan, math.nan, (384, 192))],
+    ("served", "best", "taken"), [(0.0104, 0.0100, 2), (0.0106, 0.0100, 0), (math.nan, math.nan, 1)]
 )
 def test_a_split_that_more_engines_serve_is_taken_where_it_costs_at_most_5_percent(
     served, best, taken
 ):
-    candidates = [tried(448, 128, best), tried(384, 192, 0.02), tried(512, 64, served)]
-    target = splits.prefer_served(candidates).plan.latent
-    assert (target.kv_rank, target.rope_dim) == taken
+    trials = [trial(448, 128, best), trial(384, 192, 0.02), trial(512, 64, served, engines=2)]
+    assert splits.prefer_served(trials) is trials[taken]
     # A refined drift comes before one as fitted.
-    refined = [
-        replace(tried(384, 192, 0.5), refined_kl=0.4),
-        replace(tried(320, 256, 0.6), refined_kl=0.3),
-    ]
-    assert splits.prefer_served([*candidates, *refined]) is refined[1]
+    refined = [trial(384, 192, 0.5, refined_kl=0.4), trial(320, 256, 0.6, refined_kl=0.3)]
+    assert splits.prefer_served([*trials, *refined]) is refined[1]
 
 
-@pytest.mark.parametrize(
-    ("rank", "dim", "layout", "preferred"),
-    [
-        (
-            448,
-            64,
-            "free",
-            False,
-        ),  # on GPUs vLLM's prefill takes no such heads, and on CPUs no such cache
-        (512, 64, "free", True),  # on CPUs
-        (448, 80, "engine", True),  # its heads are padded
-        (400, 128, "engine", False),  # the other engines serve every split
-    ],
-)
-def test_a_split_is_preferred_by_the_verdict_on_it(rank, dim, layout, preferred, monkeypatch):
-    """It is then refined too, though others have a lower KL."""
-    other = tried(rank - 64, 128, 0.01, layout, dim)
-    size = tried(rank, 64, 0.0101, layout, dim)
-    assert (splits.prefer_served([other, size]) is size) is preferred
-    better = [tried(40 - rope, rope, 0.001 * rope, layout, dim) for rope in (2, 4, 6, 8)]
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_split_that_more_engines_serve_is_refined_too(monkeypatch, engines):
+    trials = [trial(512, 64, 0.01, engines), *(trial(40, rope, rope / 1000) for rope in range(4))]
     monkeypatch.setattr(
         splits, "try_split", lambda plan, *_: next(t.kl for t in trials if t.plan is plan)
     )
-    trials = [size, *better]
-    plans = [trial.plan for trial in trials]
+    plans = [each.plan for each in trials]
     compared = splits.compare_splits(plans, Mock(), Mock(), Stages(None, quiet=True))
-    assert (compared[0].refined_kl is not None) is preferred
+    assert (compared[0].refined_kl is not None) == (engines > 1)
 
 
 @pytest.fixture(scope="module")

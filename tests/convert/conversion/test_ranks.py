@@ -130,14 +130,14 @@ def test_processes_that_were_killed_go_on_after_the_last_finished_layer(requests
     made = requests("out", options)
 
     def killed():
-        noted = Journal.note
+        noted = Journal.add_layer
 
         def note(journal, notes):
             noted(journal, notes)
             if processes.is_rank0():
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        Journal.note = note
+        Journal.add_layer = note
         with processes.process_group("cpu"):
             convert(made)
 

@@ -10,7 +10,7 @@ from helpers.checkpoints import tensors
 
 from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
 from kvfold.convert.checkpoint.writer import ShardWriter
-from kvfold.convert.conversion import memory, polishing, splits
+from kvfold.convert.conversion import memory, polishing
 from kvfold.convert.data import demo_folder
 from kvfold.convert.targets.mla.encode import CONSTANT, norm_weight
 from kvfold.convert.training import budget
@@ -41,9 +41,8 @@ def convert(out, model, **options):
     ids=["latent", "mean", "engine", "svd"],
 )
 def test_polishing_brings_the_model_closer_and_changes_attention_alone(
-    tiny_reader, tmp_path, options, monkeypatch
+    tiny_reader, tmp_path, options
 ):
-    monkeypatch.setattr(splits, "_TRIAL_STEPS", 1)
     record = convert(tmp_path / "polished", tiny_reader, **options, polish=4)
     polish = record["polish"]
     assert (polish["steps"], polish["kept"]) == (4, 4)
@@ -191,8 +190,7 @@ def test_refinement_brings_a_trained_model_closer(tmp_path, options):
     ),
     ids=["mean", "svd", "engine"],
 )
-def test_any_start_can_be_refined(tiny_reader, tmp_path, options, monkeypatch):
-    monkeypatch.setattr(splits, "_TRIAL_STEPS", 1)
+def test_any_start_can_be_refined(tiny_reader, tmp_path, options):
     first = convert(tmp_path / "out", tiny_reader, **options, refine=6)["refinement"][0]
     assert first["kept"] == 6
     assert first["after"] < first["before"]

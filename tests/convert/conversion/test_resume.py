@@ -251,9 +251,11 @@ def test_layers_that_were_damaged_since_a_failed_run_are_made_again(
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
         surveyed = []
-        gather = walk.gather
+        gather = walk.gather_statistics
         patch.setattr(
-            walk, "gather", lambda *given: surveyed.append(given[1].index) or gather(*given)
+            walk,
+            "gather_statistics",
+            lambda *given: surveyed.append(given[1].index) or gather(*given),
         )
         convert_checkpoint(ConvertRequest(**options))
     assert (
