@@ -6,7 +6,7 @@ Modules that import torch or transformers, which takes seconds, are imported whe
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
@@ -28,7 +28,6 @@ from kvfold.convert.conversion.plan import Plan, checkpoint_from_config, make_pl
 from kvfold.convert.conversion.record import make_record
 from kvfold.convert.conversion.results import Conversion
 from kvfold.convert.formatting import jsonable
-from kvfold.convert.methods.registry import Notes
 from kvfold.convert.progress import Advance, Progress, Stages
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.text.corpus import check_seq_len, check_sources
@@ -83,6 +82,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
 
                 plan, notes = choose_layout(plan, calibration, folder, stages)
             hashes, layer_notes, drift = _write_weights(plan, calibration, folder, stages)
+            notes |= layer_notes
             checkpoint.check_unchanged()
             processes.broadcast_from_rank0(lambda: _write_config(plan, folder))
             if request.polish and calibration is not None:
@@ -93,9 +93,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
                 if polished is not None:
                     drift, notes["polish"] = polished
             completed = processes.on_rank0(
-                lambda: _complete(
-                    plan, calibration, folder, hashes, notes, layer_notes, drift, stages
-                )
+                lambda: _complete(plan, calibration, folder, hashes, notes, drift, stages)
             )
     record, drift = completed or ({}, None)
     seconds = time.monotonic() - started
@@ -116,7 +114,7 @@ def _open_source(request: ConvertRequest) -> Checkpoint:
 
 def _write_weights(
     plan: Plan, calibration: "Calibration | None", folder: Path, stages: Stages
-) -> "tuple[dict[str, str], list[Notes], DriftReport | None]":
+) -> "tuple[dict[str, str], dict[str, Any], DriftReport | None]":
     """Convert all layers and write all shards.
 
     Returns the hash of each shard, and with text the notes on each layer, and the drift on the
@@ -148,7 +146,7 @@ def _write_weights(
     for found in processes.all_gather(plan.checkpoint.hashes):
         plan.checkpoint.hashes.update(found)
     digests = {file: digest for shard in shards for file, digest in shard.items()}
-    return digests, journal.notes, drift
+    return digests, journal.merge_notes(), drift
 
 
 def _convert_layers(
@@ -185,8 +183,7 @@ def _convert_layers(
         # What the journal lists must be on the disks of all processes.
         writer.sync()
         processes.all_gather(None)
-        spectrum = layers.latent_spectrum(plan, step)
-        journal.add_layer({**layer.notes, **spectrum, **output_fit, **refinement})
+        journal.add_layer({**layer.notes, **output_fit, **refinement})
     if not processes.is_rank0():
         return None
     from kvfold.convert.conversion.measurement import measure_walk
@@ -207,7 +204,6 @@ def _complete(
     folder: Path,
     hashes: Mapping[str, str],
     notes: Mapping[str, Any],
-    layer_notes: Sequence[Notes],
     drift: "DriftReport | None",
     stages: Stages,
 ) -> "tuple[dict[str, Any], DriftReport | None]":
@@ -232,7 +228,7 @@ def _complete(
             drift = measurement.measure_by_position(folder, calibration, drift)
         with stages("checking what was written"):
             written = measurement.check_written(folder, calibration, drift)
-        entries = measurement.record_entries(plan, calibration, notes, layer_notes, drift, written)
+        entries = measurement.record_entries(calibration, notes, drift, written)
     record = make_record(plan, entries)
     write_file(folder / "README.md", model_card(plan, record, drift))
     record["files"] = file_hashes(folder, known=hashes)

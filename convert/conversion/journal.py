@@ -84,6 +84,13 @@ class Journal:
         self._layers.append({"notes": dict(notes), "sha256": self._hashes(len(self._layers))})
         _write(self._folder, {"run": self._settings, "layers": self._layers, "polished": None})
 
+    def merge_notes(self) -> dict[str, Any]:
+        """The notes of all layers as lists by name; a layer without a note of a name is left out of
+        its list.
+        """
+        names = dict.fromkeys(name for notes in self.notes for name in notes)
+        return {name: [notes[name] for notes in self.notes if name in notes] for name in names}
+
     def _hashes(self, layer: int) -> dict[str, str]:
         """The SHA-256 of the converted tensors of ``layer`` in each shard, by file name."""
         ranges: dict[str, list[tuple[int, int]]] = {}

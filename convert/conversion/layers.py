@@ -28,8 +28,6 @@ from kvfold.convert.methods.registry import (
 )
 from kvfold.convert.targets.mla.spec import query_rank
 from kvfold.convert.transforms.fold.grouping import Pairs, contiguous
-from kvfold.convert.transforms.head_norms import linearize_heads
-from kvfold.convert.transforms.latent.factorization import energy_shares
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary
 
 if TYPE_CHECKING:
@@ -37,9 +35,6 @@ if TYPE_CHECKING:
     from kvfold.convert.training.refine import Refinement
     from kvfold.convert.walk.output_fit import AttentionUpdate
     from kvfold.convert.walk.walk import Step, Student, Walk
-
-# Components of the latent's spectrum that are recorded, relative to the channels.
-_SHOWN_CHANNELS = 3
 
 
 def open_walk(
@@ -260,25 +255,3 @@ def attention_update(plan: Plan) -> "AttentionUpdate":
     norms = plan.model.names.get(("attention_post_norm", 0))
     norm = None if norms is None else norms[0].split(".0.", 1)[1].removesuffix(".weight")
     return AttentionUpdate(plan.model.block.residual_scale, norm)
-
-
-def latent_spectrum(plan: Plan, step: "Step") -> dict[str, Any]:
-    """The energy of the principal components of the layer's keys and values, largest first, and the
-    share beyond the latent's channels; empty for a method that does not read text.
-    """
-    spec = plan.latent
-    if spec is None or step.statistics is None or not plan.method.reads_text:
-        return {}
-    centered = spec.layout != "engine"
-    statistics = step.statistics
-    weights = linearize_heads(source_layer(plan, step.index), statistics, key_constant=centered)
-    shares = energy_shares(
-        weights,
-        statistics,
-        layer_rotary(plan.model, step.index, "short"),
-        plan.slots[step.index],
-        context=plan.geometry.positions,
-        centered=centered,
-    )
-    shown = shares[: _SHOWN_CHANNELS * spec.channels].tolist()
-    return {"latent_spectrum": {"sorted": shown, "lost": float(shares[spec.channels :].sum())}}

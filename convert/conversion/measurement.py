@@ -4,7 +4,7 @@ of the files on disk.
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +19,7 @@ from kvfold.attention.drift.metrics import finite
 from kvfold.attention.drift.report import DriftReport, dtype_name, make_report
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import Calibration
-from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError, KvfoldError
-from kvfold.convert.methods.registry import Notes
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.walk.walk import Walk, chunk_size, last_states
 
@@ -111,30 +109,9 @@ def check_written(folder: Path, calibration: Calibration, drift: DriftReport) ->
     return {"loss_in_memory": expected, "loss_of_written_checkpoint": written}
 
 
-def merge_notes(plan: Plan, layers: Sequence[Notes]) -> dict[str, Any]:
-    """The notes of all ``layers`` as lists by name; a layer without a note of a name is left out of
-    its list. Of latent spectra, the mean, and what each layer loses.
-    """
-    names = dict.fromkeys(name for notes in layers for name in notes)
-    merged: dict[str, Any] = {
-        name: [notes[name] for notes in layers if name in notes] for name in names
-    }
-    spectra = merged.get("latent_spectrum")
-    if spectra is not None and plan.latent is not None:
-        energies = torch.tensor([layer["sorted"] for layer in spectra], dtype=torch.float64)
-        merged["latent_spectrum"] = {
-            "channels": plan.latent.channels,
-            "sorted": energies.mean(0).tolist(),
-            "lost": [layer["lost"] for layer in spectra],
-        }
-    return merged
-
-
 def record_entries(
-    plan: Plan,
     calibration: Calibration,
     notes: Mapping[str, Any],
-    layer_notes: Sequence[Notes],
     drift: DriftReport,
     written: Mapping[str, float],
 ) -> dict[str, Any]:
@@ -155,7 +132,6 @@ def record_entries(
             "held_out": dtype_name(source.dtype),
         },
         **notes,
-        **merge_notes(plan, layer_notes),
         "drift": {**drift.to_dict(), "written": written, **({"texts": texts} if texts else {})},
     }
 

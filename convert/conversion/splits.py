@@ -46,11 +46,9 @@ _SURVEYED = 4096
 # KL that a split that more engines serve may have, relative to the best: chosen, not tuned.
 _SERVED_FACTOR = 1.05
 # The rest bounds the cost of trials and what is recorded; none was tuned for its loss. Splits that
-# are tried with refinement, the best as fitted; slots of the recorded spectrum, relative to those
-# that are kept; layers that a trial converts, of a model with more; held-out tokens, and
-# calibration tokens for refinement.
+# are tried with refinement, the best as fitted; layers that a trial converts, of a model with more;
+# held-out tokens, and calibration tokens for refinement.
 _FINALISTS = 4
-_SHOWN_SLOTS = 3
 _PROBED = 4
 _TRIAL_HELD_OUT = 2048
 _TRIAL_CALIBRATION = 8192
@@ -92,7 +90,7 @@ def choose_layout(
     """
     if calibration is None or not plan.method.reads_text:
         plan = resolve_plan(plan, mla_specs(plan.request, plan.model)[0], ())
-        return plan, _describe_slots(plan, ())
+        return plan, describe_slots(plan)
     folder = scratch / ".survey"
     folder.mkdir(exist_ok=True)
     try:
@@ -104,7 +102,7 @@ def choose_layout(
             shutil.rmtree(folder)
     if splits:
         notes = {"splits": [split.to_dict() for split in splits], **notes}
-    return plan, {**notes, **_describe_slots(plan, surveyed)}
+    return plan, {**notes, **describe_slots(plan)}
 
 
 def survey_layers(
@@ -276,25 +274,11 @@ def probed_layers(layers: int) -> set[int]:
     return {(2 * number + 1) * layers // (2 * count) for number in range(count)}
 
 
-def _describe_slots(plan: Plan, surveyed: Sequence[LayerSurvey]) -> dict[str, Any]:
-    """Entries of ``kvfold.json`` on the rotary slots: their number per pair, and with a survey the
-    worth of rotation at every frequency and slot, mean over layers, and how much of it is kept.
+def describe_slots(plan: Plan) -> dict[str, Any]:
+    """The entry of ``kvfold.json`` on the rotary slots: their number per pair. Stock classes have
+    the same in all layers; where frequencies differ there is a list for each.
     """
     first = plan.slots[0]
-    # Stock classes have the same slots in all layers; where frequencies differ there is a list for
-    # each.
     if any(slots is not first for slots in plan.slots):
         return {"rotary_slots_per_pair": [list(slots.counts) for slots in plan.slots]}
-    notes: dict[str, Any] = {"rotary_slots_per_pair": list(first.counts)}
-    if first.counts and surveyed:
-        worth = rope_slots.mean_worth(surveyed)
-        count = sum(first.counts)
-        kept = [float(row[:slots].sum()) for row, slots in zip(worth, first.counts, strict=True)]
-        largest = worth.flatten().sort(descending=True).values[: _SHOWN_SLOTS * max(1, count)]
-        notes["rotary_worth"] = {
-            "per_pair": worth.sum(1).tolist(),
-            "kept_per_pair": kept,
-            "slots": count,
-            "sorted": largest.tolist(),
-        }
-    return notes
+    return {"rotary_slots_per_pair": list(first.counts)}
