@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvfold.convert.checkpoint.files import sync_path
-from kvfold.convert.checkpoint.folder import RECORD, list_files, recorded_files
+from kvfold.convert.checkpoint.members import RECORD, list_files, recorded_files
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_bytes
 from kvfold.convert.signals import DeferredSignals
@@ -370,3 +369,49 @@ def _renameat2(source: Path, target: Path, flags: int) -> bool:
     if code in _UNSUPPORTED:
         return False
     raise OSError(code, os.strerror(code), str(target))
+
+
+# Single files
+
+
+def write_file(path: Path, content: bytes | str) -> None:
+    """Write a small file; text is encoded as UTF-8. Unlike Python's own OSError, the one raised
+    here names the file.
+    """
+    rest = memoryview(content.encode() if isinstance(content, str) else content)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        # a call may write less than it was given, and only the next one tells that the disk is full
+        while rest:
+            rest = rest[os.write(file, rest) :]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield ``path`` with ".new" appended: the file that the block writes there replaces ``path``
+    when the block ends.
+
+    A kill meanwhile leaves the old file, if any, and part of the new one; an exception leaves only
+    the old file.
+    """
+    new = path.with_name(path.name + ".new")
+    try:
+        yield new
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def sync_path(path: Path) -> None:
+    """Flush one file or folder to disk with fsync."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None  # fsync does not say which
+    finally:
+        os.close(handle)

@@ -16,7 +16,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.checkpoint.files import load_json, read_bytes
+from kvfold.convert.checkpoint.members import load_json, read_bytes
 from kvfold.convert.errors import one_line, short
 
 # Bits per element of every dtype the format knows

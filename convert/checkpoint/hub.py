@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvfold.convert.checkpoint.folder import (
+from kvfold.convert.checkpoint.headers import MAX_HEADER, Header, parse_header
+from kvfold.convert.checkpoint.members import (
     CHAT_FILES,
     CONFIG,
     EXTRA_PATTERNS,
@@ -22,7 +23,6 @@ from kvfold.convert.checkpoint.folder import (
     SINGLE,
     resolve_member,
 )
-from kvfold.convert.checkpoint.headers import MAX_HEADER, Header, parse_header
 from kvfold.convert.errors import InputError, one_line
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[^@\s]+)?")

@@ -5,44 +5,219 @@ Does not import torch, transformers or huggingface_hub until a tensor or a legac
 hub id is used.
 """
 
+import hashlib
 import os
+import re
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint import hub
-from kvfold.convert.checkpoint.files import open_source, portable_name, read_bytes
-from kvfold.convert.checkpoint.folder import (
+from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, Header, TensorInfo, read_header
+from kvfold.convert.checkpoint.members import (
     CARD,
+    CHAT_FILES,
     CONFIG,
     DEQUANTIZE,
+    INDEX,
     LEGACY,
+    LEGACY_INDEX,
     file_states,
-    index_problems,
+    json_beside,
+    open_source,
+    parse_json,
+    portable_name,
     raise_problems,
+    read_bytes,
     read_config,
-    read_index,
     read_member,
+    read_parts,
     resolve_member,
     weight_file,
     with_templates,
 )
-from kvfold.convert.checkpoint.headers import Header, TensorInfo, read_header
-from kvfold.convert.checkpoint.reader import Checkpoint, Reader
-from kvfold.convert.errors import ADVICE, InputError, short
+from kvfold.convert.errors import ADVICE, InputError, KvfoldError, short
 
 if TYPE_CHECKING:
     import torch
 
-# The beginning of the text file that Git has in place of a large one
-_LFS_POINTER = b"version https://git-lfs"
-# Ends of the names of integer tensors that are weights; buffers such as masks and positions are not
-_PACKED = (".weight", ".qweight", ".qzeros", ".weight_packed", ".SCB")
+    from kvfold.convert.checkpoint.tensors import LegacyFiles
 
 __all__ = ["Checkpoint", "TensorInfo", "check_opens", "open_checkpoint", "open_headers"]
+
+# The beginning of the text file that Git has in place of a large one
+_LFS_POINTER = b"version https://git-lfs"
+_SHARD_NAMES = {
+    INDEX: re.compile(r"model-\d+-of-\d+\.safetensors"),
+    LEGACY_INDEX: re.compile(r"pytorch_model-\d+-of-\d+\.bin"),
+}
+# Ends of the names of integer tensors that are weights; buffers such as masks and positions are not
+_PACKED = (".weight", ".qweight", ".qzeros", ".weight_packed", ".SCB")
+# Bytes read at once. A thread that imports torch gives the interpreter's lock away every 5 ms or
+# later, so that a copy beside it in smaller steps mostly waits for the lock.
+_STEP = 8 << 20
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint.
+
+    ``folder`` has its files; of a hub model opened by its headers, only the small ones.
+    ``config`` is the content of config.json.
+    ``tensors`` are in byte order, file by file.
+    ``origin`` names it without a local path: ``id@commit`` for a hub model, else the folder's name.
+    ``config_hash`` is the SHA-256 of config.json.
+    ``paths`` maps weight files to their real paths; empty if only headers were fetched.
+    ``states`` describes every local file before it was read.
+    ``legacy`` reads pickled weights; None for safetensors.
+    ``digests`` has the SHA-256 of each tensor's bytes, once the tensor has been read.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    origin: str
+    config_hash: str
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    states: dict[Path, tuple[int, int, int, int]] = field(default_factory=dict)
+    legacy: "LegacyFiles | None" = None
+    digests: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def hub_id(self) -> str | None:
+        """The model's id on the hub, or None for a folder."""
+        return self.origin.partition("@")[0] if "/" in self.origin else None
+
+    @property
+    def chats(self) -> bool:
+        """True if the tokenizer has a chat template, which is in one of two files."""
+        settings, template = CHAT_FILES
+        return (
+            bool(json_beside(self.folder, settings).get("chat_template"))
+            or (self.folder / template).is_file()
+        )
+
+    def float_bytes(self) -> Counter[str]:
+        """The bytes of floating-point tensors by dtype."""
+        sizes: Counter[str] = Counter()
+        for info in self.tensors.values():
+            if info.dtype in FLOAT_DTYPES:
+                sizes[info.dtype] += info.nbytes
+        return sizes
+
+    def info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise KvfoldError(f"{self.origin} has no tensor {name!r}")
+        return self.tensors[name]
+
+    def read(self, name: str) -> "torch.Tensor":
+        """Read a tensor in its stored dtype into CPU memory of its own. KvfoldError if only headers
+        were fetched.
+        """
+        import torch
+
+        shape = self.info(name).shape
+        (whole,) = self.chunks(name)
+        if self.legacy is not None:  # a view of the mapped file
+            whole = whole.clone(memory_format=torch.contiguous_format)
+        return whole.reshape(shape)
+
+    def chunks(self, name: str, elements: int | None = None) -> "Iterator[torch.Tensor]":
+        """Yield a tensor's elements in order, as flat CPU tensors of at most ``elements`` each, to
+        limit memory use; all at once without ``elements``.
+        """
+        from kvfold.convert.checkpoint.tensors import read_chunks, tensor_memory
+
+        info = self.info(name)
+        path = self._path(info)
+        digest = None if name in self.digests else hashlib.sha256()
+        if self.legacy is None:
+            found = read_chunks(path, info, elements)
+        else:
+            found = self.legacy.chunks(path, info, elements)
+        for chunk in found:
+            if digest is not None:
+                digest.update(tensor_memory(chunk))
+            yield chunk
+        if digest is not None:
+            self.digests[name] = digest.hexdigest()
+
+    def stored_bytes(self, name: str, dtype: str) -> Iterator[memoryview]:
+        """Yield a tensor's bytes in order, cast to the safetensors ``dtype`` if it has another; each
+        part is valid until the next.
+        """
+        info = self.info(name)
+        if self.legacy is not None or dtype != info.dtype:
+            from kvfold.convert.checkpoint.tensors import cast_chunk, tensor_memory, torch_dtype
+
+            for chunk in self.chunks(name, _STEP // 4):
+                yield tensor_memory(cast_chunk(chunk, torch_dtype(dtype), name))
+            return
+        digest = None if name in self.digests else hashlib.sha256()
+        with open_source(self._path(info)) as file:
+            for part in read_parts(file, info.start, info.end, _STEP):
+                if digest is not None:
+                    digest.update(part)
+                yield part
+        if digest is not None:
+            self.digests[name] = digest.hexdigest()
+
+    def _path(self, info: TensorInfo) -> Path:
+        if info.file not in self.paths:
+            raise KvfoldError(
+                f"tensor {info.name!r} cannot be read: only headers were fetched; use"
+                " open_checkpoint"
+            )
+        return self.paths[info.file]
+
+    def model_digest(self) -> str:
+        """The SHA-256 of config.json and of every tensor's name, dtype, shape and bytes, however
+        they are divided into files.
+
+        Reads the tensors that were not read yet.
+        """
+        lines = [f"{self.config_hash} {CONFIG}\n"]
+        for name, info in sorted(self.tensors.items()):
+            if name not in self.digests:
+                for _ in self.stored_bytes(name, info.dtype):
+                    pass
+            lines.append(f"{self.digests[name]} {info.dtype} {list(info.shape)} {name}\n")
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def extra_files(self) -> list[Path]:
+        """Paths of the tokenizer, generation, chat template and license files in ``folder``; no
+        Python, no weights.
+        """
+        return [self.folder / name for name in with_templates(self.folder, os.listdir(self.folder))]
+
+    def check_unchanged(self) -> None:
+        """Raise InputError if a file has changed since the checkpoint was opened. Call this before
+        publishing.
+        """
+        changes = []
+        after = file_states(self.states)
+        for path, state in self.states.items():
+            if path not in after:
+                changes.append(f"{path.name}: removed")
+            elif after[path][:2] != state[:2]:  # device and inode
+                changes.append(f"{path.name}: replaced by another file")
+            elif after[path] != state:
+                changes.append(f"{path.name}: written to")
+        if changes:
+            raise InputError(
+                f"{self.origin}: {len(changes)} of its files changed during the run, so no output"
+                " was kept; run again when nothing writes to them",
+                changes,
+            )
+
+    def close(self) -> None:
+        """Release memory and files; a later read opens them again."""
+        if self.legacy is not None:
+            self.legacy.close()
 
 
 def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
@@ -52,7 +227,12 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     Raises one InputError with all problems: no such folder or id, a missing or invalid config.json,
     truncated or inconsistent files, links that leave the folder, quantized weights.
     """
-    return _open_local(_locate(model))
+    place = _locate(model)
+    if isinstance(place, Path):
+        return _open_folder(place, portable_name(place))
+    folder = hub.download(place).resolve()
+    # a snapshot's folder is named after its commit
+    return _open_folder(folder, f"{place.partition('@')[0]}@{folder.name}")
 
 
 def check_opens(*models: str) -> None:
@@ -71,23 +251,25 @@ def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
     HF_HUB_OFFLINE, every hub id is opened from the cache.
     """
     place = _locate(model)
-    if isinstance(place, str):
-        from huggingface_hub import constants
+    if isinstance(place, Path):
+        return open_checkpoint(place)
+    from huggingface_hub import constants
 
-        if not constants.HF_HUB_OFFLINE:
-            files = hub.remote_files(place)
-            entry = weight_file(files.names, place)
-            if entry not in LEGACY:
-                config, digest = read_config(files.folder)
-                # no states: a commit on the hub does not change
-                opened = Checkpoint(
-                    files.folder, config, {}, f"{place.partition('@')[0]}@{files.commit}", digest
-                )
-                return _with_tensors(opened, files.names, entry, partial(hub.remote_headers, files))
-    return _open_local(place)
+    if constants.HF_HUB_OFFLINE:
+        return open_checkpoint(place)
+    files = hub.remote_files(place)
+    entry = weight_file(files.names, place)
+    if entry in LEGACY:
+        return open_checkpoint(place)
+    config, digest = read_config(files.folder)
+    # no states: a commit on the hub does not change
+    origin = f"{place.partition('@')[0]}@{files.commit}"
+    opened = Checkpoint(files.folder, config, {}, origin, digest)
+    return _with_tensors(opened, files.names, entry, partial(hub.remote_headers, files))
 
 
 def _locate(model: str | os.PathLike[str]) -> Path | str:
+    """The real path of a folder, or the hub id."""
     folder = Path(model)
     try:
         is_folder = stat.S_ISDIR(folder.stat().st_mode)
@@ -103,14 +285,7 @@ def _locate(model: str | os.PathLike[str]) -> Path | str:
     return folder.resolve()
 
 
-def _open_local(place: Path | str) -> Checkpoint:
-    """Open a folder, or the snapshot of a hub id. A snapshot's folder is named after its commit."""
-    if isinstance(place, Path):
-        folder = place
-        origin = portable_name(place)
-    else:
-        folder = hub.download(place).resolve()
-        origin = f"{place.partition('@')[0]}@{folder.name}"
+def _open_folder(folder: Path, origin: str) -> Checkpoint:
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -125,16 +300,16 @@ def _open_local(place: Path | str) -> Checkpoint:
     entry = weight_file(names, folder)
     states |= file_states([folder / entry])
     paths: dict[str, Path] = {}
-    reader: Reader = _SafetensorsReader(paths)
-    header_of: Callable[[Path, str], Header] = read_header
+    legacy = None
+    read: Callable[[Path, str], Header] = read_header
     if entry in LEGACY:
-        from kvfold.convert.checkpoint.tensors import LegacyReader, read_legacy_header
+        from kvfold.convert.checkpoint.tensors import LegacyFiles, read_legacy_header
 
-        reader = LegacyReader(paths)
-        header_of = read_legacy_header
+        legacy = LegacyFiles()
+        read = read_legacy_header
 
-    def headers(files: Collection[str]) -> dict[str, Header]:
-        found = {}
+    def read_headers(files: Collection[str]) -> dict[str, Header]:
+        headers = {}
         for file in files:
             try:
                 paths[file] = resolve_member(folder, file, entry)
@@ -144,10 +319,10 @@ def _open_local(place: Path | str) -> Checkpoint:
                         f"{file}: a Git LFS pointer, not the file itself; fetch it with `git lfs"
                         " pull`"
                     )
-                found[file] = header_of(paths[file], file)
+                headers[file] = read(paths[file], file)
             except InputError as error:
-                found[file] = Header(problems=[error.message])
-        return found
+                headers[file] = Header(problems=[error.message])
+        return headers
 
     problems = []
     # a tokenizer that cannot be copied is told now, not after hours of converting
@@ -156,64 +331,90 @@ def _open_local(place: Path | str) -> Checkpoint:
             read_member(folder, name, length=1)
         except InputError as error:
             problems.append(error.message)
-    opened = Checkpoint(folder, config, {}, origin, digest, reader, states, paths=paths)
-    return _with_tensors(opened, names, entry, headers, problems)
+    opened = Checkpoint(folder, config, {}, origin, digest, paths, states, legacy)
+    return _with_tensors(opened, names, entry, read_headers, problems)
 
 
 def _with_tensors(
     opened: Checkpoint,
     names: Collection[str],
     entry: str,
-    headers_of: Callable[[Collection[str]], dict[str, Header]],
+    read_headers: Callable[[Collection[str]], dict[str, Header]],
     problems: Collection[str] = (),
 ) -> Checkpoint:
     """Add the tensors of ``entry``, an index or a weight file, to ``opened``. Raises InputError
     with all problems.
     """
-    weight_map = read_index(opened.folder, entry) if entry.endswith(".json") else {}
-    headers = headers_of(sorted(set(weight_map.values())) or [entry])
+    weight_map = _read_index(opened.folder, entry) if entry.endswith(".json") else {}
+    headers = read_headers(sorted(set(weight_map.values())) or [entry])
     found = [*problems, *(problem for header in headers.values() for problem in header.problems)]
     if weight_map:
-        found += index_problems(entry, weight_map, headers, names)
-    tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
+        found += _index_problems(entry, weight_map, headers, names)
     raise_problems(found)
-    refuse_quantized(opened.origin, opened.config, tensors)
+    tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
+    _refuse_quantized(opened, tensors.values())
     return replace(opened, tensors=tensors)
 
 
-def refuse_quantized(
-    origin: str, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
-) -> None:
-    """Raise InputError if ``config`` or a tensor says that the weights are quantized."""
-    settings = config.get("quantization_config") or config.get("compression_config")
+def _read_index(folder: Path, name: str) -> dict[str, str]:
+    """The ``weight_map`` of the index ``name``: file names by tensor name."""
+    weight_map = parse_json(folder / name, read_member(folder, name)).get("weight_map")
+    if (
+        isinstance(weight_map, dict)
+        and weight_map
+        and all(isinstance(file, str) for file in weight_map.values())
+    ):
+        return weight_map
+    raise InputError(
+        f"{folder / name} needs a 'weight_map' from tensor names to file names; download the file"
+        " again"
+    )
+
+
+def _index_problems(
+    index: str, weight_map: dict[str, str], headers: dict[str, Header], names: Iterable[str]
+) -> list[str]:
+    """List the contradictions between an index, its shards' headers, and the ``names`` of all files
+    in the folder.
+    """
+    listed = set(weight_map.values())
+    problems = [
+        f"{name}: {index} does not mention this shard; remove it or fix the index"
+        for name in sorted(names)
+        if _SHARD_NAMES[index].fullmatch(name) and name not in listed  # of another save
+    ]
+    files_of = defaultdict[str, list[str]](list)
+    for file, header in headers.items():
+        for info in header.tensors:
+            files_of[info.name].append(file)
+    for name, file in weight_map.items():
+        # a shard with a faulty header has been reported as such
+        if not headers[file].problems and file not in files_of[name]:
+            problems.append(f"{index}: {file} lacks the listed tensor {name!r}; fetch both again")
+    for name, files in files_of.items():
+        if files and name not in weight_map:
+            problems.append(
+                f"{files[0]}: {index} does not list the tensor {name!r}; fetch both again"
+            )
+        if len(files) > 1:
+            problems.append(
+                f"tensor {name!r} is stored more than once, in {' and '.join(sorted(files))}"
+            )
+    return problems
+
+
+def _refuse_quantized(opened: Checkpoint, tensors: Iterable[TensorInfo]) -> None:
+    """Raise InputError if the config or a tensor says that the weights are quantized."""
+    settings = opened.config.get("quantization_config") or opened.config.get("compression_config")
     if settings:
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
-        raise InputError(f"{origin}: its weights are quantized ({short(method)}); {DEQUANTIZE}")
-    for name, info in tensors.items():
-        low = info.dtype == "F4" or info.dtype.startswith(("F8_", "F6_"))
-        if low or (info.dtype[0] in "IU" and name.endswith(_PACKED)):
+        raise InputError(
+            f"{opened.origin}: its weights are quantized ({short(method)}); {DEQUANTIZE}"
+        )
+    for info in tensors:
+        packed = info.dtype[0] in "IU" and info.name.endswith(_PACKED)
+        if packed or info.dtype.startswith(("F8_", "F6_", "F4")):
             raise InputError(
-                f"{origin}: tensor {name!r} in {info.file} is quantized ({info.dtype});"
+                f"{opened.origin}: tensor {info.name!r} in {info.file} is quantized ({info.dtype});"
                 f" {DEQUANTIZE}"
             )
-
-
-class _SafetensorsReader(Reader):
-    """Reads tensors from local safetensors files; ``paths`` maps file names to real paths."""
-
-    def __init__(self, paths: Mapping[str, Path]) -> None:
-        self.raw = paths
-
-    def read(self, info: TensorInfo) -> "torch.Tensor":
-        from kvfold.convert.checkpoint.tensors import read_elements
-
-        with open_source(self.raw[info.file]) as file:
-            return read_elements(file.fileno(), info, info.start, info.end).reshape(info.shape)
-
-    def chunks(self, info: TensorInfo, elements: int) -> "Iterator[torch.Tensor]":
-        from kvfold.convert.checkpoint.tensors import read_elements, torch_dtype
-
-        step = elements * torch_dtype(info.dtype).itemsize
-        with open_source(self.raw[info.file]) as file:
-            for start in range(info.start, info.end, step):
-                yield read_elements(file.fileno(), info, start, min(start + step, info.end))

@@ -2,7 +2,6 @@
 with torch.
 """
 
-import math
 import os
 import pickle
 import zipfile
@@ -12,9 +11,8 @@ from typing import Any
 
 import torch
 
-from kvfold.convert.checkpoint.files import check_unicode, open_source
 from kvfold.convert.checkpoint.headers import Header, TensorInfo
-from kvfold.convert.checkpoint.reader import Reader
+from kvfold.convert.checkpoint.members import check_unicode, open_source
 from kvfold.convert.errors import InputError, one_line, short
 
 TORCH_DTYPES = {
@@ -51,22 +49,28 @@ def tensor_memory(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def read_elements(file: int, info: TensorInfo, start: int, end: int) -> torch.Tensor:
-    """Read bytes ``start`` .. ``end`` of the open file, elements of ``info``, as a flat tensor with
-    its own memory.
+def read_chunks(path: Path, info: TensorInfo, elements: int | None) -> Iterator[torch.Tensor]:
+    """Yield the elements of a tensor in a safetensors file, as flat tensors of at most ``elements``
+    each; all at once without ``elements``.
     """
-    buffer = torch.empty(end - start, dtype=torch.uint8)
-    view = tensor_memory(buffer)
-    position = 0
-    while position < len(view):
-        # one call reads at most 2 GiB
-        count = os.preadv(file, [view[position : position + (1 << 30)]], start + position)
-        if count == 0:
-            raise InputError(
-                f"{info.file} ends before byte {info.end}: it changed while it was read; run again"
-            )
-        position += count
-    return buffer.view(torch_dtype(info.dtype))
+    dtype = torch_dtype(info.dtype)
+    step = info.nbytes if elements is None else elements * dtype.itemsize
+    with open_source(path) as file:
+        for start in range(info.start, max(info.end, info.start + 1), max(step, 1)):
+            buffer = torch.empty(min(step, info.end - start), dtype=torch.uint8)
+            view = tensor_memory(buffer)
+            position = 0
+            while position < len(view):
+                # one call reads at most 2 GiB
+                part = view[position : position + (1 << 30)]
+                count = os.preadv(file.fileno(), [part], start + position)
+                if count == 0:
+                    raise InputError(
+                        f"{info.file} ends before byte {info.end}: it changed while it was read;"
+                        " run again"
+                    )
+                position += count
+            yield buffer.view(dtype)
 
 
 def count_non_finite(tensor: torch.Tensor) -> int:
@@ -99,29 +103,26 @@ def cast_chunk(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
     return cast
 
 
-class LegacyReader(Reader):
+class LegacyFiles:
     """Reads legacy files with ``weights_only=True``, one file at a time and memory-mapped if
     possible.
     """
 
-    def __init__(self, paths: dict[str, Path]) -> None:
-        self._paths = paths
-        self._file = ""
+    def __init__(self) -> None:
+        self._path = Path()
         self._state: dict[str, torch.Tensor] = {}
 
-    def read(self, info: TensorInfo) -> torch.Tensor:
-        # chunks are views of the mapped file, and no copies of the whole
-        (whole,) = self.chunks(info, max(1, math.prod(info.shape)))
-        return whole.reshape(info.shape).clone(memory_format=torch.contiguous_format)
-
-    def chunks(self, info: TensorInfo, elements: int) -> Iterator[torch.Tensor]:
-        if info.file != self._file:
+    def chunks(self, path: Path, info: TensorInfo, elements: int | None) -> Iterator[torch.Tensor]:
+        """Yield flat views of the mapped file of at most ``elements`` each."""
+        if path != self._path:
             self.close()
-            self._file, self._state = info.file, load_state(self._paths[info.file])
-        return iter(torch.split(self._state[info.name].detach().reshape(-1), elements))
+            self._state = load_state(path)
+            self._path = path
+        flat = self._state[info.name].detach().reshape(-1)
+        return iter(torch.split(flat, elements or max(1, flat.numel())))
 
     def close(self) -> None:
-        self._file = ""
+        self._path = Path()
         self._state = {}
 
 

@@ -1,42 +1,141 @@
-"""Write a checkpoint's shards. The plan fixes every tensor's place in advance, so tensors can be
-written in any order.
+"""Plan and write a checkpoint's shards. The plan fixes the shard and offset of every tensor before
+the first byte is written, so tensors can be written in any order.
 
-Tensors that no transform changes are copied as bytes, without decoding, in runs as long as the plan
-allows.
+Tensors that no transform changes are copied as bytes, without decoding. The SHA-256 of every tensor
+is computed while its bytes pass.
 """
 
+import hashlib
 import json
 import os
+import struct
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvfold.convert.checkpoint.files import (
-    copy_range,
-    drop_cached,
-    open_source,
-    write_all,
-    write_file,
-)
-from kvfold.convert.checkpoint.folder import INDEX
-from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TensorInfo, tensor_bytes
+from kvfold.convert.checkpoint.atomic import write_file
+from kvfold.convert.checkpoint.headers import DTYPE_BITS, LENGTH_BYTES, tensor_bytes
+from kvfold.convert.checkpoint.members import INDEX, SINGLE
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.shards import Shard, TensorPlace, tensor_places
 from kvfold.convert.errors import KvfoldError
 
 if TYPE_CHECKING:
     import torch
 
-OnBytes = Callable[[int], None]  # called with the number of source bytes of every step
-OnCopied = Callable[
-    [Path, int, int], None
-]  # called with a source file and the bytes of it that were copied
-_CAST_ELEMENTS = 8 << 20
+_ALIGNMENT = 8
+_METADATA: dict[str, object] = {"format": "pt"}
+_TIGHT = (",", ":")
+_ZEROS = memoryview(bytes(1 << 20))
+# Threads that read, hash and write: one of them waits for the disk while the other one hashes
+_THREADS = 2
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """A tensor to be written.
+
+    ``source`` names the source tensor whose bytes are copied, or cast if the dtypes differ. Several
+    names mean that these tensors are concatenated, such as experts stored one by one; ``()`` means
+    a tensor of zeros, and None a tensor computed by a transform.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: str | tuple[str, ...] | None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of the source tensors to copy, in the order in which they are concatenated."""
+        return (self.source,) if isinstance(self.source, str) else self.source or ()
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(self.dtype, self.shape)
+
+    def header_entry(self, start: int) -> dict[str, dict[str, object]]:
+        """The tensor's entry in a safetensors header, with its bytes beginning at ``start``."""
+        offsets = [start, start + self.nbytes]
+        return {self.name: {"dtype": self.dtype, "shape": self.shape, "data_offsets": offsets}}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One output file and its tensors, in byte order."""
+
+    file: str
+    tensors: tuple[OutputTensor, ...]
+
+    @cached_property
+    def header(self) -> bytes:
+        """The bytes before the first tensor: length and JSON, padded with spaces to a multiple of 8
+        bytes.
+        """
+        entries: dict[str, dict[str, object]] = {"__metadata__": _METADATA}
+        position = 0
+        for tensor in self.tensors:
+            entries |= tensor.header_entry(position)
+            position += tensor.nbytes
+        header = json.dumps(entries, separators=_TIGHT).encode()
+        header += b" " * (-len(header) % _ALIGNMENT)
+        return struct.pack("<Q", len(header)) + header
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """The place of a tensor: bytes ``start`` .. ``end`` of the file ``shard``."""
+
+    tensor: OutputTensor
+    shard: str
+    start: int
+    end: int
+
+
+def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard]:
+    """Fill shards in the given order, each up to ``max_bytes``; a tensor that is larger gets a file
+    of its own.
+    """
+    groups: list[list[OutputTensor]] = []
+    used = 0
+    for tensor in tensors:
+        # an upper bound: how many digits its offsets have is not known before the shard is full
+        cost = tensor.nbytes + len(json.dumps(tensor.header_entry(10**12), separators=_TIGHT))
+        if not groups or used + cost > max_bytes:
+            groups.append([])
+            used = LENGTH_BYTES + len(json.dumps(_METADATA)) + 16
+        groups[-1].append(tensor)
+        used += cost
+    shards = []
+    for number, group in enumerate(groups, 1):
+        name = f"model-{number:05}-of-{len(groups):05}.safetensors"
+        # wider dtypes first: every tensor then begins at a multiple of its item size, as memory
+        # maps need
+        group.sort(key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.source is None))
+        shards.append(Shard(SINGLE if len(groups) == 1 else name, tuple(group)))
+    return shards
+
+
+def tensor_places(shards: Sequence[Shard]) -> dict[str, TensorPlace]:
+    """Map each tensor's name to its place. Raises KvfoldError if the plan contains a name twice."""
+    places: dict[str, TensorPlace] = {}
+    for shard in shards:
+        start = len(shard.header)
+        for tensor in shard.tensors:
+            if tensor.name in places:
+                raise KvfoldError(f"tensor {tensor.name!r} appears in the plan twice")
+            end = start + tensor.nbytes
+            places[tensor.name] = TensorPlace(tensor, shard.file, start, end)
+            start = end
+    return places
 
 
 def write_index(folder: Path, shards: Sequence[Shard]) -> None:
@@ -72,36 +171,37 @@ class ShardWriter:
 
     The constructor creates every file at its final size (sparse), with its header; tensors may then
     be written in any order. ``shards`` are those that this process writes. To continue a killed
-    run, whose files are in the folder, ``resume_written`` names their tensors that it wrote. Raises
-    KvfoldError if the plan contains a tensor twice or contradicts resumed files.
+    run, whose files are in the folder, ``resume_written`` names their tensors that it wrote.
+    ``written`` has the names of the tensors in the files, and ``digests`` the SHA-256 of each that
+    this object wrote. Raises KvfoldError if the plan contains a tensor twice or contradicts resumed
+    files.
     """
 
     def __init__(
         self, folder: Path, shards: Sequence[Shard], resume_written: Iterable[str] | None = None
     ) -> None:
-        self._folder, self._shards = folder, tuple(shards)
+        self._folder = folder
+        self._shards = tuple(shards)
         self._places = tensor_places(self._shards)
         self.written = set(resume_written or ())
+        self.digests: dict[str, str] = {}
         self._copying: Future[None] | None = None
+        self._stopped = threading.Event()
         if unknown := sorted(self.written - set(self._places)):
             raise KvfoldError(
                 f"{folder}: resumed tensor {unknown[0]!r} is not in this plan; start over"
             )
         for shard in self._shards:
             if resume_written is None:
-                with self._opened(shard.file, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
+                with self._open(shard.file, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
                     os.ftruncate(file, shard.nbytes)
                     write_all(file, memoryview(shard.header), 0)
             elif not is_laid_out(folder / shard.file, shard):
                 raise KvfoldError(f"{folder / shard.file} does not match this plan; start over")
-        # a sparse file holds zeros already
-        self.written.update(
-            name for name, place in self._places.items() if place.tensor.source == ()
-        )
 
-    def write_own(self, tensors: Mapping[str, "torch.Tensor"]) -> int:
-        """Write the computed ``tensors`` of this process's shards, cast as planned, and return
-        their bytes.
+    def write(self, tensors: Mapping[str, "torch.Tensor"]) -> int:
+        """Write the computed ``tensors`` that are in this process's shards, cast as planned, and
+        return their bytes.
 
         Raises InputError if a value overflows, KvfoldError if a shape is not as planned.
         """
@@ -115,15 +215,15 @@ class ShardWriter:
         if self._copying is not None and self._copying.done():
             # a disk's failure must not surface only after hours of computing
             self._copying.result()
-        own = [self._places[name] for name in tensors if name in self._places]
-        for place in own:
-            name = place.tensor.name
-            shape = place.tensor.shape
-            tensor = tensors[place.tensor.name]
-            if tensor.shape != shape:
+        count = 0
+        for name, tensor in tensors.items():
+            if name not in self._places:
+                continue
+            place = self._places[name]
+            if tensor.shape != place.tensor.shape:
                 raise KvfoldError(
                     f"tensor {name!r} has shape {tuple(tensor.shape)}, but the plan requires"
-                    f" {shape}"
+                    f" {place.tensor.shape}"
                 )
             stored = cast_chunk(tensor, torch_dtype(place.tensor.dtype), name).cpu().contiguous()
             refuse_non_finite(
@@ -131,67 +231,106 @@ class ShardWriter:
                 f"converted tensor {name!r}",
                 ", computed from weights that are not finite or far too large",
             )
-            with self._opened(place.shard) as file:
-                write_all(file, tensor_memory(stored), place.start)
+            data = tensor_memory(stored)
+            with self._open(place.shard) as file:
+                write_all(file, data, place.start)
+            self.digests[name] = hashlib.sha256(data).hexdigest()
             self.written.add(name)
-        return sum(place.tensor.nbytes for place in own)
+            count += len(data)
+        return count
 
-    def copy_rest(
-        self,
-        checkpoint: Checkpoint,
-        progress: OnBytes = lambda count: None,
-        copied: OnCopied = drop_cached,
-    ) -> None:
+    def copy_rest(self, checkpoint: Checkpoint, progress: Callable[[int], object]) -> None:
         """Copy every tensor that has a source and is not written yet, in the order of the source's
-        bytes.
+        bytes. ``progress`` is called with the bytes of every step.
         """
-        rest = [place for name, place in self._places.items() if name not in self.written]
-        moves = [move for place in rest for move in _moves(place, checkpoint)]
-        # a tensor of several sources is written when the last of its parts is
-        left = Counter(move.place.tensor.name for move in moves)
-        for run in _runs(moves):
-            with self._opened(run[0].place.shard) as target:
-                _copy_run(run, checkpoint, target, progress, copied)
-            left.subtract(move.place.tensor.name for move in run)
-            self.written.update(name for move in run if left[name := move.place.tensor.name] == 0)
+
+        def source_position(place: TensorPlace) -> tuple[str, int]:
+            names = place.tensor.sources
+            return (
+                (checkpoint.info(names[0]).file, checkpoint.info(names[0]).start)
+                if names
+                else ("", 0)
+            )
+
+        rest = [
+            place
+            for name, place in self._places.items()
+            if name not in self.written and place.tensor.source is not None
+        ]
+        rest.sort(key=source_position)  # disks read ahead
+        # legacy files are opened one at a time
+        threads = _THREADS if checkpoint.legacy is None else 1
+        with ThreadPoolExecutor(threads, "kvfold-copy") as pool:
+            copies = [pool.submit(self._copy, place, checkpoint, progress) for place in rest]
+            try:
+                for copy in copies:
+                    copy.result()
+            except BaseException:
+                self._stopped.set()
+                raise
+
+    def _copy(
+        self, place: TensorPlace, checkpoint: Checkpoint, progress: Callable[[int], object]
+    ) -> None:
+        tensor = place.tensor
+        infos = [checkpoint.info(name) for name in tensor.sources]
+        size = sum(tensor_bytes(tensor.dtype, info.shape) for info in infos)
+        if infos and size != tensor.nbytes:
+            raise KvfoldError(
+                f"tensor {tensor.name!r} takes {tensor.nbytes} bytes, but its sources have {size}"
+            )
+        digest = hashlib.sha256()
+        # the source's bytes are hashed where they are read
+        same = len(infos) == 1 and infos[0].dtype == tensor.dtype
+        position = place.start
+        with self._open(place.shard) as file:
+            for data in self._stored_bytes(tensor, checkpoint):
+                if self._stopped.is_set():
+                    return
+                write_all(file, data, position)
+                if not same:
+                    digest.update(data)
+                position += len(data)
+                progress(len(data))
+        self.digests[tensor.name] = (
+            checkpoint.digests[infos[0].name] if same else digest.hexdigest()
+        )
+        self.written.add(tensor.name)
+
+    def _stored_bytes(self, tensor: OutputTensor, checkpoint: Checkpoint) -> Iterator[memoryview]:
+        for name in tensor.sources:
+            yield from checkpoint.stored_bytes(name, tensor.dtype)
+        if not tensor.sources:
+            for start in range(0, tensor.nbytes, len(_ZEROS)):
+                yield _ZEROS[: tensor.nbytes - start]
 
     @contextmanager
-    def copying_rest(
-        self,
-        checkpoint: Checkpoint,
-        progress: OnBytes = lambda count: None,
-        copied: OnCopied = drop_cached,
+    def copy_in_thread(
+        self, checkpoint: Checkpoint, progress: Callable[[int], object]
     ) -> Iterator[None]:
         """Run ``copy_rest`` in a thread while the block reads the checkpoint and writes the tensors
         that it computes.
 
-        An error in the block stops the copy; an error in the copy is raised by the next
-        ``write_own`` or when the block ends. If the source has tensors that are created in memory
-        (legacy ones), the copy runs after the block.
+        An error in the block stops the copy; an error in the copy is raised by the next ``write``
+        or when the block ends. Legacy files are copied after the block.
         """
-        if any(checkpoint.raw_path(info) is None for info in checkpoint.tensors.values()):
+        if checkpoint.legacy is not None:
             yield
-            self.copy_rest(checkpoint, progress, copied)
+            self.copy_rest(checkpoint, progress)
             return
-        # copying waits for the disk, computing for the processor: together they take little longer
-        # than the slower one
-        stopped = threading.Event()
-
-        def step(count: int) -> None:
-            if stopped.is_set():
-                raise KvfoldError("the copy was stopped because the computation beside it failed")
-            progress(count)
 
         def copy() -> None:
-            self.copy_rest(checkpoint, step, copied)
+            self.copy_rest(checkpoint, progress)
             self.sync()  # the disk is at work before the last tensor is computed
 
-        with ThreadPoolExecutor(1, "kvfold-copy") as pool:
+        # copying waits for the disk, computing for the processor: together they take little longer
+        # than the slower one
+        with ThreadPoolExecutor(1, "kvfold-copies") as pool:
             self._copying = pool.submit(copy)
             try:
                 yield
             except BaseException:
-                stopped.set()
+                self._stopped.set()
                 raise
             self._copying.result()
 
@@ -200,7 +339,7 @@ class ShardWriter:
         resume.
         """
         for shard in self._shards:
-            with self._opened(shard.file) as file:
+            with self._open(shard.file) as file:
                 os.fsync(file)
 
     def finish(self) -> None:
@@ -216,7 +355,7 @@ class ShardWriter:
 
     # A file is opened for each write: a model may have more files than a process may hold open.
     @contextmanager
-    def _opened(self, shard: str, flags: int = os.O_RDWR) -> Iterator[int]:
+    def _open(self, shard: str, flags: int = os.O_RDWR) -> Iterator[int]:
         """Open a shard's file. Any OSError, even in the block, becomes a KvfoldError that names the
         file.
         """
@@ -232,94 +371,9 @@ class ShardWriter:
             raise KvfoldError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-@dataclass(frozen=True)
-class _Move:
-    """A source tensor and the target bytes ``start`` .. ``end`` to write it to: all of a ``place``,
-    or a part of it.
-    """
-
-    place: TensorPlace
-    info: TensorInfo
-    start: int
-    end: int
-    raw: (
-        Path | None
-    )  # the file whose bytes are copied; none if the tensor is cast, or made in memory
-
-
-def _moves(place: TensorPlace, checkpoint: Checkpoint) -> list[_Move]:
-    """List one move per source of a tensor: a single source fills all of it, several fill one part
-    each, in order.
-    """
-    tensor = place.tensor
-    moves = []
-    start = place.start
-    for name in tensor.sources:
-        info = checkpoint.info(name)
-        cast = info.dtype != tensor.dtype
-        whole = info.shape == tensor.shape or len(tensor.sources) > 1
-        if not whole or (cast and not {info.dtype, tensor.dtype} <= FLOAT_DTYPES):
-            actual = f"{info.dtype} {info.shape} in {info.file}"
-            planned = f"tensor {tensor.name!r} as {tensor.dtype} {tensor.shape}"
-            raise KvfoldError(f"{planned} cannot be copied from {actual}")
-        end = start + tensor_bytes(tensor.dtype, info.shape)
-        moves.append(_Move(place, info, start, end, None if cast else checkpoint.raw_path(info)))
-        start = end
-    if start != place.end and moves:
-        needed = place.end - place.start
-        found = start - place.start
-        raise KvfoldError(
-            f"tensor {tensor.name!r} needs {needed} bytes in all, but its sources have {found}"
-        )
-    return moves
-
-
-def _runs(moves: Iterable[_Move]) -> Iterator[list[_Move]]:
-    """Sort ``moves`` by the source's bytes, and yield raw moves that are adjacent in source and
-    target as one run.
-    """
-    run: list[_Move] = []
-    # in the source's order: disks read ahead, and a cold page is read once
-    for move in sorted(moves, key=lambda move: (move.info.file, move.info.start)):
-        if run:
-            last = run[-1]
-            same_files = (last.info.file, last.place.shard) == (move.info.file, move.place.shard)
-            adjacent = last.info.end == move.info.start and last.end == move.start
-            if not (same_files and adjacent and last.raw is not None and move.raw is not None):
-                yield run
-                run = []
-        run.append(move)
-    if run:
-        yield run
-
-
-def _copy_run(
-    run: Sequence[_Move], checkpoint: Checkpoint, target: int, progress: OnBytes, copied: OnCopied
-) -> None:
-    """Copy a run to the open shard ``target``: as bytes in one piece, or cast in chunks to limit
-    memory use.
-    """
-    first = run[0]
-    end = run[-1].info.end
-    raw = run[0].raw
-    if raw is not None:
-
-        def step(start: int, stop: int) -> None:
-            progress(stop - start)
-            copied(raw, start, stop)
-
-        with open_source(raw) as source:
-            copy_range(source, first.info.start, end, target, first.start, step)
-        return
-    from kvfold.convert.checkpoint.tensors import cast_chunk, tensor_memory, torch_dtype
-
-    (move,) = run
-    dtype = torch_dtype(move.place.tensor.dtype)
-    position = move.start
-    for chunk in checkpoint.chunks(move.info.name, _CAST_ELEMENTS):
-        data = tensor_memory(
-            cast_chunk(chunk, dtype, move.info.name) if chunk.dtype != dtype else chunk
-        )
-        write_all(target, data, position)
-        position += len(data)
-        progress(chunk.numel() * chunk.element_size())
+def write_all(target: int, data: memoryview, position: int) -> None:
+    """Write all of ``data`` at ``position`` in an open file."""
+    written = 0
+    while written < len(data):
+        # one call takes at most 2 GiB
+        written += os.pwrite(target, data[written : written + (1 << 30)], position + written)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from kvfold.convert.checkpoint.folder import RECORD, recorded_files
+from kvfold.convert.checkpoint.members import RECORD, recorded_files
 from kvfold.convert.errors import InputError
 from kvfold.convert.progress import Stages
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvfold.attention.drift.report import dtype_name
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.files import replacing
+from kvfold.convert.checkpoint.atomic import replacing
 from kvfold.convert.conversion.journal import PRECISION, SELF_TEXT
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import text_name

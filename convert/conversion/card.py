@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.attention.drift.metrics import position_rows
-from kvfold.convert.checkpoint.files import portable_name
-from kvfold.convert.checkpoint.folder import CARD, read_member
 from kvfold.convert.checkpoint.hub import HUB_ID
+from kvfold.convert.checkpoint.members import CARD, portable_name, read_member
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.judgment import judge
 from kvfold.convert.conversion.plan import Plan

@@ -6,6 +6,7 @@ Modules that import torch or transformers, which takes seconds, are imported whe
 import json
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -14,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.atomic import check_output
-from kvfold.convert.checkpoint.files import dump, write_file
-from kvfold.convert.checkpoint.folder import RECORD, read_member
-from kvfold.convert.checkpoint.hashing import file_hashes, hashing
+from kvfold.convert.checkpoint.atomic import check_output, write_file
+from kvfold.convert.checkpoint.digests import add_hashes
+from kvfold.convert.checkpoint.members import RECORD, dump, read_member
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint, open_headers
 from kvfold.convert.checkpoint.writer import ShardWriter, write_index
 from kvfold.convert.console import append_line
@@ -81,19 +81,19 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
                 from kvfold.convert.conversion.splits import choose_layout
 
                 plan, notes = choose_layout(plan, calibration, folder, stages)
-            hashes, layer_notes, drift = _write_weights(plan, calibration, folder, stages)
+            digests, layer_notes, drift = _write_weights(plan, calibration, folder, stages)
             notes |= layer_notes
             checkpoint.check_unchanged()
             processes.broadcast_from_rank0(lambda: _write_config(plan, folder))
             if request.polish and calibration is not None:
                 from kvfold.convert.conversion.polishing import polish_checkpoint
 
-                hashes = {}
+                digests = {}
                 polished = polish_checkpoint(plan, calibration, folder, stages)
                 if polished is not None:
                     drift, notes["polish"] = polished
             completed = processes.on_rank0(
-                lambda: _complete(plan, calibration, folder, hashes, notes, drift, stages)
+                lambda: _complete(plan, calibration, folder, digests, notes, drift, stages)
             )
     record, drift = completed or ({}, None)
     seconds = time.monotonic() - started
@@ -117,7 +117,7 @@ def _write_weights(
 ) -> "tuple[dict[str, str], dict[str, Any], DriftReport | None]":
     """Convert all layers and write all shards.
 
-    Returns the hash of each shard, and with text the notes on each layer, and the drift on the
+    Returns the digest of each written tensor, and with text the notes on each layer, and the drift on the
     first process.
     """
     journal = Journal(folder, plan)
@@ -131,21 +131,15 @@ def _write_weights(
     writer = ShardWriter(folder, plan.own_shards, journal.written if finished else None)
     sizes = {tensor.name: tensor.nbytes for shard in plan.own_shards for tensor in shard.tensors}
     resumed = sum(sizes[name] for name in journal.written)
-    paths = processes.shard_range(len(plan.checkpoint.paths))
     # Beside the converted layers the other tensors are copied; each of several processes writes its
     # own shards.
-    with (
-        hashing(folder, plan.own_shards, writer.written) as hashes,
-        plan.checkpoint.hashing(paths, copied_first=True) as copied,
-        stages("write", sum(sizes.values()), "B", resumed) as wrote,
-    ):
-        with writer.copying_rest(plan.checkpoint, wrote, copied):
+    with stages("write", sum(sizes.values()), "B", resumed) as wrote:
+        with writer.copy_in_thread(plan.checkpoint, wrote):
             drift = _convert_layers(plan, calibration, journal, writer, wrote, stages)
         writer.finish()
-        shards = processes.all_gather(hashes())
-    for found in processes.all_gather(plan.checkpoint.hashes):
-        plan.checkpoint.hashes.update(found)
-    digests = {file: digest for shard in shards for file, digest in shard.items()}
+    digests = dict(ChainMap(*processes.all_gather(writer.digests)))
+    for read in processes.all_gather(plan.checkpoint.digests):
+        plan.checkpoint.digests.update(read)
     return digests, journal.merge_notes(), drift
 
 
@@ -166,7 +160,7 @@ def _convert_layers(
         # Each process converts the layers that it writes.
         for index in stages.over("convert", journal.pending, count, "layer"):
             layer = layers.fit_layer(plan, index)
-            wrote(writer.write_own(plan.layout.encode(index, layer.weights)))
+            wrote(writer.write(plan.layout.encode(index, layer.weights)))
         return None
     finished = len(journal.notes)
     walk = layers.open_walk(plan, calibration, plan.request.refine, finished=finished)
@@ -179,7 +173,7 @@ def _convert_layers(
         tensors = plan.layout.encode(step.index, weights)
         tensors, refinement = layers.refine_tensors(plan, step, tensors, plan.request.refine)
         step.replace_and_measure(tensors)
-        wrote(writer.write_own(tensors))
+        wrote(writer.write(tensors))
         # What the journal lists must be on the disks of all processes.
         writer.sync()
         processes.all_gather(None)
@@ -202,12 +196,12 @@ def _complete(
     plan: Plan,
     calibration: "Calibration | None",
     folder: Path,
-    hashes: Mapping[str, str],
+    digests: Mapping[str, str],
     notes: Mapping[str, Any],
     drift: "DriftReport | None",
     stages: Stages,
 ) -> "tuple[dict[str, Any], DriftReport | None]":
-    """Add the other files to ``folder``; ``hashes`` are the known ones of its shards.
+    """Add the other files to ``folder``; ``digests`` are the known ones of its tensors.
 
     Returns the record and the drift.
     """
@@ -231,7 +225,7 @@ def _complete(
         entries = measurement.record_entries(calibration, notes, drift, written)
     record = make_record(plan, entries)
     write_file(folder / "README.md", model_card(plan, record, drift))
-    record["files"] = file_hashes(folder, known=hashes)
+    add_hashes(record, folder, digests)
     write_file(folder / RECORD, dump(jsonable(record)))
     forget(folder)
     plan.checkpoint.check_unchanged()

@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.atomic import free_space_check, output_folder
-from kvfold.convert.checkpoint.files import replacing, sync_path, write_file
-from kvfold.convert.checkpoint.folder import CONFIG, stamps
-from kvfold.convert.checkpoint.hashing import file_sha256
-from kvfold.convert.checkpoint.shards import tensor_places
-from kvfold.convert.checkpoint.writer import is_laid_out
+from kvfold.convert.checkpoint.atomic import (
+    free_space_check,
+    output_folder,
+    replacing,
+    sync_path,
+    write_file,
+)
+from kvfold.convert.checkpoint.digests import hash_file
+from kvfold.convert.checkpoint.members import CONFIG, stamps
+from kvfold.convert.checkpoint.writer import is_laid_out, tensor_places
 from kvfold.convert.conversion.memory import needs_of
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import versions
@@ -98,7 +102,7 @@ class Journal:
             place = self._places[name]
             ranges.setdefault(place.shard, []).append((place.start, place.end))
         return {
-            file: file_sha256(self._folder / file, sorted(ranges[file])) for file in sorted(ranges)
+            file: hash_file(self._folder / file, sorted(ranges[file])) for file in sorted(ranges)
         }
 
     def _read_intact(self) -> list[dict[str, Any]]:
@@ -112,7 +116,7 @@ class Journal:
         state = self._folder / POLISH_STATE
         polished = journal["polished"]
         intact = 0
-        if polished is not None and not (state.is_file() and file_sha256(state) == polished):
+        if polished is not None and not (state.is_file() and hash_file(state) == polished):
             print(
                 "the state of polishing, which replaced the fitted layers, is missing or damaged;"
                 " converting again from the first layer",
@@ -162,7 +166,7 @@ def mark_polished(folder: Path) -> None:
     if journal is not None and state.is_file():
         sync_path(state)
         sync_path(folder)
-        _write(folder, {**journal, "polished": file_sha256(state)})
+        _write(folder, {**journal, "polished": hash_file(state)})
 
 
 def forget(folder: Path) -> None:

@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.files import portable_name
-from kvfold.convert.checkpoint.folder import CONFIG, SINGLE, WEIGHT_SUFFIXES, read_config
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES, TensorInfo, tensor_bytes
+from kvfold.convert.checkpoint.members import (
+    CONFIG,
+    SINGLE,
+    WEIGHT_SUFFIXES,
+    portable_name,
+    read_config,
+)
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.shards import Shard, assign_shards
+from kvfold.convert.checkpoint.writer import Shard, assign_shards
 from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.families.model import Geometry, Model, model_of
 from kvfold.convert.families.schema import ROLES, Role

@@ -119,7 +119,7 @@ def _replace_tensors(
         mark_polished(folder)
         # Every tensor counts as written: the trained ones are replaced in the files that are there.
         writer = ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.layout.tensors])
-        writer.write_own(result.tensors)
+        writer.write(result.tensors)
         writer.sync()
     record = {
         "before": result.errors[0],

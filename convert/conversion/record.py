@@ -26,11 +26,11 @@ def make_record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[s
 
     A dry run, which reads no weights and so has no hash of the source, passes None.
     """
-    hashed = {} if measured is None else {"sha256": plan.checkpoint.source_hash()}
+    hashed = {} if measured is None else {"sha256": plan.checkpoint.model_digest()}
     origins = _origins(plan)
     measured = measured or {}
     return {
-        "format": 3,
+        "format": 4,
         "request": (
             plan.request.result_options()
             | ({} if plan.latent is None else {"layout": plan.latent.layout})

@@ -10,7 +10,7 @@ import torch
 
 from kvfold.attention.drift.compare import compare
 from kvfold.attention.drift.report import TOKENS_AT_ONCE, DriftReport, make_report
-from kvfold.convert.checkpoint.folder import RECORD
+from kvfold.convert.checkpoint.members import RECORD
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
@@ -65,16 +65,13 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
             print(f"comparing on {where}", file=sys.stderr, flush=True)
         stages = Stages(progress, request.quiet)
         size = max(1, TOKENS_AT_ONCE // length)
-        with source.hashing(), student.hashing():
-            with torch.no_grad(), stages("compare", teacher.layers, "layer") as advance:
-                measured = compare(teacher, compared, tokens, size, partial(advance, 1))
-            with stages("floor", teacher.layers, "layer") as advance:
-                report = make_report(
-                    measured, teacher, compared, tokens, progress=partial(advance, 1)
-                )
+        with torch.no_grad(), stages("compare", teacher.layers, "layer") as advance:
+            measured = compare(teacher, compared, tokens, size, partial(advance, 1))
+        with stages("floor", teacher.layers, "layer") as advance:
+            report = make_report(measured, teacher, compared, tokens, progress=partial(advance, 1))
         about: dict[str, dict[str, Any]] = {
-            "source": {"name": source.origin, "sha256": source.source_hash()},
-            "converted": {"name": student.origin, "sha256": student.source_hash()},
+            "source": {"name": source.origin, "sha256": source.model_digest()},
+            "converted": {"name": student.origin, "sha256": student.model_digest()},
             "text": {"name": text.source, "sha256": text.digest, "seed": request.seed},
         }
         return replace(report, about=about)

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.checkpoint.folder import RECORD, json_beside
 from kvfold.convert.checkpoint.headers import DTYPE_BITS
+from kvfold.convert.checkpoint.members import RECORD, json_beside
 from kvfold.convert.checkpoint.opening import Checkpoint, open_headers
 from kvfold.convert.conversion.plan import possible_kv_heads
 from kvfold.convert.errors import InputError

@@ -39,8 +39,7 @@ from kvfold.attention.drift.metrics import (
     metrics_dict,
 )
 from kvfold.attention.drift.report import dtype_name, perplexity
-from kvfold.convert.checkpoint.atomic import check_output
-from kvfold.convert.checkpoint.files import replacing, write_file
+from kvfold.convert.checkpoint.atomic import check_output, replacing, write_file
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import Calibration, load_source_and_text
 from kvfold.convert.conversion.convert import convert_checkpoint
@@ -335,11 +334,11 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
             except InputError as error:
                 raise error.with_prefix(f"--targets {target}") from error
         check_memory(next(iter(targets.values())))
-        with tempfile.TemporaryDirectory(prefix="kvfold-sweep-") as scratch, checkpoint.hashing():
+        with tempfile.TemporaryDirectory(prefix="kvfold-sweep-") as scratch:
             found = _sweep(targets, Path(scratch), Stages(progress, request.quiet), request)
         # A file that was replaced while its layers were read would give numbers of no model.
         checkpoint.check_unchanged()
-        source = replace(found.source, sha256=checkpoint.source_hash())
+        source = replace(found.source, sha256=checkpoint.model_digest())
     return replace(found, source=source, seconds=time.monotonic() - started)
 
 

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.checkpoint.files import parse_json
-from kvfold.convert.checkpoint.folder import RECORD, read_member
-from kvfold.convert.checkpoint.hashing import file_problems
+from kvfold.convert.checkpoint.digests import find_changed_files, find_changed_tensors
+from kvfold.convert.checkpoint.members import RECORD, parse_json, read_member
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError, short
 
@@ -60,24 +59,31 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
         opened = open_checkpoint(out)
     except InputError as error:
         # Of a checkpoint that kvfold wrote, say first which file changed since.
-        files, problems = recorded_problems(Path(out)) if Path(out).is_dir() else (0, [])
+        folder = Path(out)
+        files = _recorded_hashes(_read_record(folder)) if folder.is_dir() else {}
+        problems = list(find_changed_files(folder, files)) if files else []
         if not problems:
             raise
-        return Verification(Path(out).name, files, 0, 0, [*problems, error.message, *error.details])
+        problems += [error.message, *error.details]
+        return Verification(folder.name, len(files), 0, 0, problems)
     # what cannot be opened is told without the seconds that torch takes
     from kvfold.convert.stream.parameters import WeightMap
     from kvfold.convert.stream.stock import empty_model
 
     with closing(opened) as checkpoint:
-        files, problems = recorded_problems(checkpoint.folder)
+        record = _read_record(checkpoint.folder)
+        files = _recorded_hashes(record)
+        problems = list(find_changed_files(checkpoint.folder, files)) if files else []
         # The class of config.json takes every tensor as it is.
         problems += WeightMap(empty_model(checkpoint.config), checkpoint.tensors).misfits(
             checkpoint.tensors
         )
         problems += non_finite(checkpoint, checkpoint.tensors)
+        if files:
+            problems += find_changed_tensors(checkpoint, record)
         elements = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
         checkpoint.check_unchanged()
-    return Verification(checkpoint.origin, files, len(checkpoint.tensors), elements, problems)
+    return Verification(checkpoint.origin, len(files), len(checkpoint.tensors), elements, problems)
 
 
 def check_verified(done: Verification) -> None:
@@ -100,12 +106,15 @@ def non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
             )
 
 
-def recorded_problems(folder: Path) -> tuple[int, list[str]]:
-    """The number of files that the record has hashes of, and the differences from them."""
+def _read_record(folder: Path) -> dict[str, Any]:
+    """The content of ``kvfold.json``; empty if the folder has none."""
     path = folder / RECORD
-    recorded = parse_json(path, read_member(folder, RECORD)) if os.path.lexists(path) else {}
-    if (files := recorded.get("files")) is None:
-        return 0, []
+    return parse_json(path, read_member(folder, RECORD)) if os.path.lexists(path) else {}
+
+
+def _recorded_hashes(record: dict[str, Any]) -> dict[str, str]:
+    """The hashes of files by name; empty if the record has none."""
+    files = record.get("files", {})
     if not isinstance(files, dict) or not all(isinstance(value, str) for value in files.values()):
-        return 0, [f"{RECORD}: files must map names to hashes, not be {short(files)}"]
-    return len(files), list(file_problems(folder, files))
+        raise InputError(f"{RECORD}: files must map names to hashes, not be {short(files)}")
+    return files

@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 )
 
 from kvfold.convert.checkpoint.headers import TensorInfo
-from kvfold.convert.checkpoint.reader import Checkpoint
+from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.layer_io import Read

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvfold.attention.checkpoints import SOURCES
-from kvfold.convert.checkpoint.files import with_dtype
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
+from kvfold.convert.checkpoint.members import with_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.shards import OutputTensor
+from kvfold.convert.checkpoint.writer import OutputTensor
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.values import evaluate

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.checkpoint.files import with_dtype
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES
+from kvfold.convert.checkpoint.members import with_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.shards import OutputTensor
+from kvfold.convert.checkpoint.writer import OutputTensor
 from kvfold.convert.families.model import Geometry, Model
 from kvfold.convert.families.rotary import older_rope_keys
 from kvfold.convert.families.schema import Role

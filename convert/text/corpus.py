@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvfold.convert.checkpoint.files import check_unicode, portable_name
+from kvfold.convert.checkpoint.members import check_unicode, portable_name
 from kvfold.convert.errors import InputError, format_option, one_line, option_error, short
 from kvfold.convert.request import SELF
 from kvfold.convert.signals import limited

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.files import replacing
+from kvfold.convert.checkpoint.atomic import replacing
 from kvfold.convert.training.steps import channel_scales, hold_constant, scale_steps, tensor_sizes
 
 # The model that ships. Second moment 0.95 and 0.999, refined: MQA +0.0338 and +0.0335; MLA 24+8

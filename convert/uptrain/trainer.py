@@ -22,7 +22,7 @@ from transformers.trainer_callback import PrinterCallback
 from kvfold.attention.drift.recording import attention_name
 from kvfold.attention.drift.report import perplexity
 from kvfold.attention.drift.streams import layer_list
-from kvfold.convert.checkpoint.files import replacing
+from kvfold.convert.checkpoint.atomic import replacing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, training_autocast
 from kvfold.convert.errors import InputError, option_error

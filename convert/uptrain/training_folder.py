@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from kvfold.convert.checkpoint.files import parse_json, read_bytes, replacing, write_file
-from kvfold.convert.checkpoint.folder import stamps
-from kvfold.convert.checkpoint.hashing import file_hashes, file_problems
+from kvfold.convert.checkpoint.atomic import replacing, write_file
+from kvfold.convert.checkpoint.digests import hash_file
+from kvfold.convert.checkpoint.members import list_files, parse_json, read_bytes, stamps
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError, one_line, option_error
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
@@ -88,7 +88,7 @@ def _last_checkpoint(work: Path, steps: int) -> Path | None:
         complete = checkpoint / COMPLETE
         try:
             hashes = parse_json(complete, read_bytes(complete))
-            problem = next(file_problems(checkpoint, hashes, COMPLETE), None)
+            problem = None if hashes == _hash_files(checkpoint) else "its files changed"
         except (InputError, OSError) as error:
             problem = one_line(error)
         if problem is None:
@@ -100,11 +100,16 @@ def _last_checkpoint(work: Path, steps: int) -> Path | None:
     return None
 
 
+def _hash_files(checkpoint: Path) -> dict[str, str]:
+    names = [name for name in list_files(checkpoint) if name != COMPLETE]
+    return {name: hash_file(checkpoint / name) for name in names}
+
+
 def mark_complete(checkpoint: Path) -> None:
     """Write the hashes of a checkpoint's files, which marks it complete."""
     with replacing(checkpoint / COMPLETE) as new:
         new.unlink(missing_ok=True)  # what a kill left of it is none of the files
-        write_file(new, json.dumps(file_hashes(checkpoint, COMPLETE)))
+        write_file(new, json.dumps(_hash_files(checkpoint)))
 
 
 def draw_tokens(request: UptrainRequest, source: Checkpoint, vocabulary: int) -> None:

@@ -15,16 +15,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kvfold.attention.drift.report import dtype_name
-from kvfold.convert.checkpoint.atomic import check_output, output_folder, output_lock
-from kvfold.convert.checkpoint.files import (
+from kvfold.convert.checkpoint.atomic import check_output, output_folder, output_lock, write_file
+from kvfold.convert.checkpoint.digests import add_hashes
+from kvfold.convert.checkpoint.members import (
+    CARD,
+    RECORD,
     dump,
     parse_json,
     portable_name,
+    read_member,
     recorded_name,
-    write_file,
 )
-from kvfold.convert.checkpoint.folder import CARD, RECORD, read_member
-from kvfold.convert.checkpoint.hashing import file_hashes
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.conversion.card import trained_card
@@ -231,11 +232,11 @@ def _write_checkpoint(
             _describe(request, training),
         )
         write_file(folder / CARD, card)
-        record: dict[str, Any] = json.loads(side_files.get(RECORD, b'{"format": 2}'))
+        record: dict[str, Any] = json.loads(side_files.get(RECORD, b'{"format": 4}'))
         if "drift" in record:
             record["drift_before_uptraining"] = record.pop("drift")
         record["uptraining"] = {**training, "versions": versions()}
-        record["files"] = file_hashes(folder)
+        add_hashes(record, folder)
         write_file(folder / RECORD, dump(jsonable(record)))
         _check_written(source, folder, stored)
         source.check_unchanged()

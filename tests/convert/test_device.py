@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvfold.convert import host
-from kvfold.convert.checkpoint.reader import Checkpoint
+from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.device import compute_dtype
 
 SIZES = {"a": ("F32", 5), "b": ("I64", 100), "c": ("BF16", 4), "d": ("BF16", 4)}

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvfold.convert.checkpoint.shards import OutputTensor
 from kvfold.convert.checkpoint.tensors import DTYPE_NAMES
+from kvfold.convert.checkpoint.writer import OutputTensor
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.walk.walk import Step, Student, Teacher, Walk
 

@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvfold.convert.checkpoint.files import with_dtype
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
+from kvfold.convert.checkpoint.members import with_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.shards import OutputTensor
+from kvfold.convert.checkpoint.writer import OutputTensor
 from kvfold.convert.families.family import names_in_files
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import BlockRole

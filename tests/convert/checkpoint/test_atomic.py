@@ -16,9 +16,13 @@ from helpers import forked
 from helpers.processes import PATIENCE
 
 from kvfold.convert.checkpoint import atomic
-from kvfold.convert.checkpoint.atomic import check_output, free_space_check, output_folder
-from kvfold.convert.checkpoint.files import replacing
-from kvfold.convert.checkpoint.folder import RECORD
+from kvfold.convert.checkpoint.atomic import (
+    check_output,
+    free_space_check,
+    output_folder,
+    replacing,
+)
+from kvfold.convert.checkpoint.members import RECORD
 from kvfold.convert.errors import InputError
 
 WEIGHTS = "model.safetensors"

@@ -22,7 +22,7 @@ import torch
 from helpers.processes import run_python
 from safetensors.torch import load_file, save_file
 
-from kvfold.convert.checkpoint.hashing import file_sha256
+from kvfold.convert.checkpoint.digests import hash_file
 from kvfold.convert.checkpoint.hub import upload
 from kvfold.convert.data import demo_folder
 
@@ -187,8 +187,8 @@ def test_headers_come_by_range_requests(hub: Hub, folder: Path, ask) -> None:
 
 @pytest.mark.slow
 def test_a_download_is_whole_and_then_serves_offline(hub: Hub, folder: Path, ask) -> None:
-    stored = 'list(c.raw_path(c.info("b1")).read_bytes()[c.info("b1").start : c.info("b1").end])'
-    hashed = DESCRIBE.replace("HASH", "c.source_hash()")
+    stored = 'list(b"".join(c.stored_bytes("b1", "F32")))'
+    hashed = DESCRIBE.replace("HASH", "c.model_digest()")
     script = hashed.replace("OPEN", "open_checkpoint").replace(
         '"torch":', f'"b1": {stored}, "torch":'
     )
@@ -343,7 +343,7 @@ def test_a_result_is_verified_and_uploaded(demo_latent: Path, tmp_path: Path) ->
     assert "kvfold did not write it" in other.stderr
     secret = tmp_path / "id_rsa"
     secret.write_text("secret")
-    for record in ({}, {"files": {}}, {"files": {"x.txt": file_sha256(secret)}}):
+    for record in ({}, {"files": {}}, {"files": {"x.txt": hash_file(secret)}}):
         folder = Path(shutil.copytree(demo_latent, tmp_path / f"links-{len(str(record))}"))
         (folder / "x.txt").symlink_to(secret)
         (folder / "kvfold.json").write_text(json.dumps(record))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvfold.convert.checkpoint.files import open_source
-from kvfold.convert.checkpoint.hashing import file_problems
+from kvfold.convert.checkpoint.digests import find_changed_files
+from kvfold.convert.checkpoint.members import open_source
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError
 
@@ -160,7 +160,7 @@ def test_a_link_to_a_folder_is_no_part_of_a_result(tmp_path: Path) -> None:
     (tmp_path / "out" / "elsewhere").symlink_to("/etc")
     (tmp_path / "out" / "sub" / "above").symlink_to(tmp_path)
     names = ["elsewhere", "sub/above"]
-    assert list(file_problems(tmp_path / "out", {})) == [
+    assert list(find_changed_files(tmp_path / "out", {})) == [
         f"{name}: kvfold did not write this file" for name in names
     ]
 

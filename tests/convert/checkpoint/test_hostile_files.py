@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvfold.convert.checkpoint.files import parse_json
-from kvfold.convert.checkpoint.shards import OutputTensor, assign_shards
-from kvfold.convert.checkpoint.writer import ShardWriter
+from kvfold.convert.checkpoint.members import parse_json
+from kvfold.convert.checkpoint.writer import OutputTensor, ShardWriter, assign_shards
 from kvfold.convert.cli import main
 from kvfold.convert.console import append_line
 from kvfold.convert.errors import InputError, KvfoldError, system_failure

@@ -1,20 +1,22 @@
-"""The files in a checkpoint's folder: which ones are weights or copied as they are, and which links
-may be followed.
+"""The files of a checkpoint's folder: names, safe reading of members, JSON, config.json, kvfold.json.
+
+A checkpoint may come from a stranger: every member is read by `read_member` or from the path that
+`resolve_member` returns, so that no link or name leads out of the folder.
 """
 
 import fnmatch
 import hashlib
+import json
 import os
 import re
-from collections import defaultdict
-from collections.abc import Collection, Iterable
+import stat
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kvfold.convert.checkpoint.files import parse_json, read_bytes
-from kvfold.convert.checkpoint.headers import Header
-from kvfold.convert.errors import InputError, short
+from kvfold.convert.errors import ADVICE, InputError, one_line, short
 from kvfold.convert.formatting import format_bytes
 
 CONFIG = "config.json"
@@ -62,26 +64,20 @@ EXTRA_PATTERNS = (
 DEQUANTIZE = (
     "use the unquantized checkpoint, or dequantize the model first, as docs/questions.md shows"
 )
-_SHARD_NAMES = {
-    INDEX: re.compile(r"model-\d+-of-\d+\.safetensors"),
-    LEGACY_INDEX: re.compile(r"pytorch_model-\d+-of-\d+\.bin"),
-}
-_LARGEST_CONFIG = 16 << 20  # a thousand times the usual size
-_LARGEST_FILE = (
-    64 << 20
-)  # of those without weights: the largest tokenizers and indices have half as much
 # Twice the deepest published model: classes build layers one by one, so that a billion would keep a
 # command for hours
 MOST_LAYERS = 1024
-_HASHED = 64 << 20  # chosen: hashing so many bytes takes less than a tenth of a second
-_NO_NUMBER = (
-    1 << 53
-)  # larger ones are no numbers to many readers of JSON; tokenizers have them for no "max_length"
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 # Far beyond published models: classes compute tables of rotary frequencies from these when they are
 # built
 _MOST_WIDTH = 1 << 20
 _WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "head_dim", "qk_rope_head_dim", "rotary_dim")
+_LARGEST_NUMBER = 1 << 53  # many readers of JSON round larger ones
+_LARGEST_CONFIG = 16 << 20  # a thousand times the usual size
+_LARGEST_FILE = 64 << 20  # without weights; the largest tokenizers and indices have half as much
+_HASHED = 64 << 20  # chosen: hashing so many bytes takes less than a tenth of a second
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a surrogate pair as JSON spells it
+_DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def raise_problems(problems: list[str]) -> None:
@@ -90,6 +86,53 @@ def raise_problems(problems: list[str]) -> None:
     """
     if problems:
         raise InputError(problems[0], details=problems[1:])
+
+
+# Safe reading
+
+
+def open_source(path: Path) -> FileIO:
+    """Open a regular file for unbuffered reading. Raises InputError if it is none or cannot be
+    read.
+    """
+    try:
+        # a pipe would block until somebody writes into it, and a device may never end
+        file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    except OSError as error:
+        way_out = ADVICE.get(error.errno or 0, "make it readable or download it again")
+        raise InputError(f"{path} cannot be read ({error.strerror}); {way_out}") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise InputError(f"{path} must be a regular file; replace it with one")
+    return file
+
+
+def read_bytes(path: Path, start: int = 0, length: int = -1) -> bytes:
+    """Read up to ``length`` bytes of a file from ``start``; -1 means all. Raises InputError if it
+    cannot be read.
+    """
+    with open_source(path) as file:
+        try:
+            file.seek(start)
+            return file.read(length)
+        except OSError as error:
+            way_out = ADVICE.get(error.errno or 0, "check the disk")
+            raise InputError(f"{path} cannot be read ({error.strerror}); {way_out}") from None
+
+
+def read_parts(file: FileIO, start: int, end: int, size: int) -> Iterator[memoryview]:
+    """Yield the bytes ``start`` to ``end`` in parts of ``size``, each valid until the next.
+    InputError if the file is too short.
+    """
+    buffer = memoryview(bytearray(min(size, end - start)))
+    while start < end:
+        count = os.preadv(file.fileno(), [buffer[: end - start]], start)
+        if count == 0:
+            raise InputError(
+                f"{file.name!s} ends before byte {end}: it changed while it was read; run again"
+            )
+        yield buffer[:count]
+        start += count
 
 
 def resolve_member(folder: Path, name: str, named_by: str = "the checkpoint") -> Path:
@@ -162,6 +205,50 @@ def read_member(
     return read_bytes(path, length=size if length < 0 else length)
 
 
+# JSON, config.json and kvfold.json
+
+
+def load_json(data: bytes, **options: Any) -> Any:
+    """Parse bytes as JSON in UTF-8 with valid Unicode strings. Raises ValueError or RecursionError
+    with the reason.
+    """
+    value = json.loads(data.decode("utf-8"), **options)
+    # JSON can spell half of a surrogate pair, and Python reads it, but it can be neither printed
+    # nor written later
+    if _SURROGATE.search(data):
+        check_unicode(json.dumps(value, ensure_ascii=False))
+    return value
+
+
+def check_unicode(text: str) -> None:
+    """Raise ValueError if ``text`` contains half of a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = ord(text[error.start])
+        raise ValueError(
+            f"it contains half of a surrogate pair, \\u{half:04x}, which is not a character"
+        ) from None
+
+
+def parse_json(path: Path, data: bytes) -> dict[str, Any]:
+    """Parse the bytes of the file ``path`` as a JSON object. Raises InputError with the file's name
+    if they are not.
+    """
+    try:
+        value = load_json(data)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{path}: not valid JSON: {one_line(error)}; fix the file or download it again"
+        ) from None
+    if not isinstance(value, dict):
+        raise InputError(
+            f"{path} must contain a JSON object, not a {type(value).__name__}; fix the file or"
+            " download it again"
+        )
+    return value
+
+
 def json_beside(folder: Path, name: str) -> dict[str, Any]:
     """The JSON object in the file ``name`` of ``folder``, or an empty dict if the file is missing
     or damaged.
@@ -184,17 +271,6 @@ def recorded_files(folder: Path) -> dict[str, str] | None:
     return files if all(isinstance(digest, str) for digest in files.values()) else None
 
 
-def list_files(folder: Path) -> list[str]:
-    """The relative paths of all files below ``folder``, sorted. A link to a folder is a file: what
-    is behind it is not part of ``folder``.
-    """
-    names = []
-    for root, folders, files in os.walk(folder):
-        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
-        names += [os.path.relpath(os.path.join(root, name), folder) for name in files + links]
-    return sorted(names)
-
-
 def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     """Read ``config.json``. Returns its content and the SHA-256 of its bytes."""
     path = folder / CONFIG
@@ -215,7 +291,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
                 rule = f"models of at most {MOST_LAYERS} layers are read"
             elif key in _WIDTH_KEYS and value > _MOST_WIDTH:
                 rule = f"sizes of at most {_MOST_WIDTH} are read"
-            elif abs(value) >= _NO_NUMBER:
+            elif abs(value) >= _LARGEST_NUMBER:
                 rule = "numbers must be below 2^53"
             else:
                 continue
@@ -245,6 +321,41 @@ def _instead_of_config(folder: Path) -> str:
             " save_pretrained"
         )
     return "use the folder that contains it"
+
+
+def dump(value: Mapping[str, Any]) -> str:
+    """``value`` as JSON in the style of transformers' configs: two-space indentation, unsorted, a
+    final newline.
+    """
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A copy of ``config`` with ``dtype`` under its dtype keys ("dtype" if it has none), in nested
+    configs too.
+    """
+    changed = {
+        name: with_dtype(value, dtype)
+        for name, value in config.items()
+        if isinstance(value, Mapping) and any(key in value for key in _DTYPE_KEYS)
+    }
+    # older and newer readers know one key each: both stay where both are
+    present = [key for key in _DTYPE_KEYS if key in config] or ["dtype"]
+    return {**config, **changed, **dict.fromkeys(present, dtype)}
+
+
+# Names in a folder
+
+
+def list_files(folder: Path) -> list[str]:
+    """The relative paths of all files below ``folder``, sorted. A link to a folder is a file: what
+    is behind it is not part of ``folder``.
+    """
+    names = []
+    for root, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        names += [os.path.relpath(os.path.join(root, name), folder) for name in files + links]
+    return sorted(names)
 
 
 def extra_names(names: Iterable[str]) -> list[str]:
@@ -291,61 +402,32 @@ def weight_file(names: Collection[str], where: object) -> str:
     )
 
 
-def read_index(folder: Path, name: str) -> dict[str, str]:
-    """Read the ``weight_map`` of the index ``name``. Returns a dict from tensor names to file
-    names.
+def recorded_name(source: str) -> str:
+    """A model or text for records: local files and folders by name, without their path, and others
+    as they are.
     """
-    weight_map = parse_json(folder / name, read_member(folder, name)).get("weight_map")
-    if (
-        isinstance(weight_map, dict)
-        and weight_map
-        and all(isinstance(file, str) for file in weight_map.values())
-    ):
-        return weight_map
-    raise InputError(
-        f"{folder / name} needs a 'weight_map' from tensor names to file names; download the file"
-        " again"
-    )
+    return portable_name(Path(source).resolve()) if Path(source).exists() else source
 
 
-def index_problems(
-    index: str, weight_map: dict[str, str], headers: dict[str, Header], names: Iterable[str]
-) -> list[str]:
-    """List the contradictions between an index, its shards' headers, and the ``names`` of all files
-    in the folder.
+def portable_name(path: Path) -> str:
+    """The last component of a path, for records. Each byte that is not UTF-8 becomes a replacement
+    character.
     """
-    known = set(weight_map.values())
-    # half of another save
-    strays = sorted(
-        name for name in names if _SHARD_NAMES[index].fullmatch(name) and name not in known
-    )
-    problems = [
-        f"{name}: {index} does not mention this shard; remove it or fix the index"
-        for name in strays
-    ]
-    # a shard with a faulty header has been reported as such
-    sound = {
-        file: {info.name for info in header.tensors}
-        for file, header in headers.items()
-        if not header.problems
-    }
-    for name, file in weight_map.items():
-        if file in sound and name not in sound[file]:
-            problems.append(f"{index}: {file} lacks the listed tensor {name!r}; fetch both again")
-    homes = defaultdict[str, list[str]](list)
-    for file, tensors in sound.items():
-        for name in tensors:
-            homes[name].append(file)
-            if name not in weight_map:
-                problems.append(
-                    f"{file}: {index} does not list the tensor {name!r}; fetch both again"
-                )
-    for name, files in homes.items():
-        if len(files) > 1:
-            problems.append(
-                f"tensor {name!r} is stored more than once, in {' and '.join(sorted(files))}"
-            )
-    return problems
+    return os.fsencode(path.name).decode("utf-8", "replace")
+
+
+def file_states(paths: Iterable[Path]) -> dict[Path, tuple[int, int, int, int]]:
+    """Map each existing file to its device, inode, size and modification time. Call this before
+    reading the files.
+    """
+    # A run reads headers first and weights over hours. A file that changes meanwhile would give a
+    # result that belongs to neither version.
+    states = {}
+    for path in paths:
+        with suppress(OSError):
+            status = os.stat(path)
+            states[path] = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return states
 
 
 def stamps(paths: Iterable[Path]) -> list[list[Any]]:
@@ -365,17 +447,3 @@ def stamps(paths: Iterable[Path]) -> list[list[Any]]:
                 [str(path), size, hashlib.sha256(path.read_bytes()).hexdigest() if small else time]
             )
     return found
-
-
-def file_states(paths: Iterable[Path]) -> dict[Path, tuple[int, int, int, int]]:
-    """Map each existing file to its device, inode, size and modification time. Call this before
-    reading the files.
-    """
-    # A run reads headers first and weights over hours. A file that changes meanwhile would give a
-    # result that belongs to neither version.
-    states = {}
-    for path in paths:
-        with suppress(OSError):
-            status = os.stat(path)
-            states[path] = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-    return states

@@ -1,0 +1,101 @@
+"""SHA-256 hashes in ``kvfold.json``: of every tensor, of the headers of weight files and of other
+files whole. Together they cover every byte of a checkpoint that kvfold wrote.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvfold.convert.checkpoint.headers import LENGTH_BYTES, MAX_HEADER
+from kvfold.convert.checkpoint.members import (
+    RECORD,
+    list_files,
+    open_source,
+    read_bytes,
+    read_parts,
+    resolve_member,
+)
+from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
+from kvfold.convert.errors import InputError, short
+
+_STEP = 1 << 20
+
+
+def hash_file(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> str:
+    """The SHA-256 of a file, or of the bytes in each of ``ranges`` in turn. InputError if it ends
+    before that.
+    """
+    with open_source(path) as file:
+        if ranges is None:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        for start, end in ranges:
+            for part in read_parts(file, start, end, _STEP):
+                digest.update(part)
+        return digest.hexdigest()
+
+
+def add_hashes(
+    record: dict[str, Any], folder: Path, known: Mapping[str, str] | None = None
+) -> None:
+    """Add the hashes of all files and tensors in ``folder`` to its ``record``. Tensors with a
+    ``known`` hash are not read.
+    """
+    checkpoint = open_checkpoint(folder)
+    checkpoint.digests.update(known or {})
+    checkpoint.model_digest()
+    tensors = record.setdefault("tensors", {})
+    for name, digest in checkpoint.digests.items():
+        tensors.setdefault(name, {})["sha256"] = digest
+    record["files"] = {name: _hash_member(folder / name) for name in _names(folder)}
+
+
+def find_changed_files(folder: Path, files: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for every file of ``folder`` that is missing, changed or new compared to
+    ``files`` of its record. Of weight files, only the headers are compared.
+    """
+    for name in sorted(set(_names(folder)) - files.keys()):
+        yield f"{name}: kvfold did not write this file"
+    for name, digest in files.items():
+        try:
+            now = _hash_member(resolve_member(folder, name, RECORD))
+        except InputError as error:
+            yield error.message
+        else:
+            if now != digest:
+                yield (
+                    f"{name}: changed since it was written: its SHA-256 is {now}, not"
+                    f" {short(digest)}"
+                )
+
+
+def find_changed_tensors(checkpoint: Checkpoint, record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for every tensor of ``checkpoint``, read before, that differs from its
+    ``record``.
+    """
+    tensors = record.get("tensors")
+    for name, digest in checkpoint.digests.items():
+        entry = tensors.get(name) if isinstance(tensors, dict) else None
+        recorded = entry.get("sha256") if isinstance(entry, dict) else None
+        if digest != recorded:
+            yield (
+                f"tensor {name!r} in {checkpoint.info(name).file}: changed since it was written: its"
+                f" SHA-256 is {digest}, not {short(recorded)}"
+            )
+
+
+def _hash_member(path: Path) -> str:
+    """The SHA-256 of a file; of a safetensors file, of its header, since the tensors have their
+    own.
+    """
+    if path.suffix != ".safetensors":
+        return hash_file(path)
+    length = int.from_bytes(read_bytes(path, length=LENGTH_BYTES), "little")
+    header = read_bytes(path, length=LENGTH_BYTES + min(length, MAX_HEADER))
+    return hashlib.sha256(header).hexdigest()
+
+
+def _names(folder: Path) -> list[str]:
+    """The files below ``folder``, except the record and top-level hidden ones (``.git``)."""
+    return [name for name in list_files(folder) if name != RECORD and not name.startswith(".")]
