@@ -117,8 +117,8 @@ def _write_weights(
 ) -> "tuple[dict[str, str], dict[str, Any], DriftReport | None]":
     """Convert all layers and write all shards.
 
-    Returns the digest of each written tensor, and with text the notes on each layer, and the drift on the
-    first process.
+    Returns the digest of each written tensor, and with text the notes on each layer, and the drift
+    on the first process.
     """
     journal = Journal(folder, plan)
     finished = len(journal.notes)
