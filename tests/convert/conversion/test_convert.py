@@ -103,7 +103,7 @@ def test_side_files_and_the_record(source, pooled):
     assert record["source"]["sha256"] == open_checkpoint(source).model_digest()
     assert record["cache_elements"] == {"from": 128, "to": 32}
     norm = "model.norm.weight"
-    assert record["tensors"][norm] == {"origin": "copied", "from": [norm]}
+    assert record["tensors"][norm].items() >= {"origin": "copied", "from": [norm]}.items()
     assert record["tensors"]["model.layers.1.self_attn.k_proj.weight"]["origin"] == "mean"
     assert set(record["tensors"]) == set(tensors(pooled))
 
