@@ -22,7 +22,7 @@ from kvfold.convert.conversion.measurement import open_stream
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.formatting import format_bytes
 from kvfold.convert.progress import Stages
-from kvfold.convert.training.budget import POLISH_ROUND, intervals, step_tokens, steps_of
+from kvfold.convert.training.budget import POLISH_ROUND, step_tokens, steps_of
 from kvfold.convert.training.loop import TrainingResult
 from kvfold.convert.training.polish import ModelTask, TrainingText, polish, run_teacher
 from kvfold.convert.training.steps import check_constant, has_constant
@@ -89,24 +89,19 @@ def _state_file(task: ModelTask, folder: Path) -> Path | None:
 
 
 def _report_round(plan: Plan, task: ModelTask, result: TrainingResult) -> None:
-    """Print the held-out KL after a round; at some rounds also add the other figures to the curve
-    of ``result``.
-    """
-    request = plan.request
-    tokens = result.steps * step_tokens(request.length)
-    line = (
-        f"polished {result.steps}/{task.steps} steps, {tokens} tokens:"
-        f" KL {result.errors[-1]:.5f} nats on held-out tokens"
-    )
-    # A resumed run has measured the round that it starts from.
-    measured = bool(result.curve) and result.curve[-1]["tokens"] >= tokens
-    if result.steps in intervals(task.steps, request.length) and not measured:
-        figures = task.measure()
-        result.curve.append({"tokens": tokens, **figures})
-        line += f", excess {figures['excess']:+.5f} nats"
-        line += f", top-1 agreement {figures['top_1_agreement']:.1%}"
-    if not request.quiet:
-        tqdm.write(line, file=sys.stderr)
+    """Add the held-out figures after a round to the curve of ``result``, and print them."""
+    tokens = result.steps * step_tokens(plan.request.length)
+    # A resumed run has those of the round that it starts from.
+    if len(result.curve) < len(result.errors):
+        result.curve.append({"tokens": tokens, **task.figures})
+    figures = result.curve[-1]
+    if not plan.request.quiet:
+        tqdm.write(
+            f"polished {result.steps}/{task.steps} steps, {tokens} tokens:"
+            f" KL {figures['kl']:.5f} nats on held-out tokens, excess {figures['excess']:+.5f}"
+            f" nats, top-1 agreement {figures['top_1_agreement']:.1%}",
+            file=sys.stderr,
+        )
 
 
 def _replace_tensors(

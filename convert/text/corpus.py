@@ -349,38 +349,35 @@ def check_sources(names: Iterable[str], option: str = "calibration") -> None:
 def _source_fault(path: Path) -> str | None:
     """What is wrong with a text and what to do; None if nothing is."""
     try:
-        is_file = path.is_file()
-    except OSError as error:  # too long a name
-        return f"cannot be read ({error.strerror}); check the path"
-    if not is_file:
-        if path.suffix.partition(":")[0] in (".txt", _ROWS_SUFFIX) and not path.is_dir():
-            return "no such file; check the path"
-        if find_spec("datasets") is not None:
-            return None
-        install = "install the datasets package: pip install 'kvfold[data]'"
-        return f"is no file; to read it as a dataset, {install}; otherwise give {_KINDS}"
-    try:
+        if not path.is_file():
+            return _not_a_file(path)
         with path.open("rb") as file:
             beginning = file.read(_SNIFFED)
-        # A character may be cut at the end.
-        codecs.getincrementaldecoder("utf-8")().decode(beginning)
-        is_text = b"\0" not in beginning
-    except OSError as error:
-        return f"cannot be read ({error.strerror}); check its permissions"
-    except UnicodeDecodeError:
-        is_text = False
+    except OSError as error:  # also for too long a name
+        return f"cannot be read ({error.strerror}); check its path and permissions"
     if not beginning:
         return "the file is empty; give a file that contains text"
-    is_utf16 = beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    if is_utf16 or 4 * beginning.count(0) > len(beginning):
-        return f"the file is not UTF-8 text (perhaps UTF-16); convert it, or give {_KINDS}"
     if path.suffix == ".json":
         return f".json is not supported; write {_ROW} on each line of a .jsonl file"
     # Plain text may have any suffix. Faults within a .txt or .jsonl are told with their line when
     # it is read.
-    if is_text or path.suffix in (".txt", _ROWS_SUFFIX):
+    is_text = b"\0" not in beginning
+    if path.suffix not in (".txt", _ROWS_SUFFIX):
+        try:
+            # A character may be cut at the end.
+            codecs.getincrementaldecoder("utf-8")().decode(beginning)
+        except UnicodeDecodeError:
+            is_text = False
+    return None if is_text else f"the file is not UTF-8 text (perhaps UTF-16); give {_KINDS}"
+
+
+def _not_a_file(path: Path) -> str | None:
+    if path.suffix.partition(":")[0] in (".txt", _ROWS_SUFFIX) and not path.is_dir():
+        return "no such file; check the path"
+    if find_spec("datasets") is not None:
         return None
-    return f"the file is not UTF-8 text; give {_KINDS}"
+    install = "install the datasets package: pip install 'kvfold[data]'"
+    return f"is no file; to read it as a dataset, {install}; otherwise give {_KINDS}"
 
 
 def check_seq_len(seq_len: int, positions: int | None, model: str) -> None:

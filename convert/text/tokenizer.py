@@ -3,6 +3,7 @@ model's vocabulary.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from kvfold.convert.text.corpus import Document
 _BLOCK = 1 << 16  # characters
 _RENDER_SECONDS = 5.0
 _RENDERED = 1 << 26  # characters
-_BATCH_CHARS = 8 * _BLOCK
+_BLOCKS = 8  # at once
 
 
 def load_tokenizer(
@@ -70,37 +71,16 @@ def tokenize(tokenizer: Any, prefix: list[int], documents: Iterable[Document]) -
     """Tokenize each document; yields its token ids as int64 ``[n]``, without the ``prefix`` of
     special tokens.
     """
-    ids: list[int] = []
-    for some in _batches(documents):
-        tokenized = tokenizer(
-            [block for block, _ in some], add_special_tokens=False, verbose=False
-        )["input_ids"]
-        for (_, finished), tokens in zip(some, tokenized, strict=True):
-            ids += tokens
-            if finished is not None:
-                # A chat template writes the prefix itself.
-                start = len(prefix) if finished.rendered and ids[: len(prefix)] == prefix else 0
-                yield torch.tensor(ids[start:], dtype=torch.int64)
-                ids = []
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[str, Document | None]]]:
-    """Batches of text blocks, one per tokenizer call; only a document's last block is paired with
-    the document.
-    """
-    batch: list[tuple[str, Document | None]] = []
-    size = 0
     for document in documents:
         blocks = list(_blocks(document.text)) or [""]
-        for number, block in enumerate(blocks, start=1):
-            batch.append((block, document if number == len(blocks) else None))
-            size += len(block)
-            if size >= _BATCH_CHARS:
-                yield batch
-                batch = []
-                size = 0
-    if batch:
-        yield batch
+        ids: list[int] = []
+        for start in range(0, len(blocks), _BLOCKS):
+            some = blocks[start : start + _BLOCKS]
+            tokenized = tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
+            ids += chain.from_iterable(tokenized)
+        # A chat template writes the prefix itself.
+        written = document.rendered and ids[: len(prefix)] == prefix
+        yield torch.tensor(ids[len(prefix) if written else 0 :], dtype=torch.int64)
 
 
 def _blocks(text: str) -> Iterator[str]:

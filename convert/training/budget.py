@@ -43,18 +43,6 @@ def step_tokens(length: int) -> int:
     return batch_size(length) * length
 
 
-def intervals(steps: int, length: int) -> set[int]:
-    """The steps after which a run of ``steps`` is measured in full.
-
-    They are the first and the last step, and the ends of rounds at 0.2, 0.5, 1, 2, 5, 10 ...
-    million tokens.
-    """
-    marks = (digit * 10**power for power in range(5, 15) for digit in (2, 5, 10))
-    rounds = (math.ceil(mark / step_tokens(length) / POLISH_ROUND) for mark in marks)
-    ends = (POLISH_ROUND * number for number in rounds)
-    return {0, steps, *(end for end in ends if end < steps)}
-
-
 def batch_size(length: int) -> int:
     """The number of sequences of ``length`` tokens in one step."""
     return max(1, BATCH_TOKENS // length)

@@ -176,6 +176,7 @@ class ModelTask(TrainingTask):
         self.training = training
         self.held_out = held_out
         self.steps = steps
+        self.figures: dict[str, float] = {}
         self.device = device
         self._autocast = autocast
         self._read = read
@@ -232,11 +233,14 @@ class ModelTask(TrainingTask):
         self.reduce_gradients()
 
     def error(self) -> float:
-        """The mean KL from the teacher's next-token distributions, in nats per token."""
-        return processes.broadcast_from_rank0(lambda: self.measure()["kl"])
+        """The mean KL from the teacher's next-token distributions, in nats per token; leaves all
+        figures in ``figures``.
+        """
+        self.figures = processes.broadcast_from_rank0(self._measure)
+        return self.figures["kl"]
 
     @torch.no_grad()
-    def measure(self) -> dict[str, float]:
+    def _measure(self) -> dict[str, float]:
         """Means over held-out tokens: ``kl`` from the teacher, ``loss``, ``excess`` over the
         teacher's loss (all in nats), ``top_1_agreement``.
         """

@@ -306,26 +306,25 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         loss over it. Saves the weights if they are the best so far.
         """
         self.model.eval()
-        losses = []
+        rows = []
         for inputs in self.get_eval_dataloader():
             tokens = inputs["input_ids"].long()
             logits = self.model(input_ids=tokens, use_cache=False).logits
-            teacher = None
+            teacher = logits
             if self._teacher is not None:
                 teacher = teacher_logits(self._teacher, tokens, logits.shape[-1])
-            rows = []
-            for i in range(len(tokens)):
-                row = [next_token_loss(logits[i : i + 1], tokens[i : i + 1])]
-                if teacher is not None:
-                    row.append(distillation_loss(logits[i : i + 1], teacher[i : i + 1], 1.0))
-                    row.append(next_token_loss(teacher[i : i + 1], tokens[i : i + 1]))
-                rows.append(torch.stack(row))
+            figures = [
+                torch.stack(
+                    [next_token_loss(s, t), next_token_loss(e, t), distillation_loss(s, e, 1.0)]
+                )
+                for s, e, t in zip(logits.split(1), teacher.split(1), tokens.split(1), strict=True)
+            ]
             # Of the sequences of all processes, without those that only fill up their last batch.
-            losses.append(self.accelerator.gather_for_metrics(torch.stack(rows)).cpu())
-        loss, *others = torch.cat(losses).double().mean(0).tolist()
+            rows.append(self.accelerator.gather_for_metrics(torch.stack(figures)).cpu())
+        loss, teacher_loss, kl = torch.cat(rows).double().mean(0).tolist()
         metrics = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
-        if others:
-            metrics |= {"eval_kl": others[0], "eval_excess": loss - others[1]}
+        if self._teacher is not None:
+            metrics |= {"eval_kl": kl, "eval_excess": loss - teacher_loss}
         # The log adds the epoch to what it is given.
         self.log(dict(metrics))
         # The last step's weights stay in memory.

@@ -34,7 +34,6 @@ from kvfold.convert.device import stored_dtype
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.families.family import text_type
 from kvfold.convert.formatting import jsonable, parse_size
-from kvfold.convert.measure.verify import non_finite
 from kvfold.convert.processes import broadcast_from_rank0, launched_as_rank0, on_rank0
 from kvfold.convert.stream.stock import hide_bars, load_config
 from kvfold.convert.text.corpus import check_seq_len
@@ -221,6 +220,12 @@ def _write_checkpoint(
         if model.config.get_text_config().tie_word_embeddings and "lm_head.weight" not in dtypes:
             # A cast copies a tied head, and save_pretrained no longer sees that it is one.
             stored.pop("lm_head.weight", None)
+        if damaged := [name for name, value in stored.items() if not value.isfinite().all()]:
+            raise InputError(
+                f"{source.origin}: training produced NaN or infinity in {len(damaged)} tensors, so"
+                " OUT was not written; lower --relative-lr",
+                damaged,
+            )
         shard_size = parse_size(request.max_shard_size)
         model.save_pretrained(folder, state_dict=stored, max_shard_size=shard_size)
         for name, data in side_files.items():
@@ -264,19 +269,10 @@ def _describe(request: UptrainRequest, training: Mapping[str, Any]) -> str:
 
 
 def _check_written(source: Checkpoint, folder: Path, trained: Mapping[str, Tensor]) -> None:
-    """Raise InputError unless the tensors in ``folder`` are finite, KvfoldError unless they match
-    ``source`` in name, dtype and shape.
-    """
+    """Raise KvfoldError unless the tensors in ``folder`` match ``source`` in name, dtype and shape."""
+    before = {name: (info.dtype, info.shape) for name, info in source.tensors.items()}
     with closing(open_checkpoint(folder)) as written:
         after = {name: (info.dtype, info.shape) for name, info in written.tensors.items()}
-        damaged = list(non_finite(written, written.tensors))
-    if damaged:
-        raise InputError(
-            f"{source.origin}: training produced NaN or infinity in {len(damaged)} tensors, so OUT"
-            " was not written; lower --relative-lr",
-            damaged,
-        )
-    before = {name: (info.dtype, info.shape) for name, info in source.tensors.items()}
     for name in before.keys() | after.keys():
         # Tensors that transformers does not load, such as inv_freq of old models, may be missing.
         dropped = name not in after and (name == "lm_head.weight" or name not in trained)

@@ -13,7 +13,6 @@ from torch.nn.functional import kl_div
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.families.model import model_of
 from kvfold.convert.training import polish as module
-from kvfold.convert.training.budget import intervals
 from kvfold.convert.training.loop import distillation_loss, divergence, next_token_loss
 from kvfold.convert.training.polish import ModelTask, TaughtText, TrainingText, polish, slowdown
 
@@ -186,16 +185,12 @@ def test_losses_of_next_tokens_and_of_distillation():
     torch.testing.assert_close(next_token_loss(student, tokens), -chosen.mean())
 
 
-def test_intervals_are_ends_of_rounds_at_round_numbers_of_tokens():
-    assert intervals(200, 512) == {0, 200}
-    assert intervals(2000, 256) == {0, 200, 500, 1000, 1975, 2000}
-
-
 def test_figures_are_those_of_the_stock_models_logits(tiny_family):
     ours = task_of(tiny_family("llama"))
     stock = stock_model(tiny_family("llama"))
     held_out = ours.held_out
-    found = ours.measure()
+    ours.error()
+    found = ours.figures
     with torch.no_grad():
         log_q = stock(input_ids=TOKENS, use_cache=False).logits[:, :-1].log_softmax(-1)
         log_p = ours.logits(held_out.states)[:, :-1].log_softmax(-1)

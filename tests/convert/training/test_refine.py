@@ -7,16 +7,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from kvfold.convert import ConvertRequest
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import open_source_stream
 from kvfold.convert.conversion.layers import fit_layer, refinement_of
 from kvfold.convert.conversion.plan import make_plan
-from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.training import refine as refining
-from kvfold.convert.training.budget import refining_batch
 from kvfold.convert.training.loop import random_batches
 from kvfold.convert.training.refine import (
     MOST_STEPS,
@@ -117,17 +114,6 @@ def test_the_error_falls_in_every_family(tiny_family, family):
         )
 
 
-def test_twenty_steps_halve_the_error_of_a_trained_layer():
-    """The first layer of the model that ships, pooled to MQA."""
-    plan = plan_of(demo_folder())
-    text = AutoTokenizer.from_pretrained(demo_folder())(read_text("calibration")[:8000])[
-        "input_ids"
-    ]
-    _steps, step, tensors = first_step(plan, tokens=torch.tensor(text[: 36 * 48]).view(36, 48))
-    found = refine_layer(step, tensors, task_of(plan, steps=20))
-    assert min(found.errors) < 0.5 * found.errors[0]
-
-
 @pytest.mark.parametrize("massive", ["both", "student"])
 def test_targets_correct_earlier_errors_and_every_token_counts_relative_to_its_residual(
     llama, massive
@@ -199,10 +185,6 @@ def test_auto_refines_until_it_has_settled(llama, monkeypatch):
     assert len(found.errors) == 1 + found.steps // REFINE_ROUND
     assert 2 * REFINE_ROUND <= found.steps <= 200
     assert min(found.errors) < 0.9 * found.errors[0]
-
-
-def test_a_step_takes_no_more_tokens_of_long_sequences():
-    assert [refining_batch(length) for length in (2, 512, 513, 1024, 4097)] == [8, 8, 7, 4, 1]
 
 
 def test_batches_use_every_sequence_before_any_again():
