@@ -121,9 +121,10 @@ def text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[str, 
 
 def names_in_files(names: Collection[str]) -> WrappedNames:
     """The prefixes in files with tensors ``names``; by default those that transformers 5 writes."""
-    return next(
-        (each for each in _SPELLINGS if f"{each.tower}embed_tokens.weight" in names), _SPELLINGS[1]
-    )
+    for spelling in _SPELLINGS:
+        if f"{spelling.tower}embed_tokens.weight" in names:
+            return spelling
+    return _SPELLINGS[1]
 
 
 _FAMILY_FOLDER = Path(__file__).parent

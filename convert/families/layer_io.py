@@ -37,7 +37,7 @@ def read_layer(model: Model, layer: int, read: Read) -> AttentionWeights:
     geometry = model.geometry
     attention = model.family.attention
     norm = model.qk_norm
-    module = attention.place(layer)
+    module = attention.module_of(layer)
     q, k, v = _read_qkv(model, module, "weight", read)
     o = _turned(model, read(f"{module}.{attention.o}.weight"))
     weights = AttentionWeights(
@@ -68,10 +68,10 @@ def write_layer(
     written whole if any of its roles is in ``roles``. Raises ``ValueError`` if ``weights`` has a
     bias or norm that the family cannot store, or lacks one that the family needs.
     """
-    _check_places(model, weights)
+    _check_stored(model, weights)
     attention = model.family.attention
     norm = model.qk_norm
-    module = attention.place(layer)
+    module = attention.module_of(layer)
     stored = _rotary_order(model, weights, (2, -1))
     tensors = _join_qkv(model, module, "weight", (stored.q, stored.k, stored.v), roles)
     if stored.q_bias is not None and stored.k_bias is not None and stored.v_bias is not None:
@@ -103,7 +103,7 @@ def _read_qkv(model: Model, module: str, kind: str, read: Read) -> tuple[Tensor,
     kv_heads = geometry.kv_heads
 
     def rows(name: str | None, count: int) -> Tensor:
-        """Read the tensor ``name``, ``[count D, E]`` or ``[count D]``, and split its rows by head."""
+        """The tensor ``name``, ``[count D, E]`` or ``[count D]``, with its rows split by head."""
         tensor = _turned(model, read(f"{module}.{name}.{kind}"))
         return tensor.reshape(count, geometry.head_dim, *tensor.shape[1:])
 
@@ -138,10 +138,10 @@ def _join_qkv(
     if not {"q", "k", "v"} & set(roles):
         return {}
     q, k, v = parts
-    by_group = torch.cat([torch.unflatten(q, 0, (len(k), -1)), k[:, None], v[:, None]], 1).flatten(
-        0, 1
-    )
-    fused = by_group if attention.layout == "per_group" else torch.cat(parts)
+    fused = torch.cat(parts)
+    if attention.layout == "per_group":
+        groups = torch.unflatten(q, 0, (len(k), -1))
+        fused = torch.cat([groups, k[:, None], v[:, None]], 1).flatten(0, 1)
     return {f"{module}.{attention.qkv}.{kind}": _turned(model, fused.flatten(0, 1))}
 
 
@@ -194,18 +194,18 @@ def _write_norm(norm: Norm, module: str, role: Role, head_norm: HeadNorm) -> dic
     return tensors
 
 
-def _check_places(model: Model, weights: AttentionWeights) -> None:
+def _check_stored(model: Model, weights: AttentionWeights) -> None:
     """Raise ``ValueError`` unless ``weights`` has exactly the biases, norms and sinks that the
     family stores.
     """
     # A tensor too many would be dropped by whoever loads the result, one too few would be
     # initialized at random there.
-    places = {f"{role}_bias": role in model.biased for role in ROLES}
-    places |= dict.fromkeys(("q_norm", "k_norm"), model.qk_norm is not None)
-    places["sinks"] = model.family.attention.sinks is not None
-    for name, place in places.items():
-        if (getattr(weights, name) is not None) != place:
-            rule = "needs" if place else "cannot store"
+    stored = {f"{role}_bias": role in model.biased for role in ROLES}
+    stored |= dict.fromkeys(("q_norm", "k_norm"), model.qk_norm is not None)
+    stored["sinks"] = model.family.attention.sinks is not None
+    for name, needed in stored.items():
+        if (getattr(weights, name) is not None) != needed:
+            rule = "needs" if needed else "cannot store"
             raise ValueError(
                 f"model_type {model.family.model_type!r} with this config {rule} {name}"
             )
@@ -228,11 +228,12 @@ def _rotary_order(
         [torch.arange(dims).view(pairs).T.flatten(), torch.arange(dims, model.geometry.head_dim)]
     )
 
-    def moved(rows: Tensor) -> Tensor:
+    def reorder(rows: Tensor) -> Tensor:
         return rows.index_select(1, index.to(rows.device))
 
-    changed: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for name in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm"):
-        if (rows := getattr(weights, name)) is not None:
-            changed[name] = rows.map(moved) if isinstance(rows, HeadNorm) else moved(rows)
-    return replace(weights, **changed)
+        rows = getattr(weights, name)
+        if rows is not None:
+            changes[name] = rows.map(reorder) if isinstance(rows, HeadNorm) else reorder(rows)
+    return replace(weights, **changes)

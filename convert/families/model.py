@@ -23,13 +23,13 @@ from kvfold.convert.families.family import (
 from kvfold.convert.families.rotary import (
     ContextRange,
     Frequencies,
-    checked_number,
     frequencies,
+    read_number,
     rope_table,
     rotary_dims,
 )
 from kvfold.convert.families.schema import ABSENT, ROLES, Block, BlockRole, Family, Role, TensorSpec
-from kvfold.convert.families.values import Values, evaluate, evaluated, is_number
+from kvfold.convert.families.values import Values, evaluate, evaluate_section, is_number
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def layer_of(values: Values, index: int) -> AttentionLayer:
         clip=evaluate(attention.clip, values),
         alibi=bool(evaluate(attention.alibi, values)),
         sparse=values["sparse"],
-        growth=checked_number(table, growth) if growth and table.get(growth) else 0.0,
+        growth=read_number(table, growth) if growth and table.get(growth) else 0.0,
     )
 
 
@@ -152,8 +152,8 @@ def block_of(values: Values, *, sparse: bool) -> Block:
     has experts.
     """
     block = values.family.block
-    routing = None if block.routing is None else evaluated(block.routing, values)
-    return evaluated(replace(block, sparse=sparse, routing=routing), values)
+    routing = None if block.routing is None else evaluate_section(block.routing, values)
+    return evaluate_section(replace(block, sparse=sparse, routing=routing), values)
 
 
 # Layers or experts that are listed one by one whatever the files hold. A config with a billion of
@@ -263,7 +263,7 @@ class Model:
         return frequencies(self.values, how.type, context) if how.rotates else ([], 1.0)
 
     def as_stored(self, names: Collection[str]) -> "Model":
-        """The model with tensor names spelled as in ``names``; some files omit the family's prefix."""
+        """The model with tensor names as in ``names``; some files omit the family's prefix."""
         prefix = self.family.prefix
         if not prefix or not names or any(name.startswith(prefix) for name in names):
             return self
@@ -275,7 +275,7 @@ class Model:
         does not use it.
         """
         for name in self.family.config:
-            if self.values.stated(name)[1] not in (None, ABSENT):
+            if self.values.find_key(name)[1] not in (None, ABSENT):
                 self.values[name]
         for layer_type in self.family.rotary.by_type:
             rope_table(self.values, layer_type)
@@ -336,12 +336,8 @@ class Model:
         for role, spec in self.family.tensors.items():
             for scope in layers if "{layer}" in spec.name else [self.values]:
                 if evaluate(spec.when, scope):
-                    yield (
-                        role,
-                        spec,
-                        scope,
-                        1 if spec.each is None else int(evaluate(spec.each, scope)),
-                    )
+                    count = 1 if spec.each is None else int(evaluate(spec.each, scope))
+                    yield role, spec, scope, count
 
     def _attention_tensors(self, layer: int) -> Iterator[StoredTensor]:
         """Yield the attention tensors of ``layer``: weights and biases of projections, sinks, query
@@ -350,7 +346,7 @@ class Model:
         attention = self.family.attention
         norm = self.qk_norm
         size = self.geometry
-        module = attention.place(layer)
+        module = attention.module_of(layer)
         queries = size.heads * size.head_dim
         keys = size.kv_heads * size.head_dim
         projections: tuple[tuple[str | None, tuple[Role, ...], tuple[int, int]], ...] = (

@@ -40,7 +40,7 @@ def rope_table(values: Values, layer_type: str | None = None) -> dict[str, Any]:
     if not isinstance(kind, str):
         raise InputError(f"config.json: rope_type must be a string, not {kind!r}")
     table["rope_type"] = rotary.renamed.get(kind, kind)
-    checked_number(table, "rope_theta")
+    read_number(table, "rope_theta")
     if table["rope_type"] in (
         "llama3",
         "yarn",
@@ -106,7 +106,7 @@ def older_rope_keys(config: Table) -> dict[str, Any]:
     return keys
 
 
-def checked_number(table: Table, key: str) -> float:
+def read_number(table: Table, key: str) -> float:
     """``table[key]`` as a float. Raises ``InputError`` unless it is a number above 0."""
     value = table.get(key)
     if not is_number(value) or table[key] <= 0:
@@ -168,14 +168,12 @@ def frequencies(
     positions = evaluate(sizes.positions, values)
     kind = table["rope_type"]
     try:
-        theta = [
-            checked_number(table, "rope_theta") ** (-pair / dims) for pair in range(0, dims, 2)
-        ]
+        theta = [read_number(table, "rope_theta") ** (-pair / dims) for pair in range(0, dims, 2)]
         match kind:
             case "default":
                 return theta, 1.0
             case "linear":
-                factor = checked_number(table, "factor")
+                factor = read_number(table, "factor")
                 return [angle / factor for angle in theta], 1.0
             case "llama3":
                 return _llama3(table, theta), 1.0
@@ -201,9 +199,9 @@ def _llama3(table: Table, theta: list[float]) -> list[float]:
     number of turns.
     """
     factor, low, high = (
-        checked_number(table, key) for key in ("factor", "low_freq_factor", "high_freq_factor")
+        read_number(table, key) for key in ("factor", "low_freq_factor", "high_freq_factor")
     )
-    original = checked_number(table, "original_max_position_embeddings")
+    original = read_number(table, "original_max_position_embeddings")
     scaled = []
     for angle in theta:
         turns = original * angle / (2 * math.pi)
@@ -216,11 +214,9 @@ def _yarn(table: Table, theta: list[float], positions: int) -> Frequencies:
     """Keep pairs that turn often, divide those that turn rarely by ``factor``, and blend linearly
     in between.
     """
-    pairs, base, (factor, original) = (
-        len(theta),
-        checked_number(table, "rope_theta"),
-        _growth(table, positions),
-    )
+    pairs = len(theta)
+    base = read_number(table, "rope_theta")
+    factor, original = _growth(table, positions)
     # beta_fast turns within the original context are enough for a pair to stay, beta_slow too few.
     low, high = (
         pairs * math.log(original / ((table.get(key) or turns) * 2 * math.pi)) / math.log(base)
@@ -237,12 +233,12 @@ def _yarn(table: Table, theta: list[float], positions: int) -> Frequencies:
         angle * (1 - share + share / factor) for angle, share in zip(theta, shares, strict=True)
     ]
     if table.get("attention_factor") is not None:
-        return scaled, checked_number(table, "attention_factor")
+        return scaled, read_number(table, "attention_factor")
     # The amplitude grows with the logarithm of the context; DeepSeek's two keys scale it, one of
     # them on top.
     growth = 0.1 * math.log(max(factor, 1.0))
     if table.get("mscale") and table.get("mscale_all_dim"):
-        of_queries, of_all = (checked_number(table, key) for key in ("mscale", "mscale_all_dim"))
+        of_queries, of_all = (read_number(table, key) for key in ("mscale", "mscale_all_dim"))
         return scaled, (of_queries * growth + 1.0) / (of_all * growth + 1.0)
     return scaled, growth + 1.0
 
@@ -255,18 +251,16 @@ def _longrope(
     """
     divisors = {}
     for name in ("short", "long"):
-        found = table.get(f"{name}_factor")
-        if (
-            not isinstance(found, list)
-            or len(found) != len(theta)
-            or not all(map(is_number, found))
-        ):
-            shown = f"a list of {len(found)} entries" if isinstance(found, list) else repr(found)
+        factors: Any = table.get(f"{name}_factor")
+        whole = isinstance(factors, list) and len(factors) == len(theta)
+        if not whole or not all(map(is_number, factors)):
+            entries = isinstance(factors, list)
+            shown = f"a list of {len(factors)} entries" if entries else repr(factors)
             raise InputError(
                 f"config.json: {name}_factor must be a list of {len(theta)} numbers, one per rotary"
                 f" pair, not {shown}"
             )
-        divisors[name] = [float(each) for each in found]
+        divisors[name] = [float(factor) for factor in factors]
     if context is None and divisors["short"] != divisors["long"]:
         raise InputError(
             "config.json: rope_type 'longrope' has different frequencies for texts longer than"
@@ -276,15 +270,14 @@ def _longrope(
     factor, original = _growth(table, positions)
     amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     if table.get("attention_factor") is not None:
-        amplitude = checked_number(table, "attention_factor")
-    return [
-        angle / by for angle, by in zip(theta, divisors[context or "short"], strict=True)
-    ], amplitude
+        amplitude = read_number(table, "attention_factor")
+    chosen = zip(theta, divisors[context or "short"], strict=True)
+    return [angle / divisor for angle, divisor in chosen], amplitude
 
 
 def _growth(table: Table, positions: int) -> tuple[float, float]:
     """The ratio of the extended to the original context length, and the original length."""
-    original = checked_number(table, "original_max_position_embeddings")
-    return (
-        positions / original if table.get("factor") is None else checked_number(table, "factor")
-    ), original
+    original = read_number(table, "original_max_position_embeddings")
+    if table.get("factor") is None:
+        return positions / original, original
+    return read_number(table, "factor"), original

@@ -2,9 +2,9 @@
 key is an error).
 
 A file that ``extends`` another contains only the differences. Each section (``config``,
-``attention``, ``tensors``,
-...) is merged with the base's section: an entry replaces the base's entry as a whole, and null removes it. A value that
-is not a section, such as the list ``tolerated``, replaces the base's value.
+``attention``, ``tensors``, ...) is merged with the base's section: an entry replaces the base's
+entry as a whole, and null removes it. A value that is not a section, such as the list
+``tolerated``, replaces the base's value.
 
 A field of type ``Expression`` is a JSON literal or a string such as ``num_key_value_heads *
 head_dim`` (``values.py`` defines the language). The string can use the config keys listed under
@@ -155,7 +155,7 @@ class Attention:
     dropout: Expression = 0.0
     output_dropout: Expression = 0.0
 
-    def place(self, layer: int) -> str:
+    def module_of(self, layer: int) -> str:
         """The name of the attention module in ``layer``."""
         return self.module.replace("{layer}", str(layer))
 

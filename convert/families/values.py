@@ -19,20 +19,27 @@ from kvfold.convert.families.schema import ABSENT, Block, Expression, Family, Ro
 Section = TypeVar("Section", Routing, Block)
 
 _ALLOWED = (
-    *(
-        ast.Expression,
-        ast.Name,
-        ast.Load,
-        ast.Constant,
-        ast.BinOp,
-        ast.UnaryOp,
-        ast.BoolOp,
-        ast.Compare,
-        ast.IfExp,
-    ),
-    *(ast.Subscript, ast.And, ast.Or, ast.Not, ast.USub),
-    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow),
-    *(ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Is, ast.IsNot, ast.In, ast.NotIn),
+    ast.Expression,
+    ast.Name,
+    ast.Load,
+    ast.Constant,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.BoolOp,
+    ast.Compare,
+    ast.IfExp,
+    ast.Subscript,
+    ast.boolop,
+    ast.cmpop,
+    ast.Not,
+    ast.USub,
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.Div,
+    ast.FloorDiv,
+    ast.Mod,
+    ast.Pow,
 )
 
 
@@ -49,7 +56,7 @@ def evaluate(expression: Any, scope: "Values | Mapping[str, Any]") -> Any:
     return eval(_compiled(expression), {"__builtins__": {}}, scope)  # type: ignore[arg-type]  # it needs no more of it
 
 
-def evaluated(section: Section, scope: "Values") -> Section:
+def evaluate_section(section: Section, scope: "Values") -> Section:
     """``section``, a dataclass of the schema, with its expressions evaluated."""
     names = [item.name for item in fields(section) if item.type is Expression]
     return replace(section, **{name: evaluate(getattr(section, name), scope) for name in names})
@@ -119,7 +126,7 @@ class Values:
     # Shared by all copies with other names: the value of a key does not depend on the layer.
     _read: dict[str, Any] = field(default_factory=dict)
 
-    def stated(self, name: str) -> tuple[str, Any]:
+    def find_key(self, name: str) -> tuple[str, Any]:
         """The config's key for ``name`` (itself or an alias) and the value, or ABSENT if the config
         has no such key.
         """
@@ -136,12 +143,13 @@ class Values:
         if name in self.names:
             return self.names[name]
         if name not in self._read:
-            self._read[name] = self._checked(name)
+            self._read[name] = self._check(name)
         return self._read[name]
 
-    def _checked(self, name: str) -> Any:
-        """The value for a config key. Raises ``InputError`` if it is missing or has the wrong type."""
-        key, (spelling, value) = self.family.config[name], self.stated(name)
+    def _check(self, name: str) -> Any:
+        """The value for a config key. InputError if it is missing or has the wrong type."""
+        key = self.family.config[name]
+        spelling, value = self.find_key(name)
         wanted, fits = TYPES[key.type]
         # A default is for missing keys alone: null is what a config says, and not every class reads
         # it as its default.

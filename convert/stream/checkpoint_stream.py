@@ -3,12 +3,12 @@ at a time.
 
 The model is built from its config on the meta device, where it uses no memory, and its modules stay
 there. The forward pass of transformers, with every decoder layer replaced by a stand-in
-(``attention/drift/streams.py``), computes the embeddings, the arguments of each layer and the logits.
-A layer runs with tensors that are read when it is opened and dropped when it is closed. If ``read``
-returns trainable tensors for some names, gradients reach them::
+(``attention/drift/streams.py``), computes the embeddings, the arguments of each layer and the
+logits. A layer runs with tensors that are read when it is opened and dropped when it is closed. If
+``read`` returns trainable tensors for some names, gradients reach them::
 
-    loss <- LayerOutput <- functional_call(stock layer) <- parameters <- WeightMap.load <-
-    read(name) <- float32 master
+    loss <- LayerOutput <- functional_call(stock layer) <- parameters <- WeightMap.load
+         <- read(name) <- float32 master
 
 The arrows follow the steps of loading the finished file: renaming, conversion, rounding to the
 stored dtype, and casting to the dtype of the computation. So refinement trains exactly what will be
@@ -88,9 +88,11 @@ class CheckpointStream:
         outside.remove(self._embedding)
         self._around = [name for name in outside if name.startswith(decoder)]
         self._head = [name for name in outside if not name.startswith(base)]
-        # drops all parameters that stay loaded between calls; opening a layer does it too
-        self.release = self.parameters.release
         self._recorded: tuple[int, list[Arguments]] | None = None
+
+    def release(self) -> None:
+        """Drop all parameters that stay loaded between calls; opening a layer does it too."""
+        self.parameters.release()
 
     def training(self) -> AbstractContextManager[Any]:
         """Return a context manager in which calibration passes and training steps run; all else
@@ -120,7 +122,7 @@ class CheckpointStream:
 
     @contextmanager
     def open_layer(self, index: int) -> Iterator[OpenLayer]:
-        """Read a layer's tensors and yield the layer; the tensors are dropped when the block ends."""
+        """Read a layer's tensors and yield the layer; they are dropped when the block ends."""
 
         def arguments(hidden: Tensor) -> Arguments:
             tokens = hidden.shape[1]
@@ -217,9 +219,8 @@ class CheckpointStream:
 
         def enter(tokens: int) -> tuple[Tensor, list[Arguments]]:
             hidden, arguments = self._enter_blank(tokens, use_cache=True)
-            return hidden.to("meta"), [
-                Arguments(_to_meta(each.args), _to_meta(each.kwargs)) for each in arguments
-            ]
+            moved = [Arguments(_to_meta(item.args), _to_meta(item.kwargs)) for item in arguments]
+            return hidden.to("meta"), moved
 
         # Counted in the cache that generation makes, on the meta device, so that no rule of a class
         # is repeated here.

@@ -68,19 +68,19 @@ class WeightMap:
             if source.converter is not None:
                 first, *others = source.converter.target_patterns
                 self._covered.update(source.target.replace(first, other) for other in others)
-        kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-        self._kept_in_float32 = {
-            module for name in kept for module in getattr(model, name, None) or ()
+        self._float32_modules = {
+            *(getattr(model, "_keep_in_fp32_modules", None) or ()),
+            *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
         }
 
     def under(self, prefix: str) -> list[WeightSource]:
         """The sources of all parameters whose names begin with ``prefix``. Raises InputError if a
         source is missing.
         """
-        found = self._covered | self.tied.keys()
-        if missing := [
-            target for target in self.expected if target.startswith(prefix) and target not in found
-        ]:
+        sourced = self._covered | self.tied.keys()
+        inside = [target for target in self.expected if target.startswith(prefix)]
+        missing = [target for target in inside if target not in sourced]
+        if missing:
             raise self._lacks(missing)
         return [source for target, source in self.sources.items() if target.startswith(prefix)]
 
@@ -106,15 +106,17 @@ class WeightMap:
         in ``dtype``.
         """
         if source.converter is None:
-            made: dict[str, Any] = {source.target: read(source.names[0])}
+            parameters: dict[str, Any] = {source.target: read(source.names[0])}
         else:
             converter = deepcopy(source.converter)
             for name, pattern in zip(source.names, source.patterns, strict=True):
                 converter.add_tensor(source.target, name, pattern, read(name))
-            made = converter.convert(source.target, model=self.model, config=self.model.config)
+            parameters = converter.convert(
+                source.target, model=self.model, config=self.model.config
+            )
         # Each tensor is dropped as soon as it is cast: experts of one layer may be gigabytes.
-        for name in list(made):
-            value = made.pop(name)
+        for name in list(parameters):
+            value = parameters.pop(name)
             expected = self.expected.get(name)
             tensor = value[0] if isinstance(value, list) else value
             if expected is not None and expected.shape != tensor.shape:
@@ -124,14 +126,14 @@ class WeightMap:
                     f" {', '.join(source.names[:3])}"
                 )
             # As from_pretrained does with the modules that a class lists.
-            keeps_float32 = not self._kept_in_float32.isdisjoint(name.split("."))
+            keeps_float32 = not self._float32_modules.isdisjoint(name.split("."))
             loaded = torch.float32 if keeps_float32 else dtype
             # The next layer's tensors are read while a device still computes: nothing waits for
             # these to arrive.
-            made[name] = tensor.to(
+            parameters[name] = tensor.to(
                 device, loaded if tensor.is_floating_point() else None, non_blocking=True
             )
-        return made
+        return parameters
 
     def misfits(self, stored: Mapping[str, TensorInfo]) -> list[str]:
         """List the parameters that ``stored`` lacks or contains in another shape, one line each."""
@@ -191,14 +193,14 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bo
 def _sources(
     model: Any, expected: dict[str, Tensor], names: Iterable[str]
 ) -> dict[str, WeightSource]:
-    """Map each parameter to its source. Raises InputError if stored tensors contradict each other."""
+    """Map each parameter to its source. InputError if stored tensors contradict each other."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
-    gathered: dict[str, list[tuple[str, str | None]]] = {}
+    by_target: dict[str, list[tuple[str, str | None]]] = {}
     # In natural order, as transformers sorts them: converters stack experts in the order in which
     # they come.
     for name in sorted(names, key=dot_natural_key):
@@ -209,9 +211,9 @@ def _sources(
             target = name
             pattern = None
         if target in expected:
-            gathered.setdefault(target, []).append((name, pattern))
+            by_target.setdefault(target, []).append((name, pattern))
     sources = {}
-    for target, parts in gathered.items():
+    for target, parts in by_target.items():
         stored = tuple(name for name, _ in parts)
         patterns = tuple(pattern for _, pattern in parts if pattern is not None)
         if not patterns and len(stored) > 1:
@@ -296,20 +298,22 @@ class Parameters:
         """
         if source in self._loaded:
             return self._loaded[source]
+        shared = self._load_from_teacher(source)
+        if shared is None:
+            shared = self.map.load(source, self.read, self.dtype, self.device)
+        self._loaded[source] = shared
+        return shared
+
+    def _load_from_teacher(self, source: WeightSource) -> dict[str, Tensor] | None:
+        """What the teacher has loaded from the stored tensors of ``source``, or None."""
+        if self._teacher is None or any(name in self._changed for name in source.names):
+            return None
         # By names, not by contents: a stored tensor that the student renames or joins is still the
         # teacher's.
-        made_of = {origin for name in source.names for origin in self._origins.get(name, (name,))}
-        shares = self._teacher is not None and not any(
-            name in self._changed for name in source.names
-        )
-        for other, loaded in (
-            self._teacher._loaded.items() if self._teacher is not None and shares else ()
-        ):
-            same = other.target == source.target and made_of == set(other.names)
-            if same and all(
-                tensor.shape == self.map.expected[name].shape for name, tensor in loaded.items()
-            ):
-                self._loaded[source] = loaded
-                return loaded
-        self._loaded[source] = self.map.load(source, self.read, self.dtype, self.device)
-        return self._loaded[source]
+        origins = {origin for name in source.names for origin in self._origins.get(name, (name,))}
+        for other, loaded in self._teacher._loaded.items():
+            if other.target == source.target and origins == set(other.names):
+                shapes = {name: tensor.shape for name, tensor in loaded.items()}
+                if all(self.map.expected[name].shape == shape for name, shape in shapes.items()):
+                    return loaded
+        return None

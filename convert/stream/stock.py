@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers import AutoModelForCausalLM as AutoModelForCausalLM
-from transformers.activations import ACT2FN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
@@ -59,36 +58,33 @@ def empty_model(
     except InputError:
         raise
     except Exception as error:
-        # Some errors of transformers name the key ("Validation error for field 'vocab_size'"), many
-        # only the value (KeyError 'x'). So the key is found by trial: without it, with the class's
-        # default, a model is built.
-        key = None
-        for tried in (name for name in config if name != "model_type"):
-            with suppress(Exception):
-                _build(
-                    {name: value for name, value in config.items() if name != tried}, dtype, device
-                )
-                key = tried
-                break
-        if key is None and isinstance(
-            error, RuntimeError
-        ):  # of torch itself, such as no memory on a device
-            raise
-        if key is None:
+        key = _wrong_key(config, dtype, device)
+        if key is not None:
             raise InputError(
-                f"config.json: transformers cannot build this model ({reason(error)})"
+                f"config.json: {key} must be a value that a {config.get('model_type')} model"
+                f" supports, not {config[key]!r} ({reason(error)})"
             ) from error
-        expected = f"a value that a {config.get('model_type')} model supports"
-        if "act" in key.split("_"):
-            usual = [
-                name
-                for name in ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
-                if name in ACT2FN
-            ]
-            expected = f"an activation that transformers supports, such as {', '.join(usual)}"
+        if isinstance(error, RuntimeError):  # of torch itself, such as no memory on a device
+            raise
         raise InputError(
-            f"config.json: {key} must be {expected}, not {config[key]!r} ({reason(error)})"
+            f"config.json: transformers cannot build this model ({reason(error)})"
         ) from error
+
+
+def _wrong_key(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> str | None:
+    """The first key of ``config`` without which, with the class's default, a model can be built.
+
+    Some errors of transformers name the key ("Validation error for field 'vocab_size'"), but many
+    only the value (KeyError 'x').
+    """
+    for key in config:
+        if key == "model_type":
+            continue
+        others = {name: value for name, value in config.items() if name != key}
+        with suppress(Exception):
+            _build(others, dtype, device)
+            return key
+    return None
 
 
 def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
@@ -102,9 +98,8 @@ def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
         {key: value for key, value in config.items() if key != "auto_map"}
     )
     if getattr(hf_config, "output_router_logits", False):
-        hf_config.output_router_logits = (
-            False  # a training loss, computed from what all layers return
-        )
+        # a training loss, computed from what all layers return
+        hf_config.output_router_logits = False
     stock = auto._model_mapping[type(hf_config)]
     # Some classes compute their attention themselves (bloom).
     otherwise = "sdpa" if getattr(stock, "_supports_sdpa", False) else "eager"
@@ -189,6 +184,6 @@ def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
 
 
 def hide_bars(quiet: bool) -> None:
-    """Disable the progress bars of transformers if ``quiet`` is True or stderr is not a terminal."""
+    """Disable transformers' progress bars if ``quiet`` is True or stderr is not a terminal."""
     if quiet or not sys.stderr.isatty():
         disable_progress_bar()

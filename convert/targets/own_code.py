@@ -213,7 +213,7 @@ def own_config(
 
 
 def grouped_model(source: Model, kv_heads: int) -> Model:
-    """``source`` with ``kv_heads`` key/value heads and its attention stored as kvfold's modules do."""
+    """``source`` with ``kv_heads`` key/value heads, its attention stored as in kvfold's modules."""
     family = source.family
     names: dict[str, Any] = {role: f"{role}_proj" for role in ROLES}
     family = replace(
@@ -230,7 +230,7 @@ def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, 
     dims, by name.
     """
     size = source.geometry
-    module = source.family.attention.place(layer)
+    module = source.family.attention.module_of(layer)
     width = size.model_dim
     heads = size.heads
     dim = size.head_dim
@@ -299,7 +299,7 @@ def _latent_tensors(source: Model, layer: int, latent: "LatentWeights") -> dict[
             tensors["q_proj.bias"] = torch.cat([latent.q_nope_bias, latent.q_rope_bias], 1)
     encoded = {}
     for name, shape in latent_shapes(source, layer, latent.rank, latent.rope_dim).items():
-        tensor = tensors[name.removeprefix(f"{source.family.attention.place(layer)}.")]
+        tensor = tensors[name.removeprefix(f"{source.family.attention.module_of(layer)}.")]
         zeros = latent.o.new_zeros(shape)
         encoded[name] = zeros if tensor is None else tensor.reshape(shape).contiguous()
     return encoded

@@ -77,7 +77,7 @@ def folded_layout(
     """
     key = source.family.sizes.kv_heads
     assert key is not None  # layout kvfold is for the families whose class does not share heads
-    changes: dict[str, Any] = {source.values.stated(key)[0]: kv_heads}
+    changes: dict[str, Any] = {source.values.find_key(key)[0]: kv_heads}
     target = Model(source.family, {**source.config, **changes}, source.tower)
     # Only the keys that change are edited: other readers need the older spellings that a round trip
     # would drop.

@@ -188,7 +188,7 @@ class ConstantSlice:
 
 
 def constant_slices(tensors: Mapping[str, Tensor]) -> dict[str, ConstantSlice]:
-    """The `ConstantSlice` of each tensor that has the constant channel, by name; only shapes are read.
+    """The `ConstantSlice` of each tensor with the constant channel, by name; only shapes are read.
 
     Training must preserve the constant: gradient steps would change the bias and the channel's row
     of zeros for a slightly lower error, so these are frozen. The columns that read the channel have

@@ -252,7 +252,7 @@ Shapes = dict[str, tuple[tuple[int, ...], Source]]
 
 @dataclass(frozen=True, kw_only=True)
 class LatentLayout(OutputLayout):
-    """The layout of ``model``, whose files are ``checkpoint``, as MLA of ``spec`` in a stock class."""
+    """MLA of ``spec`` in a stock class, for ``model``, whose files are ``checkpoint``."""
 
     model: Model
     spec: MlaSpec
@@ -372,7 +372,7 @@ def layer_shapes(model: Model, spec: MlaSpec, layer: int) -> Shapes:
 
 
 def _attention_shapes(model: Model, spec: MlaSpec, layer: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of the attention tensors in ``layer``, by name; all of these tensors are computed."""
+    """The shapes of the attention tensors in ``layer``, all of them computed, by name."""
     size = model.geometry
     heads = size.heads
     width = size.model_dim

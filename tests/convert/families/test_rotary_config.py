@@ -1,4 +1,4 @@
-"""Rotary frequencies against transformers, in the spelling of transformers 5 and in the older one."""
+"""Rotary frequencies against transformers, in the spelling of transformers 5 and the older one."""
 
 import json
 
@@ -39,7 +39,7 @@ YARNS = [
 
 
 def old_spelling(config: dict) -> dict:
-    """The config with rope as files before transformers 5 have it: rope_theta beside rope_scaling."""
+    """The config with rope as before transformers 5: rope_theta beside rope_scaling."""
     table = dict(config["rope_parameters"])
     rest = {key: value for key, value in config.items() if key != "rope_parameters"}
     old = {"rope_theta": table.pop("rope_theta")}

@@ -113,11 +113,12 @@ THETA = [1.0, 0.1, 0.01, 0.001]
 # python/sglang/srt/models/deepseek_v2.py         at 00114aef19bb llama.cpp  conversion/deepseek.py
 # at 01a723dc630d
 ENGINE_KEYS = """
-    first_k_dense_replace hidden_act hidden_size intermediate_size kv_lora_rank max_position_embeddings
-    moe_intermediate_size moe_layer_freq n_group n_routed_experts n_shared_experts norm_topk_prob num_attention_heads
-    num_experts_per_tok num_hidden_layers num_key_value_heads num_nextn_predict_layers q_lora_rank qk_nope_head_dim
-    qk_rope_head_dim rms_norm_eps rope_parameters rope_scaling rope_theta routed_scaling_factor tie_word_embeddings
-    v_head_dim vocab_size"""
+    first_k_dense_replace hidden_act hidden_size intermediate_size kv_lora_rank
+    max_position_embeddings moe_intermediate_size moe_layer_freq n_group n_routed_experts
+    n_shared_experts norm_topk_prob num_attention_heads num_experts_per_tok num_hidden_layers
+    num_key_value_heads num_nextn_predict_layers q_lora_rank qk_nope_head_dim qk_rope_head_dim
+    rms_norm_eps rope_parameters rope_scaling rope_theta routed_scaling_factor
+    tie_word_embeddings v_head_dim vocab_size"""
 
 
 def test_engine_config_answers_every_key_that_the_loaders_ask():

@@ -100,7 +100,8 @@ if not remote:  # as the commands load it, whatever the file in the folder says
 tokens = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(5))
 
 def load(folder, auto=AutoModelForCausalLM, **options):
-    model, info = auto.from_pretrained(folder, trust_remote_code=remote, output_loading_info=True, **options)
+    options |= {"trust_remote_code": remote, "output_loading_info": True}
+    model, info = auto.from_pretrained(folder, **options)
     left = info["unexpected_keys"] if auto is AutoModelForCausalLM else []  # the head
     assert not any([left, info["missing_keys"], info["mismatched_keys"]]), (folder, info)
     return model.eval()
@@ -117,10 +118,12 @@ def largest(a, b):
 
 def differences(source, out, at):
     stock, model = load(source), load(out)
-    assert type(model).__module__.startswith("transformers_modules." if remote else "kvfold."), type(model)
+    module = type(model).__module__
+    assert module.startswith("transformers_modules." if remote else "kvfold."), module
     ids = dict(input_ids=tokens[:, :6], attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]))
     greedy = dict(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
-    cached, uncached = (model.generate(**greedy, use_cache=use_cache) for use_cache in (True, False))
+    cached = model.generate(**greedy, use_cache=True)
+    uncached = model.generate(**greedy, use_cache=False)
     expected, plain = model(tokens).logits, gradient(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     checkpointed = gradient(model)

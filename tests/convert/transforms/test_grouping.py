@@ -23,7 +23,7 @@ def rows(seed: int, *shape: int) -> Tensor:
 
 
 def alike(groups: tuple[tuple[int, ...], ...], repeat: int = 1) -> AttentionWeights:
-    """Random heads of which those of a group hold the same keys and values, up to a little noise."""
+    """Random heads; those of a group have the same keys and values, up to a little noise."""
     kv_heads = sum(map(len, groups))
     k = rows(1, kv_heads, D, E)
     v = rows(2, kv_heads, D, E)

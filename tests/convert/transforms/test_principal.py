@@ -221,7 +221,7 @@ def test_keys_keep_the_mean_norm_of_their_members():
 
 
 def test_rotary_amplitude_counts_like_longer_queries_and_keys():
-    """yarn multiplies what it rotates: with unrotated dims beside, that shifts what the fit minds."""
+    """YaRN multiplies what it rotates, which weighs rotary dims more than unrotated ones."""
     plain = plain_rotary(8)
     loud = Rotary(plain_rotary(8).theta, amplitude=1.7)
     weights = make(4, 4)

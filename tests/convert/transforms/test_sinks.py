@@ -81,7 +81,12 @@ def latent() -> LatentWeights:
     down[:, 0] = 0.02
     zeros = torch.zeros(0, E, dtype=torch.float64)
     return LatentWeights(
-        down, zeros, normal(3, H, D, E), torch.zeros(H, 0, E), normal(4, H, D, R), normal(5, H, D, R),
+        down,
+        zeros,
+        normal(3, H, D, E),
+        torch.zeros(H, 0, E),
+        normal(4, H, D, R),
+        normal(5, H, D, R),
         normal(6, E, H, D), torch.zeros(0), 1.0,
     )  # fmt: skip
 
