@@ -18,9 +18,9 @@ from kvfold.convert.methods.registry import (
 )
 
 if TYPE_CHECKING:
-    from kvfold.convert.transforms.fold.grouping import ChosenPartition
+    from kvfold.convert.transforms.fold.grouping import Partition
     from kvfold.convert.transforms.fold.heads import Objective
-    from kvfold.convert.transforms.weights import LayerStatistics
+    from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 
 
 @objective(DEFAULT_OBJECTIVE)
@@ -59,48 +59,51 @@ class PrincipalFold(Method):
         statistics = layer.require_statistics()
         # Sinks: least squares over tokens, or also weighted by the attention that they receive.
         folds = [
-            (share, fold_groups(layer, weighted))
+            (share, *fold_groups(layer, weighted))
             for share, weighted in token_weightings(statistics)
         ]
-        share, best = min(folds, key=lambda fold: fold[1].errors[fold[1].groups])
+        share, _, groups, weights = min(folds, key=lambda fold: fold[1])
         notes = {
-            "groups": [list(group) for group in best.groups],
+            "groups": [list(group) for group in groups],
             "received_attention_share": share,
             **measure_norms(layer.weights, statistics),
         }
-        return ConvertedLayer(best.weights, notes)
+        return ConvertedLayer(weights, notes)
 
 
-def fold_groups(layer: FoldLayer, statistics: "LayerStatistics") -> "ChosenPartition":
-    """The best partition for the token weights in ``statistics``, with the better of two ways to
-    fold norms.
+def fold_groups(
+    layer: FoldLayer, statistics: "LayerStatistics"
+) -> "tuple[float, Partition, AttentionWeights]":
+    """The fold with the least held-out error for the token weights in ``statistics``: its error,
+    groups and weights.
+
+    Tried are several groupings, and for the best of them another way to fold norms.
     """
-    from kvfold.convert.transforms.fold import grouping
-    from kvfold.convert.transforms.fold.principal import fold, layer_moments
+    from kvfold.convert.transforms.fold.grouping import Pairs, candidates, contiguous
+    from kvfold.convert.transforms.fold.principal import fold, fold_moments, layer_moments
 
-    weights = layer.weights
-    rotary = layer.rotary
-    context = layer.context
+    # Sweeps fold one layer to several numbers of heads, all of which share the moments and the
+    # losses of pairs.
+    unweighted = statistics is layer.statistics
+    if unweighted not in layer.shared:
+        moments = layer_moments(layer.weights, statistics, layer.rotary, layer.context)
+        layer.shared[unweighted] = Pairs(moments)
+    pairs = layer.shared[unweighted]
     if layer.similar:
-        # Sweeps fold one layer to several numbers of heads, all of which share the moments and the
-        # losses of pairs.
-        unweighted = statistics is layer.statistics
-        if unweighted not in layer.shared:
-            moments = layer_moments(weights, statistics, rotary, context)
-            layer.shared[unweighted] = grouping.Pairs(moments)
-        choice = grouping.similar(
-            layer.shared[unweighted], layer.kv_heads, layer.error, layer.objective
-        )
+        partitions = candidates(pairs, layer.kv_heads)
     else:
-        neighbors = grouping.contiguous(weights.kv_heads, layer.kv_heads)
-        folded = fold(weights, statistics, rotary, neighbors, context, layer.objective)
-        choice = grouping.ChosenPartition(neighbors, folded, {neighbors: layer.error(folded)})
+        partitions = [contiguous(layer.weights.kv_heads, layer.kv_heads)]
+    folds = []
+    for groups in partitions:
+        weights = fold_moments(pairs.layer, groups, layer.objective)
+        folds.append((layer.error(weights), groups, weights))
+    error, groups, weights = min(folds, key=lambda fold: fold[0])
     if statistics.normed is None:
-        return choice
+        return error, groups, weights
     # Use the average divisor of a norm: exact for identical heads, unlike least squares.
     averaged = replace(statistics, normed=None)
-    folded = fold(weights, averaged, rotary, choice.groups, context, layer.objective)
-    error = layer.error(folded)
-    if error >= choice.errors[choice.groups]:
-        return choice
-    return replace(choice, weights=folded, errors={**choice.errors, choice.groups: error})
+    other = fold(layer.weights, averaged, layer.rotary, groups, layer.context, layer.objective)
+    other_error = layer.error(other)
+    if other_error < error:
+        return other_error, groups, other
+    return error, groups, weights

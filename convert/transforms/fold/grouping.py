@@ -4,29 +4,24 @@ parts is valid.
 Candidates are based on the loss of each pair of heads that share: the error of their scores after a
 short fit, weighted by the output energy of the heads' values. On a trained model this agreed with
 the error of the layer's output (correlations up to 0.9 over partitions), whereas plain energies of
-keys and values hardly did. It is still an estimate, so the caller supplies a function that decides,
-such as the error of the attention output on held-out sequences.
+keys and values hardly did. It is still an estimate, so the error of the attention output on held-out
+sequences decides (`methods.fold`).
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.fold import principal
-from kvfold.convert.transforms.fold.heads import Objective
 from kvfold.convert.transforms.fold.principal import LayerMoments
 from kvfold.convert.transforms.fold.score_fit import (
-    SCORES,
     fit_scores,
     principal_keys,
     score_losses,
 )
 from kvfold.convert.transforms.linalg import metric_root
-from kvfold.convert.transforms.weights import AttentionWeights
 
 Partition = tuple[tuple[int, ...], ...]
 
@@ -37,17 +32,6 @@ PAIR_ROUNDS = 1
 
 # Makes 0 / 0 for heads without energy equal 0; far below any energy of trained weights.
 TINY = 1e-100
-
-
-@dataclass(frozen=True)
-class ChosenPartition:
-    """The partition with the smallest error, the weights folded with it, and the error of every
-    candidate.
-    """
-
-    groups: Partition
-    weights: AttentionWeights
-    errors: dict[Partition, float]
 
 
 @dataclass(frozen=True)
@@ -81,27 +65,6 @@ def contiguous(kv_heads: int, groups: int) -> Partition:
     """Groups of neighboring heads, in order; ``groups`` divides ``kv_heads``."""
     size = kv_heads // groups
     return tuple(tuple(range(start, start + size)) for start in range(0, kv_heads, size))
-
-
-def similar(
-    pairs: Pairs,
-    groups: int,
-    judge: Callable[[AttentionWeights], float],
-    objective: Objective = SCORES,
-) -> ChosenPartition:
-    """Fold with ``objective`` for each of the `candidates`, and return the first with the smallest
-    error by ``judge``.
-
-    Candidates are based on score errors for any objective: it decides how heads share, not which
-    heads.
-    """
-    folds = {
-        partition: principal.fold_moments(pairs.layer, partition, objective)
-        for partition in candidates(pairs, groups)
-    }
-    errors = {partition: judge(folded) for partition, folded in folds.items()}
-    best = min(errors, key=lambda partition: errors[partition])
-    return ChosenPartition(best, folds[best], errors)
 
 
 def candidates(pairs: Pairs, groups: int) -> list[Partition]:

@@ -34,13 +34,11 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(module, None)
 
 
-def converted(way: str, out: Path, **options: Any) -> str:
-    """Convert the shipped model into ``out``; returns the lines on stdout, of which Python has
-    none.
-    """
+def converted(way: str, out: Path, **options: Any) -> None:
+    """Convert the shipped model into ``out``."""
     if way == "python":
         convert_checkpoint(ConvertRequest(demo_folder(), out, quiet=True, **options))
-        return ""
+        return
     words = [
         word
         for name, value in options.items()
@@ -50,7 +48,6 @@ def converted(way: str, out: Path, **options: Any) -> str:
         cli.kvfold, ["convert", str(demo_folder()), str(out), *words], catch_exceptions=False
     )
     assert done.exit_code == 0, done.output
-    return done.stdout
 
 
 def test_the_methods_that_ship() -> None:
@@ -69,8 +66,7 @@ def test_the_methods_that_ship() -> None:
 def test_a_method_of_a_module(tmp_path, way: str) -> None:
     out = tmp_path / "out"
     name = "toy_method:loudest"
-    said = converted(way, out, to="gqa", kv_heads=2, method=name)
-    assert way == "python" or "method toy_method:loudest" in said
+    converted(way, out, to="gqa", kv_heads=2, method=name)
     assert json.loads((out / "kvfold.json").read_text())["request"]["method"] == name
     card = (out / "README.md").read_text()
     assert "Each group keeps its loudest head." in card

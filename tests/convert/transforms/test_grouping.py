@@ -7,8 +7,11 @@ import torch
 from helpers.layers import normal, plain_rotary
 from torch import Tensor
 
+from kvfold.convert.methods.fold import fold_groups
+from kvfold.convert.methods.registry import FoldLayer
 from kvfold.convert.transforms.fold import grouping, principal
 from kvfold.convert.transforms.fold.principal import layer_moments
+from kvfold.convert.transforms.fold.score_fit import SCORES
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics
 
 E = 48
@@ -68,12 +71,23 @@ def test_candidates_are_few_distinct_partitions(groups: int):
         assert partition == tuple(sorted(tuple(sorted(group)) for group in partition))
 
 
-def test_similar_is_the_judged_best_of_the_candidates():
+def test_the_candidate_with_the_least_error_is_taken():
     weights = alike(PAIRS)
     wanted = principal.fold(weights, statistics(8), ROTARY, PAIRS, context=100)
-    choice = grouping.similar(
-        pairs_of(weights, 100), 4, lambda folded: (folded.k - wanted.k).norm().item()
+    layer = FoldLayer(
+        index=0,
+        weights=weights,
+        rotary=ROTARY,
+        context=100,
+        statistics=statistics(8),
+        error=lambda folded: (folded.k - wanted.k).norm().item(),
+        kv_heads=4,
+        std=0.0,
+        seed=0,
+        similar=True,
+        objective=SCORES,
+        shared={},
     )
-    assert choice.groups == PAIRS
-    assert torch.equal(choice.weights.k, wanted.k)
-    assert choice.errors[grouping.contiguous(8, 4)] > 0
+    error, groups, folded = fold_groups(layer, layer.statistics)
+    assert (error, groups) == (0.0, PAIRS)
+    assert torch.equal(folded.k, wanted.k)
