@@ -2,6 +2,7 @@
 
 import click
 
+from kvfold.convert.checkpoint.members import RECORD
 from kvfold.convert.console import check_files, json_option, tell
 from kvfold.convert.progress import Stages
 
@@ -21,9 +22,12 @@ def verify(out: str, json_file: str | None) -> None:
     check_files(json_file)
     with Stages()(f"verifying {out}"):
         verification = verify_checkpoint(out)
-    tell(
-        json_file,
-        verification.to_dict,
-        "" if verification.problems else verification.summary(),
+    files = f"no {RECORD} with hashes to compare files to"
+    if verification.files:
+        files = f"{verification.files} files match {RECORD}"
+    summary = (
+        f"{verification.origin}: {files}; {verification.tensors} tensors match config.json, all"
+        f" {verification.elements:,} values are finite"
     )
+    tell(json_file, verification.to_dict, "" if verification.problems else summary)
     check_verified(verification)

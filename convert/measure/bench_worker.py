@@ -14,7 +14,8 @@ import pickle
 import statistics
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -66,23 +67,28 @@ def run(
     )
     for context, batch in pairs:
         row: dict[str, Any] = {"context": context, "batch": batch}
+        rows.append(row)
         # As much of the context as `prefill_tokens` allows, then as many sequences.
         length = min(context, prefill_tokens)
         sequences = max(1, min(batch, prefill_tokens // length)) if length else 0
         cost = step_costs(subject, weights, dtype.itemsize, context, batch, sequences * length)
         if free is not None and cost.memory > free:
             row |= {"needed_bytes": cost.memory, "free_bytes": free}
-        else:
-            model = model if model is not None else make_model(subject, config, dtype, device)
-            reset_peak(device)
-            if length:
-                row |= _time_prefill(model, sequences, length, request.seconds)
-                _collect(device)
-            row |= _time_decoding(model, request.cache, context, batch, request.seconds)
-            row |= {"read_bytes": cost.read_bytes, "operations": cost.operations}
-            row |= {"cache_bytes_formula": cost.cache_bytes, "peak_bytes": peak_memory(device)}
+            continue
+        if model is None:
+            model = make_model(subject, config, dtype, device)
+        reset_peak(device)
+        if length:
+            row |= _time_prefill(model, sequences, length, request.seconds)
             _collect(device)
-        rows.append(row)
+        row |= _time_decoding(model, request.cache, context, batch, request.seconds)
+        row |= {
+            "read_bytes": cost.read_bytes,
+            "operations": cost.operations,
+            "cache_bytes_formula": cost.cache_bytes,
+            "peak_bytes": peak_memory(device),
+        }
+        _collect(device)
     return {
         "rows": rows,
         "threads": torch.get_num_threads(),
@@ -111,9 +117,8 @@ def make_model(subject: Subject, config: Any, dtype: torch.dtype, device: torch.
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
-        checkpoint = open_checkpoint(subject.folder)
-        model = load_model(checkpoint, dtype, trust_remote_code=False).to(device)
-        checkpoint.close()
+        with closing(open_checkpoint(subject.folder)) as checkpoint:
+            model = load_model(checkpoint, dtype, trust_remote_code=False).to(device)
     model = model.eval().requires_grad_(False)
     if subject.form == "absorbed":
         from kvfold.attention import absorb
@@ -137,22 +142,26 @@ def _time_prefill(model: Any, sequences: int, length: int, limit: float) -> dict
 
 @torch.no_grad()
 def _time_decoding(model: Any, kind: str, context: int, batch: int, limit: float) -> dict[str, Any]:
-    device = model.device
+    clock = Clock(model.device)
     cache = filled_cache(model, kind, context, batch)
     cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     if kind == "static":
         cache_bytes = cache_bytes * context // (context + _ROOM)
-    attention = _attention_clock(model, device)
     # Which token is decoded makes no difference to the time.
-    token = torch.zeros(batch, 1, dtype=torch.long, device=device)
-    call = partial(model, token, past_key_values=cache, use_cache=True)
-    times = repeat(Clock(device), call, limit, most=_ROOM - 4)
-    step = statistics.median(times)
+    token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+    step = partial(model, token, past_key_values=cache, use_cache=True)
+    with _attention_marks(model, clock) as marks:
+        times = repeat(clock, step, limit, most=_ROOM - 4)
+    spans = [clock.between(*pair) for pair in zip(marks[::2], marks[1::2], strict=True)]
+    layers = len(cache.layers)
+    attention = [sum(spans[i : i + layers]) for i in range(0, len(spans), layers)]
+    seconds = statistics.median(times)
     return {
-        "step_ms": 1e3 * step,
+        "step_ms": 1e3 * seconds,
         "steps": len(times),
-        "decode_tokens_per_s": batch / step,
-        "attention_ms": 1e3 * attention(len(times)),
+        "decode_tokens_per_s": batch / seconds,
+        # The last steps are those that were timed.
+        "attention_ms": 1e3 * statistics.median(attention[-len(times) :]),
         "cache_bytes": cache_bytes,
     }
 
@@ -180,29 +189,22 @@ def filled_cache(model: Any, kind: str, context: int, batch: int) -> Any:
     return cache
 
 
-def _attention_clock(model: Any, device: torch.device) -> Callable[[int], float]:
-    """Time all attention modules until a call of the returned function: the median seconds over the
-    last steps.
-    """
-    clock = Clock(device)
-    marks: list[tuple[Any, Any]] = []
-    starts: list[Any] = []
-    modules = [layer.get_submodule(attention_name(layer)) for layer in layer_list(model)[1]]
+@contextmanager
+def _attention_marks(model: Any, clock: Clock) -> Iterator[list[Any]]:
+    """The times before and after each call of an attention module in the block, alternating."""
+    marks: list[Any] = []
+
+    def mark(*_: Any) -> None:
+        marks.append(clock.mark())
+
     hooks = []
-    for module in modules:
-        hooks.append(module.register_forward_pre_hook(lambda *_: starts.append(clock.mark())))
-        hooks.append(
-            module.register_forward_hook(lambda *_: marks.append((starts.pop(), clock.mark())))
-        )
-
-    def finish(steps: int) -> float:
-        for hook in hooks:
-            hook.remove()
-        spans = [clock.between(*pair) for pair in marks]
-        by_step = [sum(spans[i : i + len(modules)]) for i in range(0, len(spans), len(modules))]
-        return statistics.median(by_step[-steps:]) if by_step else 0.0
-
-    return finish
+    for layer in layer_list(model)[1]:
+        module = layer.get_submodule(attention_name(layer))
+        hooks.append(module.register_forward_pre_hook(mark))
+        hooks.append(module.register_forward_hook(mark))
+    yield marks
+    for hook in hooks:
+        hook.remove()
 
 
 def _collect(device: torch.device) -> None:

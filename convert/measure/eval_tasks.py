@@ -2,8 +2,8 @@
 tasks of lm-evaluation-harness.
 
 ``needle`` hides a sentence such as "The secret word of Anna is apple." in ordinary text, which ends
-with a question for the word (Kamradt, 2023). The answer is the likeliest of eight words of one token
-each, so models need not follow instructions; a guess is right one time in eight.
+with a question for the word (Kamradt, 2023). The answer is the likeliest of eight words of one
+token each, so models need not follow instructions; a guess is right one time in eight.
 
 ``replies`` compares greedy replies to open questions: the number of tokens before the first
 difference, the length, the share of 4-grams that repeat an earlier one (Welleck et al., 2020, arXiv
@@ -189,7 +189,7 @@ def write_replies(
     advance: Callable[[int], None],
     max_new_tokens: int = _REPLY_TOKENS,
 ) -> list[Tensor]:
-    """The model's greedy reply to each prompt ``[T]``, up to its end token or ``max_new_tokens``."""
+    """The model's greedy reply to each prompt ``[T]``, to its end token or ``max_new_tokens``."""
     from transformers import GenerationConfig
 
     ends = model.generation_config.eos_token_id
@@ -307,7 +307,7 @@ def run_harness(model: Any, tokenizer: Any, request: EvalRequest) -> HarnessScor
 
 
 def _load_task(name: str) -> str | dict[str, Any]:
-    """The name of a harness task unchanged, or the contents of a .yaml file that describes a task."""
+    """The name of a harness task unchanged, or the contents of a .yaml file with a task."""
     if Path(name).suffix != ".yaml":
         return name
     import yaml

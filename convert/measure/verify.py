@@ -21,8 +21,12 @@ _ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Verification:
-    """The numbers of files compared by hash (0 without ``kvfold.json``), tensors and elements; and
-    all ``problems``.
+    """The result of `verify_checkpoint`.
+
+    origin: the name of the checkpoint.
+    files: the number of files compared by hash; 0 without ``kvfold.json``.
+    tensors, elements: the numbers of tensors and of their elements.
+    problems: everything that differs, one line each.
     """
 
     origin: str
@@ -34,16 +38,6 @@ class Verification:
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
         return asdict(self)
-
-    def summary(self) -> str:
-        """A one-line result for a checkpoint without problems."""
-        hashed = (
-            f"{self.files} files match {RECORD}"
-            if self.files
-            else f"no {RECORD} with hashes to compare files to"
-        )
-        sound = f"{self.tensors} tensors match config.json, all {self.elements:,} values are finite"
-        return f"{self.origin}: {hashed}; {sound}"
 
 
 def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
@@ -78,7 +72,7 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
         problems += WeightMap(empty_model(checkpoint.config), checkpoint.tensors).misfits(
             checkpoint.tensors
         )
-        problems += non_finite(checkpoint, checkpoint.tensors)
+        problems += list_non_finite(checkpoint, checkpoint.tensors)
         if files:
             problems += find_changed_tensors(checkpoint, record)
         elements = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
@@ -86,15 +80,15 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
     return Verification(checkpoint.origin, len(files), len(checkpoint.tensors), elements, problems)
 
 
-def check_verified(done: Verification) -> None:
-    """Raises InputError with everything that differs."""
-    if done.problems:
-        found = f"{len(done.problems)} difference{'s' * (len(done.problems) > 1)}"
-        rule = f"is not what {RECORD} and config.json say: {found}; make it again"
-        raise InputError(f"{done.origin} {rule}", done.problems)
+def check_verified(verification: Verification) -> None:
+    """Raise InputError with everything that differs."""
+    if verification.problems:
+        count = f"{len(verification.problems)} difference{'s' * (len(verification.problems) > 1)}"
+        rule = f"is not what {RECORD} and config.json say: {count}; make it again"
+        raise InputError(f"{verification.origin} {rule}", verification.problems)
 
 
-def non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
+def list_non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
     """A line for every tensor among ``names`` with NaN or infinity in it; reads in bounded memory."""
     from kvfold.convert.checkpoint.tensors import count_non_finite
 

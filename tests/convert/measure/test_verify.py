@@ -31,10 +31,8 @@ def test_what_was_written_is_sound(demo_latent, tmp_path, name):
     record = json.loads((out / "kvfold.json").read_text())
     assert set(record["files"]) == {path.name for path in out.iterdir()} - {"kvfold.json"}
     assert (done.problems, done.files) == ([], len(record["files"]))
-    assert done.summary().endswith(f"all {done.elements:,} values are finite")
     source = verify_checkpoint(str(demo_folder()))
     assert (source.problems, source.files) == ([], 0)
-    assert "no kvfold.json with hashes" in source.summary()
 
 
 def test_a_file_that_cannot_be_opened_any_more(out, refused):
