@@ -85,7 +85,7 @@ def convert(request: ConvertRequest, json_file: str | None, report: str | None) 
 
 def _write_report(folder: str, conversion: "Conversion", quiet: bool) -> None:
     from kvfold.attention.drift.metrics import format_metrics, format_saving, position_rows
-    from kvfold.convert.conversion.judgment import judge
+    from kvfold.convert.conversion.judgment import judge_with_doubt
     from kvfold.convert.measure.plots import plot_drift
     from kvfold.convert.measure.report import write_report
 
@@ -98,7 +98,7 @@ def _write_report(folder: str, conversion: "Conversion", quiet: bool) -> None:
     write_report(
         folder,
         command="kvfold convert",
-        headline=headline if drift is None else f"{headline}, {judge(drift)}",
+        headline=headline if drift is None else f"{headline}, {judge_with_doubt(drift)}",
         lead=[] if drift is None else [format_metrics(drift.measured)],
         tables=[] if drift is None else [drift.table_rows(), position_rows(drift.measured)],
         plots=[] if drift is None else plot_drift(drift),

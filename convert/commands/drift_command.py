@@ -19,7 +19,7 @@ from kvfold.convert.console import (
     request_options,
     tell,
 )
-from kvfold.convert.conversion.judgment import judge
+from kvfold.convert.conversion.judgment import judge_with_doubt
 from kvfold.convert.conversion.summary import format_block
 from kvfold.convert.formatting import format_table
 from kvfold.convert.request import DriftRequest
@@ -71,10 +71,11 @@ def drift(request: DriftRequest, layers: bool, json_file: str | None, report: st
         from kvfold.convert.measure.report import write_report
 
         saving = format_saving(measured.source_cache_bytes, measured.student_cache_bytes)
+        name = measured.about["converted"]["name"]
         write_report(
             report,
             command="kvfold drift",
-            headline=f"{measured.about['converted']['name']}: {saving} cache, {judge(measured)}",
+            headline=f"{name}: {saving} cache, {judge_with_doubt(measured)}",
             lead=[format_metrics(measured.measured)],
             tables=[measured.table_rows(), position_rows(measured.measured)],
             plots=plot_drift(measured),
@@ -99,7 +100,7 @@ def summarize_drift(request: DriftRequest, report: "DriftReport", layers: bool =
         ("cache", f"{before} -> {after} bytes per token, {format_saving(before, after)}"),
         ("loss", format_metrics(report.measured)),
         ("rounding", f"alone: KL {format_error(floor.measured.kl)} nats" if floor else ""),
-        ("verdict", judge(report)),
+        ("verdict", judge_with_doubt(report)),
     ]
     if not layers:
         return format_block(rows, ["kvfold", "drift", request.model, request.out, "--layers"])

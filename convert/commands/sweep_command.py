@@ -3,6 +3,7 @@
 import re
 import shlex
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ _TARGET = re.compile(r"[\w+]*[:,][\w:,+]*|\d[\d,+]*|gqa|mqa|mla", re.IGNORECASE)
 
 
 def _rise(context: click.Context, option: click.Parameter, value: str) -> float:
-    """The value of ``--within``, in an error of the same wording as those of a request's options."""
+    """The value of ``--within``; its error is worded like those of a request's options."""
     with suppress(ValueError):
         if value.isascii() and 0 < (rise := float(value)) < 1:
             return rise
@@ -141,6 +142,12 @@ def summarize_sweep(sweep: "Sweep", within: float) -> str:
     elements = f"{source.cache_elements} cache elements per token per layer"
     heading = [("source", f"{source.name}: {source.kind}, {elements}"), ("text", source.held_out)]
     row = sweep.smallest(within)
-    following = [] if row is None else row.command(source.name, row.request.out)
-    verdict = format_block([("verdict", sweep.verdict(within))], following)
+    effort = []
+    if row is None:
+        # Polishing brings the nearest one nearer.
+        nearest = sweep.nearest()
+        row = replace(nearest, request=replace(nearest.request, refine=0))
+        effort = ["--effort", "thorough"]
+    command = [*row.command(source.name, row.request.out), *effort]
+    verdict = format_block([("verdict", sweep.verdict(within))], command)
     return "\n".join([format_block(heading), "", *format_table(sweep.table_rows()), "", verdict])

@@ -153,7 +153,7 @@ def writes_text(plan: Plan) -> bool:
 
 
 def check_memory(plan: Plan) -> None:
-    """Raise InputError if the request needs the whole model in memory but the model does not fit."""
+    """Raise InputError if the request needs the whole model in memory, but it does not fit."""
     if writes_text(plan):
         option = f"text that the model writes itself (--calibration {SELF}, default of chat models)"
         otherwise = f"leave it out with --calibration {SELF}:0"

@@ -134,7 +134,7 @@ class SweepRow:
         return self.measured.excess
 
     def command(self, model: str, out: str) -> list[str]:
-        """The words of the command that converts ``model`` to the target, into the folder ``out``."""
+        """The words of the command that converts ``model`` to the target, into ``out``."""
         given = self.request.given()
         options = {name: value for name, value in given.items() if name not in _NOT_REPEATED}
         return ["kvfold", "convert", model, out, *to_argv(options)]
@@ -184,7 +184,7 @@ class Sweep:
         limit = f"within {100 * within:g} % perplexity"
         row = self.smallest(within)
         if row is None:
-            return f"no target is {limit}; {self.nearest().kind} comes nearest"
+            return f"none {limit}; nearest: {self.nearest().kind}"
         margin = row.measured.excess_margin or 0.0
         doubt = ", uncertain" if row.excess + margin > math.log1p(within) else ""
         return f"{limit}: {row.kind}{doubt}"

@@ -1,4 +1,4 @@
-"""Targets of a sweep: parse ``--targets``, and choose defaults for a model. Does not import torch."""
+"""Targets of a sweep: parse ``--targets``, or choose some for a model. Does not import torch."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

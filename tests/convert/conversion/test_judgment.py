@@ -84,10 +84,10 @@ LATENT = {"to": "mla", "kv_rank": 24, "rope_dim": 8}
 POLISHED = {"refine": 200, "polish": "1M"}
 
 
-def test_a_verdict_is_uncertain_near_a_limit():
-    assert judge_with_doubt(Mock(**POOR._asdict(), **{"measured.excess_margin": 0.01})) == WORSE
-    doubtful = Mock(**POOR._asdict(), **{"measured.excess_margin": 0.06})
-    assert judge_with_doubt(doubtful) == f"{WORSE}, uncertain"
+@pytest.mark.parametrize(("margin", "verdict"), [(0.01, WORSE), (0.06, f"{WORSE}, uncertain")])
+def test_a_verdict_is_uncertain_near_a_limit(margin, verdict):
+    drift = Mock(identical=False, **POOR._asdict(), **{"measured.excess_margin": margin})
+    assert judge_with_doubt(drift) == verdict
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,8 @@ def test_the_smallest_target_within_a_loss_is_named_with_its_command(swept, monk
 def test_where_none_is_within_the_loss_the_nearest_is_named_and_nothing_is_written(swept, refused):
     found = with_losses(swept, (0.1, 0.2, 0.3, 0.4))
     assert found.smallest(0.01) is None
-    assert found.verdict(0.01) == "no target is within 1 % perplexity; GQA-2 comes nearest"
-    assert "next" not in summarize_sweep(found, 0.01)
+    assert found.verdict(0.01) == "none within 1 % perplexity; nearest: GQA-2"
+    assert summarize_sweep(found, 0.01).endswith("--effort thorough")
     with refused() as caught:
         found.convert(0.01)
     assert caught.value.field == "within"
