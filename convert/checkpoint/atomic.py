@@ -50,39 +50,30 @@ def check_output(
     try:
         target = Path(out).resolve()
         os.lstat(target)
+        exists = True
     except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # too long a name, links in a circle, a NUL character
+        exists = False
+    except (OSError, RuntimeError, ValueError) as error:
+        # too long a name, links in a circle, a NUL character
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError(
             f"{out} cannot be an output folder ({reason}); choose another OUT"
         ) from None
-    # an OUT inside MODEL would become part of what is read; replacing an OUT around MODEL would
-    # remove MODEL
     if model is not None and os.path.isdir(model):
         source = Path(model).resolve()
+        # an OUT inside MODEL would become part of what is read; replacing an OUT around MODEL would
+        # remove MODEL
         if target.is_relative_to(source) or source.is_relative_to(target):
-            if target == source:
-                raise InputError(f"OUT is the same folder as MODEL ({source}); choose another OUT")
-            relation = "is inside" if target.is_relative_to(source) else "contains"
             raise InputError(
-                f"OUT ({target}) {relation} MODEL ({source}); choose an OUT that does not overlap"
-                " MODEL"
+                f"OUT ({target}) must not be MODEL ({source}), inside it or around it; choose"
+                " another OUT"
             )
-    if os.path.lexists(target):
+    if exists:
         _check_replaceable(target, overwrite, model)
     parent = next(path for path in target.parents if os.path.lexists(path))
-    if not parent.is_dir():
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise InputError(
-            f"{target} cannot be created: {parent} is not a folder; choose another OUT"
-        )
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise InputError(
-            f"{target} cannot be created: {parent} is not writable; choose another OUT"
+            f"{target} cannot be created: {parent} is not a writable folder; choose another OUT"
         )
     return target
 
@@ -199,18 +190,8 @@ def output_folder(
             signals.deferred = True
             _complete_replacement(folder.with_name(folder.name + _ASIDE), target)
             if published or resume is None or not resume(folder):
-                _remove(folder)  # OUT's predecessor after an exchange
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder as far as possible."""
-    shutil.rmtree(folder, ignore_errors=True)
-    # rmtree takes two descriptors, which may be what the run failed for; this takes one
-    for root, _, files in os.walk(folder, topdown=False):
-        with suppress(OSError):
-            for file in files:
-                os.unlink(os.path.join(root, file))
-            os.rmdir(root)
+                # OUT's predecessor after an exchange
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def free_space_check(path: str | os.PathLike[str], needed_bytes: int, purpose: str = "") -> None:
@@ -221,20 +202,14 @@ def free_space_check(path: str | os.PathLike[str], needed_bytes: int, purpose: s
     existing = next(parent for parent in (target, *target.parents) if parent.is_dir())
     free = shutil.disk_usage(existing).free
     if _TOKEN.search(target.name):
-        # blocks, not sizes: the holes of sparse shards take no room yet
-        free += sum(
-            os.stat(Path(root, file)).st_blocks * 512
-            for root, _, files in os.walk(target)
-            for file in files
-        )
+        # what a resumed run has written; in blocks, since the holes of sparse shards take no room
+        files = (path for path in target.rglob("*") if path.is_file())
+        free += sum(path.stat().st_blocks * 512 for path in files)
     if needed_bytes > free:
-        required, available = (
-            f"{format_bytes(count)} ({count} bytes)" for count in (needed_bytes, free)
-        )
-        figures = f"{available} free, but {required} needed{purpose and ' ' + purpose}"
         raise InputError(
-            f"{existing}: too little disk space: {figures}; free some or choose an OUT on another"
-            " disk"
+            f"{existing}: too little disk space: {format_bytes(free)} ({free} bytes) free, but"
+            f" {format_bytes(needed_bytes)} ({needed_bytes} bytes) needed{purpose and ' ' + purpose};"
+            " free some or choose an OUT on another disk"
         )
 
 

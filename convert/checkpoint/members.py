@@ -109,15 +109,11 @@ def open_source(path: Path) -> FileIO:
 
 def read_bytes(path: Path, start: int = 0, length: int = -1) -> bytes:
     """Read up to ``length`` bytes of a file from ``start``; -1 means all. Raises InputError if it
-    cannot be read.
+    cannot be opened.
     """
     with open_source(path) as file:
-        try:
-            file.seek(start)
-            return file.read(length)
-        except OSError as error:
-            way_out = ADVICE.get(error.errno or 0, "check the disk")
-            raise InputError(f"{path} cannot be read ({error.strerror}); {way_out}") from None
+        file.seek(start)
+        return file.read(length)
 
 
 def read_parts(file: FileIO, start: int, end: int, size: int) -> Iterator[memoryview]:
@@ -278,49 +274,34 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
         raise InputError(f"{folder}: a checkpoint needs a {CONFIG}; {_instead_of_config(folder)}")
     data = read_member(folder, CONFIG, most=_LARGEST_CONFIG)
     config = parse_json(path, data)
-    inside = [config]  # configs of wrappers contain others
-    for table in inside:
-        inside += [value for value in table.values() if isinstance(value, dict)]
-        numbers = {
-            key: value
-            for key, value in table.items()
-            if isinstance(value, int) and "max_length" not in key
-        }
-        for key, value in numbers.items():
-            if key in _LAYER_KEYS and value > MOST_LAYERS:
-                rule = f"models of at most {MOST_LAYERS} layers are read"
-            elif key in _WIDTH_KEYS and value > _MOST_WIDTH:
-                rule = f"sizes of at most {_MOST_WIDTH} are read"
-            elif abs(value) >= _LARGEST_NUMBER:
-                rule = "numbers must be below 2^53"
-            else:
-                continue
-            raise InputError(f"{path}: {key} is {short(value)}, but {rule}; correct it")
+    tables = [config]
+    for table in tables:
+        tables += [value for value in table.values() if isinstance(value, dict)]  # of wrappers
+        for key, value in table.items():
+            most = _LARGEST_NUMBER
+            if key in _LAYER_KEYS:
+                most = MOST_LAYERS
+            elif key in _WIDTH_KEYS:
+                most = _MOST_WIDTH
+            if isinstance(value, int) and "max_length" not in key and abs(value) > most:
+                raise InputError(
+                    f"{path}: {key} is {short(value)}, but must be at most {most}; correct it"
+                )
     return config, hashlib.sha256(data).hexdigest()
 
 
 def _instead_of_config(folder: Path) -> str:
     """Advice for a folder without a config."""
     if (folder / "adapter_config.json").exists():
-        return (
-            "merge this LoRA adapter into its base model with peft's merge_and_unload, then call"
-            " save_pretrained"
-        )
+        return "merge this LoRA adapter first, as docs/questions.md shows"
     inside = sorted(
         path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{CONFIG}")
     )
     if inside:
-        others = f", or one of {len(inside) - 1} more" if len(inside) > 1 else ""
-        return f"did you mean {inside[0]}{others}?"
-    suffixes = {path.suffix for path in folder.iterdir()}
-    if ".gguf" in suffixes:
+        return f"did you mean {inside[0]}?"
+    if any(folder.glob("*.gguf")):
         return DEQUANTIZE
-    if suffixes & WEIGHT_SUFFIXES:
-        return (
-            f"put the model's {CONFIG} beside its weights, or save the model again with"
-            " save_pretrained"
-        )
-    return "use the folder that contains it"
+    return f"use the folder that contains it, or put the model's {CONFIG} beside its weights"
 
 
 def dump(value: Mapping[str, Any]) -> str:
@@ -388,17 +369,11 @@ def weight_file(names: Collection[str], where: object) -> str:
         if name in names:
             return name
     others = sorted(name for name in names if Path(name).suffix in WEIGHT_SUFFIXES)
-    listed = (
-        ", ".join(others[:5]) + (", ..." if len(others) > 5 else "") if others else "no weights"
-    )
-    advice = (
-        DEQUANTIZE
-        if any(name.endswith(".gguf") for name in others)
-        else "save the model with save_pretrained"
-    )
+    gguf = any(name.endswith(".gguf") for name in others)
     raise InputError(
-        f"{where} has {listed}, but weights must be in {SINGLE}, {INDEX} or {LEGACY_SINGLE};"
-        f" {advice}"
+        f"{where} has {', '.join(others[:5]) or 'no weights'}, but weights must be in {SINGLE},"
+        f" {INDEX} or {LEGACY_SINGLE};"
+        f" {DEQUANTIZE if gguf else 'save the model with save_pretrained'}"
     )
 
 

@@ -155,51 +155,36 @@ def load_state(path: Path) -> dict[Any, Any]:
 
 def read_legacy_header(path: Path, file: str) -> Header:
     """List the tensors of a legacy file."""
-    try:
-        state = load_state(path)
-    except ValueError as error:
-        return Header(
-            problems=[
-                f"{file}: {error}; download the file again, or save the model with save_pretrained"
-            ]
-        )
     header = Header()
     position = 0
-    for name, tensor in state.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            pair = f"{type(name).__name__} {name!r} to {type(tensor).__name__}"
-            header.problems.append(
-                f"{file} must map names to tensors, not {pair}; save the model with save_pretrained"
-            )
-            continue
-        if (
-            tensor.layout != torch.strided
-            or tensor.is_nested
-            or tensor.is_meta
-            or tensor.dtype not in DTYPE_NAMES
-        ):
-            odd = "nested" if tensor.is_nested else "meta" if tensor.is_meta else None
-            kind = odd or f"{tensor.layout}, {tensor.dtype}"
-            header.problems.append(
-                f"{file}: tensor {name!r} must be dense and have a plain dtype, not {kind}"
-            )
-            continue
-        length = tensor.numel() * tensor.element_size()
-        try:
-            check_unicode(name)
-            if length > (held := tensor.untyped_storage().nbytes()):
-                raise ValueError(
-                    f"its shape {short(list(tensor.shape))} takes {length} bytes, but {held} are"
-                    " stored"
-                )
-        except ValueError as error:
-            header.problems.append(
-                f"{file}: tensor {short(name)}: {error}; save the model with save_pretrained"
-            )
-            continue
-        info = TensorInfo(
-            name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), file, position, position + length
+    try:
+        for name, tensor in load_state(path).items():
+            _check_legacy_tensor(name, tensor)
+            end = position + tensor.numel() * tensor.element_size()
+            dtype = DTYPE_NAMES[tensor.dtype]
+            header.tensors.append(TensorInfo(name, dtype, tuple(tensor.shape), file, position, end))
+            position = end
+    except ValueError as error:
+        header.problems.append(
+            f"{file}: {error}; download the file again, or save the model with save_pretrained"
         )
-        header.tensors.append(info)
-        position += length
     return header
+
+
+def _check_legacy_tensor(name: Any, tensor: Any) -> None:
+    """Raise ValueError unless this is the name of a dense tensor of a plain dtype, whole in its
+    file.
+    """
+    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+        pair = f"{type(name).__name__} {short(name)} to {type(tensor).__name__}"
+        raise ValueError(f"it must map names to tensors, not {pair}")
+    check_unicode(name)
+    dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
+    if not dense or tensor.dtype not in DTYPE_NAMES:
+        kind = f"{tensor.layout}, {tensor.dtype}, {tensor.device}"
+        raise ValueError(f"tensor {short(name)} must be dense and have a plain dtype, not {kind}")
+    stored = tensor.untyped_storage().nbytes()
+    if tensor.numel() * tensor.element_size() > stored:
+        raise ValueError(
+            f"tensor {short(name)} has shape {short(list(tensor.shape))}, but {stored} bytes"
+        )

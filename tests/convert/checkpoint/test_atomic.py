@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import time
 from collections.abc import Callable
@@ -306,26 +305,6 @@ def test_a_folder_stays_only_for_a_resume_that_takes_it(tmp_path: Path, out: Pat
         assert folder == left
     assert content(out) == "new"
     assert names(tmp_path) == ["out"]
-
-
-def test_a_failed_run_leaves_nothing_though_one_descriptor_is_left(tmp_path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held = list[int]()
-    try:
-        with suppress(InputError), output_folder(tmp_path / "out") as folder:
-            (folder / "file").touch()
-            most = max(map(int, os.listdir("/proc/self/fd"))) + 1
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
-            with suppress(OSError):
-                while True:
-                    held.append(os.dup(0))
-            os.close(held.pop())
-            raise InputError("refused")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        for each in held:
-            os.close(each)
-    assert not list(tmp_path.iterdir())
 
 
 def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
