@@ -131,9 +131,6 @@ def _parameter(spec: Option, required: bool) -> Decorator:
         show_default=bool(default) or default == 0,
         # No click.Choice: the request checks words, and its errors suggest similar ones.
         type=spec.types[0] if is_number else str,
-        shell_complete=lambda context, parameter, typed: [
-            word for word in spec.choices if word.startswith(typed)
-        ],
     )
 
 
@@ -236,7 +233,7 @@ def _notes(error: BaseException) -> str:
 def _explain_usage(
     error: click.ClickException, command: click.Command, name: str, argv: Sequence[str]
 ) -> str:
-    """A sentence about an invalid command line that refers to the ``--help`` of the right command."""
+    """A sentence about an invalid command line that refers to the right command's ``--help``."""
     text = printable(error.format_message().replace("\n", " ").rstrip("."))
     called = next(iter(argv), "")
     if isinstance(error, click.UsageError) and error.ctx:
@@ -286,7 +283,7 @@ def _reserve_stdout() -> None:
 
 
 def _unwritable(file: Path, new_folder: bool) -> str | None:
-    """Why ``file`` cannot be written, whose folder may be missing if ``new_folder``; None if it can.
+    """Why ``file`` cannot be written; None if it can. Its folder may be missing if ``new_folder``.
 
     Links are refused, because they may lead anywhere, and pipes, because they would block.
     """

@@ -1,4 +1,4 @@
-"""kvfold's exceptions. The command line prints them at the end of stderr and sets the exit status."""
+"""kvfold's exceptions: the command line prints them at the end of stderr and sets the status."""
 
 import errno
 import os

@@ -15,14 +15,10 @@ def format_bytes(count: int) -> str:
     """``count`` bytes in the largest decimal unit that gives a number of at least 1, such as "5.2
     GB".
     """
-    unit, size = bytes_unit(count)
-    return f"{count} B" if size == 1 else f"{count / size:.1f} {unit}"
-
-
-def bytes_unit(count: float) -> tuple[str, int]:
-    """The largest decimal unit that is at most ``count`` bytes, and its size in bytes."""
-    fitting = [(unit, size) for unit, size in _DECIMAL.items() if size <= count]
-    return fitting[-1] if fitting else ("B", 1)
+    for unit, size in reversed(_DECIMAL.items()):
+        if 1 < size <= count:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
 
 
 def parse_size(text: str | int) -> int | None:
@@ -71,8 +67,8 @@ def format_duration(seconds: float) -> str:
 def format_table(
     rows: Sequence[Sequence[str]], minimum: Sequence[int] = (), left: Sequence[int] = (0,)
 ) -> list[str]:
-    """Lines of a table with the columns ``left`` left-aligned, the others right-aligned; ``minimum``
-    has widths of the first columns.
+    """Lines of a table with the columns ``left`` left-aligned, the others right-aligned, in widths
+    of at least ``minimum``.
 
     In a row with fewer cells than the first row, the last cell may be a sentence and does not widen
     its column.

@@ -163,8 +163,8 @@ def run_only(request: type) -> frozenset[str]:
 
 
 class Request:
-    """Base class of requests. Raises one InputError with the problem of every invalid value; of every
-    combination, if the values are valid.
+    """Base class of requests. Raises one InputError with the problem of every invalid value, or, if
+    all values are valid, of every invalid combination.
     """
 
     def __post_init__(self) -> None:

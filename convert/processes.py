@@ -31,14 +31,10 @@ def _distributed() -> Any:
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
-def world_size(on_this_machine: bool = False) -> int:
-    """The number of processes in this run, in total or on this machine."""
+def world_size() -> int:
+    """The number of processes in this run."""
     dist = _distributed()
-    if dist is None:
-        return 1
-    if on_this_machine:
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return int(dist.get_world_size())
+    return 1 if dist is None else int(dist.get_world_size())
 
 
 def get_rank() -> int:
@@ -103,7 +99,7 @@ def process_group(device: str) -> Iterator[None]:
 
 
 def destroy_process_group() -> None:
-    """Close the connections to the other processes at the end of a run; every process calls this."""
+    """Close the connections to the other processes; every process calls this at its end."""
     # gloo threads that are still waiting when the interpreter exits would abort the process after
     # its work.
     if (dist := _distributed()) is not None:

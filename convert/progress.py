@@ -1,4 +1,4 @@
-"""Progress on stderr by tqdm: a bar for each open stage on a terminal, otherwise a line every 30 s."""
+"""Progress on stderr by tqdm: a bar for each stage on a terminal, otherwise a line every 30 s."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator

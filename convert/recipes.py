@@ -133,8 +133,9 @@ def read_recipe(recipe: str) -> Recipe:
         ) from error
     about = content.pop("about", {})
     options = {name: spec for name, spec in specs(ConvertRequest).items() if not spec.runs}
+    keys = ", ".join(options)
     problems = [
-        f"unknown key {key!r}{did_you_mean(key, options)}; a recipe may contain {', '.join(options)}"
+        f"unknown key {key!r}{did_you_mean(key, options)}; a recipe may contain {keys}"
         for key in content
         if key not in options
     ]

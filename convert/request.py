@@ -1,4 +1,4 @@
-"""The options of each command and their valid values. Neither opens a checkpoint nor imports torch."""
+"""The options of each command and their valid values, without torch or an open checkpoint."""
 
 import math
 from collections.abc import Iterator
@@ -200,7 +200,9 @@ class ConvertRequest(Request):
         panel="Refinement",
     )
     refine: Steps = option(
-        help="Steps of training each layer's attention to reconstruct the source's, without labels.",
+        help=(
+            "Steps of training each layer's attention to reconstruct the source's, without labels."
+        ),
         **_STEPS,
     )
     polish: Steps | str = option(
@@ -281,20 +283,19 @@ class ConvertRequest(Request):
         return parse_size(self.max_shard_size) or 0
 
     def result_options(self) -> dict[str, Any]:
-        """The options that determine the result, but not those that only say where and how to run."""
+        """The options that determine the result."""
         left_out = {"calibration", *run_only(type(self))}
         if not self.calibrated:
             left_out |= {"samples", "seq_len", "refine", "polish"}
             if not self.chosen_method.seeded:
                 left_out.add("seed")
-        given = {name: value for name, value in vars(self).items() if name not in left_out}
-        given["max_shard_size"] = self.shard_bytes
-        resolved = {"method": self.resolved_method} | (
-            {"layout": self.resolved_layout} if self.to == "mla" else {}
-        )
-        return {
-            name: value for name, value in given.items() if value is not None and value is not False
-        } | resolved
+        options = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in left_out and value is not None and value is not False
+        }
+        options |= {"max_shard_size": self.shard_bytes, "method": self.resolved_method}
+        return options | ({"layout": self.resolved_layout} if self.to == "mla" else {})
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """A field and a sentence for each combination of values that is not allowed."""

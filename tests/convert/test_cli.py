@@ -1,4 +1,4 @@
-"""The command line: help, exit status, the end of stderr. Four tests start a process of their own."""
+"""The command line: help, exit status, the end of stderr."""
 
 import json
 import re
@@ -34,7 +34,6 @@ def kvfold(capsys):
 
 
 def test_help_is_whole_at_80_columns_and_has_panels(kvfold, monkeypatch):
-    """The panels and their options are those of docs/options.md, which test_examples.py compares."""
     monkeypatch.setenv("COLUMNS", "80")
     done = kvfold()
     rows = re.findall(r"^  ([a-z]+) {2,}.*[^.]\.$", done.stdout, re.MULTILINE)
@@ -85,13 +84,14 @@ def test_help_plans_and_wrong_inputs_import_nothing_heavy(tmp_path):
 import sys
 import kvfold.attention
 from kvfold.convert import cli
-dir(kvfold.attention), dir(kvfold.convert), kvfold.convert.ConvertRequest, kvfold.convert.inspect_checkpoint
+dir(kvfold.attention), dir(kvfold.convert), kvfold.convert.inspect_checkpoint
 for line in {[*right, *wrong.values()]!r}:
     print("line:", line, file=sys.stderr)
     try:
         cli.main(line)
     except SystemExit as end:
-        print("end:", end.code, [name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+        imported = [name for name in {HEAVY!r} if name in sys.modules]
+        print("end:", end.code, imported, file=sys.stderr)
 """
     told = run_python("-c", script, cwd=tmp_path).stderr
     ends = re.findall("^end: (.*)$", told, re.MULTILINE)

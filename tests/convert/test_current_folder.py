@@ -1,4 +1,4 @@
-"""No command imports the Python files of the current folder, which may be a stranger's checkpoint."""
+"""No command imports Python files of the current folder, which may be a stranger's checkpoint."""
 
 import os
 import shutil
