@@ -195,19 +195,6 @@ def support_for(
     return support
 
 
-def format_support(answers: Sequence[Support]) -> str:
-    """One line with the engines that serve a model, those that do not, and an asterisk for what was
-    not run.
-    """
-    served = [answer.engine + "*" * (not answer.ran) for answer in answers if answer.serves]
-    others = [answer.engine for answer in answers if not answer.serves]
-    note = (
-        " (*: according to its source code, not run)" if any("*" in name for name in served) else ""
-    )
-    refused = f"; not by {', '.join(others)}" if others else ""
-    return f"served by {', '.join(served)}{note}{refused}"
-
-
 def describe_fold(model: Model, kv_heads: int | None = None) -> ServedModel:
     """``model`` folded to ``kv_heads`` key/value heads; by default ``model`` itself."""
     size = model.geometry

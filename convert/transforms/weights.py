@@ -40,11 +40,17 @@ class Tensors:
 class HeadNorm(Tensors):
     """A norm on queries or keys, between projection and rotary embedding unless ``after_rotary``.
 
-    ``weight`` and ``bias`` are ``[heads, D]``; ``shared``: the file stores one row ``[D]`` for all
-    heads. ``extent``: the vector that is normalized, either each head separately or the flat
-    ``heads * D`` vector of all heads. The gain applied is ``weight + offset`` (gemma stores the
-    gain minus one). No linear map in front of the rotary embedding can replace the gain of a norm
-    behind it, because that gain belongs to rotated dims.
+    No linear map in front of the rotary embedding can replace the gain of a norm behind it, because
+    that gain belongs to rotated dims.
+
+    kind: RMSNorm or LayerNorm
+    weight: ``[heads, D]``
+    bias: ``[heads, D]``
+    eps: added to the mean square under the root
+    offset: the gain is ``weight + offset`` (gemma stores the gain minus one)
+    extent: what is normalized, each head or the flat ``heads * D`` vector of all heads
+    shared: the file stores one row ``[D]`` for all heads
+    after_rotary: the norm follows the rotary embedding
     """
 
     kind: Literal["rms", "layer"]
@@ -59,10 +65,16 @@ class HeadNorm(Tensors):
 
 @dataclass(frozen=True)
 class AttentionWeights(Tensors):
-    """The weights of an attention layer: ``q [H, D, E]``, ``k, v [G, D, E]``, ``o [E, H, D]``.
+    """The weights of an attention layer.
 
-    Their biases are ``[H, D]``, ``[G, D]``, ``[G, D]`` and ``[E]``. ``sinks [H]``: each head's
-    score for one more key, whose value is zero (gpt-oss).
+    q: ``[H, D, E]``
+    k, v: ``[G, D, E]``
+    o: ``[E, H, D]``
+    q_bias: ``[H, D]``
+    k_bias, v_bias: ``[G, D]``
+    o_bias: ``[E]``
+    q_norm, k_norm: norms on queries and keys
+    sinks: ``[H]``, each head's score for one more key, whose value is zero (gpt-oss)
     """
 
     q: Tensor
@@ -96,11 +108,11 @@ class AttentionWeights(Tensors):
 
 @dataclass(frozen=True)
 class Rotary:
-    """``theta [D_rot/2]``: each pair's angle per position in radians, float64. Empty if nothing
-    rotates.
+    """The rotary embedding of a layer.
 
-    ``amplitude`` multiplies both rotated queries and rotated keys (YaRN's attention factor): scores
-    have its square.
+    theta: ``[D_rot/2]``, each pair's angle per position in radians, float64; empty without rotation
+    amplitude: multiplies rotated queries and rotated keys (YaRN's attention factor), so that scores
+        have its square
     """
 
     theta: Tensor
@@ -119,15 +131,19 @@ class Rotary:
 class LayerStatistics(Tensors):
     """Calibration statistics of one layer, float64.
 
-    ``gram [E, E] = E[x x^T]`` and ``mean [E] = E[x]`` over ``tokens`` attention inputs ``x`` (after
-    the layer's norm); ``profile [H, S]``: the mean attention weight of head ``h`` at distance
-    ``delta`` (rows sum to 1). ``received_gram``, ``received_mean``: the same averages with every
-    token weighted by the attention that it receives; None if this was not measured.
+    The last three are None unless queries and keys are normalized: ``n`` are then the queries, and
+    behind them the keys, after their norms and before rotation.
 
-    If queries and keys are normalized: ``normed [H + G, D, E+1] = E[n x~^T]``, where ``n`` are the
-    queries, then the keys, after their norms and before rotation (``received_normed`` likewise),
-    and ``divisors [H + G, 3]``: the mean and the mean square of the norms' divisors, and the mean
-    of ``|n|^2``.
+    gram: ``[E, E] = E[x x^T]`` of the attention inputs ``x``, after the layer's norm
+    mean: ``[E] = E[x]``
+    tokens: the number of tokens averaged
+    profile: ``[H, S]``, the mean attention weight of each head at each distance; rows sum to 1
+    received_gram, received_mean: the averages with every token weighted by the attention that it
+        receives; None if this was not measured
+    normed: ``[H + G, D, E+1] = E[n x~^T]``
+    received_normed: ``normed`` weighted by received attention
+    divisors: ``[H + G, 3]``, the mean and the mean square of the norms' divisors, and the mean of
+        ``|n|^2``
     """
 
     gram: Tensor

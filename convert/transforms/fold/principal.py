@@ -40,12 +40,15 @@ class LayerMoments:
     """A layer and its second moments: float64, heads in the source's order, independent of the
     partition of the heads.
 
-    ``moment [F, F]``: of the inputs with a constant 1 appended (``F = E + 1``). ``keys``,
-    ``queries``: the average linear maps of the projections and their norms; ``values [G, D, F]``.
-    ``joint_keys``, ``joint_values [G, D, G, D]``: second moments between all heads. ``query_moments
-    [H, D, D]``: the second moment of each head's queries. ``phi [H, D, D]``: average rotations from
-    `distance_moments`. ``metric [G, D, D]``: from `output_metric`. The rotary amplitude,
-    ``amplitude [D]``, is included in ``joint_keys`` and ``query_moments`` only.
+    weights, rotary: the layer
+    moment: ``[F, F]`` of the inputs with a constant 1 appended (``F = E + 1``)
+    keys, queries: the average linear maps of the projections and their norms
+    values: ``[G, D, F]``
+    joint_keys, joint_values: ``[G, D, G, D]``, second moments between all heads
+    query_moments: ``[H, D, D]``, the second moment of each head's queries
+    phi: ``[H, D, D]``, average rotations from `distance_moments`
+    metric: ``[G, D, D]`` from `output_metric`
+    amplitude: ``[D]``, the rotary amplitude; included in ``joint_keys`` and ``query_moments`` only
     """
 
     weights: AttentionWeights

@@ -54,11 +54,11 @@ ALS_DAMPING = 1e-6
 
 @dataclass(frozen=True)
 class LatentFactors:
-    """The cached rows ``X``, ``rows [P + R, E+1]`` on ``[x; 1]`` with rotary rows first, and the
-    maps that read them.
+    """A layer's keys and values, factored into cached rows and the maps that read them.
 
-    ``reading [H, D, P + R]``: each head's keys, as its queries see them; ``values [G, D, R]``:
-    values from the latent.
+    rows: ``X [P + R, E+1]`` on ``[x; 1]``, rotary rows first
+    reading: ``[H, D, P + R]``, each head's keys from the rows, as its queries see them
+    values: ``[G, D, R]``, the values from the latent
     """
 
     rows: Tensor
@@ -68,14 +68,18 @@ class LatentFactors:
 
 @dataclass(frozen=True)
 class LatentProblem:
-    """A layer, second moments of its inputs, and for every head the kernels (cached, cached) and
-    (cached, keys).
+    """What the least squares of a layer minimize.
 
-    ``covariance [E, E]`` and ``mean [E+1]`` of ``[x; 1]``. ``centered``: rows may include a
-    constant, and value errors are measured around their mean; otherwise biases are not allowed, and
-    the mean of the values is included, with ``mean_weight [E] = covariance^-1 mean``.
-    ``query_weight [H, D, D]``, ``value_weight [G, D, D]``: the squared output error per error of a
-    key and of a value.
+    layer: the layer to approximate
+    covariance: ``[E, E]`` of the inputs
+    mean: ``[E+1]`` of ``[x; 1]``
+    mean_weight: ``[E] = covariance^-1 mean``, None if ``centered``
+    cached: the layout of the cached rows
+    kernels: for every head the kernels (cached, cached) and (cached, keys)
+    centered: rows may include a constant, and value errors are measured around their mean;
+        otherwise biases are not allowed, and the mean of the values is included
+    query_weight: ``[H, D, D]``, the squared output error per error of a key
+    value_weight: ``[G, D, D]``, the squared output error per error of a value
     """
 
     layer: LinearLayer

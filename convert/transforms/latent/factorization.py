@@ -137,32 +137,6 @@ def factor_by_svd(
     return _keep_norms(latent, source, layer, factors, divisors, moment[-1], distances, rotary)
 
 
-def energy_shares(
-    weights: AttentionWeights,
-    statistics: LayerStatistics,
-    rotary: Rotary,
-    slots: Slots,
-    *,
-    context: int = 0,
-    centered: bool = True,
-) -> Tensor:
-    """The energy shares of the principal components from which `factor_layer` starts: ``[E]``,
-    descending, float64.
-
-    A latent of rank ``R`` keeps the first ``R`` of these components, which exclude the rotary keys.
-    """
-    statistics = statistics.to(weights.q.device)
-    layer = linear_layer(weights, rotary)
-    moment = input_moment(statistics)
-    queries = head_moments(layer.queries, moment)
-    split = split_rotary(layer, rotary, slots, queries, moment)
-    gains = pair_gains(statistics, rotary, context)
-    root = moment_root(moment, centered)
-    rows = _joint_rows(layer, queries, split.rest, gains, rotary, root)
-    energies: Tensor = torch.linalg.eigvalsh(rows.mT @ rows).flip(0).clamp_min(0)
-    return energies / energies.sum().clamp_min(torch.finfo(energies.dtype).tiny)
-
-
 def _joint_rows(
     layer: LinearLayer,
     queries: Tensor,

@@ -23,12 +23,13 @@ from kvfold.convert.transforms.weights import (
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """One layer as linear maps on ``[x; 1]``: ``queries [H, D, E+1]``, ``keys [G, D, E+1]``,
-    ``values [G, D, E+1]``.
+    """One layer as linear maps on ``[x; 1]``. Queries and keys include the rotary amplitude.
 
-    Queries and keys include the rotary amplitude. ``metric [G, D, D]``: the squared length of the
-    output per value (`linalg.output_metric`). ``scale`` multiplies scores. ``group``: the number of
-    query heads per key/value head.
+    queries: ``[H, D, E+1]``
+    keys, values: ``[G, D, E+1]``
+    metric: ``[G, D, D]``, the squared length of the output per value (`linalg.output_metric`)
+    scale: multiplies scores
+    group: the number of query heads per key/value head
     """
 
     queries: Tensor

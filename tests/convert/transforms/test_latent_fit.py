@@ -18,11 +18,7 @@ from helpers.layers import (
 from kvfold.convert.transforms.distances import Distances
 from kvfold.convert.transforms.latent import als as latent_fit
 from kvfold.convert.transforms.latent import slots as rope_slots
-from kvfold.convert.transforms.latent.factorization import (
-    energy_shares,
-    factor_by_svd,
-    factor_layer,
-)
+from kvfold.convert.transforms.latent.factorization import factor_by_svd, factor_layer
 from kvfold.convert.transforms.latent.kernels import RotaryRows, kernels
 from kvfold.convert.transforms.latent.variants import query_latent
 from kvfold.convert.transforms.weights import Rotary
@@ -209,20 +205,3 @@ def test_query_latent_is_exact_at_full_rank_and_smaller_below():
         found = torch.cat([query.q_nope, query.q_rope], 1) @ query.down
         errors.append(relative_error(found, torch.cat([latent.q_nope, latent.q_rope], 1)))
     assert errors[1] < 1e-8 < 1e-3 < errors[0] < 1
-
-
-@pytest.mark.parametrize("centered", [True, False])
-def test_the_spectrum_is_the_energy_of_the_latents_channels(monkeypatch, centered):
-    weights, statistics, x = random_layer()
-    layer = (weights, statistics, Rotary(THETA), rope_slots.Slots((1, 1, 0, 0), THETA[:2]))
-    shares = energy_shares(*layer, centered=centered)
-    assert shares.sum().item() == pytest.approx(1)
-    assert torch.equal(shares, shares.sort(descending=True).values)
-    monkeypatch.setattr(latent_fit, "ALS_ROUNDS", 0)
-    latent = factor_layer(*layer, 5, centered=centered)
-    channels = (
-        (x @ latent.down.double().T + (latent.down_bias.double() if centered else 0))
-        .square()
-        .mean(0)
-    )
-    torch.testing.assert_close(channels, shares[:5] / shares[:5].sum(), rtol=1e-4, atol=1e-6)
