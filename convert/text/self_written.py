@@ -7,6 +7,7 @@ writes the user's turn (Magpie, arXiv 2406.08464); the template is completed aft
 reply. Sampling continues after an EOS token, because training text is packed in the same way.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,34 +42,29 @@ def turns_of(tokenizer: Any, model: str) -> Turns:
     there is no BOS.
     """
     if getattr(tokenizer, "chat_template", None) is not None:
+        messages: list[Mapping[str, Any]] = [
+            {"role": "user", "content": _USER},
+            {"role": "assistant", "content": _REPLY},
+        ]
         try:
-            messages: list[Mapping[str, Any]] = [
-                {"role": "user", "content": _USER},
-                {"role": "assistant", "content": _REPLY},
-            ]
-            start, found, rest = render(tokenizer, messages).partition(_USER)
-            pieces = start, *rest.split(_REPLY)
-            tokens: list[list[int]] = [
-                tokenizer(each, add_special_tokens=False)["input_ids"] for each in pieces
-            ]
-            if found and tokens[0]:
-                ends = [
-                    each[0] for each in tokens[1:3] if each and each[0] in tokenizer.all_special_ids
-                ]
-                return (
-                    Turns(tokens[0], *map(tuple, tokens[1:3]))
-                    if len(ends) == 2
-                    else Turns(tokens[0])
-                )
+            text = render(tokenizer, messages)
         except InputError:
             raise
-        # templates are code of the checkpoint's author: they refuse such a message, raise anything
+        # Templates are code of the checkpoint's author: they refuse such messages, raise anything.
         except Exception:
-            pass
+            text = ""
+        pieces = re.split(f"{_USER}|{_REPLY}", text)
+        tokens = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
+        special = tokenizer.all_special_ids
+        if len(tokens) > 1 and tokens[0]:
+            ends = tokens[1:3]
+            if len(ends) == 2 and all(end and end[0] in special for end in ends):
+                return Turns(tokens[0], tuple(ends[0]), tuple(ends[1]))
+            return Turns(tokens[0])
     if tokenizer.bos_token_id is not None:
         return Turns([int(tokenizer.bos_token_id)])
     lacks = f"{model} has neither a chat template nor a BOS token to sample from"
-    raise option_error("calibration", "self", f": {lacks}; use --calibration {'FILE'}")
+    raise option_error("calibration", "self", f": {lacks}; use --calibration FILE")
 
 
 @torch.no_grad()
@@ -89,7 +85,7 @@ def write_sequences(
     """
     # On the CPU, so that the device does not change what is drawn.
     generator = torch.Generator().manual_seed(seed)
-    written = []
+    sequences = []
     at_once = max(1, SELF_TOKENS // length)
     for first in range(0, count, at_once):
         rows = min(at_once, count - first)
@@ -103,17 +99,17 @@ def write_sequences(
             predicted = output.logits[:, -1].float().softmax(-1).cpu()
             if not torch.isfinite(predicted).all():
                 raise InputError(
-                    "--calibration self: the model predicts NaN, so its weights may be damaged; download it"
-                    " again"
+                    "--calibration self: the model predicts NaN, so its weights may be damaged;"
+                    " download it again"
                 )
-            drawn = torch.multinomial(predicted, 1, generator=generator)[:, 0].tolist()
+            sampled = torch.multinomial(predicted, 1, generator=generator)[:, 0].tolist()
             latest = torch.tensor(
-                [[speaker.token(each)] for speaker, each in zip(speakers, drawn, strict=True)]
+                [[s.next_token(token)] for s, token in zip(speakers, sampled, strict=True)]
             )
             tokens = torch.cat([tokens, latest], dim=1)
             advance(rows)
-        written.append(tokens)
-    return torch.cat(written) if written else torch.empty(0, length, dtype=torch.int64)
+        sequences.append(tokens)
+    return torch.cat(sequences) if sequences else torch.empty(0, length, dtype=torch.int64)
 
 
 class _Speaker:
@@ -122,14 +118,17 @@ class _Speaker:
     """
 
     def __init__(self, turns: Turns) -> None:
-        self._turns, self._asks, self._given = turns, True, list[int]()
+        self._turns = turns
+        self._asks = True
+        self._given: list[int] = []
 
-    def token(self, drawn: int) -> int:
-        """The next token of the sequence: one that the template gives, else the ``drawn`` one."""
+    def next_token(self, sampled: int) -> int:
+        """The next token of the sequence: one that the template gives, else the ``sampled`` one."""
         if self._given:
             return self._given.pop(0)
         turns = self._turns
-        if turns.asked and drawn in (turns.asked[0], turns.answered[0]):
-            self._given = [*turns.asked[1:]] if self._asks else [*turns.answered[1:], *turns.start]
+        if turns.asked and sampled in (turns.asked[0], turns.answered[0]):
+            after = turns.asked[1:] if self._asks else (*turns.answered[1:], *turns.start)
+            self._given = list(after)
             self._asks = not self._asks
-        return drawn
+        return sampled

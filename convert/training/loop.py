@@ -58,13 +58,15 @@ class TrainingTask(ABC):
             name: nn.Parameter(tensor.detach().to(device, torch.float32, copy=True))
             for name, tensor in tensors.items()
         }
-        held = hold_constant(self.masters) if constant else {}
+        slices = hold_constant(self.masters) if constant else {}
         self.trained = {name: m for name, m in self.masters.items() if m.requires_grad}
-        channels = channel_scales(self.trained, held) if by_channel else {}
+        channels = channel_scales(self.trained, slices) if by_channel else {}
         self.optimizer = torch.optim.Adam(
             list(self.trained.values()), lr=1.0, betas=BETAS, eps=_EPS, fused=True
         )
-        scale_steps(self.optimizer, self.trained, tensor_sizes(self.trained, held), held, channels)
+        scale_steps(
+            self.optimizer, self.trained, tensor_sizes(self.trained, slices), slices, channels
+        )
 
     @abstractmethod
     def learning_rate(self, step: int, errors: Sequence[float]) -> float:

@@ -140,7 +140,7 @@ def slowdown(errors: Sequence[float], steps: int) -> float:
     ends = errors[:: max(1, math.ceil(steps / POLISH_ROUND / _RATE_PARTS))]
     best = accumulate(ends, min)
     return 0.5 ** sum(
-        error > (1 - _MIN_GAIN) * least for error, least in zip(ends[1:], best, strict=False)
+        error > (1 - _MIN_GAIN) * lowest for error, lowest in zip(ends[1:], best, strict=False)
     )
 
 
@@ -332,6 +332,5 @@ class ModelTask(TrainingTask):
 
 def _in_float32(module: nn.Module) -> dict[str, Tensor]:
     """Copies of the module's parameters that are kept in fewer bits, by name."""
-    return {
-        name: each.float() for name, each in module.named_parameters() if each.element_size() < 4
-    }
+    parameters = dict(module.named_parameters())
+    return {name: p.float() for name, p in parameters.items() if p.element_size() < 4}

@@ -125,20 +125,20 @@ def refining_rate(width: int, error: float) -> float:
     return min(_RELATIVE_LR, _WIDTH_LR / math.sqrt(width)) * min(1.0, math.pow(error, _ERROR_POWER))
 
 
-def decay(steps: int | str, done: int, errors: Sequence[float]) -> float:
-    """The learning rate after ``done`` steps, relative to the peak; 0 ends the training.
+def decay(steps: int | str, step: int, errors: Sequence[float]) -> float:
+    """The learning rate after ``step`` steps, relative to the peak; 0 ends the training.
 
     For a number of ``steps`` the rate falls linearly to zero. For ``"auto"`` it is constant until a
     round lowers the best error by less than ``MIN_GAIN``, then falls linearly to zero, within
     ``MOST_STEPS`` steps in all.
     """
     if isinstance(steps, int):
-        return 1 - done / steps
+        return 1 - step / steps
     most = (MOST_STEPS - _DECAY_STEPS) // REFINE_ROUND
     rounds = range(1, min(len(errors) - 1, most) + 1)
     settled = (i for i in rounds if not errors[i] < (1 - MIN_GAIN) * min(errors[:i]))
     falls = REFINE_ROUND * next(settled, most)
-    return 1.0 if done < falls else 1 - (done - falls) / _DECAY_STEPS
+    return 1.0 if step < falls else 1 - (step - falls) / _DECAY_STEPS
 
 
 class LayerTask(TrainingTask):

@@ -33,7 +33,7 @@ from kvfold.convert.targets.mla.spec import is_latent
 _MIN_SIZE = 1e-6
 
 Named = Mapping[str, Tensor]
-Held = Mapping[str, ConstantSlice]
+Slices = Mapping[str, ConstantSlice]
 Channels = Mapping[str, tuple[Tensor, Tensor]]
 
 
@@ -41,16 +41,16 @@ def scale_steps(
     optimizer: torch.optim.Optimizer,
     named: Named,
     sizes: Mapping[str, float],
-    held: Held,
+    slices: Slices,
     channels: Channels | None = None,
 ) -> None:
     """Make the steps of a new ``optimizer`` relative to its tensors, which are among ``named`` and
     whose ``sizes`` multiply the learning rates.
 
     Each tensor gets its own parameter group, which records its ``size``; weight decay still uses
-    the learning rate before scaling. Steps of ``held`` slices are multiplied by their pace; steps
-    of tensors in ``channels``, by the relative sizes of their rows and columns, which keeps a copy
-    of each such tensor during a step.
+    the learning rate before scaling. Steps of ``slices`` of the constant channel are multiplied by
+    their pace; steps of tensors in ``channels``, by the relative sizes of their rows and columns,
+    which keeps a copy of each such tensor during a step.
     """
     names_of = {id(tensor): name for name, tensor in named.items()}
     names = []
@@ -77,8 +77,8 @@ def scale_steps(
         # Looked up at every step, because sharding replaces the tensors in the groups.
         for name, group in zip(names, optimizer.param_groups, strict=True):
             tensor = group["params"][0].data
-            if name in held:
-                views.append((_local_slice(tensor, held[name]), (held[name].pace,)))
+            if name in slices:
+                views.append((_local_slice(tensor, slices[name]), (slices[name].pace,)))
             if channels and name in channels:
                 views.append((tensor, channels[name]))
         before.extend(view.clone() for view, _ in views)
@@ -97,46 +97,43 @@ def scale_steps(
     optimizer.register_step_post_hook(shorten)
 
 
-def _local_slice(tensor: Any, held: ConstantSlice) -> Tensor:
-    """A view of the ``held`` slice in this process's shard of ``tensor``; empty if another process
-    has the slice.
-    """
+def _local_slice(tensor: Any, constant: ConstantSlice) -> Tensor:
+    """A view of the slice in this process's shard of ``tensor``; empty if another process has it."""
     if not hasattr(tensor, "to_local"):
-        whole: Tensor = tensor.narrow(held.axis, held.index, 1)
+        whole: Tensor = tensor.narrow(constant.axis, constant.index, 1)
         return whole
     local: Tensor = tensor.to_local()
     # Tensors are sharded along their first axis: every process has a part of a slice along another
     # one.
-    if held.axis != 0:
-        return local.narrow(held.axis, held.index, 1)
+    if constant.axis != 0:
+        return local.narrow(constant.axis, constant.index, 1)
     from torch.distributed.tensor import distribute_tensor
 
     rows = torch.arange(tensor.shape[0], device=tensor.device)
     mine = distribute_tensor(rows, tensor.device_mesh, tensor.placements).to_local()
-    where = (mine == held.index).nonzero()[:, 0]
+    where = (mine == constant.index).nonzero()[:, 0]
     return local.narrow(0, int(where[0]) if len(where) else 0, len(where))
 
 
-def tensor_sizes(named: Named, held: Held) -> dict[str, float]:
-    """The root mean square of every tensor, ignoring its ``held`` slice and zeros; a bias gets that
-    of its weight.
+def tensor_sizes(named: Named, slices: Slices) -> dict[str, float]:
+    """The root mean square of every tensor; a bias gets that of its weight.
 
-    They are ignored because the constant channel is large but hardly moves, and the zeros of padded
-    heads never move.
+    The constant channel is ignored because it is large but hardly moves, and zeros because those of
+    padded heads never move.
     """
     squares: dict[str, Tensor] = {}
     for name, tensor in named.items():
         free = tensor.detach().float()
-        if name in held:
+        if name in slices:
             free = free.clone()
-            free.select(held[name].axis, held[name].index).zero_()
+            free.select(slices[name].axis, slices[name].index).zero_()
         squares[name] = free.square().sum() / (free != 0).sum().clamp_min(1)
     sizes = {name: max(_MIN_SIZE, float(square.sqrt())) for name, square in squares.items()}
     weights = {name: name.removesuffix(".bias") + ".weight" for name in sizes if ".bias" in name}
     return {name: sizes.get(weights.get(name, name), size) for name, size in sizes.items()}
 
 
-def channel_scales(named: Named, held: Held) -> dict[str, tuple[Tensor, Tensor]]:
+def channel_scales(named: Named, slices: Slices) -> dict[str, tuple[Tensor, Tensor]]:
     """Relative row sizes ``[m, 1]`` and column sizes ``[n]`` of each matrix; its bias gets the row
     sizes ``[m]``.
 
@@ -158,8 +155,8 @@ def channel_scales(named: Named, held: Held) -> dict[str, tuple[Tensor, Tensor]]
             (energy.sum(axis) / filled.sum(axis).clamp_min(1) / mean).sqrt() for axis in (1, 0)
         )
         # A column that reads the constant channel is a bias divided by the constant, often zero.
-        if name in held and held[name].axis == 1:
-            columns[held[name].index] = 1
+        if name in slices and slices[name].axis == 1:
+            columns[slices[name].index] = 1
         scales[name] = rows[:, None], columns
         bias = f"{name.removesuffix('.weight')}.bias"
         if bias in named:
@@ -176,27 +173,27 @@ def hold_constant(named: Named) -> dict[str, ConstantSlice]:
     return constant_slices(named)
 
 
-def scale_gradients(named: Named, held: Held) -> None:
-    """Multiply the gradients of ``held`` slices by their paces, so that gradient clipping counts
-    them as they move.
+def scale_gradients(named: Named, slices: Slices) -> None:
+    """Multiply the gradients of ``slices`` by their paces, so that gradient clipping counts them as
+    they move.
     """
     with torch.no_grad():
-        for name, part in held.items():
+        for name, part in slices.items():
             if named[name].grad is not None:
                 _local_slice(named[name].grad, part).mul_(part.pace)
 
 
 def has_constant(checkpoint: Checkpoint) -> bool:
-    """True if every latent in the checkpoint has the constant channel (``targets/mla/encode.py``)."""
+    """True if every latent in the checkpoint has the constant channel (`mla.encode`)."""
     if not is_latent(checkpoint.config) or not checkpoint.config.get("attention_bias"):
         return False
     shapes = {
         name: torch.empty(info.shape, device="meta") for name, info in checkpoint.tensors.items()
     }
-    held = {name: part for name, part in constant_slices(shapes).items() if name.endswith(".bias")}
+    biases = {name: s for name, s in constant_slices(shapes).items() if name.endswith(".bias")}
     # Other latent models with biases have the tensors too, but no such value in them.
-    return bool(held) and all(
-        checkpoint.read(name)[part.index] == CONSTANT for name, part in held.items()
+    return bool(biases) and all(
+        checkpoint.read(name)[bias.index] == CONSTANT for name, bias in biases.items()
     )
 
 
@@ -204,14 +201,13 @@ def check_constant(state: Named, checkpoint: Checkpoint) -> None:
     """Raise KvfoldError unless the constant channel has the same values in ``state`` as in
     ``checkpoint``.
     """
-    frozen = {name: held for name, held in constant_slices(state).items() if held.pace == 0}
+    frozen = {name: s for name, s in constant_slices(state).items() if s.pace == 0}
     for name in [*latent_norms(state), *frozen]:
         after = state[name]
-        before = checkpoint.read(name).to(state[name].dtype)
+        before = checkpoint.read(name).to(after.dtype)
         if name in frozen:
-            after, before = (
-                tensor.select(frozen[name].axis, frozen[name].index) for tensor in (after, before)
-            )
+            after = after.select(frozen[name].axis, frozen[name].index)
+            before = before.select(frozen[name].axis, frozen[name].index)
         if not torch.equal(after, before):
             raise KvfoldError(
                 f"{name}: training changed the constant channel, which must stay fixed; please"

@@ -269,7 +269,9 @@ def _describe(request: UptrainRequest, training: Mapping[str, Any]) -> str:
 
 
 def _check_written(source: Checkpoint, folder: Path, trained: Mapping[str, Tensor]) -> None:
-    """Raise KvfoldError unless the tensors in ``folder`` match ``source`` in name, dtype and shape."""
+    """Raise KvfoldError unless ``folder`` has the tensors of ``source``, with their dtypes and
+    shapes.
+    """
     before = {name: (info.dtype, info.shape) for name, info in source.tensors.items()}
     with closing(open_checkpoint(folder)) as written:
         after = {name: (info.dtype, info.shape) for name, info in written.tensors.items()}
