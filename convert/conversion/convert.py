@@ -162,6 +162,9 @@ def _convert_layers(
             layer = layers.fit_layer(plan, index)
             wrote(writer.write(plan.layout.encode(index, layer.weights)))
         return None
+    from kvfold.convert.conversion.measurement import measure_walk
+    from kvfold.convert.walk.output_fit import refit_output
+
     finished = len(journal.notes)
     walk = layers.open_walk(plan, calibration, plan.request.refine, finished=finished)
     for step in stages.over("convert", walk, count, "layer"):
@@ -169,7 +172,10 @@ def _convert_layers(
             step.replace_and_measure(journal.read_layer(step.index))
             continue
         layer = layers.fit_layer(plan, step.index, step)
-        weights, output_fit = layers.refit_weights(plan, step, layer.weights)
+        weights = layer.weights
+        output_fit: dict[str, Any] = {}
+        if plan.method.reads_text:
+            weights, output_fit = refit_output(step, weights, layers.attention_update(plan))
         tensors = plan.layout.encode(step.index, weights)
         tensors, refinement = layers.refine_tensors(plan, step, tensors, plan.request.refine)
         step.replace_and_measure(tensors)
@@ -180,8 +186,6 @@ def _convert_layers(
         journal.add_layer({**layer.notes, **output_fit, **refinement})
     if not processes.is_rank0():
         return None
-    from kvfold.convert.conversion.measurement import measure_walk
-
     with stages("measuring"):
         return measure_walk(walk)
 

@@ -185,22 +185,6 @@ def fold_rotary(plan: Plan, layer: int) -> Rotary:
         return layer_rotary(plain, layer)
 
 
-def refit_weights(plan: Plan, step: "Step", weights: Any) -> tuple[Any, dict[str, Any]]:
-    """Fit the output projection of ``weights`` to the student's stream, which has the errors of the
-    layers before. Returns the weights, and a note for ``kvfold.json``.
-
-    A method that reads no text leaves the output as it is.
-    """
-    if not plan.method.reads_text:
-        return weights, {}
-    from kvfold.convert.walk.output_fit import refit_output
-
-    weights, errors = refit_output(step, weights, attention_update(plan))
-    if errors is None:
-        return weights, {}
-    return weights, {"output_fit": {"before": errors[0], "after": errors[1]}}
-
-
 def refine_tensors(
     plan: Plan,
     step: "Step",

@@ -83,21 +83,14 @@ def _compare_files(
         return compare_predictions(teacher or stream, stream, expected, actual, chunks)
 
 
-def checked_tokens(calibration: Calibration) -> Tensor:
-    """The first held-out sequences, on which the written checkpoint must have the loss measured in
-    memory.
-    """
-    held_out = calibration.tokens.held_out
-    return held_out[: max(1, _CHECKED_TOKENS // held_out.shape[1])]
-
-
 def check_written(folder: Path, calibration: Calibration, drift: DriftReport) -> dict[str, float]:
-    """The loss of the checkpoint in ``folder`` and the loss measured in memory, for
-    ``kvfold.json``.
+    """The loss of the checkpoint in ``folder`` on the first held-out sequences, and the loss
+    measured in memory, for ``kvfold.json``.
 
     Raises KvfoldError if they differ.
     """
-    tokens = checked_tokens(calibration)
+    held_out = calibration.tokens.held_out
+    tokens = held_out[: max(1, _CHECKED_TOKENS // held_out.shape[1])]
     expected = fmean(loss for _, _, loss in drift.measured.by_sequence[: len(tokens)])
     written = _compare_files(folder, tokens, calibration.source).student_loss  # nats per token
     if not math.isclose(written, expected, rel_tol=_AGREE, abs_tol=_AGREE):

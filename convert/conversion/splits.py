@@ -19,10 +19,10 @@ from torch import Tensor
 from kvfold.convert import processes
 from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.conversion.layers import (
+    attention_update,
     fit_layer,
     open_walk,
     refine_tensors,
-    refit_weights,
     source_layer,
 )
 from kvfold.convert.conversion.plan import Plan, mla_specs, plan_mla
@@ -34,6 +34,7 @@ from kvfold.convert.transforms.head_norms import linearize_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots
 from kvfold.convert.transforms.weights import LayerStatistics
+from kvfold.convert.walk.output_fit import refit_output
 from kvfold.convert.walk.walk import embed, gather_statistics
 
 # Steps of refinement per layer, where splits or layouts are compared. 5 takes the split 12 + 4 of a
@@ -253,7 +254,7 @@ def try_split(plan: Plan, calibration: Calibration, folder: Path, refine: int = 
         if processes.is_rank0():
             step.statistics, step.inputs = load_statistics(folder, step.index)
         weights = fit_layer(plan, step.index, step).weights
-        weights, _ = refit_weights(plan, step, weights)
+        weights, _ = refit_output(step, weights, attention_update(plan))
         tensors = plan.layout.encode(step.index, weights)
         tensors, _ = refine_tensors(plan, step, tensors, refine, quiet=True)
         step.replace(tensors)

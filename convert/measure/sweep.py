@@ -45,10 +45,10 @@ from kvfold.convert.conversion.calibration import Calibration, load_source_and_t
 from kvfold.convert.conversion.convert import convert_checkpoint
 from kvfold.convert.conversion.journal import run_settings
 from kvfold.convert.conversion.layers import (
+    attention_update,
     fit_layer,
     open_student,
     refine_tensors,
-    refit_weights,
 )
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, make_plan
@@ -70,6 +70,7 @@ from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import ConvertRequest, SweepRequest
 from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.transforms.latent.slots import LayerSurvey
+from kvfold.convert.walk.output_fit import refit_output
 from kvfold.convert.walk.walk import Step, Teacher, Walk
 
 # Options that say what a sweep does; its conversions have all others too, in the same sense.
@@ -441,7 +442,7 @@ def _fit_group(
                 step = Step(lesson, student.walk)
                 plan = student.plan
                 weights = fit_layer(plan, step.index, step, shared).weights
-                weights, _ = refit_weights(plan, step, weights)
+                weights, _ = refit_output(step, weights, attention_update(plan))
                 tensors = plan.layout.encode(step.index, weights)
                 tensors, _ = refine_tensors(plan, step, tensors, plan.request.refine)
                 student.distances.append(step.replace(tensors))
