@@ -162,7 +162,7 @@ class AttentionScores:
     def _key_range(self, first: int, last: int) -> tuple[int, int]:
         low, high = self.rule.key_range(first, last, self.keys[0].shape[2])
         bias = self.bias
-        if bias is None or bias.dtype != torch.bool or not bias.is_cpu or _is_traced():
+        if bias is None or bias.dtype != torch.bool or not bias.is_cpu:
             return low, high
         # masks from models are mostly causal: what a whole block hides is never multiplied
         seen = bias[..., first:last, low:high].any((0, 1, 2)).nonzero()
@@ -227,8 +227,7 @@ class AttentionScores:
         blind = ~seen.any(-1, keepdim=True)
         # mostly there are none, and filling costs as much as a softmax; on a GPU, asking would wait
         # for it
-        known = blind.is_cpu and not _is_traced()
-        return scores, None if known and not blind.any() else blind
+        return scores, None if blind.is_cpu and not blind.any() else blind
 
     def weights(self, block: Block, memory: Tensor) -> Tensor:
         """Compute the weights of a block in ``memory``: ``[b * g, M * rows, width]``; zeros if a
@@ -280,12 +279,16 @@ def blocked_attention(
         with torch.autocast(device, enabled=False):
             return blocked_attention(query, key, value, rule, scale, bias, softcap, sinks)
     tensors = (query, key, value, bias, sinks)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        apply: Any = _BlockedAttention.apply  # torch gives it no types
-        result: Tensor = apply(*tensors, rule, scale, softcap)
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if learns or torch.compiler.is_compiling():
+        offsets = rule.offset if isinstance(rule.offset, Tensor) else None
+        offset = rule.offset if isinstance(rule.offset, int) else 0
+        counts = (offsets, rule.starts, rule.lengths)
+        numbers = (scale, softcap, rule.causal, offset, rule.window, learns)
+        result: Tensor = _operator(*tensors, *counts, *numbers)[0]
         return result
-    scores = AttentionScores((query,), (key,), scale, rule, bias, softcap, sinks)
-    return weigh_values(scores, value)
+    # calling an operator takes longer than a short decoding step
+    return weigh_values(AttentionScores((query,), (key,), scale, rule, bias, softcap, sinks), value)
 
 
 def weigh_values(scores: AttentionScores, value: Tensor, kept: Tensor | None = None) -> Tensor:
@@ -322,78 +325,142 @@ def _store_rows(
     rows.copy_(_multiply_values(weights, block.key_rows(values), scale).view(rows.shape))
 
 
-class _BlockedAttention(torch.autograd.Function):
-    """``blocked_attention`` for tensors that want a gradient."""
+# A traced graph contains one operator for any number of blocks, forward and backward: tracing
+# blocks one by one would take minutes. Operators take tensors and plain numbers, so the rule is
+# spelled out; ``offsets`` are those of each sequence.
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sinks, Tensor? offsets, Tensor?"
+    " starts, Tensor? lengths, float scale, float? softcap, bool causal, SymInt offset, SymInt?"
+    " window, bool learns"
+)
+_TENSORS = 8  # of the arguments, at their beginning
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        sinks: Tensor | None,
-        rule: Visibility,
-        scale: float,
-        softcap: float | None,
-    ) -> Tensor:
-        scores = AttentionScores((query,), (key,), scale, rule, bias, softcap, sinks)
-        count = sum(block.size for block in scores.blocks(value))
-        kept = scores.allocate(count) if count <= _KEPT_WEIGHTS else None
-        result = weigh_values(scores, value, kept)
-        ctx.save_for_backward(query, key, value, bias, sinks, kept)
-        ctx.options = (rule, scale, softcap)
-        return result
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, bias, sinks, kept = ctx.saved_tensors
-        rule, scale, softcap = ctx.options
-        scores = AttentionScores((query,), (key,), scale, rule, bias, softcap, sinks)
-        with torch.autocast(grad.device.type, enabled=False):
-            return (*_gradients(scores, value, grad, kept), None, None, None)
+def _scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    offsets: Tensor | None,
+    starts: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    causal: bool,
+    offset: int,
+    window: int | None,
+    learns: bool,
+) -> AttentionScores:
+    rule = Visibility(causal, offset if offsets is None else offsets, window, starts, lengths)
+    return AttentionScores((query,), (key,), scale, rule, bias, softcap, sinks)
+
+
+@torch.library.custom_op(
+    "kvfold::blocked_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
+)
+def _operator(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The result, and the weights of all blocks for the backward pass (empty if they will be
+    recomputed).
+    """
+    # pages that no block writes are never touched and take no memory
+    kept = _allocate_kept(*arguments)
+    return weigh_values(_scores(*arguments), arguments[2], kept if kept.numel() else None), kept
+
+
+def _allocate_kept(*arguments: Any) -> Tensor:
+    scores = _scores(*arguments)
+    batch, groups, members, queries, _ = arguments[0].shape
+    keys = arguments[1].shape[2]
+    if scores.rule.causal and isinstance(scores.rule.offset, int | torch.SymInt):
+        # a causal block ends with its last query, rounded up to a step of widths: about half of all
+        # scores
+        reach = scores.rule.offset + (queries + _MOST_ROWS) // 2
+        keys = min(keys, reach + keys // 16 + _FEWEST_IN_STEP)
+    count = batch * groups * members * queries * keys
+    return scores.allocate(count if arguments[-1] and count <= _KEPT_WEIGHTS else 0)
+
+
+@_operator.register_fake
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    query, _, value = arguments[:3]
+    return query.new_empty(*query.shape[:-1], value.shape[-1]), _allocate_kept(*arguments)
+
+
+@torch.library.custom_op(
+    "kvfold::blocked_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor kept, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _backward_operator(grad: Tensor, kept: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value, bias and sinks; empty if there is nothing to learn."""
+    with torch.autocast(grad.device.type, enabled=False):
+        return _gradients(_scores(*arguments), arguments[2], grad, kept)
+
+
+@_backward_operator.register_fake
+def _(grad: Tensor, kept: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    tensors = arguments[:5]
+    return tuple(grad.new_empty(0 if x is None else x.shape) for x in tensors)
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1], *inputs[:_TENSORS])
+    ctx.numbers = inputs[_TENSORS:]
+    ctx.mark_non_differentiable(output[1])
+    # zeros for the weights' gradient would cost as much as a product
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    kept, *tensors = ctx.saved_tensors
+    grads: list[Tensor | None] = [None] * (_TENSORS + len(ctx.numbers))
+    if grad is not None:
+        computed = _backward_operator(grad, kept, *tensors, *ctx.numbers)
+        for index, needed in enumerate(ctx.needs_input_grad[: len(computed)]):
+            grads[index] = computed[index] if needed else None
+    return tuple(grads)
+
+
+_operator.register_autograd(_differentiate, setup_context=_save_inputs)
 
 
 def _gradients(
-    scores: AttentionScores, value: Tensor, grad: Tensor, kept: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Gradients of query, key, value, bias and sinks, the last two None if there is nothing to
-    learn; summed in at least float32.
+    scores: AttentionScores, value: Tensor, grad: Tensor, kept: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value, bias and sinks, summed in at least float32.
 
-    ``kept`` contains the weights of all blocks, one after the other, or is None.
+    ``kept`` contains the weights of all blocks, one after the other, or is empty.
     """
     (query,) = scores.queries
     (key,) = scores.keys
     bias = scores.bias
+    sinks = scores.sinks
     # keys and values collect gradients from many blocks: their sums need more digits than the
     # result
     wide = torch.promote_types(grad.dtype, torch.float32)
     query_grad = torch.zeros_like(query, memory_format=torch.contiguous_format)
     key_grad = torch.zeros(key.shape, dtype=wide, device=grad.device)
     value_grad = torch.zeros(value.shape, dtype=wide, device=grad.device)
-    bias_grad = None
-    if bias is not None and bias.dtype != torch.bool:
-        bias_grad = torch.zeros(bias.shape, dtype=wide, device=grad.device)
-    sinks_grad = None
-    if scores.sinks is not None:
-        sinks_grad = grad.new_zeros(query.shape[1:3], dtype=wide)
+    bias_grad = grad.new_zeros(0 if bias is None else bias.shape, dtype=wide)
+    sinks_grad = grad.new_zeros(0 if sinks is None else query.shape[1:3], dtype=wide)
     blocks = list(scores.blocks(value))
     memory = scores.allocate(largest_size(blocks))
     change_memory = torch.empty_like(memory)
     for block in blocks:
         rows = block.query_rows(query)
         grad_rows = block.query_rows(grad)
-        if kept is None:
-            # keeping them would take memory quadratic in the length
-            weights = scores.weights(block, memory)
-        else:
+        if kept.numel():
             weights = kept[: block.size].view(block.matrix_shape)
             kept = kept[block.size :]
+        else:
+            # keeping them would take memory quadratic in the length
+            weights = scores.weights(block, memory)
         block.key_rows(value_grad).add_(weights.mT @ grad_rows)
         change = change_memory[: block.size].view(block.matrix_shape)
         _multiply_keys(grad_rows, block.key_rows(value), 1.0, change)
         # a sink takes its share of each row and has no value
-        if sinks_grad is not None:
+        if sinks is not None:
             mean = (change * weights).sum(-1, keepdim=True, dtype=wide)
             share = 1 - weights.sum(-1, keepdim=True, dtype=wide)
             lost = (share * mean).view(*block.shape[:-1], 1)
@@ -401,7 +468,7 @@ def _gradients(
         # weight * (change - sum of weight * change), which holds too where a sink keeps weights
         # from summing to 1
         change = torch._softmax_backward_data(change, weights, -1, change.dtype)
-        if bias_grad is not None:
+        if bias is not None and bias.dtype != torch.bool:
             part = scores.bias_part(bias_grad, block)
             part += change.view(block.shape).sum_to_size(part.shape)
         if scores.softcap is not None:
@@ -410,14 +477,8 @@ def _gradients(
             change.addcmul_(change, capped.square_(), value=-1)
         _store_rows(query_grad, block, change, key, scores.scale)
         block.key_rows(key_grad).add_(change.mT @ rows, alpha=scores.scale)
-    dtype = query.dtype
-    return (
-        query_grad,
-        key_grad.to(dtype),
-        value_grad.to(dtype),
-        None if bias_grad is None else bias_grad.to(dtype),
-        None if sinks_grad is None else sinks_grad.flatten().to(dtype),
-    )
+    summed = (key_grad, value_grad, bias_grad, sinks_grad.flatten())
+    return query_grad, *(total.to(query.dtype) for total in summed)
 
 
 # The matrix products of a block, in the form that is fastest on a CPU; float32, float64 and GPUs
@@ -426,11 +487,6 @@ def _gradients(
 # and a megabyte each), and the number of keys changes at every decoding step: a multiple of
 # ``_key_step`` keys is multiplied in bfloat16 and the remainder in float32. Shapes: ``n`` matrices
 # with ``r`` rows, ``w`` keys and ``d`` dims.
-
-
-def _is_traced() -> bool:
-    """True while torch.compile traces, when tensors have no values to look at."""
-    return torch.compiler.is_compiling()
 
 
 def _is_slow(tensor: Tensor) -> bool:

@@ -87,23 +87,14 @@ def attend(
     if fused and rule.sees_all(queries, keys):
         # query heads of a group become rows of one key head, which is then read once for all of
         # them
-        z: Tensor = scaled_dot_product_attention(grouped.flatten(2, 3), key, value, scale=scale)
+        z = scaled_dot_product_attention(grouped.flatten(2, 3), key, value, scale=scale)
         return torch.unflatten(z, 2, (-1, queries)).flatten(1, 2)
     triangle = rule.causal and not rule.ragged and rule.offset == 0 and queries == keys
     if fused and triangle and (rule.window is None or rule.window >= keys):
-        if on_cpu and heads != groups:
-            # on a CPU enable_gqa copies the keys for every head; a stride of zero repeats them in
-            # place
-            key, value = (
-                x.flatten(0, 1)[:, None].expand(-1, heads // groups, -1, -1) for x in (key, value)
-            )
-            z = scaled_dot_product_attention(
-                grouped.flatten(0, 1), key, value, is_causal=True, scale=scale
-            )
-            return torch.unflatten(z, 0, (batch, groups)).flatten(1, 2)
-        return scaled_dot_product_attention(
+        result: Tensor = scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=heads != groups
         )
+        return result
     return blocked_attention(grouped, key, value, rule, scale, bias).flatten(1, 2)
 
 

@@ -48,23 +48,21 @@ def blockwise_attention(
             "attention_mask is None; models with a softcap do not set is_causal reliably, so pass a"
             " mask"
         )
-    unfused = softcap is not None or s_aux is not None
     on_cpu = query.device.type == "cpu"
-    in_half = on_cpu and torch.is_autocast_enabled("cpu")
-    in_blocks = in_half or (on_cpu and value.shape[-1] < query.shape[-1])
-    more = attention_mask is not None or options.get("position_bias") is not None or dropout > 0
-    if not unfused and (more or not in_blocks):
-        return (
-            sdpa_attention_forward(
-                module, query, key, value, attention_mask, dropout, scaling, **options
-            )[0],
-            None,
+    autocast = on_cpu and torch.is_autocast_enabled("cpu")
+    slow = autocast or (on_cpu and value.shape[-1] < query.shape[-1])
+    plain = attention_mask is None and options.get("position_bias") is None and not dropout
+    if softcap is None and s_aux is None and not (slow and plain):
+        z, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **options
         )
+        return z, None
     # rotary tables are float32 and widen queries and keys
-    if in_half:
+    if autocast:
         query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
     causal = options.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
     # a mask already includes causality and windows
     rule = Visibility(causal and attention_mask is None, key.shape[2] - query.shape[2])
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
