@@ -36,9 +36,9 @@ _LAYER_COLUMNS = {
     "row_kl": ("rows,", "KL"),
 }
 _LEGEND = """
-attention, residual: relative error of the attention's output, and of the residual
-  stream after the layer; local: with the source's inputs; propagated: with the
-  converted model's own inputs
+attention, residual: relative error of the attention's output, and of the
+  residual stream after the layer; local: with the source's inputs; propagated:
+  with the converted model's own inputs
 rows, KL: between attention weights in nats, mean over heads and positions
 worst head: largest relative error of a head's part of the attention's output
 rounding: the largest error of any layer that rounding alone causes

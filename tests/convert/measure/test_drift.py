@@ -53,7 +53,7 @@ def test_the_text_is_a_short_block(monkeypatch):
 def test_all_layers_stand_with_the_rounding_floor(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = summarize_drift(REQUEST, REPORT, layers=True)
-    assert max(map(len, text.splitlines())) <= 90
+    assert max(map(len, text.splitlines())) <= 80
     rows = [line.split() for line in text.splitlines()]
     assert ["0", "0.25", "0.25", "0.0123", "0.0456", "0.0161", "1", "0.4"] in rows
     assert ["1", "0.125", "0.5", "2e-05", "0.75", "-"] in rows
@@ -103,10 +103,9 @@ def test_models_that_do_not_match_are_told_in_any_family(tiny_family, tmp_path, 
 
 
 def test_a_conversion_in_place_of_its_source_is_told(demo_latent, capsys):
-    for models in (
-        (demo_latent, demo_folder()),
-        (demo_folder(), demo_latent),
-        (demo_latent, demo_latent),
+    for models, warned in (
+        ((demo_latent, demo_folder()), True),
+        ((demo_folder(), demo_latent), False),
     ):
         drift_checkpoints(DriftRequest(*models, samples=1, seq_len=16, quiet=True))
-    assert capsys.readouterr().err.count("the source comes first, then its conversion") == 1
+        assert ("the source comes first" in capsys.readouterr().err) == warned
