@@ -206,10 +206,10 @@ def free_space_check(path: str | os.PathLike[str], needed_bytes: int, purpose: s
         files = (path for path in target.rglob("*") if path.is_file())
         free += sum(path.stat().st_blocks * 512 for path in files)
     if needed_bytes > free:
+        needed = f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) needed"
         raise InputError(
             f"{existing}: too little disk space: {format_bytes(free)} ({free} bytes) free, but"
-            f" {format_bytes(needed_bytes)} ({needed_bytes} bytes) needed{purpose and ' ' + purpose};"
-            " free some or choose an OUT on another disk"
+            f" {needed}{purpose and ' ' + purpose}; free some or choose an OUT on another disk"
         )
 
 

@@ -80,8 +80,8 @@ def find_changed_tensors(checkpoint: Checkpoint, record: Mapping[str, Any]) -> I
         recorded = entry.get("sha256") if isinstance(entry, dict) else None
         if digest != recorded:
             yield (
-                f"tensor {name!r} in {checkpoint.info(name).file}: changed since it was written: its"
-                f" SHA-256 is {digest}, not {short(recorded)}"
+                f"tensor {name!r} in {checkpoint.info(name).file}: changed since it was written:"
+                f" its SHA-256 is {digest}, not {short(recorded)}"
             )
 
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint's folder: names, safe reading of members, JSON, config.json, kvfold.json.
+"""The files of a checkpoint's folder: safe reading of members, JSON, config.json, kvfold.json.
 
 A checkpoint may come from a stranger: every member is read by `read_member` or from the path that
 `resolve_member` returns, so that no link or name leads out of the folder.
@@ -99,12 +99,36 @@ def open_source(path: Path) -> FileIO:
         # a pipe would block until somebody writes into it, and a device may never end
         file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except OSError as error:
-        way_out = ADVICE.get(error.errno or 0, "make it readable or download it again")
-        raise InputError(f"{path} cannot be read ({error.strerror}); {way_out}") from None
+        raise _unreadable(path, error) from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise InputError(f"{path} must be a regular file; replace it with one")
     return file
+
+
+def _unreadable(path: object, error: OSError) -> InputError:
+    way_out = ADVICE.get(error.errno or 0, "make it readable or download it again")
+    return InputError(f"{path} cannot be read ({error.strerror}); {way_out}")
+
+
+def read_into(buffer: memoryview, file: FileIO, start: int) -> None:
+    """Fill ``buffer`` with the bytes of an open file from ``start``. InputError if the file is too
+    short or cannot be read.
+    """
+    position = 0
+    while position < len(buffer):
+        # one call reads at most 2 GiB
+        part = buffer[position : position + (1 << 30)]
+        try:
+            count = os.preadv(file.fileno(), [part], start + position)
+        except OSError as error:
+            raise _unreadable(file.name, error) from None
+        if count == 0:
+            end = start + len(buffer)
+            raise InputError(
+                f"{file.name!s} ends before byte {end}: it changed while it was read; run again"
+            )
+        position += count
 
 
 def read_bytes(path: Path, start: int = 0, length: int = -1) -> bytes:
@@ -118,17 +142,13 @@ def read_bytes(path: Path, start: int = 0, length: int = -1) -> bytes:
 
 def read_parts(file: FileIO, start: int, end: int, size: int) -> Iterator[memoryview]:
     """Yield the bytes ``start`` to ``end`` in parts of ``size``, each valid until the next.
-    InputError if the file is too short.
+    InputError if the file is too short or cannot be read.
     """
     buffer = memoryview(bytearray(min(size, end - start)))
-    while start < end:
-        count = os.preadv(file.fileno(), [buffer[: end - start]], start)
-        if count == 0:
-            raise InputError(
-                f"{file.name!s} ends before byte {end}: it changed while it was read; run again"
-            )
-        yield buffer[:count]
-        start += count
+    for position in range(start, end, size):
+        part = buffer[: end - position]
+        read_into(part, file, position)
+        yield part
 
 
 def resolve_member(folder: Path, name: str, named_by: str = "the checkpoint") -> Path:

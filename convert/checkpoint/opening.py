@@ -147,8 +147,8 @@ class Checkpoint:
             self.digests[name] = digest.hexdigest()
 
     def stored_bytes(self, name: str, dtype: str) -> Iterator[memoryview]:
-        """Yield a tensor's bytes in order, cast to the safetensors ``dtype`` if it has another; each
-        part is valid until the next.
+        """Yield a tensor's bytes in order, cast to the safetensors ``dtype`` if it has another.
+        Each part is valid until the next.
         """
         info = self.info(name)
         if self.legacy is not None or dtype != info.dtype:

@@ -2,7 +2,6 @@
 with torch.
 """
 
-import os
 import pickle
 import zipfile
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from kvfold.convert.checkpoint.headers import Header, TensorInfo
-from kvfold.convert.checkpoint.members import check_unicode, open_source
+from kvfold.convert.checkpoint.members import check_unicode, open_source, read_into
 from kvfold.convert.errors import InputError, one_line, short
 
 TORCH_DTYPES = {
@@ -58,18 +57,7 @@ def read_chunks(path: Path, info: TensorInfo, elements: int | None) -> Iterator[
     with open_source(path) as file:
         for start in range(info.start, max(info.end, info.start + 1), max(step, 1)):
             buffer = torch.empty(min(step, info.end - start), dtype=torch.uint8)
-            view = tensor_memory(buffer)
-            position = 0
-            while position < len(view):
-                # one call reads at most 2 GiB
-                part = view[position : position + (1 << 30)]
-                count = os.preadv(file.fileno(), [part], start + position)
-                if count == 0:
-                    raise InputError(
-                        f"{info.file} ends before byte {info.end}: it changed while it was read;"
-                        " run again"
-                    )
-                position += count
+            read_into(tensor_memory(buffer), file, start)
             yield buffer.view(dtype)
 
 

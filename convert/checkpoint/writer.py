@@ -151,7 +151,7 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 def is_laid_out(path: Path, shard: Shard) -> bool:
-    """True if the file at ``path`` has the size and header of ``shard``, as a resumed run requires."""
+    """True if the file at ``path`` has the size and header of ``shard``."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

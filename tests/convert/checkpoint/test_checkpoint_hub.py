@@ -158,8 +158,10 @@ def show(value): print(json.dumps(value))
 
 DESCRIBE = """
 c = OPEN("team/tiny@v1")
-show({"origin": c.origin, "hash": HASH, "config": c.config, "extra": [p.name for p in c.extra_files()],
-      "tensors": {t.name: [t.dtype, list(t.shape), t.file, t.start, t.end] for t in c.tensors.values()},
+show({"origin": c.origin, "hash": HASH, "config": c.config,
+      "extra": [p.name for p in c.extra_files()],
+      "tensors": {t.name: [t.dtype, list(t.shape), t.file, t.start, t.end]
+                  for t in c.tensors.values()},
       "torch": "torch" in sys.modules or "transformers" in sys.modules})
 """
 

@@ -1,4 +1,4 @@
-"""Links and paths: a hub cache's own are followed, whatever else leaves the checkpoint is refused."""
+"""Links and paths: a hub cache's own are followed; what leaves the checkpoint is refused."""
 
 import json
 import os

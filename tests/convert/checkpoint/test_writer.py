@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import resource
+import shutil
 import threading
 import time
 from contextlib import suppress
@@ -384,6 +385,22 @@ def test_a_disk_that_fills_up(
     ):
         with refused(KvfoldError):
             write()
+
+
+def test_a_source_that_cannot_be_read(
+    checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
+) -> None:
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("os.preadv", broken)
+    for dtypes in ({}, {"BF16": "F32", "F32": "F16"}):
+        shutil.rmtree(out)
+        out.mkdir()
+        writer = ShardWriter(out, assign_shards(copies(checkpoint, **dtypes), GB))
+        with refused() as caught:
+            writer.copy_rest(checkpoint, ignore)
+        assert str(checkpoint.folder) in str(caught.value)
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,6 +261,7 @@ def test_distillation_closes_the_drift_and_the_record_and_the_card_say_so(
     before, after = (json.loads((folder / "kvfold.json").read_text()) for folder in (start, out))
     assert after["drift_before_uptraining"] == before.pop("drift")
     assert after["files"].keys() == before.pop("files").keys()
+    assert after["tensors"].keys() == before.pop("tensors").keys()
     assert {name: after[name] for name in before} == before
     request = after["uptraining"]["request"]
     assert (request["text"], request["model"], request["teacher"]) == (
