@@ -48,7 +48,7 @@ def format_evaluation(evaluation: "Evaluation") -> str:
             cells = _format_row(name, answers, ".1f", ".1f", percent=True)
             rows.append((*cells[:-1], "the source guesses") if answers.guesses else cells)
         chance = 100 * evaluation.retrieval[0].chance
-        rows += [(f"(guessing is right in {chance:.1f} %; filler: {evaluation.text})",), ("",)]
+        rows += [(f"(a guess is right in {chance:.1f} %)",), ("",)]
     rows.append(("perplexity by position", "windows", "source", "result", "excess, nats"))
     for losses in evaluation.positions:
         name = f"tokens {losses.start} to {losses.end}"
@@ -57,11 +57,13 @@ def format_evaluation(evaluation: "Evaluation") -> str:
         rows += [("",), ("task", "documents", "source", "result", "difference")]
         for scores in evaluation.tasks:
             rows.append(_format_row(f"{scores.task}, {scores.metric}", scores, ".3f", ".3f"))
-    title = (
-        f"{evaluation.out} against {evaluation.model}; differences paired by document, with 95 %"
-        " intervals"
-    )
-    return "\n".join([title, "", *format_table(rows, _WIDTHS)])
+    heading = [
+        f"{evaluation.out} against {evaluation.model}",
+        f"text: {evaluation.text}",
+        "differences are paired by document, with 95 % intervals",
+        "",
+    ]
+    return "\n".join([*heading, *format_table(rows, _WIDTHS)])
 
 
 def _format_row(
