@@ -410,7 +410,7 @@ class SweepRequest(Request):
         panel="Targets",
         metavar="TARGET...",
         multiple=True,
-        rule="targets",
+        rule="targets such as gqa:4,2 mqa mla:576,512+64",
     )
     layout: Layout | None = option(
         None, f"Layout of MLA targets (default {DEFAULT_LAYOUT}). {_LAYOUTS}"

@@ -33,7 +33,7 @@ def kvfold(capsys):
     return run
 
 
-def test_help_is_whole_at_80_columns_and_has_panels(kvfold, monkeypatch):
+def test_help_fits_80_columns_and_shows_panels(kvfold, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     done = kvfold()
     rows = re.findall(r"^  ([a-z]+) {2,}.*[^.]\.$", done.stdout, re.MULTILINE)
@@ -113,7 +113,7 @@ cli.main({line})
     assert run_python("-c", script).stdout.splitlines()[-1] == "['torch']"
 
 
-def test_exit_status_and_error_of_a_process():
+def test_a_wrong_option_ends_a_process_with_status_2():
     done = run_python("-m", "kvfold.convert", "convert", "a", "b", "--to", "gpa", check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: --to must be one of gqa, mqa, mla (did you mean gqa?)")
@@ -189,7 +189,7 @@ def test_demo_converts_measures_and_writes_its_table(kvfold, monkeypatch, tmp_pa
     assert again.stderr.startswith(f"error: {tmp_path}/kept must be a new or empty folder")
 
 
-def test_convert_tells_its_plan_and_its_result(kvfold, tmp_path):
+def test_convert_prints_its_plan_and_its_result(kvfold, tmp_path):
     out = tmp_path / "some" / "out"
     pooled = ("convert", demo_folder(), out, "--to", "mqa", "--method", "mean")
     said = "512 -> 64 elements per token per layer, 87.5 % less"
@@ -225,15 +225,13 @@ def test_convert_tells_its_plan_and_its_result(kvfold, tmp_path):
 @pytest.mark.parametrize(
     ("name", "reason"), [("no/x.json", "there is no folder"), (".", "it is a folder")]
 )
-def test_numbers_that_could_not_be_written_are_refused_before_measuring(
-    kvfold, tmp_path, name, reason
-):
+def test_an_unwritable_json_file_is_refused_before_measuring(kvfold, tmp_path, name, reason):
     done = kvfold("drift", demo_folder(), "no/such/model", "--json", tmp_path / name)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: --json {tmp_path / name}: cannot be written ({reason}")
 
 
-def test_recipes_are_listed_with_their_models_and_caches(kvfold):
+def test_recipes_lists_models_and_caches(kvfold):
     lines = kvfold("recipes").stdout.splitlines()
     assert lines[0].split() == ["recipe", "model", "cached", "before", "after"]
     row = next(line for line in lines if line.startswith("llama-2-7b-mqa "))

@@ -28,11 +28,11 @@ MIXED = Checkpoint(Path(), config={}, tensors=TENSORS, origin="mixed", config_ha
         ("cuda", "float32", torch.float32),
     ],
 )
-def test_precision(device, name, expected):
+def test_the_compute_dtype_follows_the_device_and_the_checkpoint(device, name, expected):
     assert compute_dtype(MIXED, torch.device(device), name) == expected
 
 
-def test_whether_there_may_be_a_gpu_is_known_without_torch(tmp_path, monkeypatch):
+def test_a_device_file_tells_of_a_gpu_without_torch(tmp_path, monkeypatch):
     monkeypatch.setattr(host.platform, "system", lambda: "Linux")
     monkeypatch.setattr(host, "_DEVICES", tmp_path)
     (tmp_path / "nvme0").touch()
@@ -50,13 +50,14 @@ def test_whether_there_may_be_a_gpu_is_known_without_torch(tmp_path, monkeypatch
         ({"a/cpu.max": "50000 100000"}, "0::/a/b\n", 1),
     ],
 )
-def test_the_cores_that_a_process_may_use(tmp_path, monkeypatch, files, own, expected):
+def test_cores_count_once_and_within_quotas(tmp_path, monkeypatch, files, own, expected):
     """Processors 4 and 5 are two threads of one core; the quotas of the group and of those above it
     count.
     """
     monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: {1, 2, 4, 5})
-    for name, place in (("_CORE", "cpus"), ("_GROUPS", "groups"), ("_OWN_GROUP", "own")):
-        monkeypatch.setattr(host, name, tmp_path / place)
+    monkeypatch.setattr(host, "_CORE", tmp_path / "cpus")
+    monkeypatch.setattr(host, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(host, "_OWN_GROUP", tmp_path / "own")
     (tmp_path / "own").write_text(own)
     for cpu, siblings in {1: "1", 2: "2", 4: "4-5", 5: "4-5"}.items():
         (topology := tmp_path / "cpus" / f"cpu{cpu}" / "topology").mkdir(parents=True)

@@ -22,5 +22,5 @@ def test_public_names_are_listed_and_documented(package):
         _ = package.melt
 
 
-def test_version():
+def test_the_version_is_that_of_the_package():
     assert kvfold.__version__ == kvfold.convert.__version__ == version("kvfold")

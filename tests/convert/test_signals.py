@@ -21,33 +21,33 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
-def heard() -> Iterator[None]:
+def foreground() -> Iterator[None]:
     """The signals as they are in a terminal: what runs in the background may have been started to
     ignore some.
     """
-    before = [signal.signal(each, signal.default_int_handler) for each in ENDING]
+    before = [signal.signal(number, signal.default_int_handler) for number in ENDING]
     yield
-    for each, handler in zip(ENDING, before, strict=True):
-        signal.signal(each, handler)
+    for number, handler in zip(ENDING, before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", ENDING)
 def test_a_second_signal_is_ignored(number):
-    before = [signal.getsignal(each) for each in ENDING]
+    before = list(map(signal.getsignal, ENDING))
     cleaned = []
 
     def work():
         try:
             signal.raise_signal(number)
         finally:
-            for each in ENDING:
-                signal.raise_signal(each)
-                cleaned.append(each)
+            for further in ENDING:
+                signal.raise_signal(further)
+                cleaned.append(further)
 
     with pytest.raises(KeyboardInterrupt), interruptible():
         work()
     assert cleaned == [*ENDING]
-    assert [signal.getsignal(each) for each in ENDING] == before
+    assert list(map(signal.getsignal, ENDING)) == before
 
 
 def test_a_signal_after_the_time_for_cleaning_up_ends_what_swallowed_the_first(monkeypatch):

@@ -54,7 +54,7 @@ def test_results_are_not_written_through_links_or_into_pipes(tmp_path, refused):
             check_files(None, report=str(tmp_path / folder))
 
 
-def test_a_token_beyond_the_vocabulary_begins_no_text(model, refused):
+def test_a_begin_token_beyond_the_vocabulary_is_refused(model, refused):
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<nope>"}))
     options = {"calibration": "self", "samples": 2, "seq_len": 16, "quiet": True}
