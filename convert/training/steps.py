@@ -98,7 +98,7 @@ def scale_steps(
 
 
 def _local_slice(tensor: Any, constant: ConstantSlice) -> Tensor:
-    """A view of the slice in this process's shard of ``tensor``; empty if another process has it."""
+    """A view of the slice in the local shard of ``tensor``; empty if another process has it."""
     if not hasattr(tensor, "to_local"):
         whole: Tensor = tensor.narrow(constant.axis, constant.index, 1)
         return whole

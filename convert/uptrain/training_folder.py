@@ -43,8 +43,10 @@ def resume_or_start(request: UptrainRequest, source: Checkpoint) -> Path | None:
             f"{link} is a link, but the run writes into this folder; remove it or choose"
             " another OUT"
         )
+    before = parse_json(started, read_bytes(started)) if started.is_file() else {}
     # A kill may have left only half of the first file.
-    if work.is_file() or (any(work.glob("*")) and not any(work.glob(f"{_REQUEST}*"))):
+    is_own = before.keys() == {"options", "files"} or (work / f"{_REQUEST}.new").is_file()
+    if work.is_file() or (any(work.glob("*")) and not is_own):
         raise InputError(
             f"{work}: the run needs this folder, but it contains other files; choose another OUT"
         )
@@ -54,8 +56,7 @@ def resume_or_start(request: UptrainRequest, source: Checkpoint) -> Path | None:
         with closing(open_checkpoint(request.teacher)) as teacher:
             files += teacher.states
     now = {"options": request.result_options(), "files": stamps(files)}
-    if started.is_file() and not request.fresh:
-        before = parse_json(started, read_bytes(started))
+    if before and not request.fresh:
         trained = any(work.glob("checkpoint-*"))
         if trained:
             _check_same_options(work, before["options"], request.result_options())
@@ -71,6 +72,7 @@ def resume_or_start(request: UptrainRequest, source: Checkpoint) -> Path | None:
 
 
 def _check_same_options(work: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise InputError if the options of the run in ``work`` were others."""
     for name in before.keys() | now.keys():
         if before.get(name) != now.get(name):
             raise option_error(

@@ -1,4 +1,4 @@
-"""Training a layer's attention against its source: the loss, the trained tensors, the best weights."""
+"""Training a layer's attention against its source: loss, trained tensors, best weights."""
 
 from itertools import islice
 from pathlib import Path
@@ -166,7 +166,7 @@ def test_a_layer_that_got_no_better_is_tried_again_more_slowly_or_keeps_its_weig
 
 @pytest.mark.parametrize(("share", "steps"), [(0.98, MOST_STEPS), (0.992, 2 * REFINE_ROUND)])
 def test_schedules_fall_to_zero(share, steps):
-    """``auto`` takes the rate down once a round gains less than one percent, and ends in any case."""
+    """``auto`` lowers the rate once a round gains less than one percent, and ends in any case."""
     assert [decay(4, done, [1.0]) for done in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
     rates = []
     while (

@@ -1,4 +1,4 @@
-"""The size of steps: in proportion to tensors, rows and columns, and less for the constant channel."""
+"""The size of steps: in proportion to tensors, rows and columns, less for the constant channel."""
 
 import pytest
 import torch

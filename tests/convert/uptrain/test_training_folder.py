@@ -101,9 +101,13 @@ def test_a_folder_that_no_run_wrote_is_left_alone(request_):
     (request_.work / "request.json").write_bytes(b"[")
     with pytest.raises(InputError, match=r"request.json: not valid JSON"):
         resume(request_)
-    (request_.work / "request.json").unlink()
+    (request_.work / "request.json").write_text('{"prompt": "hello"}')
     with pytest.raises(InputError, match="contains other files"):
         resume(request_)
+    (request_.work / "request.json").unlink()
+    with pytest.raises(InputError, match="contains other files"):
+        resume(replace(request_, fresh=True))
+    assert len(list(request_.work.iterdir())) == 2
 
 
 def test_two_runs_to_one_output(request_):
