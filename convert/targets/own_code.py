@@ -171,21 +171,22 @@ def own_config(
     if family.model_type not in SOURCES:
         raise ValueError(f"layout kvfold does not support model_type {family.model_type!r}")
     attention_class, classes = family.stock_classes
-    layers: list[dict[str, Any]] = []
-    for layer in source.layers:
-        layers.append(
-            {"scale": layer.scale, "sliding_window": layer.window, "softcap": layer.softcap}
-        )
-        if theta:
-            layers[-1]["frequencies"] = list(theta[layer.index])
+    columns: dict[str, list[Any]] = {
+        "scale": [layer.scale for layer in source.layers],
+        "sliding_window": [layer.window for layer in source.layers],
+        "softcap": [layer.softcap for layer in source.layers],
+    }
+    if theta:
+        columns["frequencies"] = [list(row) for row in theta]
     # Facts that all layers share stand once, so that configs of uniform models stay short.
     shared = {
-        name: value
-        for name, value in layers[0].items()
-        if all(each[name] == value for each in layers)
+        name: values[0]
+        for name, values in columns.items()
+        if values.count(values[0]) == size.layers
     }
     differing = [
-        {name: value for name, value in each.items() if name not in shared} for each in layers
+        {name: values[index] for name, values in columns.items() if name not in shared}
+        for index in range(size.layers)
     ]
     block = {
         **facts,

@@ -4,8 +4,8 @@ parts is valid.
 Candidates are based on the loss of each pair of heads that share: the error of their scores after a
 short fit, weighted by the output energy of the heads' values. On a trained model this agreed with
 the error of the layer's output (correlations up to 0.9 over partitions), whereas plain energies of
-keys and values hardly did. It is still an estimate, so the error of the attention output on held-out
-sequences decides (`methods.fold`).
+keys and values hardly did. It is still an estimate, so the error of the attention output on
+held-out sequences decides (`methods.fold`).
 """
 
 import itertools
@@ -16,11 +16,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.fold.principal import LayerMoments
-from kvfold.convert.transforms.fold.score_fit import (
-    fit_scores,
-    principal_keys,
-    score_losses,
-)
+from kvfold.convert.transforms.fold.score_fit import fit_scores, principal_keys, score_losses
 from kvfold.convert.transforms.linalg import metric_root
 
 Partition = tuple[tuple[int, ...], ...]
