@@ -1,4 +1,4 @@
-"""Load what a calibrated conversion needs of its source: its layer stream and its calibration text."""
+"""Load what a calibrated conversion needs: the source as a stream of layers, and the text."""
 
 import sys
 from dataclasses import dataclass

@@ -47,8 +47,8 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     this function; only the first returns the record, the others an empty one. Raises InputError if
     the request or the checkpoint is invalid; nothing is written then.
 
-    >>> request = ConvertRequest(model=demo_folder(), out=folder / "mqa", to="mqa", method="mean", quiet=True)
-    >>> convert_checkpoint(request).attention
+    >>> options = {"to": "mqa", "method": "mean", "quiet": True}
+    >>> convert_checkpoint(ConvertRequest(demo_folder(), folder / "mqa", **options)).attention
     Change(before='MHA', after='MQA')
     """
     started = time.monotonic()

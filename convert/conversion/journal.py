@@ -170,7 +170,7 @@ def mark_polished(folder: Path) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Remove the files that only a resumed run needs from ``folder``, once the output is complete."""
+    """Remove the files that only a resumed run needs from ``folder``: the output is complete."""
     for name in (_NAME, SELF_TEXT, PRECISION, POLISH_STATE):
         for path in folder.glob(f"{name}*"):  # what a kill left of a new version too
             path.unlink()

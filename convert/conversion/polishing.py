@@ -107,7 +107,7 @@ def _report_round(plan: Plan, task: ModelTask, result: TrainingResult) -> None:
 def _replace_tensors(
     plan: Plan, calibration: Calibration, folder: Path, result: TrainingResult, stages: Stages
 ) -> tuple[DriftReport, dict[str, Any]]:
-    """Replace the trained tensors in the files in ``folder``; returns their drift and the record."""
+    """Replace the trained tensors in the files in ``folder``; return the drift and the record."""
     source = calibration.source
     tokens = calibration.tokens
     if result.tensors:

@@ -65,7 +65,7 @@ class Trial:
 
     @property
     def sort_key(self) -> tuple[bool, float]:
-        """Lower is better. Any refined KL precedes every KL as fitted, and any number precedes NaN."""
+        """Lower is better. Any refined KL precedes any as fitted, and any number precedes NaN."""
         kl = self.kl if self.refined_kl is None else self.refined_kl
         return self.refined_kl is None, math.inf if math.isnan(kl) else kl
 

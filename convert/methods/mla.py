@@ -1,4 +1,4 @@
-"""The ``principal`` method for MLA: a joint latent for keys and values, fitted to calibration text."""
+"""The ``principal`` method for MLA: a joint latent for keys and values, fitted to text."""
 
 from typing import TYPE_CHECKING
 

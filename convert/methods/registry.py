@@ -172,7 +172,7 @@ def method(kind: MethodClass) -> MethodClass:
 
 
 def objective(name: str) -> Callable[[Factory], Factory]:
-    """Register the decorated class, or function that returns an objective, as ``--objective NAME``."""
+    """Register a class, or a function that returns an objective, as ``--objective NAME``."""
 
     def register(factory: Factory) -> Factory:
         _objectives[name] = factory

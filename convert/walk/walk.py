@@ -2,12 +2,12 @@
 
 ::
 
-                          layer 0          Step: layer l                    after the last layer
-    teacher    embed --> [  T_0  ] ... h --> [  T_l  ] --> ...              --> logits --.
-                                             |  ^ statistics of its inputs               +--> measurement
-                                    transform|  v drift                                  |
-    student    embed --> [  S_0  ] ... h' -> [  S_l  ] --> ...              --> logits --'
-                                             ^ tensors, as stored in the files
+                        layer 0          Step: layer l               after the last layer
+    teacher  embed --> [  T_0  ] ... h --> [  T_l  ] --> ...         --> logits --.
+                                           |  ^ statistics of its inputs          +--> measurement
+                                  transform|  v drift                             |
+    student  embed --> [  S_0  ] ... h' -> [  S_l  ] --> ...         --> logits --'
+                                           ^ tensors, as stored in the files
 
 Glossary:
 
@@ -15,7 +15,7 @@ Glossary:
     student        the converted model, run from the tensors that its files will contain, before
                    they are complete
     walk           one pass of a student through all layers, alongside its teacher
-    step           one layer of a walk, open in both models; it is replaced, or kept as in the source
+    step           one layer of a walk, open in both models; it is replaced, or kept as it is
     hidden states  residual streams ``[b, T, E]`` of a few sequences each, in memory
     calibration    the sequences on which fits and refinement are trained
     held-out       sequences never used for training, on which errors and drift are measured
@@ -437,8 +437,8 @@ def advance(
     states: Hidden,
     attention: list[Tensor] | None = None,
 ) -> None:
-    """Replace ``states`` by the layer's outputs; its attention's outputs are added to ``attention``,
-    if it is given. Raises InputError if the outputs are not finite.
+    """Replace ``states`` by the layer's outputs; its attention's outputs are added to
+    ``attention``, if it is given. Raises InputError if the outputs are not finite.
     """
     for chunk, hidden in enumerate(states):
         output = layer(hidden)

@@ -1,7 +1,6 @@
 """``--refine`` and ``--polish`` end to end."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -214,15 +213,3 @@ def test_the_constant_channel_stays_what_it_is(tiny_reader, tmp_path, dtype):
         latent = (torch.nn.functional.linear(inputs, weight) + bias)[:, :7]
         # what the norm sees beside the constant; its relative effect is half of this
         assert float(latent.square().sum(1).mean()) / CONSTANT**2 < 2e-4
-
-
-def test_the_error_of_every_layer_is_printed(tiny_reader, tmp_path, capsys):
-    convert(tmp_path / "out", tiny_reader, **GQA, refine=1, quiet=False)
-    lines = [
-        line for line in capsys.readouterr().err.splitlines() if line.startswith("refined layer")
-    ]
-    assert [line.split(":")[0] for line in lines] == [f"refined layer {n}/2" for n in (1, 2)]
-    assert all(
-        re.search(r": relative squared error \d\.\d+ -> \d\.\d+ \((step|unchanged)", line)
-        for line in lines
-    )
