@@ -87,8 +87,10 @@ def metric_rows(
     """
     rows = []
     for metric in METRICS:
-        # Most floors are too small for the format of the figure.
+        # Other floors than shares are too small for the format of the figure.
         rounding = format_error(getattr(floor, metric.name, None))
+        if floor is not None and "%" in metric.spec:
+            rounding = format_metric(metric, floor)
         rows.append((metric.title, "", format_metric(metric, measured), rounding))
     return rows
 

@@ -60,7 +60,7 @@ def test_all_layers_stand_with_the_rounding_floor(monkeypatch):
     assert ["rounding", "1e-07", "2e-07", "3e-07", "4e-07", "5e-14"] in rows
     rows = {row[0]: row[1:] for row in REPORT.table_rows()}
     assert rows["perplexity"] == ("46.125", "51.310", "")
-    assert rows["top-1 agreement"] == ("", "87.5 %", "1")
+    assert rows["top-1 agreement"] == ("", "87.5 %", "100.0 %")
 
 
 def test_what_is_not_finite_is_a_dash():
