@@ -58,5 +58,5 @@ kvfold.add_command(demo)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line; exit status 0 success, 2 invalid request or input, 1 any other error."""
+    """Run the command line; exit status 0 success, 2 invalid request or input, 1 another error."""
     run_command(kvfold, "kvfold", arguments)

@@ -70,7 +70,7 @@ def test_help_plans_and_wrong_inputs_import_nothing_heavy(tmp_path):
         "already exists": ["convert", demo, "out", *to],
         "--calibration nothing.txt: no such file": [*convert, "--calibration", "nothing.txt"],
         "is not UTF-8 text": [*convert, "--calibration", "binary"],
-        "binary is not a folder": ["convert", demo, "binary/out", *to],
+        "binary is not a writable folder": ["convert", demo, "binary/out", *to],
         "--text nothing.txt: no such file": ["drift", demo, demo, "--text", "nothing.txt"],
         "--text nothing.txt: no such file; check": [*uptrain, "nothing.txt"],
         "/nope/drift: no such folder": ["drift", "/nope/drift", "/nope"],
