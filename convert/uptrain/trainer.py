@@ -250,7 +250,9 @@ class Uptrainer(Trainer):  # type: ignore[misc]
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows logged so far, in order, without that of the whole run."""
-        return [row for row in self.state.log_history if "train_runtime" not in row]
+        # Trainer sorts the keys of rows that it saves: a resumed run must write the same bytes.
+        history = self.state.log_history
+        return [dict(sorted(row.items())) for row in history if "train_runtime" not in row]
 
     def _last_is_best(self) -> bool:
         """True if all evaluations before the last had larger errors: the KL, or without a teacher
