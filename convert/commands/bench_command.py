@@ -11,18 +11,8 @@ from kvfold.convert.request import BenchRequest
 if TYPE_CHECKING:
     from kvfold.convert.measure.bench import Benchmark, BenchRow
 
-_COLUMNS = (
-    "model",
-    "context",
-    "batch",
-    "prefill tok/s",
-    "decode tok/s",
-    "ms/step",
-    "attn ms",
-    "cache",
-    "peak",
-    "ratio",
-)
+_COLUMNS = ("model", "prefill/s", "tokens/s", "ms/step", "cache", "peak", "ratio")
+_LONGEST_NAME = 24  # characters; the table then fits a terminal of 80 columns
 
 
 @click.command(short_help="Decode speed, cache and memory of MODELs side by side.")
@@ -41,37 +31,38 @@ def bench(request: BenchRequest, json_file: str | None) -> None:
 
 
 def format_benchmark(benchmark: "Benchmark") -> str:
-    """A line for each model, context and batch; one that was not measured gives the reason."""
-    rows = sorted(benchmark.rows, key=lambda row: (row.context, row.batch))
+    """A table for each context and batch; a model that was not measured gives the reason."""
     lines = [
-        f"{benchmark.device}, {benchmark.threads} threads, {benchmark.dtype}, {benchmark.cache}"
-        f" cache; kvfold {benchmark.kvfold}, torch {benchmark.torch}, transformers"
-        f" {benchmark.transformers}",
-        "",
-        *format_table([_COLUMNS, *map(_format_row, rows)]),
+        f"{benchmark.device}, {benchmark.threads} threads, {benchmark.dtype}",
+        f"{benchmark.cache} cache, kvfold {benchmark.kvfold}, torch {benchmark.torch},"
+        f" transformers {benchmark.transformers}",
     ]
-    if any(row.form == "absorbed" for row in rows):
+    for context, batch in sorted({(row.context, row.batch) for row in benchmark.rows}):
+        rows: list[tuple[str, ...]] = [_COLUMNS]
+        rows += [
+            _format_row(row)
+            for row in benchmark.rows
+            if (row.context, row.batch) == (context, batch)
+        ]
+        lines += ["", f"{context} tokens in the cache, batch {batch}", *format_table(rows)]
+    if any(row.form == "absorbed" for row in benchmark.rows):
         lines.append("\nstock: as transformers loads it; absorbed: after kvfold.attention.absorb")
     return "\n".join(lines)
 
 
-def _format_row(row: "BenchRow") -> list[str]:
-    cells = [row.model, str(row.context), str(row.batch)]
+def _format_row(row: "BenchRow") -> tuple[str, ...]:
+    name = row.model if len(row.model) <= _LONGEST_NAME else f"...{row.model[3 - _LONGEST_NAME :]}"
     if row.failed is not None:
-        return [*cells, f"does not run: {row.failed.split(': ', 1)[-1]}"]
+        return (name, f"does not run: {row.failed}")
     if row.needed_bytes is not None:
-        free = format_bytes(row.free_bytes or 0)
-        return [
-            *cells,
-            f"does not fit: needs {format_bytes(row.needed_bytes)}, but only {free} is free",
-        ]
-    return [
-        *cells,
+        needed = format_bytes(row.needed_bytes)
+        return (name, f"does not fit: needs {needed}, {format_bytes(row.free_bytes or 0)} is free")
+    return (
+        name,
         "-" if row.prefill_tokens_per_s is None else f"{row.prefill_tokens_per_s:.0f}",
         f"{row.decode_tokens_per_s:.1f}",
         f"{row.step_ms:.1f}",
-        f"{row.attention_ms:.1f}",
         format_bytes(row.cache_bytes or 0),
-        format_bytes(row.peak_bytes or 0),
+        "-" if row.peak_bytes is None else format_bytes(row.peak_bytes),
         "-" if row.ratio is None else f"{row.ratio:.2f}",
-    ]
+    )

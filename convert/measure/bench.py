@@ -1,33 +1,35 @@
-"""``kvfold bench``: models timed side by side, each in its own process; the costs of a decoding
-step.
+"""``kvfold bench``: models timed side by side, with one in memory at a time.
 
-A model is a checkpoint, or an attention kind of a well-known shape with random weights. Per layer,
-with ``B`` sequences, ``S`` slots, ``H`` heads, ``G`` key/value heads, ``D`` head dim, latent ``R +
-P``:
-
-    cached elements    MHA, GQA, MQA  2 B S G D                MLA  B S (R + P), and divisors of
-    norms as part of P operations         4 B S H D      absorbed  2 B S H (2 R + P)      expanded
-    2 B S H ((Dn + Dv) R + Dn + P + Dv)
+A model is a checkpoint, or an attention kind of a well-known shape with random weights. Decoding is
+timed on a cache filled with seeded random values, so it needs no prefill, which is timed
+separately.
 """
 
+import gc
 import itertools
-import json
-import os
-import pickle
-import subprocess
-import sys
-import tempfile
-from collections.abc import Mapping
-from contextlib import closing
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvfold.convert.errors import InputError, KvfoldError, did_you_mean, option_error
+import torch
+from transformers import AutoConfig, DynamicCache, StaticCache
+
+from kvfold.attention.deepseek import absorb
+from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.conversion.record import versions
+from kvfold.convert.device import choose_device, free_memory
+from kvfold.convert.errors import did_you_mean, option_error
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import BenchRequest
+from kvfold.convert.stream.parameters import load_model
+from kvfold.convert.stream.stock import AutoModelForCausalLM, empty_model, errors_as_input_errors
 from kvfold.convert.targets.mla.spec import is_latent
-from kvfold.convert.targets.own_code import BLOCK, source_type
 
 # Of published models: model dim, inner dim, heads, layers, vocabulary, positions.
 SHAPES = {
@@ -51,10 +53,12 @@ _SETTINGS = (
 _KV_HEADS = 8
 _RANK = 512
 _ROPE = 64
-_WORKER = "kvfold.convert.measure.bench_worker"
-# Allocators round up and libraries need room: torch alone takes about 0.6 GB of a process.
-_SPARE = 1.05
-_FIXED = 600 << 20
+_PREFILL_TOKENS = {"cpu": 2048, "cuda": 32768}
+_SEED = 0
+_FEWEST_CALLS = 3
+_MOST_CALLS = 50
+# Slots of a static cache beyond the context: each step, timed or not, fills one.
+_ROOM = _MOST_CALLS + 1
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,14 @@ class Subject:
 
     name: the checkpoint, or the attention kind of a shape.
     form: ``stock``, as transformers loads it, or ``absorbed``.
-    config: its config, with sizes under llama's names.
+    config: its config.
     folder: where its weights are; None for random weights.
     """
 
     name: str
     form: str
     config: dict[str, Any]
-    folder: str | None = None
+    folder: Path | None = None
 
     @property
     def label(self) -> str:
@@ -88,12 +92,8 @@ class BenchRow:
     step_ms: the median time of a decoding step of all sequences.
     steps: the number of timed steps.
     decode_tokens_per_s: tokens decoded per second.
-    attention_ms: the part of ``step_ms`` in attention modules.
     cache_bytes: the size of the allocated cache.
     peak_bytes: the peak memory.
-    read_bytes: the bytes that a step must read: weights and cache.
-    operations: the floating-point operations of a step.
-    cache_bytes_formula: the cache size by formula.
     needed_bytes, free_bytes: the memory that is needed and free, if the model does not fit.
     failed: why the model does not run.
     ratio: tokens per second by those of the first model.
@@ -108,12 +108,8 @@ class BenchRow:
     step_ms: float | None = None
     steps: int | None = None
     decode_tokens_per_s: float | None = None
-    attention_ms: float | None = None
     cache_bytes: int | None = None
     peak_bytes: int | None = None
-    read_bytes: int | None = None
-    operations: int | None = None
-    cache_bytes_formula: int | None = None
     needed_bytes: int | None = None
     free_bytes: int | None = None
     failed: str | None = None
@@ -153,147 +149,83 @@ class Benchmark:
 
 
 def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -> Benchmark:
-    """Time ``models`` side by side, each in its own process, as ``kvfold bench`` does.
+    """Time ``models`` side by side, one after the other, as ``kvfold bench`` does.
 
     ``shape`` adds models of a known shape with random weights, shortened to ``layers``.
     ``progress`` works as in `convert_checkpoint`, with the stage ``bench`` (models). Ratios are
-    relative to the first model. If a model's process fails, its rows contain the error. Raises
-    InputError for an invalid request and KvfoldError if all models fail.
+    relative to the first model. A model that does not fit in memory costs only its own rows. Raises
+    InputError for an invalid request or checkpoint.
 
     >>> sizes = {"contexts": [64], "prefill_tokens": 0, "seconds": 0.01, "quiet": True}
     >>> done = bench_checkpoints(BenchRequest([demo_folder()], **sizes))
     >>> done.rows[0].context, done.rows[0].ratio
     (64, 1.0)
     """
-    from kvfold.convert.conversion.record import versions
-    from kvfold.convert.device import choose_device
-
     subjects = list_subjects(request)
-    device = choose_device(request.device).type
+    device = choose_device(request.device)
     # All models run in one dtype, so that their times can be compared.
     dtype = str(request.dtype)
-    if dtype == "auto" and device == "cpu":
+    if dtype == "auto" and device.type == "cpu":
         dtype = "float32"  # few CPUs have units for bfloat16
     elif dtype == "auto":
         config = subjects[0].config
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    prefill = request.prefill_tokens
-    if prefill is None:
-        prefill = 2048 if device == "cpu" else 32768
     rows: list[BenchRow] = []
-    machine: dict[str, Any] = {}
-    failures: list[KvfoldError] = []
+    first: dict[tuple[int, int], float | None] = {}
     stages = Stages(progress, request.quiet)
-    for subject in stages.over("bench", subjects, len(subjects), "model"):
-        try:
-            result = run_in_process(subject, request, device, dtype, prefill)
-        except KvfoldError as error:
-            # One model that runs out of memory must not cost the rows of the others.
-            failures.append(error)
-            pairs = itertools.product(request.contexts, request.batches)
-            result = {
-                "rows": [
-                    {"context": context, "batch": batch, "failed": str(error)}
-                    for context, batch in pairs
-                ]
-            }
-        machine |= result
-        rows += [
-            BenchRow(model=subject.label, form=subject.form, **row) for row in machine.pop("rows")
-        ]
-    if len(failures) == len(subjects):
-        raise failures[0]
-    versions_now = versions()
+    threads_before = torch.get_num_threads()
+    threads = request.threads or threads_before
+    torch.set_num_threads(threads)
+    try:
+        for subject in stages.over("bench", subjects, len(subjects), "model"):
+            for row in _time_model(subject, request, device, getattr(torch, dtype)):
+                speed = row.decode_tokens_per_s
+                base = first.setdefault((row.context, row.batch), speed)
+                rows.append(replace(row, ratio=speed / base if speed and base else None))
+    finally:
+        torch.set_num_threads(threads_before)
+    installed = versions()
     return Benchmark(
-        kvfold=str(versions_now["kvfold"]),
-        transformers=str(versions_now["transformers"]),
+        kvfold=str(installed["kvfold"]),
+        transformers=str(installed["transformers"]),
         dtype=dtype,
         cache=request.cache,
         options={name: getattr(request, name) for name in _SETTINGS},
-        rows=_add_ratios(rows),
-        **machine,
+        rows=rows,
+        device=read_processor_name(device),
+        threads=threads,
+        torch=torch.__version__,
     )
-
-
-def _add_ratios(rows: list[BenchRow]) -> list[BenchRow]:
-    """The rows with their speeds relative to the first model's at the same context and batch."""
-    first = {
-        (row.context, row.batch): row.decode_tokens_per_s
-        for row in rows
-        if row.model == rows[0].model
-    }
-    with_ratios = []
-    for row in rows:
-        speed = row.decode_tokens_per_s
-        base = first[row.context, row.batch]
-        with_ratios.append(replace(row, ratio=speed / base if speed and base else None))
-    return with_ratios
-
-
-def run_in_process(subject: Subject, *settings: Any) -> dict[str, Any]:
-    """The result of `bench_worker.run` in a process of its own.
-
-    Raises its InputError, or KvfoldError with the last line of its stderr.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        task_file = Path(folder, "task")
-        result_file = Path(folder, "result.json")
-        task_file.write_bytes(pickle.dumps((subject, *settings)))
-        # -P: the current folder may have a stranger's torch.py.
-        command = [sys.executable, "-P", "-m", _WORKER, str(task_file), str(result_file)]
-        # The worker reads the pipe until it ends: by that it knows that this process was killed.
-        reader, writer = os.pipe()
-        try:
-            ended = subprocess.run(
-                command, stdin=reader, capture_output=True, text=True, check=False
-            )
-        finally:
-            os.close(reader)
-            os.close(writer)
-        if ended.returncode != 0:
-            lines = [line for line in ended.stderr.splitlines() if line.strip()]
-            reason = f"exit status {ended.returncode} (out of memory?)"
-            raise KvfoldError(
-                f"{subject.label}: its process failed: {lines[-1] if lines else reason}"
-            )
-        result = dict(json.loads(result_file.read_text()))
-    if "refused" in result:
-        message, *details = result["refused"]
-        raise InputError(f"{subject.label}: {message}", details)
-    return result
 
 
 def list_subjects(request: BenchRequest) -> list[Subject]:
     """The request's checkpoints, then its shape with each kind of attention; MLA models both stock
     and absorbed.
 
-    Raises InputError for a checkpoint that cannot be opened or an unknown shape.
+    Raises InputError for a checkpoint that cannot be opened or built, or an unknown shape.
     """
-    from kvfold.convert.checkpoint.opening import open_checkpoint
-
-    models: list[tuple[str, Mapping[str, Any], str | None]] = []
+    models: list[Subject] = []
     for model in request.models:
         with closing(open_checkpoint(model)) as checkpoint:
-            models.append((model, checkpoint.config, str(checkpoint.folder)))
+            models.append(Subject(model, "stock", checkpoint.config, checkpoint.folder))
     if request.shape is not None:
-        models += [(kind, config, None) for kind, config in _shape_configs(request).items()]
+        for kind, config in _shape_configs(request.shape, request).items():
+            models.append(Subject(kind, "stock", config))
     subjects = []
-    for name, config, folder in models:
-        sizes = dict(config) | _usual_names(config)
-        subjects.append(Subject(name, "stock", sizes, folder))
-        if is_latent(config):
-            subjects.append(Subject(name, "absorbed", sizes, folder))
+    for subject in models:
+        empty_model(subject.config)  # raises the error of a wrong value before any model is timed
+        subjects.append(subject)
+        if is_latent(subject.config):
+            subjects.append(replace(subject, form="absorbed"))
     return subjects
 
 
-def _shape_configs(request: BenchRequest) -> dict[str, dict[str, Any]]:
-    """Configs with MHA, GQA-8 and MLA 512 + 64 (smaller for ``tiny``) in the request's shape, by
-    label.
-    """
-    if request.shape not in SHAPES:
-        known = f"one of {', '.join(SHAPES)}{did_you_mean(request.shape, SHAPES)}"
-        raise option_error("shape", request.shape, f"must be {known}")
-    model_dim, inner_dim, heads, layers, vocabulary, positions = SHAPES[request.shape]
+def _shape_configs(shape: str, request: BenchRequest) -> dict[str, dict[str, Any]]:
+    """Configs with MHA, GQA-8 and MLA 512 + 64 (smaller for ``tiny``) in ``shape``, by label."""
+    if shape not in SHAPES:
+        known = f"one of {', '.join(SHAPES)}{did_you_mean(shape, SHAPES)}"
+        raise option_error("shape", shape, f"must be {known}")
+    model_dim, inner_dim, heads, layers, vocabulary, positions = SHAPES[shape]
     dim = model_dim // heads
     kv_heads = min(_KV_HEADS, heads // 4)
     rank = min(_RANK, 4 * dim)
@@ -326,103 +258,177 @@ def _shape_configs(request: BenchRequest) -> dict[str, dict[str, Any]]:
     }
 
 
-def _usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes in ``config`` under llama's names, for families and layouts that use different
-    names.
-    """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+@torch.no_grad()
+def _time_model(
+    subject: Subject, request: BenchRequest, device: torch.device, dtype: torch.dtype
+) -> Iterator[BenchRow]:
+    """Yield a row for each context and batch, smallest first; the model is in memory meanwhile."""
+    # So that the memory of the model before this one does not count.
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    torch.manual_seed(_SEED)
+    weights = dtype.itemsize * sum(p.numel() for p in empty_model(subject.config).parameters())
+    # Measured before the model is loaded: its weights are part of what a combination needs.
+    free = free_memory(device)
+    model = None
+    if free is None or weights < free:
+        model = load_subject(subject, dtype, device)
+    pairs = itertools.product(request.contexts, request.batches)
+    for context, batch in sorted(pairs, key=lambda pair: (math.prod(pair), pair)):
+        row = BenchRow(model=subject.label, form=subject.form, context=context, batch=batch)
+        needed = weights
+        if model is not None:
+            needed += _bytes_per_slot(model) * context * batch
+        if model is None or (free is not None and needed > free):
+            yield replace(row, needed_bytes=needed, free_bytes=free)
+            continue
+        try:
+            with errors_as_input_errors(subject.name):
+                reset_peak_memory(device)
+                figures = {
+                    **_time_prefill(model, request, context, batch),
+                    **_time_decoding(model, request, context, batch),
+                    "peak_bytes": peak_memory(device),
+                }
+            yield replace(row, **figures)
+        except torch.OutOfMemoryError:
+            yield replace(row, failed="out of memory")
 
-    source = source_type(config)
-    family = source or config.get("model_type")
-    names = CONFIG_MAPPING[family].attribute_map if family in CONFIG_MAPPING else {}
-    sizes = {usual: config[name] for usual, name in names.items() if name in config}
-    if source is None:
-        return sizes
-    block = config[BLOCK]
-    dim = block["head_dim"]
-    if "kv_rank" not in block:
-        return {**sizes, "head_dim": dim, "num_key_value_heads": block["kv_heads"]}
-    norm = block.get("norm")
-    if norm is not None:
-        sizes["cached_divisors"] = 1 if norm["flat"] else block["kv_heads"]
+
+def load_subject(subject: Subject, dtype: torch.dtype, device: torch.device) -> Any:
+    """Load the subject's checkpoint, or build its config with random weights; absorb the model if
+    its form says so.
+    """
+    if subject.folder is None:
+        with torch.device(device):
+            config = AutoConfig.for_model(**subject.config)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    else:
+        with closing(open_checkpoint(subject.folder)) as checkpoint:
+            model = load_model(checkpoint, dtype, trust_remote_code=False).to(device)
+    model = model.eval().requires_grad_(False)
+    if subject.form == "absorbed":
+        absorb(model)
+    return model
+
+
+def _bytes_per_slot(model: Any) -> int:
+    """The memory of each further token in the cache: its keys and values in all layers, and the
+    copies that attention makes of one layer's.
+    """
+    cached = sum(layer.keys.nbytes + layer.values.nbytes for layer in _cache_one_token(model))
+    # Stock attention expands keys and values to all heads, and transformers copies them to append.
+    copies = 4 * model.config.get_text_config().hidden_size * model.dtype.itemsize
+    return int(cached + copies)
+
+
+def _cache_one_token(model: Any) -> list[Any]:
+    """The cache's layers after one token, which show the shapes that the model caches."""
+    cache = DynamicCache(config=model.config)
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model(token, past_key_values=cache, use_cache=True)
+    return list(cache.layers)
+
+
+def _time_prefill(model: Any, request: BenchRequest, context: int, batch: int) -> dict[str, Any]:
+    """Time as much of the context as ``prefill_tokens`` allows, then as many sequences."""
+    limit = request.prefill_tokens
+    if limit is None:
+        limit = _PREFILL_TOKENS[model.device.type]
+    length = min(context, limit)
+    if length == 0:
+        return {}
+    sequences = max(1, min(batch, limit // length))
+    generator = torch.Generator().manual_seed(_SEED)
+    vocabulary = model.config.get_text_config().vocab_size
+    tokens = torch.randint(vocabulary, (sequences, length), generator=generator).to(model.device)
+    times = time_calls(
+        lambda: model(tokens, use_cache=True, logits_to_keep=1), model.device, request.seconds
+    )
     return {
-        **sizes,
-        "qk_nope_head_dim": dim,
-        "v_head_dim": dim,
-        "kv_lora_rank": block["kv_rank"],
-        "qk_rope_head_dim": block["rope_dim"],
+        "prefill_tokens": [sequences, length],
+        "prefill_tokens_per_s": sequences * length / statistics.median(times),
     }
 
 
-class StepCosts(NamedTuple):
-    """The costs of one decoding step of a whole model.
-
-    cache_bytes: the cache.
-    attention_operations: the operations of attention alone.
-    operations: all operations.
-    read_bytes: the bytes of weights and cache that must be read.
-    memory: the bytes of memory that the model needs.
-    """
-
-    cache_bytes: int
-    attention_operations: int
-    operations: int
-    read_bytes: int
-    memory: int
-
-
-def step_costs(
-    subject: Subject,
-    weights: tuple[int, int],
-    size: int,
-    context: int,
-    batch: int,
-    prefill: int = 0,
-) -> StepCosts:
-    """The costs of one decoding step for ``batch`` sequences of ``context`` tokens, at ``size``
-    bytes per element.
-
-    ``weights`` is the number of all parameters and of those that every step reads (layers and
-    head). ``prefill`` is the number of tokens prefilled at once; the memory includes their
-    activations.
-    """
-    config = subject.config
-    total, read = weights
-    layers = int(config["num_hidden_layers"])
-    slots = batch * context
-    heads = int(config["num_attention_heads"])
-    # For one layer and slot: elements cached, operations, elements that attention makes in between.
-    if config.get("kv_lora_rank") is None:
-        dim = int(config.get("head_dim") or config["hidden_size"] // heads)
-        groups = int(config.get("num_key_value_heads") or heads)
-        elements = 2 * groups * dim
-        operations = 4 * heads * dim
-        # Stock attention repeats shared keys and values for every query head.
-        expanded = 0 if groups == heads else 2 * heads * dim
-    else:
-        rank = int(config["kv_lora_rank"])
-        nope = int(config["qk_nope_head_dim"])
-        value = int(config["v_head_dim"])
-        rope = int(config["qk_rope_head_dim"]) + int(config.get("cached_divisors", 0))
-        elements = rank + rope
-        # The modeling file of layout kvfold decodes over the latents by itself.
-        if subject.form == "absorbed" or source_type(config):
-            operations = 2 * heads * (2 * rank + rope)
-            expanded = heads
-        else:
-            operations = 2 * heads * ((nope + value) * rank + nope + rope + value)
-            expanded = heads * (2 * nope + rope + 2 * value)
-    cache = layers * slots * elements * size
-    attention = layers * slots * operations
-    # transformers copies a layer's growing cache at each step.
-    working = (slots * elements + slots * expanded) * size
-    activations = 12 * int(config["hidden_size"]) + 3 * int(config.get("intermediate_size") or 0)
-    prefilling = prefill * size * (layers * elements + activations)
-    memory = total * size + max(cache + working, prefilling)
-    return StepCosts(
-        cache_bytes=cache,
-        attention_operations=attention,
-        operations=attention + 2 * batch * read,
-        read_bytes=cache + read * size,
-        memory=int(_SPARE * memory) + _FIXED,
+def _time_decoding(model: Any, request: BenchRequest, context: int, batch: int) -> dict[str, Any]:
+    cache = _fill_cache(model, request.cache, context, batch)
+    cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    if request.cache == "static":
+        cache_bytes = cache_bytes * context // (context + _ROOM)
+    # Which token is decoded makes no difference to the time.
+    token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+    times = time_calls(
+        lambda: model(token, past_key_values=cache, use_cache=True), model.device, request.seconds
     )
+    seconds = statistics.median(times)
+    return {
+        "step_ms": 1e3 * seconds,
+        "steps": len(times),
+        "decode_tokens_per_s": batch / seconds,
+        "cache_bytes": cache_bytes,
+    }
+
+
+def _fill_cache(model: Any, kind: str, context: int, batch: int) -> Any:
+    """A cache of ``context`` tokens with seeded standard normal values."""
+    cache: Any = DynamicCache(config=model.config)
+    if kind == "static":
+        cache = StaticCache(model.config, max_cache_len=context + _ROOM)
+    generator = torch.Generator(model.device).manual_seed(_SEED)
+    for index, layer in enumerate(_cache_one_token(model)):
+        keys = layer.keys.new_empty(batch, layer.keys.shape[1], context, layer.keys.shape[3])
+        values = layer.values.new_empty(*keys.shape[:3], layer.values.shape[3])
+        cache.update(keys.normal_(generator=generator), values.normal_(generator=generator), index)
+    return cache
+
+
+def time_calls(call: Callable[[], Any], device: torch.device, seconds: float) -> list[float]:
+    """Run ``call`` for about ``seconds``, 3 to 50 times, and return the seconds of each call.
+
+    One untimed call goes before them: it also compiles, allocates and fills caches.
+    """
+    call()
+    times: list[float] = []
+    while len(times) < _FEWEST_CALLS or (len(times) < _MOST_CALLS and sum(times) < seconds):
+        _synchronize(device)
+        start = time.perf_counter()
+        call()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset ``peak_memory``; without permission, it remains the peak since the process started."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM alone
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Peak memory in bytes since ``reset_peak_memory``: allocated by torch on CUDA, or resident in
+    the process on a CPU; None where the system does not report it.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    status = Path("/proc/self/status")
+    peak = re.search(r"VmHWM:\s*(\d+)", status.read_text() if status.exists() else "")
+    return int(peak[1]) << 10 if peak else None
+
+
+def read_processor_name(device: torch.device) -> str:
+    """The name of the GPU or CPU; "CPU" where the system does not tell it."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    # platform has no name of the CPU on Linux.
+    info = Path("/proc/cpuinfo")
+    name = re.search(r"model name\s*:\s*(.*\S)", info.read_text() if info.exists() else "")
+    return name[1] if name else "CPU"

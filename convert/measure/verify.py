@@ -89,7 +89,7 @@ def check_verified(verification: Verification) -> None:
 
 
 def list_non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
-    """A line for every tensor among ``names`` with NaN or infinity in it; reads in bounded memory."""
+    """A line for every tensor among ``names`` that has NaN or infinity; reads in bounded memory."""
     from kvfold.convert.checkpoint.tensors import count_non_finite
 
     for name in names:

@@ -28,7 +28,7 @@ from torch.utils.benchmark import Timer
 
 from kvfold.attention import blocked, cache_bytes, grouped_attention, latent_attention
 from kvfold.attention.latent import absorb_query, expand_value, latent_decode
-from kvfold.convert.measure.machine import peak_memory
+from kvfold.convert.measure.bench import peak_memory
 
 BATCH = 8
 HEADS = 32

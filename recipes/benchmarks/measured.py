@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvfold.convert.measure.machine import processor
+from kvfold.convert.measure.bench import read_processor_name
 
 _CPU = torch.device("cpu")
 # Of a benchmark: names and values.
@@ -28,7 +28,7 @@ def conditions(device: torch.device = _CPU) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": {
-            "processor": processor(device),
+            "processor": read_processor_name(device),
             "cpus": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

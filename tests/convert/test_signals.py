@@ -4,8 +4,6 @@ They are raised in the thread itself: one that is sent to the process may reach 
 first, and come late.
 """
 
-import io
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,6 @@ import pytest
 
 from kvfold.convert import signals
 from kvfold.convert.checkpoint import atomic
-from kvfold.convert.measure import bench_worker as worker
 from kvfold.convert.signals import interruptible
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -89,14 +86,3 @@ def test_a_signal_while_cleaning_up_waits(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt), interruptible():
         work()
     assert not list(tmp_path.iterdir())
-
-
-def test_a_worker_ends_with_the_process_that_started_it(monkeypatch):
-    ended = []
-    monkeypatch.setattr(worker.os, "_exit", ended.append)
-    reader, writer = os.pipe()
-    with os.fdopen(reader, "rb") as pipe:
-        monkeypatch.setattr(worker.sys, "stdin", io.TextIOWrapper(pipe))
-        os.close(writer)
-        worker.end_with_parent()
-    assert ended == [1]
