@@ -2,7 +2,6 @@
 by options.
 """
 
-import errno
 import functools
 import gc
 import json
@@ -22,16 +21,16 @@ import click
 
 from kvfold.convert.errors import (
     KvfoldError,
+    escape_text,
+    explain_system_error,
     format_option,
-    one_line,
     option_error,
-    printable,
-    system_failure,
+    summarize_error,
 )
-from kvfold.convert.formatting import jsonable
+from kvfold.convert.formatting import to_json_values
 from kvfold.convert.host import may_have_gpu, set_threads
-from kvfold.convert.options import Option, Request, no_gpu, specs
-from kvfold.convert.signals import interruptible
+from kvfold.convert.options import Option, Request, missing_gpu_error, specs
+from kvfold.convert.signals import interrupt_on_signals
 
 REPORT = "report.html"
 STDOUT = "-"  # stands for stdout in place of a file name, as in other command-line tools
@@ -93,7 +92,7 @@ def request_options(
             built = request(**own) if build is None else build(own, values)
             # Told before a model is downloaded; `device.choose_device` asks torch.
             if getattr(built, "device", None) == "cuda" and not may_have_gpu():
-                raise no_gpu()
+                raise missing_gpu_error()
             function(built, **values)
 
         decorated: Any = command
@@ -157,7 +156,7 @@ class _PrintableRecord(logging.LogRecord):
 
     def getMessage(self) -> str:
         colorless = re.sub(r"\x1b\[[\d;]*m", "", super().getMessage())
-        return "\n".join(map(printable, colorless.expandtabs().splitlines()))
+        return "\n".join(map(escape_text, colorless.expandtabs().splitlines()))
 
 
 def run_command(
@@ -178,7 +177,7 @@ def run_command(
     left_behind = ""
     message: str | None = None
     status: int | None = None  # None: interrupted
-    with suppress(KeyboardInterrupt), interruptible():
+    with suppress(KeyboardInterrupt), interrupt_on_signals():
         try:
             command.main(args=argv, prog_name=name, standalone_mode=False)
             status = 0
@@ -215,11 +214,11 @@ def _explain(
         return None, 1
     if os.environ.get("KVFOLD_TRACEBACK"):
         raise error
-    message = system_failure(error) or (
-        f"unexpected {type(error).__name__}: {one_line(error)} (set KVFOLD_TRACEBACK=1 to see the"
-        " traceback, and please report it)"
+    message = explain_system_error(error) or (
+        f"unexpected {type(error).__name__}: {summarize_error(error)} (set KVFOLD_TRACEBACK=1 to"
+        " see the traceback, and please report it)"
     )
-    return printable("; ".join(filter(None, [message, _notes(error)]))), 1
+    return escape_text("; ".join(filter(None, [message, _notes(error)]))), 1
 
 
 def _notes(error: BaseException) -> str:
@@ -234,7 +233,7 @@ def _explain_usage(
     error: click.ClickException, command: click.Command, name: str, argv: Sequence[str]
 ) -> str:
     """A sentence about an invalid command line that refers to the right command's ``--help``."""
-    text = printable(error.format_message().replace("\n", " ").rstrip("."))
+    text = escape_text(error.format_message().replace("\n", " ").rstrip("."))
     called = next(iter(argv), "")
     if isinstance(error, click.UsageError) and error.ctx:
         name = error.ctx.command_path
@@ -292,7 +291,7 @@ def _unwritable(file: Path, new_folder: bool) -> str | None:
     except FileNotFoundError:
         mode = None
     except (OSError, ValueError) as error:
-        return one_line(error)
+        return summarize_error(error)
     if mode is not None and not stat.S_ISREG(mode):
         return "it is a folder, a link or no regular file"
     present = file if mode is not None else next(path for path in file.parents if path.exists())
@@ -301,12 +300,12 @@ def _unwritable(file: Path, new_folder: bool) -> str | None:
     return None if os.access(present, os.W_OK) else "permission denied"
 
 
-def tell(json_file: str | None, value: Callable[[], Any], text: str) -> None:
+def print_result(json_file: str | None, value: Callable[[], Any], text: str) -> None:
     """Print ``text`` and write ``value()`` as JSON to ``json_file``; if that is stdout, ``text``
     goes to stderr.
     """
     if json_file is not None:
-        content = json.dumps(jsonable(value()), indent=2, allow_nan=False)
+        content = json.dumps(to_json_values(value()), indent=2, allow_nan=False)
         if json_file == STDOUT:
             click.echo(content)
         else:
@@ -317,18 +316,3 @@ def tell(json_file: str | None, value: Callable[[], Any], text: str) -> None:
                 raise option_error("json", json_file, reason) from error
     if text:
         click.echo(text, err=json_file == STDOUT)
-
-
-def append_line(path: Path, line: str) -> None:
-    """Append a line to the user's text file. Raises OSError if it is a link, a pipe or another
-    special file.
-    """
-    # A link could point outside the folder, and a pipe would block until somebody reads it.
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    file = os.open(path, flags, 0o666)
-    try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        os.write(file, f"{line}\n".encode())
-    finally:
-        os.close(file)

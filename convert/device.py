@@ -9,7 +9,7 @@ import torch
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.host import host_memory
-from kvfold.convert.options import no_gpu
+from kvfold.convert.options import missing_gpu_error
 
 _COMPUTED = ("F32", "BF16", "F16")
 # A training step casts its activations too: below this ratio the products' gain is about lost. A
@@ -27,7 +27,7 @@ def choose_device(name: str) -> torch.device:
     without a GPU.
     """
     if name == "cuda" and not torch.cuda.is_available():
-        raise no_gpu()
+        raise missing_gpu_error()
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)

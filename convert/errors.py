@@ -59,8 +59,8 @@ class KvfoldError(Exception):
         self, message: str, details: Sequence[str] = (), *, field: str | None = None
     ) -> None:
         # Values and names from files may contain line ends and codes that a terminal obeys.
-        self.message = printable(message)
-        self.details = tuple(map(printable, details))
+        self.message = escape_text(message)
+        self.details = tuple(map(escape_text, details))
         self.field = field
         super().__init__(self.message)
 
@@ -87,14 +87,14 @@ def option_error(field: str, value: Any, rule: str) -> InputError:
     return InputError(f"{format_option(field, value)}{space}{rule}", field=field)
 
 
-def one_line(error: BaseException, longest: int = 300) -> str:
+def summarize_error(error: BaseException, longest: int = 300) -> str:
     """A library's error message in one line of at most ``longest`` characters, or the exception's
     type if the message is empty.
     """
     return " ".join(str(error).split())[:longest] or type(error).__name__
 
 
-def printable(text: str) -> str:
+def escape_text(text: str) -> str:
     """``text`` in one line, with characters that cannot be printed as Python escapes them, and long
     words cut.
     """
@@ -102,7 +102,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def short(value: Any) -> str:
+def shorten(value: Any) -> str:
     """The ``repr`` of a value from a file, with the middle of long values omitted."""
     return _REPR.repr(value)
 
@@ -121,11 +121,11 @@ _OUT_OF_MEMORY = re.compile(
 )
 
 
-def system_failure(error: Exception) -> str | None:
+def explain_system_error(error: Exception) -> str | None:
     """A sentence about the failed disk, memory or file access if ``error`` reports one; otherwise
     None.
     """
-    text = one_line(error)
+    text = summarize_error(error)
     if (
         isinstance(error, MemoryError)
         or "OutOfMemory" in type(error).__name__
@@ -145,7 +145,7 @@ def system_failure(error: Exception) -> str | None:
     return f"{file}: cannot be read or written ({os.strerror(number)}); {advice}"
 
 
-def did_you_mean(name: Any, known: Iterable[str]) -> str:
+def suggest_name(name: Any, known: Iterable[str]) -> str:
     """`` (did you mean NAME?)`` with the member of ``known`` most similar to ``name``; empty if
     none is similar.
     """

@@ -90,12 +90,12 @@ def format_table(
     return lines
 
 
-def jsonable(value: Any) -> Any:
+def to_json_values(value: Any) -> Any:
     """``value`` with null for NaN and infinity, such as the loss of a source that overflows: JSON
     has neither.
     """
     if isinstance(value, Mapping):
-        return {name: jsonable(item) for name, item in value.items()}
+        return {name: to_json_values(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [jsonable(item) for item in value]
+        return [to_json_values(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

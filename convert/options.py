@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from kvfold.convert.errors import InputError, did_you_mean, format_option, option_error
+from kvfold.convert.errors import InputError, format_option, option_error, suggest_name
 
 # Whole numbers that Python reads quickly, in the digits of a keyboard: int() also takes those of
 # other scripts.
@@ -102,7 +102,7 @@ class Option:
         if isinstance(value, str) and value in self.choices:
             return None
         if not self.types:
-            return f"one of {', '.join(self.choices)}{did_you_mean(value, self.choices)}"
+            return f"one of {', '.join(self.choices)}{suggest_name(value, self.choices)}"
         rule = self.rule or _TYPE_RULES[self.types[0]].format(self.minimum)
         # Compared exactly, because isinstance accepts True as an int.
         if type(value) not in self.types and not (type(value) is int and float in self.types):
@@ -157,7 +157,7 @@ def specs(request: type[Any]) -> dict[str, Option]:
     return options
 
 
-def run_only(request: type) -> frozenset[str]:
+def run_options(request: type) -> frozenset[str]:
     """Names of the options that only say where and how to run and do not change the result."""
     return frozenset(name for name, spec in specs(request).items() if spec.runs)
 
@@ -204,7 +204,7 @@ def value_problems(
             yield name, f"{option_name} must be {rule}, not {shown}"
 
 
-def no_gpu() -> InputError:
+def missing_gpu_error() -> InputError:
     """The error of ``--device cuda`` on a machine without a GPU."""
     rule = ": torch finds no CUDA device on this machine; use --device cpu or auto"
     return option_error("device", "cuda", rule)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvfold.convert.errors import InputError, KvfoldError, one_line
+from kvfold.convert.errors import InputError, KvfoldError, summarize_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,8 +88,8 @@ def process_group(device: str) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         seconds = f"{_CONNECTION.total_seconds():g} s"
         raise KvfoldError(
-            f"torchrun: not all {size} processes connected within {seconds} ({one_line(error)});"
-            " start all of them, and check that every machine can reach the address and port of"
+            f"torchrun: not all {size} processes connected within {seconds}"
+            f" ({summarize_error(error)}); start all of them, and check that every machine can reach the address and port of"
             " the first process"
         ) from error
     try:
@@ -113,7 +113,7 @@ def _failures_as_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise KvfoldError(
-            f"another process of this run has ended ({one_line(error)[:200]}); see its error"
+            f"another process of this run has ended ({summarize_error(error)[:200]}); see its error"
             " above or in its log, then run the same command again"
         ) from error
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.errors import InputError, did_you_mean, one_line, short
+from kvfold.convert.errors import InputError, shorten, suggest_name, summarize_error
 from kvfold.convert.formatting import format_table
 from kvfold.convert.methods.registry import methods_of
 from kvfold.convert.options import specs, value_problems
@@ -48,7 +48,7 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in _RECIPE_FOLDER.glob("*.toml"))
 
 
-def recipe_list() -> list[dict[str, Any]]:
+def list_recipes() -> list[dict[str, Any]]:
     """The shipped recipes as JSON values: each one's name, ``options``, and the entries of its
     ``about``.
     """
@@ -59,13 +59,13 @@ def recipe_list() -> list[dict[str, Any]]:
     return listed
 
 
-def recipe_table() -> str:
+def format_recipes() -> str:
     """A table of the shipped recipes: name, model, and KV-cache elements per token per layer before
     and after.
     """
     keys = ("name", "model", "cached_before", "cached_after")
     rows = [["recipe", "model", "cached before", "after"]]
-    rows += [[str(recipe.get(key, "")) for key in keys] for recipe in recipe_list()]
+    rows += [[str(recipe.get(key, "")) for key in keys] for recipe in list_recipes()]
     note = "kvfold convert MODEL OUT --recipe NAME; cached: KV-cache elements per token per layer"
     return "\n".join([*format_table(rows, left=(0, 1)), "", note])
 
@@ -116,8 +116,8 @@ def read_recipe(recipe: str) -> Recipe:
         path = Path(recipe)
         origin = recipe
     else:
-        hint = did_you_mean(recipe.removesuffix(".toml"), names)
-        unknown = f"--recipe {short(recipe)} is neither a shipped recipe{hint} nor a file"
+        hint = suggest_name(recipe.removesuffix(".toml"), names)
+        unknown = f"--recipe {shorten(recipe)} is neither a shipped recipe{hint} nor a file"
         way_out = f"use a FILE.toml or one of {', '.join(names)}"
         raise InputError(f"{unknown}; {way_out}", field="recipe")
     try:
@@ -129,13 +129,13 @@ def read_recipe(recipe: str) -> Recipe:
         raise InputError(f"{origin}: {reason}") from error
     except (ValueError, RecursionError) as error:  # also of numbers with too many digits
         raise InputError(
-            f"{origin} is not valid TOML: {one_line(error)}; correct the file"
+            f"{origin} is not valid TOML: {summarize_error(error)}; correct the file"
         ) from error
     about = content.pop("about", {})
     options = {name: spec for name, spec in specs(ConvertRequest).items() if not spec.runs}
     keys = ", ".join(options)
     problems = [
-        f"unknown key {key!r}{did_you_mean(key, options)}; a recipe may contain {keys}"
+        f"unknown key {key!r}{suggest_name(key, options)}; a recipe may contain {keys}"
         for key in content
         if key not in options
     ]

@@ -15,7 +15,7 @@ from kvfold.convert.options import (
     device_option,
     dtype_option,
     option,
-    run_only,
+    run_options,
     seed_option,
     seq_len_option,
     specs,
@@ -284,7 +284,7 @@ class ConvertRequest(Request):
 
     def result_options(self) -> dict[str, Any]:
         """The options that determine the result."""
-        left_out = {"calibration", *run_only(type(self))}
+        left_out = {"calibration", *run_options(type(self))}
         if not self.calibrated:
             left_out |= {"samples", "seq_len", "refine", "polish"}
             if not self.chosen_method.seeded:

@@ -77,7 +77,7 @@ class DeferredSignals:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def interrupt_on_signals() -> Iterator[None]:
     """Within the block, SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does.
 
     Further signals are ignored for 10 seconds, in which the run cleans up. Signals that are ignored
@@ -104,7 +104,7 @@ def interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def limited(seconds: float, most_bytes: int = 512 << 20) -> Iterator[None]:
+def limit_resources(seconds: float, most_bytes: int = 512 << 20) -> Iterator[None]:
     """Raise TimeoutError in the block after ``seconds``, in any thread; MemoryError beyond
     ``most_bytes`` of memory.
 

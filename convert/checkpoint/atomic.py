@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -379,6 +380,21 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(new, path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to the user's text file. Raises OSError if it is a link, a pipe or another
+    special file.
+    """
+    # A link could point outside the folder, and a pipe would block until somebody reads it.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    file = os.open(path, flags, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        os.write(file, f"{line}\n".encode())
+    finally:
+        os.close(file)
 
 
 def sync_path(path: Path) -> None:

@@ -17,7 +17,7 @@ from kvfold.convert.checkpoint.members import (
     resolve_member,
 )
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.errors import InputError, short
+from kvfold.convert.errors import InputError, shorten
 
 _STEP = 1 << 20
 
@@ -66,7 +66,7 @@ def find_changed_files(folder: Path, files: Mapping[str, str]) -> Iterator[str]:
             if now != digest:
                 yield (
                     f"{name}: changed since it was written: its SHA-256 is {now}, not"
-                    f" {short(digest)}"
+                    f" {shorten(digest)}"
                 )
 
 
@@ -81,7 +81,7 @@ def find_changed_tensors(checkpoint: Checkpoint, record: Mapping[str, Any]) -> I
         if digest != recorded:
             yield (
                 f"tensor {name!r} in {checkpoint.info(name).file}: changed since it was written:"
-                f" its SHA-256 is {digest}, not {short(recorded)}"
+                f" its SHA-256 is {digest}, not {shorten(recorded)}"
             )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfold.convert.checkpoint.members import load_json, read_bytes
-from kvfold.convert.errors import one_line, short
+from kvfold.convert.errors import shorten, summarize_error
 
 # Bits per element of every dtype the format knows
 DTYPE_BITS = {
@@ -104,7 +104,8 @@ def parse_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Hea
     except (ValueError, RecursionError) as error:
         return Header(
             problems=[
-                f"{file}: not a valid safetensors file: {one_line(error)}; download the file again"
+                f"{file}: not a valid safetensors file: {summarize_error(error)};"
+                " download the file again"
             ]
         )
     header = Header()
@@ -115,13 +116,13 @@ def parse_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Hea
         isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     ):
         header.problems.append(
-            f"{file}: __metadata__ must map names to strings, but is {short(metadata)}; download"
+            f"{file}: __metadata__ must map names to strings, but is {shorten(metadata)}; download"
             " the file again"
         )
     for name, entry in entries.items():
         if problem := _entry_problem(entry):
             header.problems.append(
-                f"{file}: tensor {short(name)}: {problem}; download the file again"
+                f"{file}: tensor {shorten(name)}: {problem}; download the file again"
             )
             continue
         start, end = (LENGTH_BYTES + length + offset for offset in entry["data_offsets"])
@@ -142,28 +143,28 @@ def _entry_problem(entry: Any) -> str:
     shape = entry["shape"]
     offsets = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        return f"dtype {short(dtype)} must be one of {', '.join(DTYPE_BITS)}"
+        return f"dtype {shorten(dtype)} must be one of {', '.join(DTYPE_BITS)}"
     for key, value in (("shape", shape), ("data_offsets", offsets)):
         # not isinstance: JSON's true would pass for 1
         if not isinstance(value, list) or not all(
             type(item) is int and item >= 0 for item in value
         ):
-            return f"{key} {short(value)} must be a list of non-negative integers"
+            return f"{key} {shorten(value)} must be a list of non-negative integers"
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        return f"data_offsets {short(offsets)} must be [begin, end] with begin <= end"
+        return f"data_offsets {shorten(offsets)} must be [begin, end] with begin <= end"
     # multiplied one by one, up to the limit: the product of a hostile header's numbers could take
     # minutes
     counts = accumulate([0] if 0 in shape else shape, mul)
     if max([*shape, *offsets]) > _LARGEST or any(count > _LARGEST for count in counts):
         return (
-            f"shape {short(shape)} and data_offsets {short(offsets)} must stay below 2**63 elements"
-            " and bytes"
+            f"shape {shorten(shape)} and data_offsets {shorten(offsets)} must stay below 2**63"
+            " elements and bytes"
         )
     needed = tensor_bytes(dtype, tuple(shape))
     found = offsets[1] - offsets[0]
     if needed != found:
         return (
-            f"dtype {dtype} and shape {short(shape)} need {needed} bytes, but data_offsets span"
+            f"dtype {dtype} and shape {shorten(shape)} need {needed} bytes, but data_offsets span"
             f" {found}"
         )
     return ""
@@ -184,7 +185,7 @@ def _layout_problems(file: str, tensors: list[TensorInfo], base: int, size: int)
             )
             place = f"it starts at byte {tensor.start}, but must start at {position}"
             problems.append(
-                f"{file}: tensor {short(tensor.name)} {fault}: {place}; download the file again"
+                f"{file}: tensor {shorten(tensor.name)} {fault}: {place}; download the file again"
             )
         position = max(position, tensor.end)
     if position > size:
@@ -202,5 +203,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         counts = Counter(name for name, _ in pairs)
         twice = next(name for name, _ in pairs if counts[name] > 1)
-        raise ValueError(f"its header contains the name {short(twice)} twice")
+        raise ValueError(f"its header contains the name {shorten(twice)} twice")
     return result

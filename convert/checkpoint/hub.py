@@ -23,7 +23,7 @@ from kvfold.convert.checkpoint.members import (
     SINGLE,
     resolve_member,
 )
-from kvfold.convert.errors import InputError, one_line
+from kvfold.convert.errors import InputError, summarize_error
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[^@\s]+)?")
 _SMALL = [CONFIG, "adapter_config.json", "*.py", *EXTRA_PATTERNS]
@@ -187,13 +187,16 @@ def upload(folder: Path, names: Iterable[str], repository: str, private: bool = 
             commit_message="Converted by kvfold",
         )
     except Exception as error:  # as in `_asking`
-        why = f"the upload failed ({one_line(error)}); check the network and the name (owner/name)"
+        why = (
+            f"the upload failed ({summarize_error(error)}); check the network and the name"
+            " (owner/name)"
+        )
         if isinstance(error, huggingface_hub.errors.HfHubHTTPError):
             login = (
                 "log in with `hf auth login` and a token that may write, and check the name"
                 " (owner/name)"
             )
-            why = f"the hub refused the upload ({one_line(error)}); {login}"
+            why = f"the hub refused the upload ({summarize_error(error)}); {login}"
         raise InputError(f"{repository}: {why}") from None
     return str(done.commit_url)
 
@@ -210,6 +213,6 @@ def _asking(model: str) -> Iterator[None]:
     ) as error:  # the hub's library passes on its transport's errors, which have no common base
         kinds = [kind.__name__ for kind in type(error).__mro__]
         advice = next((text for name, text in _HUB_ADVICE.items() if name in kinds), None)
-        failed = f"the hub could not provide it ({one_line(error)})"
+        failed = f"the hub could not provide it ({summarize_error(error)})"
         reason = advice or f"no such folder here, and {failed}; check the path or the hub id"
         raise InputError(f"{model}: {reason}") from None

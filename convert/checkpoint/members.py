@@ -16,7 +16,7 @@ from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kvfold.convert.errors import ADVICE, InputError, one_line, short
+from kvfold.convert.errors import ADVICE, InputError, shorten, summarize_error
 from kvfold.convert.formatting import format_bytes
 
 CONFIG = "config.json"
@@ -163,7 +163,7 @@ def resolve_member(folder: Path, name: str, named_by: str = "the checkpoint") ->
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts:
         raise InputError(
-            f"{folder}: {named_by} names {short(name)}, which is outside this folder; use paths"
+            f"{folder}: {named_by} names {shorten(name)}, which is outside this folder; use paths"
             " inside it"
         )
     try:
@@ -178,7 +178,7 @@ def resolve_member(folder: Path, name: str, named_by: str = "the checkpoint") ->
     ) as error:  # too long a name, links in a circle, a NUL character
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InputError(
-            f"{folder}: {named_by} names {short(name)}, which cannot be read ({reason}); correct"
+            f"{folder}: {named_by} names {shorten(name)}, which cannot be read ({reason}); correct"
             " the path"
         ) from None
     # A checkpoint from elsewhere must not make kvfold read, and copy into its result, other files
@@ -191,8 +191,8 @@ def resolve_member(folder: Path, name: str, named_by: str = "the checkpoint") ->
         )
     if not path.exists():
         raise InputError(
-            f"{folder}: the file {name if name.isprintable() else short(name)} is missing; download"
-            " the file again"
+            f"{folder}: the file {name if name.isprintable() else shorten(name)} is missing;"
+            " download the file again"
         )
     if not path.is_file():
         raise InputError(f"{folder / name} must be a regular file; replace it with one")
@@ -255,7 +255,7 @@ def parse_json(path: Path, data: bytes) -> dict[str, Any]:
         value = load_json(data)
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"{path}: not valid JSON: {one_line(error)}; fix the file or download it again"
+            f"{path}: not valid JSON: {summarize_error(error)}; fix the file or download it again"
         ) from None
     if not isinstance(value, dict):
         raise InputError(
@@ -305,7 +305,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
                 most = _MOST_WIDTH
             if isinstance(value, int) and "max_length" not in key and abs(value) > most:
                 raise InputError(
-                    f"{path}: {key} is {short(value)}, but must be at most {most}; correct it"
+                    f"{path}: {key} is {shorten(value)}, but must be at most {most}; correct it"
                 )
     return config, hashlib.sha256(data).hexdigest()
 

@@ -40,7 +40,7 @@ from kvfold.convert.checkpoint.members import (
     weight_file,
     with_templates,
 )
-from kvfold.convert.errors import ADVICE, InputError, KvfoldError, short
+from kvfold.convert.errors import ADVICE, InputError, KvfoldError, shorten
 
 if TYPE_CHECKING:
     import torch
@@ -409,7 +409,7 @@ def _refuse_quantized(opened: Checkpoint, tensors: Iterable[TensorInfo]) -> None
     if settings:
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
         raise InputError(
-            f"{opened.origin}: its weights are quantized ({short(method)}); {DEQUANTIZE}"
+            f"{opened.origin}: its weights are quantized ({shorten(method)}); {DEQUANTIZE}"
         )
     for info in tensors:
         packed = info.dtype[0] in "IU" and info.name.endswith(_PACKED)

@@ -12,7 +12,7 @@ import torch
 
 from kvfold.convert.checkpoint.headers import Header, TensorInfo
 from kvfold.convert.checkpoint.members import check_unicode, open_source, read_into
-from kvfold.convert.errors import InputError, one_line, short
+from kvfold.convert.errors import InputError, shorten, summarize_error
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,
@@ -135,7 +135,7 @@ def load_state(path: Path) -> dict[Any, Any]:
     except (
         Exception
     ) as error:  # torch lets every kind of error of its unpickler and of its archive reader through
-        raise ValueError(f"not a whole file of plain tensors: {one_line(error)}") from None
+        raise ValueError(f"not a whole file of plain tensors: {summarize_error(error)}") from None
     if not isinstance(state, dict):
         raise ValueError(f"it must map names to tensors, not be a {type(state).__name__}")
     return state
@@ -164,15 +164,15 @@ def _check_legacy_tensor(name: Any, tensor: Any) -> None:
     file.
     """
     if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-        pair = f"{type(name).__name__} {short(name)} to {type(tensor).__name__}"
+        pair = f"{type(name).__name__} {shorten(name)} to {type(tensor).__name__}"
         raise ValueError(f"it must map names to tensors, not {pair}")
     check_unicode(name)
     dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
     if not dense or tensor.dtype not in DTYPE_NAMES:
         kind = f"{tensor.layout}, {tensor.dtype}, {tensor.device}"
-        raise ValueError(f"tensor {short(name)} must be dense and have a plain dtype, not {kind}")
+        raise ValueError(f"tensor {shorten(name)} must be dense and have a plain dtype, not {kind}")
     stored = tensor.untyped_storage().nbytes()
     if tensor.numel() * tensor.element_size() > stored:
         raise ValueError(
-            f"tensor {short(name)} has shape {short(list(tensor.shape))}, but {stored} bytes"
+            f"tensor {shorten(name)} has shape {shorten(list(tensor.shape))}, but {stored} bytes"
         )

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvfold.convert.console import check_files, json_option, request_options, tell
+from kvfold.convert.console import check_files, json_option, print_result, request_options
 from kvfold.convert.formatting import format_bytes, format_table
 from kvfold.convert.request import BenchRequest
 
@@ -27,7 +27,7 @@ def bench(request: BenchRequest, json_file: str | None) -> None:
     from kvfold.convert.measure.bench import bench_checkpoints
 
     benchmark = bench_checkpoints(request)
-    tell(json_file, benchmark.to_dict, format_benchmark(benchmark))
+    print_result(json_file, benchmark.to_dict, format_benchmark(benchmark))
 
 
 def format_benchmark(benchmark: "Benchmark") -> str:

@@ -10,9 +10,9 @@ from kvfold.convert.console import (
     PanelCommand,
     check_files,
     json_option,
+    print_result,
     report_option,
     request_options,
-    tell,
 )
 from kvfold.convert.request import ConvertRequest
 
@@ -76,7 +76,7 @@ def convert(request: ConvertRequest, json_file: str | None, report: str | None) 
             summary = result.summary()
             if report is not None and not request.dry_run:
                 _write_report(report, result, request.quiet)
-            tell(
+            print_result(
                 json_file,
                 result.to_dict,
                 summary if request.dry_run or not request.quiet else "",

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from kvfold.convert.commands.inspect_command import format_inspection
-from kvfold.convert.console import STDOUT, check_files, json_option, tell
+from kvfold.convert.console import STDOUT, check_files, json_option, print_result
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_table
 from kvfold.convert.options import to_argv
@@ -78,7 +78,9 @@ def demo(folder: str | None, json_file: str | None) -> None:
                 " AutoModelForCausalLM."
             )
         print("next: kvfold sweep MODEL compares suitable targets of a model of your own")
-    tell(json_file, lambda: {"measured_on": measured_on, "targets": list(map(asdict, rows))}, "")
+    print_result(
+        json_file, lambda: {"measured_on": measured_on, "targets": list(map(asdict, rows))}, ""
+    )
 
 
 def _create_empty(folder: Path) -> None:

@@ -15,9 +15,9 @@ from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import (
     check_files,
     json_option,
+    print_result,
     report_option,
     request_options,
-    tell,
 )
 from kvfold.convert.conversion.judgment import judge_with_doubt
 from kvfold.convert.conversion.summary import format_block
@@ -82,7 +82,7 @@ def drift(request: DriftRequest, layers: bool, json_file: str | None, report: st
             notes=summary.splitlines(),
             quiet=request.quiet,
         )
-    tell(json_file, measured.to_dict, summary)
+    print_result(json_file, measured.to_dict, summary)
 
 
 def summarize_drift(request: DriftRequest, report: "DriftReport", layers: bool = False) -> str:

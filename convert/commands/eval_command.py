@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvfold.convert.checkpoint.opening import check_opens
-from kvfold.convert.console import check_files, json_option, request_options, tell
+from kvfold.convert.console import check_files, json_option, print_result, request_options
 from kvfold.convert.formatting import format_table
 from kvfold.convert.request import EvalRequest
 from kvfold.convert.text.corpus import check_sources
@@ -35,7 +35,7 @@ def evaluate(request: EvalRequest, json_file: str | None) -> None:
     from kvfold.convert.measure.eval import eval_checkpoints
 
     evaluation = eval_checkpoints(request)
-    tell(json_file, evaluation.to_dict, format_evaluation(evaluation))
+    print_result(json_file, evaluation.to_dict, format_evaluation(evaluation))
 
 
 def format_evaluation(evaluation: "Evaluation") -> str:

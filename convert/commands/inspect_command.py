@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvfold.convert.console import STDOUT, check_files, tell
+from kvfold.convert.console import STDOUT, check_files, print_result
 from kvfold.convert.formatting import format_bytes, format_table
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def inspect(model: str | None, json_file: str | None) -> None:
         raise click.UsageError("missing argument 'MODEL'", click.get_current_context())
     check_files(json_file)
     inspection = inspect_checkpoint(str(model))
-    tell(json_file, inspection.to_dict, format_inspection(inspection))
+    print_result(json_file, inspection.to_dict, format_inspection(inspection))
 
 
 def format_inspection(inspection: "Inspection") -> str:

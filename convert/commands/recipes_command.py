@@ -2,13 +2,13 @@
 
 import click
 
-from kvfold.convert.console import json_option, tell
+from kvfold.convert.console import json_option, print_result
 
 
 @click.command(short_help="List the shipped recipes for `kvfold convert --recipe`.")
 @json_option()
 def recipes(json_file: str | None) -> None:
     """List the shipped recipes for `kvfold convert --recipe`."""
-    from kvfold.convert.recipes import recipe_list, recipe_table
+    from kvfold.convert.recipes import format_recipes, list_recipes
 
-    tell(json_file, recipe_list, recipe_table())
+    print_result(json_file, list_recipes, format_recipes())

@@ -16,9 +16,9 @@ from kvfold.convert.console import (
     PanelCommand,
     check_files,
     json_option,
+    print_result,
     report_option,
     request_options,
-    tell,
 )
 from kvfold.convert.conversion.summary import format_block
 from kvfold.convert.errors import option_error
@@ -127,7 +127,7 @@ def sweep(
             notes=[f"measured on {result.source.held_out}"],
             quiet=request.quiet,
         )
-    tell(json_file, lambda: result.to_dict(within), summarize_sweep(result, within))
+    print_result(json_file, lambda: result.to_dict(within), summarize_sweep(result, within))
     if request.out is not None:
         click.echo(
             f"\n{result.convert(within, quiet=request.quiet).summary()}", err=json_file == STDOUT

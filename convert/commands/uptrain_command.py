@@ -8,7 +8,13 @@ import click
 
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import check_opens
-from kvfold.convert.console import PanelCommand, check_files, json_option, request_options, tell
+from kvfold.convert.console import (
+    PanelCommand,
+    check_files,
+    json_option,
+    print_result,
+    request_options,
+)
 from kvfold.convert.processes import destroy_process_group, launched_as_rank0
 from kvfold.convert.text.corpus import check_sources
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
@@ -39,4 +45,6 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     uptrained = uptrain_checkpoint(request)
     destroy_process_group()
     if uptrained.record:
-        tell(json_file, uptrained.to_dict, "" if request.quiet else summary(request, uptrained))
+        print_result(
+            json_file, uptrained.to_dict, "" if request.quiet else summary(request, uptrained)
+        )

@@ -3,7 +3,7 @@
 import click
 
 from kvfold.convert.checkpoint.members import RECORD
-from kvfold.convert.console import check_files, json_option, tell
+from kvfold.convert.console import check_files, json_option, print_result
 from kvfold.convert.progress import Stages
 
 
@@ -29,5 +29,5 @@ def verify(out: str, json_file: str | None) -> None:
         f"{verification.origin}: {files}; {verification.tensors} tensors match config.json, all"
         f" {verification.elements:,} values are finite"
     )
-    tell(json_file, verification.to_dict, "" if verification.problems else summary)
+    print_result(json_file, verification.to_dict, "" if verification.problems else summary)
     check_verified(verification)

@@ -20,11 +20,11 @@ from kvfold.convert.conversion.judgment import judge
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import text_name
 from kvfold.convert.conversion.summary import losses_by_text
-from kvfold.convert.errors import printable
+from kvfold.convert.errors import escape_text
 from kvfold.convert.families.family import WRAPPERS
-from kvfold.convert.options import run_only, to_argv
+from kvfold.convert.options import run_options, to_argv
 from kvfold.convert.request import SELF, ConvertRequest
-from kvfold.convert.signals import limited
+from kvfold.convert.signals import limit_resources
 from kvfold.convert.text.corpus import with_share
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def make_safe(value: object) -> object:
     """
     if not isinstance(value, str) or hasattr(value, "__html__"):
         return value
-    return printable(value.replace("`", "'"))
+    return escape_text(value.replace("`", "'"))
 
 
 def front_matter(source: Checkpoint) -> str:
@@ -115,7 +115,7 @@ def front_matter(source: Checkpoint) -> str:
     # No card, or no YAML in it, whatever its parser raises, is no reason to stop a conversion.
     with suppress(Exception):
         block = REGEX_YAML_BLOCK.search(read_member(source.folder, CARD).decode())
-        with limited(_CARD_SECONDS):  # YAML takes a minute for a few megabytes
+        with limit_resources(_CARD_SECONDS):  # YAML takes a minute for a few megabytes
             known = {} if block is None else dict(yaml.safe_load(block[2]))
 
     def read_texts(name: str, pattern: str = "(?s).+") -> str | list[str] | None:
@@ -163,7 +163,7 @@ def _reproducing_command(plan: Plan) -> str:
     given = {
         name: value
         for name, value in plan.request.given().items()
-        if name not in run_only(ConvertRequest)
+        if name not in run_options(ConvertRequest)
     }
     if plan.request.calibration:
         # Files by their names alone: no path of this machine is in the card.

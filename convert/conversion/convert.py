@@ -15,19 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.atomic import check_output, write_file
+from kvfold.convert.checkpoint.atomic import append_line, check_output, write_file
 from kvfold.convert.checkpoint.digests import add_hashes
 from kvfold.convert.checkpoint.members import RECORD, dump, read_member
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint, open_headers
 from kvfold.convert.checkpoint.writer import ShardWriter, write_index
-from kvfold.convert.console import append_line
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, forget, open_output
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, checkpoint_from_config, make_plan
 from kvfold.convert.conversion.record import make_record
 from kvfold.convert.conversion.results import Conversion
-from kvfold.convert.formatting import jsonable
+from kvfold.convert.formatting import to_json_values
 from kvfold.convert.progress import Advance, Progress, Stages
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.text.corpus import check_seq_len, check_sources
@@ -230,7 +229,7 @@ def _complete(
     record = make_record(plan, entries)
     write_file(folder / "README.md", model_card(plan, record, drift))
     add_hashes(record, folder, digests)
-    write_file(folder / RECORD, dump(jsonable(record)))
+    write_file(folder / RECORD, dump(to_json_values(record)))
     forget(folder)
     plan.checkpoint.check_unchanged()
     return record, drift

@@ -16,7 +16,7 @@ from kvfold.convert.conversion.judgment import judge_with_doubt, next_command
 from kvfold.convert.conversion.memory import free_bytes, free_disk, needs_of, writes_text
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import text_name
-from kvfold.convert.errors import printable
+from kvfold.convert.errors import escape_text
 from kvfold.convert.formatting import format_bytes, format_duration, format_tokens
 from kvfold.convert.request import SELF
 from kvfold.convert.text.corpus import BUILT_IN, calibration_texts, with_share
@@ -38,7 +38,7 @@ def format_block(rows: Iterable[tuple[str, str]], next_command: Sequence[str] = 
     lines = []
     for label, text in rows:
         for line in textwrap.wrap(
-            printable(text), width, break_long_words=False, break_on_hyphens=False
+            escape_text(text), width, break_long_words=False, break_on_hyphens=False
         ):
             lines.append(f"{label:<{_LABEL}}{line}")
             label = ""

@@ -24,7 +24,7 @@ from kvfold.attention.deepseek import absorb
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.record import versions
 from kvfold.convert.device import choose_device, free_memory
-from kvfold.convert.errors import did_you_mean, option_error
+from kvfold.convert.errors import option_error, suggest_name
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import BenchRequest
 from kvfold.convert.stream.parameters import load_model
@@ -223,7 +223,7 @@ def list_subjects(request: BenchRequest) -> list[Subject]:
 def _shape_configs(shape: str, request: BenchRequest) -> dict[str, dict[str, Any]]:
     """Configs with MHA, GQA-8 and MLA 512 + 64 (smaller for ``tiny``) in ``shape``, by label."""
     if shape not in SHAPES:
-        known = f"one of {', '.join(SHAPES)}{did_you_mean(shape, SHAPES)}"
+        known = f"one of {', '.join(SHAPES)}{suggest_name(shape, SHAPES)}"
         raise option_error("shape", shape, f"must be {known}")
     model_dim, inner_dim, heads, layers, vocabulary, positions = SHAPES[shape]
     dim = model_dim // heads

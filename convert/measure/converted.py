@@ -9,7 +9,7 @@ from typing import Any
 from kvfold.attention.checkpoints import SOURCES
 from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.errors import InputError, short
+from kvfold.convert.errors import InputError, shorten
 from kvfold.convert.families.family import load_family
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import ROLES
@@ -58,7 +58,7 @@ def latent_faults(
         rule, fits = TYPES[kind]
         value = config.get(key)
         if not fits(value) and not (value is None and key in _OPTIONAL):
-            faults.append(f"config.json: {key} must be {rule}, not {short(value)}")
+            faults.append(f"config.json: {key} must be {rule}, not {shorten(value)}")
     for key in ("rope_parameters", "rope_scaling"):
         table = config.get(key)
         if table is not None and not (
@@ -66,7 +66,7 @@ def latent_faults(
         ):
             faults.append(
                 f"config.json: {key} must be an object whose rope_type is a string, not"
-                f" {short(table)}"
+                f" {shorten(table)}"
             )
     if faults:
         return faults
@@ -142,6 +142,6 @@ def _number(block: Mapping[str, Any], key: str, kind: str) -> int:
     rule, fits = TYPES[kind]
     if not fits(block.get(key)):
         raise InputError(
-            f"config.json: {key} in {BLOCK!r} must be {rule}, not {short(block.get(key))}"
+            f"config.json: {key} in {BLOCK!r} must be {rule}, not {shorten(block.get(key))}"
         )
     return int(block[key])

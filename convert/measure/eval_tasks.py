@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvfold.convert.errors import InputError, one_line, option_error
+from kvfold.convert.errors import InputError, option_error, summarize_error
 from kvfold.convert.request import BUILT_IN_TASKS, EvalRequest
 from kvfold.convert.text.corpus import render
 from kvfold.convert.text.tokenizer import prefix_tokens
@@ -301,7 +301,7 @@ def run_harness(model: Any, tokenizer: Any, request: EvalRequest) -> HarnessScor
     except (KeyError, ValueError) as error:
         names = f"--tasks {','.join(request.harness_tasks)}"
         raise InputError(
-            f"{names}: lm-evaluation-harness rejected them: {one_line(error)[:300]}"
+            f"{names}: lm-evaluation-harness rejected them: {summarize_error(error)[:300]}"
         ) from error
     return score_documents(results["samples"])
 
@@ -316,7 +316,7 @@ def _load_task(name: str) -> str | dict[str, Any]:
         task = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise option_error(
-            "tasks", name, f"is not a valid task file: {one_line(error)[:200]}"
+            "tasks", name, f"is not a valid task file: {summarize_error(error)[:200]}"
         ) from error
     if not isinstance(task, dict):
         raise option_error("tasks", name, "is not a valid task file: it must contain a mapping")

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvfold.convert.conversion.plan import Plan, possible_kv_heads
-from kvfold.convert.errors import InputError, did_you_mean, option_error
+from kvfold.convert.errors import InputError, option_error, suggest_name
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import DEFAULT_LAYOUT, TARGETS, Layout
 from kvfold.convert.targets.engines import propose_budgets, propose_kernel_splits
@@ -49,7 +49,7 @@ def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
                 targets += [] if options in targets else [options]
                 break
         else:
-            meant = "" if kind in TARGETS else did_you_mean(kind, TARGETS)
+            meant = "" if kind in TARGETS else suggest_name(kind, TARGETS)
             forms = (
                 "gqa:HEADS, mqa, mla:ELEMENTS or mla:RANK+ROTARY, such as gqa:4,2 mqa"
                 " mla:576,512+64"

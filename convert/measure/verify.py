@@ -13,7 +13,7 @@ from typing import Any
 from kvfold.convert.checkpoint.digests import find_changed_files, find_changed_tensors
 from kvfold.convert.checkpoint.members import RECORD, parse_json, read_member
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.errors import InputError, short
+from kvfold.convert.errors import InputError, shorten
 
 # Elements of a tensor in memory at once.
 _ELEMENTS = 1 << 24
@@ -110,5 +110,5 @@ def _recorded_hashes(record: dict[str, Any]) -> dict[str, str]:
     """The hashes of files by name; empty if the record has none."""
     files = record.get("files", {})
     if not isinstance(files, dict) or not all(isinstance(value, str) for value in files.values()):
-        raise InputError(f"{RECORD}: files must map names to hashes, not be {short(files)}")
+        raise InputError(f"{RECORD}: files must map names to hashes, not be {shorten(files)}")
     return files

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvfold.convert.errors import did_you_mean, option_error
+from kvfold.convert.errors import option_error, suggest_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -221,7 +221,7 @@ def find_method(name: str, target: str) -> Method:
             "method",
             name,
             f"is not available with --to {target}; use one of {', '.join(allowed)}"
-            f"{did_you_mean(plain, allowed)}",
+            f"{suggest_name(plain, allowed)}",
         )
     return _methods[target, plain]
 
@@ -235,7 +235,7 @@ def find_objective(name: str) -> "Objective":
             "objective",
             name,
             f"is not a known objective; use one of {', '.join(allowed)}"
-            f"{did_you_mean(plain, allowed)}",
+            f"{suggest_name(plain, allowed)}",
         )
     return _objectives[plain]()
 

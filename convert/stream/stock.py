@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from kvfold.attention.checkpoints.registered import register_model
 from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.errors import InputError, KvfoldError, one_line, system_failure
+from kvfold.convert.errors import InputError, KvfoldError, explain_system_error, summarize_error
 from kvfold.convert.families.family import WRAPPERS
 
 _LONGEST_REASON = 200  # characters of another library's error text
@@ -154,7 +154,7 @@ def attend_in_blocks(model: Any, device: torch.device) -> None:
 
 
 def reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {one_line(error)}"[:_LONGEST_REASON]
+    return f"{type(error).__name__}: {summarize_error(error)}"[:_LONGEST_REASON]
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def errors_as_input_errors(where: str) -> Iterator[None]:
     except KvfoldError:
         raise
     except Exception as error:
-        if system_failure(error) or "CUDA" in str(error):  # of the memory or the device
+        if explain_system_error(error) or "CUDA" in str(error):  # of the memory or the device
             raise
         raise InputError(
             f"{where}: transformers cannot build or run this model ({reason(error)})"

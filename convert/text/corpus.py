@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvfold.convert.checkpoint.members import check_unicode, portable_name
-from kvfold.convert.errors import InputError, format_option, one_line, option_error, short
+from kvfold.convert.errors import InputError, format_option, option_error, shorten, summarize_error
 from kvfold.convert.request import SELF
-from kvfold.convert.signals import limited
+from kvfold.convert.signals import limit_resources
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +117,7 @@ class DatasetText(Corpus):
         try:
             rows = datasets.load_dataset(name, config or None, split="train", streaming=True)
         except Exception as error:  # datasets raises many kinds, all about the request
-            reason = f"not a file, and loading it as a dataset failed ({one_line(error)})"
+            reason = f"not a file, and loading it as a dataset failed ({summarize_error(error)})"
             raise option_error(self.option, self.spec, f": {reason}; give {_KINDS}") from error
         for number, row in enumerate(rows.shuffle(seed=self.seed, buffer_size=1000)):
             try:
@@ -223,7 +223,7 @@ def parse_row(row: Any, tokenizer: Any) -> Document:
     except InputError:
         raise
     except Exception as error:  # a template is its author's code and may raise anything
-        reason = f"the tokenizer cannot render the chat messages ({one_line(error)})"
+        reason = f"the tokenizer cannot render the chat messages ({summarize_error(error)})"
         raise ValueError(reason) from error
     check_unicode(text)
     return Document(text, rendered=True)
@@ -245,7 +245,7 @@ def _text_or_messages(row: Any) -> str | list[Mapping[str, Any]]:
         return text
     if isinstance(messages, list):
         return messages
-    keys = ", ".join(short(str(key)) for key in row) or "none"
+    keys = ", ".join(shorten(str(key)) for key in row) or "none"
     raise ValueError(f"found an object with these keys: {keys}")
 
 
@@ -262,7 +262,7 @@ def render(tokenizer: Any, messages: list[Mapping[str, Any]], reply: bool = Fals
 
     ending = {"add_generation_prompt": True, "enable_thinking": False} if reply else {}
     try:
-        with limited(_RENDER_SECONDS):
+        with limit_resources(_RENDER_SECONDS):
             # Cached, so this is the template that renders below.
             template = chat_template_utils._compile_jinja_template(tokenizer.get_chat_template())
             template.environment.concat = _join_limited

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.errors import InputError, one_line, option_error, short
+from kvfold.convert.errors import InputError, option_error, shorten, summarize_error
 from kvfold.convert.stream.stock import empty_model, load_config
 from kvfold.convert.text.corpus import Document
 
@@ -41,8 +41,8 @@ def load_tokenizer(
         # It reads config.json first: a bad one is not the tokenizer's fault.
         empty_model(checkpoint.config, torch.float32)
         reason = (
-            f"it cannot be loaded ({one_line(error)[:200]}); put the tokenizer files into the"
-            " folder"
+            f"it cannot be loaded ({summarize_error(error)[:200]}); put the tokenizer files into"
+            " the folder"
         )
         if not trust_remote_code and "trust_remote_code" in str(error):
             reason = (
@@ -119,8 +119,8 @@ def check_teacher(
         )
         there, here = (ids.get(token, "no token") for ids in (other, own))
         differs = (
-            f"its tokenizer differs from that of {student.origin}: {short(token)} is {there} there,"
-            f" {here} here"
+            f"its tokenizer differs from that of {student.origin}: {shorten(token)} is {there}"
+            f" there, {here} here"
         )
         raise option_error("teacher", teacher.origin, f": {differs}; {use}")
 

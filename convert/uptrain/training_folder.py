@@ -18,7 +18,7 @@ from kvfold.convert.checkpoint.atomic import replacing, write_file
 from kvfold.convert.checkpoint.digests import hash_file
 from kvfold.convert.checkpoint.members import list_files, parse_json, read_bytes, stamps
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.errors import InputError, one_line, option_error
+from kvfold.convert.errors import InputError, option_error, summarize_error
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import load_training
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
@@ -92,7 +92,7 @@ def _last_checkpoint(work: Path, steps: int) -> Path | None:
             hashes = parse_json(complete, read_bytes(complete))
             problem = None if hashes == _hash_files(checkpoint) else "its files changed"
         except (InputError, OSError) as error:
-            problem = one_line(error)
+            problem = summarize_error(error)
         if problem is None:
             step = checkpoint.name.removeprefix("checkpoint-")
             print(f"resuming after step {step} of {steps} (--fresh starts over)", file=sys.stderr)

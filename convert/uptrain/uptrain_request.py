@@ -10,7 +10,7 @@ from kvfold.convert.options import (
     Request,
     device_option,
     option,
-    run_only,
+    run_options,
     seed_option,
     seq_len_option,
     trust_option,
@@ -165,7 +165,7 @@ class UptrainRequest(Request):
         """The options that affect the result, without unset ones and those that only affect how the
         run proceeds.
         """
-        left_out = run_only(UptrainRequest)
+        left_out = run_options(UptrainRequest)
         return {
             name: value
             for name, value in vars(self).items()

@@ -33,7 +33,7 @@ from kvfold.convert.conversion.record import versions
 from kvfold.convert.device import stored_dtype
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.families.family import text_type
-from kvfold.convert.formatting import jsonable, parse_size
+from kvfold.convert.formatting import parse_size, to_json_values
 from kvfold.convert.processes import broadcast_from_rank0, launched_as_rank0, on_rank0
 from kvfold.convert.stream.stock import hide_bars, load_config
 from kvfold.convert.text.corpus import check_seq_len
@@ -242,7 +242,7 @@ def _write_checkpoint(
             record["drift_before_uptraining"] = record.pop("drift")
         record["uptraining"] = {**training, "versions": versions()}
         add_hashes(record, folder)
-        write_file(folder / RECORD, dump(jsonable(record)))
+        write_file(folder / RECORD, dump(to_json_values(record)))
         _check_written(source, folder, stored)
         source.check_unchanged()
 

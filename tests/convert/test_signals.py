@@ -12,7 +12,7 @@ import pytest
 
 from kvfold.convert import signals
 from kvfold.convert.checkpoint import atomic
-from kvfold.convert.signals import interruptible
+from kvfold.convert.signals import interrupt_on_signals
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -41,7 +41,7 @@ def test_a_second_signal_is_ignored(number):
                 signal.raise_signal(further)
                 cleaned.append(further)
 
-    with pytest.raises(KeyboardInterrupt), interruptible():
+    with pytest.raises(KeyboardInterrupt), interrupt_on_signals():
         work()
     assert cleaned == [*ENDING]
     assert list(map(signal.getsignal, ENDING)) == before
@@ -49,7 +49,7 @@ def test_a_second_signal_is_ignored(number):
 
 def test_a_signal_after_the_time_for_cleaning_up_ends_what_swallowed_the_first(monkeypatch):
     monkeypatch.setattr(signals, "_CLEAN_UP_SECONDS", 0)
-    with interruptible():
+    with interrupt_on_signals():
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGTERM)
@@ -57,14 +57,14 @@ def test_a_signal_after_the_time_for_cleaning_up_ends_what_swallowed_the_first(m
 
 def test_a_signal_that_nohup_ignores_stays_ignored():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with interruptible():
+    with interrupt_on_signals():
         signal.raise_signal(signal.SIGHUP)
 
 
 def test_a_handler_of_the_program_stays():
     heard = []
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-    with interruptible():
+    with interrupt_on_signals():
         signal.raise_signal(signal.SIGTERM)
     assert heard == [signal.SIGTERM]
 
@@ -83,6 +83,6 @@ def test_a_signal_while_cleaning_up_waits(tmp_path, monkeypatch):
             (folder / "file").touch()
             raise ValueError
 
-    with pytest.raises(KeyboardInterrupt), interruptible():
+    with pytest.raises(KeyboardInterrupt), interrupt_on_signals():
         work()
     assert not list(tmp_path.iterdir())

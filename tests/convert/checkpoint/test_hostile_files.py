@@ -13,7 +13,7 @@ from kvfold.convert.checkpoint.members import parse_json
 from kvfold.convert.checkpoint.writer import OutputTensor, ShardWriter, assign_shards
 from kvfold.convert.cli import main
 from kvfold.convert.console import append_line
-from kvfold.convert.errors import InputError, KvfoldError, system_failure
+from kvfold.convert.errors import InputError, KvfoldError, explain_system_error
 from kvfold.convert.recipes import read_recipe
 from kvfold.convert.text.corpus import open_corpus
 
@@ -79,8 +79,8 @@ def test_what_the_system_refuses_is_named(told: Any) -> None:
         RuntimeError("PytorchStreamWriter failed writing file a"),
         MemoryError(),
     ):
-        told(system_failure(error))
-    assert system_failure(ValueError("a fault of kvfold")) is None
+        told(explain_system_error(error))
+    assert explain_system_error(ValueError("a fault of kvfold")) is None
 
 
 def test_recipes_that_never_end_or_that_python_does_not_parse(tmp_path: Path, refused: Any) -> None:

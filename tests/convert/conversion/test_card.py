@@ -20,7 +20,7 @@ from kvfold.convert.conversion.card import front_matter, make_safe, trained_card
 from kvfold.convert.conversion.judgment import judge
 from kvfold.convert.conversion.summary import format_block, losses_by_text
 from kvfold.convert.data import demo_folder
-from kvfold.convert.signals import limited
+from kvfold.convert.signals import limit_resources
 
 
 @pytest.fixture
@@ -218,5 +218,5 @@ def test_a_limit_holds_where_its_error_is_swallowed_once():
         while time.monotonic() < ended:
             pass
 
-    with pytest.raises(TimeoutError), limited(0.1):
+    with pytest.raises(TimeoutError), limit_resources(0.1):
         work()
