@@ -7,211 +7,149 @@ from functools import partial
 import pytest
 import torch
 from helpers import precision
+from helpers.attention import grouped_module, latent_module, small_modules
 from torch import Tensor, nn
 
-from kvfold.attention import GroupedAttention, LatentAttention, reference, rotary_frequencies
+from kvfold.attention import reference, rotary_frequencies
 
-E = 12
-H = 4
-G = 2
-D = 6
-DV = 5
+E = 64
 T = 7
-R = 9
-P = 4
-DN = 6
+MODULES = {name: module.double() for name, module in small_modules().items()}
+each_module = pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 
 
-def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
-    layer.weight = nn.Parameter(weight.clone())
-    if bias is not None:
-        layer.bias = nn.Parameter(bias.clone())
-    return layer
+@pytest.fixture
+def x() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(2, T, E, dtype=torch.float64)
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(
-        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape))
-    )
+def split(tensor: Tensor, heads: int) -> Tensor:
+    return tensor.unflatten(0, (heads, -1))
 
 
-def grouped_weights(groups: int = G) -> reference.GroupedProjections:
-    sizes = [
-        (H, D, E),
-        (groups, D, E),
-        (groups, DV, E),
-        (E, H, DV),
-        (H, D),
-        (groups, D),
-        (groups, DV),
-        (E,),
-    ]
-    return reference.GroupedProjections(*(random(*size, seed=i) for i, size in enumerate(sizes)))
-
-
-def grouped_module(w: reference.GroupedProjections, **options) -> GroupedAttention:
-    return GroupedAttention(
-        query=linear(w.query.flatten(0, 1), w.query_bias.flatten()),
-        key=linear(w.key.flatten(0, 1), w.key_bias.flatten()),
-        value=linear(w.value.flatten(0, 1), w.value_bias.flatten()),
-        output=linear(w.output.flatten(1), w.output_bias),
-        heads=H,
-        kv_heads=w.key.shape[0],
-        head_dim=D,
-        value_dim=DV,
-        **options,
-    )
-
-
-def latent_weights(query_rank: int | None = None) -> reference.LatentProjections:
-    inner = query_rank or E
-    sizes = [(H, DN, inner), (H, P, inner), (R, E), (P, E), (H, DN, R), (H, DV, R), (E, H, DV)]
-    down = None if query_rank is None else random(query_rank, E, seed=9)
-    return reference.LatentProjections(
-        *(random(*size, seed=i) / 2 for i, size in enumerate(sizes)), query_down=down
-    )
-
-
-def latent_module(w: reference.LatentProjections, **options) -> LatentAttention:
-    query: nn.Module = linear(torch.cat([w.query_nope, w.query_rope], 1).flatten(0, 1))
-    if w.query_down is not None:
-        query = nn.Sequential(linear(w.query_down), query)
-    return LatentAttention(
-        query=query,
-        down=linear(torch.cat([w.latent, w.rope_key])),
-        up=linear(torch.cat([w.up_key, w.up_value], 1).flatten(0, 1)),
-        output=linear(w.output.flatten(1)),
-        heads=H,
-        kv_rank=R,
-        rope_dim=P,
-        nope_dim=DN,
-        value_dim=DV,
-        frequencies=rotary_frequencies(P),
-        **options,
+def grouped_weights(module) -> reference.GroupedProjections:
+    groups = module.kv_heads
+    return reference.GroupedProjections(
+        split(module.query.weight, 4),
+        split(module.key.weight, groups),
+        split(module.value.weight, groups),
+        module.output.weight.unflatten(1, (4, -1)),
+        split(module.query.bias, 4),
+        split(module.key.bias, groups),
+        split(module.value.bias, groups),
+        module.output.bias,
     )
 
 
 @pytest.mark.parametrize(("groups", "layout"), [(4, "half"), (2, "interleaved"), (1, "half")])
-def test_grouped_module_equals_reference(groups, layout):
-    w = grouped_weights(groups)
-    x = random(2, T, E)
-    rope = partial(
-        reference.rotate, frequencies=rotary_frequencies(4), interleaved=layout == "interleaved"
-    )
-    module = grouped_module(w, frequencies=rotary_frequencies(4), layout=layout)
-    expected = torch.stack([reference.grouped_query_attention(row, w, rotary=rope) for row in x])
-    torch.testing.assert_close(module(x), expected, **precision.EXACT)
+def test_grouped_module_equals_reference(groups, layout, x):
+    frequencies = rotary_frequencies(8)
+    module = grouped_module(groups, frequencies=frequencies, layout=layout).double()
+    weights = grouped_weights(module)
+    interleaved = layout == "interleaved"
+    rotary = partial(reference.rotate, frequencies=frequencies, interleaved=interleaved)
+    expected = [reference.grouped_query_attention(row, weights, rotary=rotary) for row in x]
+    torch.testing.assert_close(module(x), torch.stack(expected), **precision.EXACT)
 
 
 @pytest.mark.parametrize("query_rank", [None, 8])
 @pytest.mark.parametrize("absorbed", [False, True])
-def test_latent_module_equals_reference(query_rank, absorbed):
-    w = latent_weights(query_rank)
-    x = random(2, T, E)
-    rope = partial(reference.rotate, frequencies=rotary_frequencies(P), interleaved=True)
-    expected = torch.stack([reference.latent_attention(row, w, rope) for row in x])
-    torch.testing.assert_close(latent_module(w)(x, absorbed=absorbed), expected, **precision.EXACT)
-    rolled = reference.latent_attention(x[0], w, rope, absorbed=True)
-    torch.testing.assert_close(rolled, expected[0], **precision.EXACT)
-
-
-def test_encoder_module_equals_reference():
-    w = grouped_weights()
-    x = random(T, E)
-    expected = reference.grouped_query_attention(x, w, reference.BIDIRECTIONAL)
-    result = grouped_module(w, causal=False)(x[None])[0]
-    torch.testing.assert_close(result, expected, **precision.EXACT)
+def test_latent_module_equals_reference(query_rank, absorbed, x):
+    module = latent_module(query_rank).double()
+    down = module.query[0].weight if query_rank else None
+    query = split((module.query[1] if query_rank else module.query).weight, 4)
+    up = split(module.up.weight, 4)
+    weights = reference.LatentProjections(
+        query[:, :16],
+        query[:, 16:],
+        module.down.weight[:32],
+        module.down.weight[32:],
+        up[:, :16],
+        up[:, 16:],
+        module.output.weight.unflatten(1, (4, -1)),
+        query_down=down,
+    )
+    rotary = partial(reference.rotate, frequencies=rotary_frequencies(8), interleaved=True)
+    expected = reference.latent_attention(x[0], weights, rotary, absorbed=not absorbed)
+    result = module(x, absorbed=absorbed)
+    torch.testing.assert_close(result[0], expected, **precision.EXACT)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["memory once", "memory at every step"])
 @torch.no_grad()
-def test_cross_module_equals_reference_and_reads_the_memory_once(again):
-    w = grouped_weights()
-    x = random(1, T, E)
-    memory = random(1, 5, E, seed=3)
-    module = grouped_module(w, causal=False, cross=True)
+def test_cross_module_equals_reference_and_reads_the_memory_once(again, x):
+    module = grouped_module(2, causal=False, cross=True).double()
+    memory = x[1:, :5]
+    x = x[:1]
     cache = module.new_cache(1, dtype=torch.float64)
-    parts = [
+    steps = [
         module(x[:, t : t + 1], memory=memory if again or t == 0 else None, cache=cache)
         for t in range(T)
     ]
-    expected = reference.grouped_query_attention(x[0], w, reference.BIDIRECTIONAL, memory=memory[0])
-    for result in (torch.cat(parts, 1)[0], module(x, memory=memory)[0]):
-        torch.testing.assert_close(result, expected, **precision.EXACT)
+    weights = grouped_weights(module)
+    masks = reference.BIDIRECTIONAL
+    expected = reference.grouped_query_attention(x[0], weights, masks, memory=memory[0])
+    torch.testing.assert_close(torch.cat(steps, 1)[0], expected, **precision.EXACT)
+    torch.testing.assert_close(module(x, memory=memory)[0], expected, **precision.EXACT)
     assert cache.length == 5
 
 
-@pytest.mark.parametrize("norm", [None, nn.RMSNorm(R)], ids=["plain", "normed"])
-def test_latent_attention_trains_under_autocast(norm):
-    module = latent_module(latent_weights(), latent_norm=norm).float()
+@pytest.mark.parametrize("norm", [None, nn.RMSNorm(32)], ids=["plain", "normed"])
+def test_latent_attention_trains_under_autocast(norm, x):
+    module = latent_module(latent_norm=norm)
     with torch.autocast("cpu", torch.bfloat16):
-        module(random(2, 20, E).float()).float().sum().backward()
+        module(x.float()).float().sum().backward()
     assert module.up.weight.grad.dtype == torch.float32
 
 
-def modules() -> list[tuple[str, nn.Module]]:
-    rotary = {"frequencies": rotary_frequencies(D), "layout": "half"}
-    return [
-        ("mha", grouped_module(grouped_weights(H), **rotary)),
-        ("gqa", grouped_module(grouped_weights(G), **rotary)),
-        ("mqa window", grouped_module(grouped_weights(1), window=3, **rotary)),
-        ("mla", latent_module(latent_weights())),
-        ("mla window", latent_module(latent_weights(8), window=3)),
-    ]
-
-
-@pytest.mark.parametrize(("name", "module"), modules())
+@each_module
 @torch.no_grad()
-def test_cached_equals_uncached_at_every_split_point(name, module):
-    x = random(2, T, E)
+def test_cached_equals_uncached_at_every_split_point(module, x):
     expected = module(x)
-    for split in range(T):
-        growing = split % 2 == 0
-        cache = module.new_cache(2, 0 if growing else T, growing=growing, dtype=torch.float64)
-        parts = [module(x[:, :split], cache=cache)] if split else []
-        parts += [
-            module(token, cache=cache) for token in x[:, split:].split(T if growing else 1, 1)
-        ]
-        torch.testing.assert_close(torch.cat(parts, 1), expected, **precision.EXACT)
+    for split_point in range(T):
+        growing = split_point % 2 == 0
+        capacity = 0 if growing else T
+        cache = module.new_cache(2, capacity, growing=growing, dtype=torch.float64)
+        sizes = [split_point] * (split_point > 0)
+        sizes += [T - split_point] if growing else [1] * (T - split_point)
+        pieces = [module(piece, cache=cache) for piece in x.split(sizes, 1)]
+        torch.testing.assert_close(torch.cat(pieces, 1), expected, **precision.EXACT)
 
 
-@pytest.mark.parametrize(("name", "module"), modules())
+@each_module
 @torch.no_grad()
-def test_a_padded_batch_equals_each_sequence_alone(name, module):
-    x = random(2, T, E)
+def test_a_padded_batch_equals_each_sequence_alone(module, x):
     starts = torch.tensor([0, 3])
     cache = module.new_cache(2, dtype=torch.float64)
-    both = torch.cat([module(part, cache=cache, starts=starts) for part in (x[:, :5], x[:, 5:])], 1)
-    for row, start in enumerate(starts.tolist()):
-        torch.testing.assert_close(
-            both[row, start:], module(x[row : row + 1, start:])[0], **precision.EXACT
-        )
+    pieces = [module(piece, cache=cache, starts=starts) for piece in x.split(5, 1)]
+    padded = torch.cat(pieces, 1)
+    torch.testing.assert_close(padded[0], module(x[:1])[0], **precision.EXACT)
+    torch.testing.assert_close(padded[1, 3:], module(x[1:, 3:])[0], **precision.EXACT)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "module"), [modules()[i] for i in (2, 3)])
-def test_modules_compile_without_graph_breaks(name, module):
-    x = random(2, T, E)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+@pytest.mark.parametrize("name", ["mqa window", "mla"])
+def test_modules_compile_without_graph_breaks(name, x):
+    module = MODULES[name]
     expected = module(x)
-    result = compiled(x)
+    result = torch.compile(module, fullgraph=True, backend="aot_eager")(x)
     torch.testing.assert_close(result, expected, **precision.EXACT)
     weights = list(module.parameters())
-    grads = [torch.autograd.grad(y.square().sum(), weights) for y in (result, expected)]
-    torch.testing.assert_close(*grads, rtol=0, atol=1e-9)
+    grads = torch.autograd.grad(result.square().sum(), weights)
+    expected_grads = torch.autograd.grad(expected.square().sum(), weights)
+    torch.testing.assert_close(grads, expected_grads, rtol=0, atol=1e-9)
     step = torch.compile(module, fullgraph=True, backend="eager")
     with torch.no_grad():
         cache = module.new_cache(2, T, growing=False, dtype=torch.float64)
-        parts = [step(token, cache=cache) for token in x.split(1, 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), expected, **precision.EXACT)
+        pieces = [step(token, cache=cache) for token in x.split(1, 1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), expected, **precision.EXACT)
     torch._dynamo.reset()
 
 
-def test_frequencies_survive_a_cast_to_low_precision():
-    module = grouped_module(grouped_weights(), frequencies=rotary_frequencies(D)).to(torch.bfloat16)
-    (found,) = module.rotation(
-        torch.tensor([9001]), torch.cat([torch.ones(D // 2), torch.zeros(D // 2)])[None, None, None]
-    )
-    assert torch.equal(found[0, 0, 0, : D // 2], (9001 * rotary_frequencies(D)).cos().float())
-    assert module(random(1, T, E).bfloat16()).dtype == torch.bfloat16
+def test_frequencies_survive_a_cast_to_low_precision(x):
+    module = small_modules()["gqa"].to(torch.bfloat16)
+    ones = torch.ones(1, 1, 1, 16).index_fill(3, torch.arange(8, 16), 0.0)
+    (rotated,) = module.rotation(torch.tensor([9001]), ones)
+    assert torch.equal(rotated[0, 0, 0, :8], (9001 * rotary_frequencies(16)).cos().float())
+    assert module(x.bfloat16()).dtype == torch.bfloat16

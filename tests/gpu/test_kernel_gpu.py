@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.attention import decode_naively
 
 from kvfold.attention import latent_attention
 from kvfold.attention.latent import kernel_takes, latent_decode
@@ -9,39 +10,35 @@ from kvfold.attention.latent import kernel_takes, latent_decode
 pytestmark = pytest.mark.gpu
 
 
-def problem(batch, heads, slots, rank=512, rope=64, dtype=torch.bfloat16):
-    torch.manual_seed(0)
-    sizes = (
-        (batch, heads, 1, rank),
-        (batch, heads, 1, rope),
-        (batch, slots, rank),
-        (batch, slots, rope),
-    )
-    return [torch.randn(size, device="cuda", dtype=dtype) for size in sizes]
-
-
-def formula(query, rope, latent, key, scale, mask=None):
-    scores = scale * (query @ latent[:, None].mT + rope @ key[:, None].mT)
-    scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
-    return scores.float().softmax(-1).to(latent.dtype) @ latent[:, None]
+def normal(*shape, dtype=torch.bfloat16):
+    return torch.randn(shape, device="cuda", dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     ("batch", "heads", "slots"), [(1, 32, 33000), (16, 32, 2049), (3, 128, 700), (2, 16, 1)]
 )
-def test_error_is_at_most_twice_that_of_torch(batch, heads, slots, dtype):
-    inputs = problem(batch, heads, slots, dtype=dtype)
+def test_error_is_at_most_twice_that_of_torch(batch, heads, slots, masked, dtype):
+    torch.manual_seed(0)
+    shapes = [
+        (batch, heads, 1, 512),
+        (batch, heads, 1, 64),
+        (batch, slots, 512),
+        (batch, slots, 64),
+    ]
+    inputs = [normal(*shape, dtype=dtype) for shape in shapes]
+    mask = None
+    if masked:
+        # of the second half of the sequences, only the second half of the slots is seen
+        mask = torch.ones(batch, 1, 1, slots, dtype=torch.bool, device="cuda")
+        mask[(batch + 1) // 2 :, ..., : slots // 2] = False
+    assert kernel_takes(inputs[0], inputs[1], mask)
     scale = 576**-0.5
-    # of the second half of the sequences, only the second half of the slots is seen
-    late = torch.arange(batch, device="cuda")[:, None] >= (batch + 1) // 2
-    padded = (torch.arange(slots, device="cuda") >= slots // 2) | ~late
-    for mask in (None, padded[:, None, None]):
-        assert kernel_takes(inputs[0], inputs[1], mask)
-        exact = formula(*(x.double() for x in inputs), scale, mask)
-        naive = formula(*inputs, scale, mask)
-        found = latent_decode(*inputs, scale, mask)
-        assert (found - exact).abs().max() <= 2 * (naive - exact).abs().max()
+    exact = decode_naively(*(x.double() for x in inputs), scale, mask)
+    naive = decode_naively(*inputs, scale, mask)
+    result = latent_decode(*inputs, scale, mask)
+    assert (result - exact).abs().max() <= 2 * (naive - exact).abs().max()
 
 
 @torch.no_grad()
@@ -49,15 +46,18 @@ def test_latent_attention_takes_the_kernel(monkeypatch):
     from kvfold.attention import kernel
 
     calls = []
-    plain = kernel.decode_latent
-    monkeypatch.setattr(
-        kernel, "decode_latent", lambda *some, **more: calls.append(1) or plain(*some, **more)
-    )
-    sizes = (2, 8, 1, 32), (2, 8, 1, 16), (2, 300, 80), (8, 32, 64), (8, 32, 64)
-    inputs = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+    decode_latent = kernel.decode_latent
+
+    def count(*args, **options):
+        calls.append(options)
+        return decode_latent(*args, **options)
+
+    monkeypatch.setattr(kernel, "decode_latent", count)
+    shapes = [(2, 8, 1, 32), (2, 8, 1, 16), (2, 300, 80), (8, 32, 64), (8, 32, 64)]
+    inputs = [normal(*shape) for shape in shapes]
     starts = torch.tensor([0, 100], device="cuda")
-    for options in ({}, {"starts": starts}):
-        assert latent_attention(*inputs, absorbed=True, **options).isfinite().all()
+    assert latent_attention(*inputs, absorbed=True).isfinite().all()
+    assert latent_attention(*inputs, absorbed=True, starts=starts).isfinite().all()
     latent_attention(*inputs, absorbed=True, window=100)
     latent_attention(*(x.float() for x in inputs), absorbed=True)
     assert len(calls) == 2

@@ -7,6 +7,7 @@ where the naive formula was luckier than that; for float32 on a GPU, or twice `g
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -166,36 +167,69 @@ def assert_precise(result: Tensor, plain: Tensor, exact: Tensor) -> None:
     assert size <= limit, f"{size:.3e} > {limit:.3e} in {result.dtype} {list(result.shape)}"
 
 
-def small_modules() -> dict[str, nn.Module]:
-    """A random module of each variant, ``[B, T, 64]`` to ``[B, T, 64]``, 4 query heads."""
-    model = 64
-    heads = 4
+def grouped_module(kv_heads: int, **options: Any) -> GroupedAttention:
+    """A random layer ``[B, T, 64] -> [B, T, 64]`` with 4 query heads of dim 16 and values of dim
+    12, or 16 with MHA, for which torch has a fused kernel.
+    """
+    value_dim = 16 if kv_heads == 4 else 12
+    return GroupedAttention(
+        query=nn.Linear(64, 64),
+        key=nn.Linear(64, kv_heads * 16),
+        value=nn.Linear(64, kv_heads * value_dim),
+        output=nn.Linear(4 * value_dim, 64),
+        heads=4,
+        kv_heads=kv_heads,
+        head_dim=16,
+        value_dim=value_dim,
+        **options,
+    )
 
-    def linear(inner: int, outer: int) -> nn.Linear:
-        return nn.Linear(inner, outer, bias=False)
 
-    def grouped(groups: int) -> GroupedAttention:
-        return GroupedAttention(
-            query=linear(model, heads * 16),
-            key=linear(model, groups * 16),
-            value=linear(model, groups * 16),
-            output=linear(heads * 16, model),
-            heads=heads,
-            kv_heads=groups,
-            head_dim=16,
-            frequencies=rotary_frequencies(16),
-        )
-
-    latent = LatentAttention(
-        query=linear(model, heads * 24),
-        down=linear(model, 40),
-        up=linear(32, heads * 32),
-        output=linear(heads * 16, model),
-        heads=heads,
+def latent_module(query_rank: int | None = None, **options: Any) -> LatentAttention:
+    """A random layer ``[B, T, 64] -> [B, T, 64]`` with 4 heads, and a query latent if it has a
+    rank.
+    """
+    query: nn.Module = nn.Linear(query_rank or 64, 96, bias=False)
+    if query_rank:
+        query = nn.Sequential(nn.Linear(64, query_rank, bias=False), query)
+    return LatentAttention(
+        query=query,
+        down=nn.Linear(64, 40, bias=False),
+        up=nn.Linear(32, 112, bias=False),
+        output=nn.Linear(48, 64, bias=False),
+        heads=4,
         kv_rank=32,
         rope_dim=8,
         nope_dim=16,
-        value_dim=16,
+        value_dim=12,
         frequencies=rotary_frequencies(8),
+        **options,
     )
-    return {"mha": grouped(4), "gqa": grouped(2), "mqa": grouped(1), "mla": latent}
+
+
+def small_modules() -> dict[str, nn.Module]:
+    """A random module of each variant."""
+    torch.manual_seed(0)
+    rotary = {"frequencies": rotary_frequencies(16)}
+    return {
+        "mha": grouped_module(4, **rotary),
+        "gqa": grouped_module(2, **rotary),
+        "mqa window": grouped_module(1, window=3, **rotary),
+        "mla": latent_module(),
+        "mla window": latent_module(8, window=3),
+    }
+
+
+def decode_naively(
+    query: Tensor, rope: Tensor, latent: Tensor, key: Tensor, scale: float, mask: Tensor | None
+) -> Tensor:
+    """``latent_decode`` with every step in the inputs' dtype, softmax in float32 at least, as eager
+    attention in transformers.
+    """
+    scores = scale * (torch.cat([query, rope], -1) @ torch.cat([latent, key], -1)[:, None].mT)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        scores = scores + mask
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return scores.softmax(-1, dtype=wide).to(latent.dtype) @ latent[:, None]
