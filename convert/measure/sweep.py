@@ -11,6 +11,10 @@
 
 Each student has its own residual streams and shares the source's open layer; no checkpoint is
 written. The fitted layers and the measured loss are the same as with `kvfold convert`.
+
+Until a sweep ends, its finished rows are in ``sweep.json`` of the user's cache folder, by a digest
+of what determines them: model, text, options, device and versions. The same targets continue from
+them, in the same command or another.
 """
 
 import hashlib
@@ -21,7 +25,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -62,7 +66,6 @@ from kvfold.convert.measure.sweep_targets import (
     WITHIN,
     default_targets,
     format_target,
-    group_targets,
     parse_targets,
 )
 from kvfold.convert.options import to_argv
@@ -75,8 +78,6 @@ from kvfold.convert.walk.walk import Step, Teacher, Walk
 
 # Options that say what a sweep does; its conversions have all others too, in the same sense.
 _OWN_OPTIONS = ("targets", "layout", "out", "fresh", "quiet")
-# Without influence on the row of a target.
-_RUN_ONLY = ("targets", "out", "fresh", "quiet")
 # Given as arguments of the command, or without influence on the result.
 _NOT_REPEATED = ("model", "out", "quiet", "max_shard_size")
 
@@ -229,61 +230,46 @@ class Sweep:
         }
 
 
-class FinishedRows:
-    """The rows of an unfinished sweep, in the user's cache folder until it ends, so that the same
-    command continues.
+def _row_key(plan: Plan) -> str:
+    settings = json.dumps(run_settings(plan), sort_keys=True)
+    return hashlib.sha256(settings.encode()).hexdigest()
 
-    A sweep of another model, text or options has another file. ``plan`` is that of a target.
-    Without a writable cache folder nothing is kept.
-    """
 
-    def __init__(self, plan: Plan, request: SweepRequest) -> None:
-        settings = run_settings(plan)
-        options = {name: value for name, value in vars(request).items() if name not in _RUN_ONLY}
-        about = [options, settings["device"], settings["versions"], settings["files"]]
-        digest = hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self.path = cache / "kvfold" / f"sweep-{digest[:16]}.json"
-        self.values: dict[str, Any] = {}
-        if not request.fresh:
-            with suppress(OSError, ValueError, TypeError):  # none, or a damaged file
-                self.values = dict(json.loads(self.path.read_bytes()))
+def _stored_path() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "kvfold" / "sweep.json"
 
-    def restore(self, target: str, plan: Plan) -> SweepRow | None:
-        """The row of ``target``, if it was finished before."""
-        with suppress(KeyError, TypeError):  # none, or a damaged file
-            values = dict(self.values[target])
-            rank, rope = values.pop("split")
-            request = replace(plan.request, budget=None, kv_rank=rank, rope_dim=rope)
-            values["measured"] = Measurement(layers=(), **values["measured"])
-            values["splits"] = tuple(Split(**split) for split in values["splits"])
-            values["distances"] = tuple(values["distances"])
-            return SweepRow(target=target, request=request, **values)
-        return None
 
-    def add(self, row: SweepRow) -> None:
-        """Store a finished row."""
-        values = {name: value for name, value in vars(row).items() if name != "request"}
-        del values["target"]
-        measured = vars(row.measured)
-        values["measured"] = {name: value for name, value in measured.items() if value != ()}
-        values["split"] = [row.request.kv_rank, row.request.rope_dim]
-        values["splits"] = [vars(split) for split in row.splits]
-        self.values[row.target] = values
-        try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with replacing(self.path) as new:
-                write_file(new, json.dumps(self.values))
-        except OSError as error:
-            print(
-                f"warning: {self.path}: finished rows are not kept ({error.strerror})",
-                file=sys.stderr,
-            )
+def _read_stored() -> dict[str, Any]:
+    with suppress(OSError, ValueError, TypeError):  # none, or a damaged file
+        return dict(json.loads(_stored_path().read_bytes()))
+    return {}
 
-    def remove(self) -> None:
-        """Remove the file, after the sweep's end."""
-        with suppress(OSError):  # without a usable cache folder there is none
-            self.path.unlink()
+
+def _write_stored(rows: Mapping[str, Any]) -> None:
+    path = _stored_path()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with replacing(path) as new:
+            write_file(new, json.dumps(rows))
+    except OSError as error:
+        print(f"warning: {path}: finished rows are not kept ({error.strerror})", file=sys.stderr)
+
+
+def _stored_row(row: SweepRow) -> dict[str, Any]:
+    split = {name: getattr(row.request, name) for name in ("budget", "kv_rank", "rope_dim")}
+    return {**asdict(row), "request": split}
+
+
+def _restore_row(stored: Mapping[str, Any], plan: Plan) -> SweepRow:
+    measured = {**stored["measured"], "layers": (), "stretches": (), "by_sequence": ()}
+    changed = {
+        "request": replace(plan.request, **stored["request"]),
+        "measured": Measurement(**measured),
+        "splits": tuple(Split(**split) for split in stored["splits"]),
+        "distances": tuple(stored["distances"]),
+    }
+    return SweepRow(**{**stored, **changed})
 
 
 @dataclass
@@ -296,6 +282,29 @@ class _Student:
     splits: Sequence[Split]
     seconds: float = 0.0
     distances: list[float] = field(default_factory=list)
+
+    def measure(self, precision: str) -> SweepRow:
+        """The row of the target. Its request names the split that was chosen for a budget."""
+        started = time.monotonic()
+        # Errors by layer and position are not reported.
+        measured = replace(self.walk.measurement(), layers=(), stretches=(), by_sequence=())
+        request = self.plan.request
+        latent = self.plan.latent
+        if latent is not None:
+            request = replace(
+                request, budget=None, kv_rank=latent.kv_rank, rope_dim=latent.rope_dim
+            )
+        return SweepRow(
+            target=self.target,
+            request=request,
+            kind=self.plan.layout.kind,
+            cache_elements=self.plan.layout.cache_elements,
+            measured=measured,
+            precision=precision,
+            seconds=self.seconds + time.monotonic() - started,
+            splits=tuple(self.splits),
+            distances=tuple(self.distances),
+        )
 
 
 def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) -> Sweep:
@@ -346,21 +355,22 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
 def _sweep(
     targets: Mapping[str, Plan], scratch: Path, stages: Stages, request: SweepRequest
 ) -> Sweep:
-    """Sweep over groups of ``targets``, what needs least first; finished rows are shown, and kept
+    """Sweep over groups of ``targets``, what needs least first; finished rows are shown, and stored
     until the end.
     """
     first = next(iter(targets.values()))
-    finished = FinishedRows(first, request)
+    keys = {target: _row_key(plan) for target, plan in targets.items()}
+    stored = _read_stored()
     rows = dict[str, SweepRow]()
     for target, plan in targets.items():
-        row = finished.restore(target, plan)
-        if row is not None:
-            rows[target] = row
-    if rows and not request.quiet:
-        print(
+        if keys[target] in stored and not request.fresh:
+            with suppress(KeyError, TypeError):  # a damaged file
+                rows[target] = _restore_row(stored[keys[target]], plan)
+    if rows:
+        _tell(
+            request,
             f"resuming after {len(rows)} of {len(targets)} targets of the interrupted sweep"
             " (--fresh starts over)",
-            file=sys.stderr,
         )
     with stages("reading the text and the model"):
         calibration = load_source_and_text(first, scratch, stages, "")
@@ -377,33 +387,46 @@ def _sweep(
         sequences=len(tokens.held_out),
         length=tokens.held_out.shape[1],
     )
-    if not request.quiet:
-        count, length = tokens.calibration.shape
-        print(
-            f"sweeping over {len(targets)} targets on {count} x {length} tokens of"
-            f" {text_name(tokens.source)}",
-            file=sys.stderr,
-        )
-    survey: list[LayerSurvey] = []
+    count, length = tokens.calibration.shape
+    text = f"{count} x {length} tokens of {text_name(tokens.source)}"
+    _tell(request, f"sweeping over {len(targets)} targets on {text}")
     left = {target: plan for target, plan in targets.items() if target not in rows}
     try:
-        for group in group_targets(left):
-            latent = [plan for plan in group.values() if plan.latent is not None]
-            if latent and not survey:
-                survey = survey_layers(latent[0], calibration, scratch, stages)
-            for row in _fit_group(group, calibration, survey, scratch, stages):
-                rows[row.target] = row
-                finished.add(row)
-                if not request.quiet:
-                    saving = format_saving(source.cache_elements, row.cache_elements)
-                    line = f"{row.kind}: {saving} cache, {format_metrics(row.measured)}"
-                    tqdm.write(line, file=sys.stderr)
+        for row in _fit_targets(left, calibration, scratch, stages):
+            rows[row.target] = row
+            stored[keys[row.target]] = _stored_row(row)
+            _write_stored(stored)
+            saving = format_saving(source.cache_elements, row.cache_elements)
+            _tell(request, f"{row.kind}: {saving} cache, {format_metrics(row.measured)}")
     except BaseException as error:
         if rows:
             error.add_note(f"finished rows kept for the same request: {len(rows)}")
         raise
-    finished.remove()
+    _write_stored({key: row for key, row in stored.items() if key not in keys.values()})
     return Sweep(source, tuple(rows[target] for target in targets))
+
+
+def _tell(request: SweepRequest, line: str) -> None:
+    if not request.quiet:
+        tqdm.write(line, file=sys.stderr)
+
+
+def _fit_targets(
+    plans: Mapping[str, Plan], calibration: Calibration, scratch: Path, stages: Stages
+) -> Iterator[SweepRow]:
+    """Fit and measure targets in groups that share a walk: folds, which need no survey, then MLA
+    splits, then each budget, which needs trials of splits too.
+    """
+    folds = {target: plan for target, plan in plans.items() if plan.latent is None}
+    latent = {target: plan for target, plan in plans.items() if plan.latent is not None}
+    splits = {target: plan for target, plan in latent.items() if plan.request.budget is None}
+    budgets = [{target: plan} for target, plan in latent.items() if target not in splits]
+    if folds:
+        yield from _fit_group(folds, calibration, [], scratch, stages)
+    if latent:
+        survey = survey_layers(next(iter(latent.values())), calibration, scratch, stages)
+        for group in filter(None, [splits, *budgets]):
+            yield from _fit_group(group, calibration, survey, scratch, stages)
 
 
 def _fit_group(
@@ -449,29 +472,4 @@ def _fit_group(
                 student.seconds += time.monotonic() - started
                 advance(1)
     with stages("measuring"):
-        return [_measure(student, dtype_name(source.training_dtype)) for student in students]
-
-
-def _measure(student: _Student, precision: str) -> SweepRow:
-    """The target with its loss on held-out text; its request contains the chosen split instead of a
-    budget.
-    """
-    started = time.monotonic()
-    plan = student.plan
-    request = plan.request
-    # Errors by layer and position are not reported.
-    measured = replace(student.walk.measurement(), layers=(), stretches=(), by_sequence=())
-    if request.budget is not None and plan.latent is not None:
-        rank = plan.latent.kv_rank
-        request = replace(request, budget=None, kv_rank=rank, rope_dim=plan.latent.rope_dim)
-    return SweepRow(
-        target=student.target,
-        request=request,
-        kind=plan.layout.kind,
-        cache_elements=plan.layout.cache_elements,
-        measured=measured,
-        precision=precision,
-        seconds=student.seconds + time.monotonic() - started,
-        splits=tuple(student.splits),
-        distances=tuple(student.distances),
-    )
+        return [student.measure(dtype_name(source.training_dtype)) for student in students]

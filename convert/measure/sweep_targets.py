@@ -1,10 +1,10 @@
 """Targets of a sweep: parse ``--targets``, or choose some for a model. Does not import torch."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from kvfold.convert.conversion.plan import Plan, possible_kv_heads
+from kvfold.convert.conversion.plan import possible_kv_heads
 from kvfold.convert.errors import InputError, option_error, suggest_name
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import DEFAULT_LAYOUT, TARGETS, Layout
@@ -64,20 +64,6 @@ def format_target(options: TargetOptions) -> str:
     return f"{options['to']}:{sizes}".rstrip(":")
 
 
-def group_targets(plans: Mapping[str, Plan]) -> Iterator[dict[str, Plan]]:
-    """Divide targets by what they need: folds nothing, MLA a survey, and each budget trials of
-    splits too.
-    """
-    folds = {target: plan for target, plan in plans.items() if plan.latent is None}
-    splits = {
-        target: plan
-        for target, plan in plans.items()
-        if plan.latent and plan.request.budget is None
-    }
-    budgets = [{target: plan} for target, plan in plans.items() if plan.request.budget is not None]
-    yield from filter(None, [folds, splits, *budgets])
-
-
 def default_targets(model: Model, layout: Layout | None) -> list[TargetOptions]:
     """A few GQA targets, MQA, and the MLA targets of `kvfold inspect`: splits for kernels, or parts
     of a small cache.
@@ -93,14 +79,11 @@ def default_targets(model: Model, layout: Layout | None) -> list[TargetOptions]:
         if cache_elements(model.geometry) >= _SERVED_FROM
         else []
     )
-    targets += [
-        {"to": "mla", "kv_rank": each.kv_rank, "rope_dim": each.rope_dim} for each in kernels
-    ]
+    for split in kernels:
+        targets.append({"to": "mla", "kv_rank": split.kv_rank, "rope_dim": split.rope_dim})
     if not kernels:
-        targets += [
-            {"to": "mla", "budget": each.kv_rank + each.rope_dim}
-            for each in propose_budgets(model, layout)
-        ]
+        for split in propose_budgets(model, layout):
+            targets.append({"to": "mla", "budget": split.kv_rank + split.rope_dim})
     if not targets:
         raise InputError(
             "GQA, MQA and MLA cannot make this model's cache smaller; `kvfold inspect` lists the"

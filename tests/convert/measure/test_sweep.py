@@ -2,6 +2,7 @@
 loss is named.
 """
 
+import json
 import math
 import shutil
 from contextlib import closing
@@ -22,7 +23,6 @@ from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import model_of
 from kvfold.convert.measure import sweep
-from kvfold.convert.measure.sweep import FinishedRows
 from kvfold.convert.measure.sweep_targets import default_targets, format_target, parse_targets
 
 TEXT = {"samples": 4, "seq_len": 24, "quiet": True}
@@ -111,11 +111,8 @@ def test_where_none_is_within_the_loss_the_nearest_is_named_and_nothing_is_writt
 
 def test_without_a_usable_cache_folder_a_sweep_ends_as_with_one(reader, swept, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    with closing(open_checkpoint(reader)) as checkpoint:
-        plan = make_plan(ConvertRequest(model=reader, out="OUT", to="mqa", **TEXT), checkpoint)
-        finished = FinishedRows(plan, SweepRequest(str(reader), **TEXT))
-    finished.add(swept.rows[1])
-    finished.remove()
+    (row,) = sweep_checkpoint(SweepRequest(str(reader), "mqa", **TEXT)).rows
+    assert row.measured == swept.rows[1].measured
     assert "finished rows are not kept (Not a directory)" in capsys.readouterr().err
 
 
@@ -138,30 +135,34 @@ def test_an_interrupted_sweep_shows_its_rows_and_continues_after_them(
     assert [row.target for row in found.rows] == ["mla:8", "gqa:2", "mqa"]
     for row, same in zip(found.rows, (swept.rows[3], *swept.rows[:2]), strict=True):
         assert (row.measured, row.distances) == (same.measured, same.distances)
-    assert not list((tmp_path / "cache").rglob("*.json"))
+    assert json.loads((tmp_path / "cache" / "kvfold" / "sweep.json").read_text()) == {}
 
 
 def test_rows_of_an_interrupted_sweep_are_discarded_when_the_model_changed_or_on_request(
-    reader, swept, tmp_path, monkeypatch
+    reader, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = shutil.copytree(reader, tmp_path / "model")
-    with closing(open_checkpoint(model)) as checkpoint:
-        plan = make_plan(ConvertRequest(model=model, out="OUT", to="mqa", **TEXT), checkpoint)
+    fit_layer = Mock(side_effect=sweep.fit_layer)
+    monkeypatch.setattr(sweep, "fit_layer", fit_layer)
 
-        def open_rows(**options):
-            return FinishedRows(plan, SweepRequest(str(model), **TEXT, **options))
+    def interrupt(**options):
+        """The number of layers that are fitted until the sweep is interrupted before MLA."""
+        fit_layer.reset_mock()
+        with monkeypatch.context() as patch:
+            patch.setattr(sweep, "survey_layers", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                sweep_checkpoint(SweepRequest(str(model), "mqa mla:8", **TEXT, **options))
+        return fit_layer.call_count
 
-        def restore(**options):
-            return open_rows(**options).restore("mqa", plan)
-
-        open_rows().add(swept.rows[1])
-        assert restore(targets="mqa").measured == swept.rows[1].measured
-        assert restore(fresh=True) is None
-        assert restore(layout="engine") is None
-        with (model / "config.json").open("a") as config:
-            config.write("\n")
-        assert restore() is None
+    layers = interrupt()
+    assert layers > 0
+    assert interrupt() == 0
+    assert interrupt(fresh=True) == layers
+    assert interrupt(seed=7) == layers
+    with (model / "config.json").open("a") as config:
+        config.write("\n")
+    assert interrupt() == layers
 
 
 def test_targets_are_spelled_with_commas_or_blanks():
