@@ -2,10 +2,10 @@
 
 import json
 import re
-from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 from helpers.processes import run_python
@@ -13,11 +13,9 @@ from helpers.processes import run_python
 from kvfold.convert.families import schema, values
 from kvfold.convert.families.family import load_family, supported
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.values import TYPES
 
 FOLDER = Path(schema.__file__).parent
 TINY = {"vocab_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
-FAMILIES = {name: load_family(name) for name in supported()}
 
 
 def table(name: str) -> dict:
@@ -44,53 +42,40 @@ def test_sections_merge_entry_by_entry_or_say_what_is_wrong(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "place",
-    [
-        (),
-        ("config", "head_dim"),
-        ("sizes",),
-        ("attention", "norm"),
-        ("rotary", "by_type", "full_attention"),
-        ("tensors", "gate"),
-        ("tolerated", 0),
-    ],
+    "place", [(), ("config", "head_dim"), ("rotary", "by_type", "full_attention"), ("tolerated", 0)]
 )
-def test_an_unknown_key_is_an_error_that_names_its_place(place, told):
+def test_an_unknown_key_is_an_error_that_names_its_place(place):
     data = inner = table("gemma3_text")
     for step in place:
         inner = inner[step]
     inner["colour"] = "blue"
     with pytest.raises(ValueError, match="unknown key 'colour'; known: ") as caught:
         schema.parse_family(data, "x.json")
-    told(str(caught.value).partition("; known")[0])
+    assert all(str(step) in str(caught.value) for step in place)
 
 
 def test_a_missing_key_and_an_unknown_role_are_errors_that_name_their_place():
     data = table("llama")
     data["tensors"]["colour"] = data["tensors"]["gate"]
-    with pytest.raises(
-        ValueError, match=r"^x.json: tensors: unknown role 'colour'; known: embedding, positions, "
-    ):
+    with pytest.raises(ValueError, match="tensors: unknown role 'colour'"):
         schema.parse_family(data, "x.json")
     del data["attention"]["scale"], data["attention"]["o"], data["tensors"]["colour"]
-    with pytest.raises(ValueError, match=r"^x.json: attention: missing key 'o', 'scale'$"):
+    with pytest.raises(ValueError, match="attention: missing key 'o', 'scale'"):
         schema.parse_family(data, "x.json")
 
 
-def parts_of(part: Any) -> list[Any]:
+def sections_of(part: Any) -> Iterator[Any]:
     """The sections of a family, itself included, however deep."""
-    if isinstance(part, dict | tuple):
-        return [
-            each
-            for entry in (part.values() if isinstance(part, dict) else part)
-            for each in parts_of(entry)
-        ]
-    own = (
-        [each for item in fields(part) for each in parts_of(getattr(part, item.name))]
-        if is_dataclass(part)
-        else []
-    )
-    return [part, *own] if is_dataclass(part) else own
+    inner: Any = ()
+    if is_dataclass(part):
+        yield part
+        inner = [getattr(part, item.name) for item in fields(part)]
+    elif isinstance(part, Mapping):
+        inner = part.values()
+    elif isinstance(part, tuple):
+        inner = part
+    for entry in inner:
+        yield from sections_of(entry)
 
 
 def test_the_example_of_the_guide_is_a_family(tmp_path):
@@ -104,56 +89,17 @@ def test_the_example_of_the_guide_is_a_family(tmp_path):
     assert model.tensors["model.layers.0.self_attn.qkv_proj.weight"].roles == ("q", "k", "v")
 
 
-def test_every_option_of_the_schema_is_used_by_some_family():
-    by_class = defaultdict(list)
-    for part in parts_of(FAMILIES):
-        by_class[type(part)].append(part)
-    idle = [
-        f"type {kind}" for kind in TYPES if kind not in {key.type for key in by_class[schema.Key]}
-    ]
-    for spec, parts in by_class.items():
-        for option in fields(spec):
-            used = [getattr(part, option.name) for part in parts]
-            idle += [f"{spec.__name__}.{option.name}"] * all(
-                value == option.default for value in used
-            )
-    roles = {role for family in FAMILIES.values() for role in family.tensors}
-    assert idle + sorted(set(get_args(schema.BlockRole)) - roles) == []
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", supported())
 def test_expressions_refer_to_keys_of_the_file_and_to_all_of_them(name):
-    family = FAMILIES[name]
-    used = {FAMILIES[name].sizes.kv_heads}
-    for part in parts_of(family):
-        marked = [
-            option
-            for option, hint in get_type_hints(type(part)).items()
-            if hint is Any or "Any" in str(hint)
-        ]
-        for value in (
-            getattr(part, option)
-            for option in marked
-            if option not in ("default", "requires", "table")
-        ):
-            for expression in value if isinstance(value, tuple) else (value,):
-                used |= set() if expression is schema.ABSENT else values.names_in(expression)
+    family = load_family(name)
+    used = {family.sizes.kv_heads}
+    for section in sections_of(family):
+        for item in fields(section):
+            if "Any" in str(item.type) and item.name not in ("default", "requires", "table"):
+                value = getattr(section, item.name)
+                for expression in value if isinstance(value, tuple) else (value,):
+                    used |= values.names_in(expression)
     assert used - {"layer", "layer_type", "sparse", None} == set(family.config)
-
-
-NAMES = {"a": 2, "b": 3, "items": ["x", "y", "z"]}
-EXPRESSIONS = [
-    *(
-        "a * b + 1",
-        "2 ** a // b",
-        "-a % b",
-        "a / b",
-        "items[a] if a < b <= 3 else None",
-        "not a or items",
-        "a and 0",
-    ),
-    *("'x' in items and 'q' not in items", "missing if a is None else 1"),
-]
 
 
 @pytest.mark.parametrize(

@@ -15,15 +15,13 @@ from helpers import precision
 from helpers.cases import mostly_slow
 from helpers.checkpoints import stock_model, tensors
 from safetensors.torch import save_file
-from tiny_models import CLASSICS, tiny_config
+from tiny_models import CLASSICS
 
 from kvfold.attention import register_models
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.families.family import supported
 from kvfold.convert.families.layer_io import read_layer, write_layer
 from kvfold.convert.families.model import Model, model_of
-from kvfold.convert.targets.mla.problems import latent_problems
-from kvfold.convert.targets.mla.spec import MlaSpec
 from kvfold.convert.transforms.fold import pool
 
 FULL = ["full_attention", "full_attention"]
@@ -81,13 +79,9 @@ LATENT_VARIANTS = [
         }.items()
     ),
 ]
-EXPERTS = ("mixtral", "qwen3_moe", "olmoe")  # see targets/test_experts.py
 # Logits of up to three, after layers without norms on queries and keys; without AVX-512 they differ
 # by 1.3e-5.
 TOLERANCE = {"rtol": 3 * precision.FLOAT32, "atol": 3 * precision.FLOAT32}
-APPROXIMATED = (
-    "qwen3",
-)  # linear maps stand in for its norms on queries and keys: never without loss
 
 
 def tiny_model(folder: Path) -> tuple[Model, dict[str, torch.Tensor]]:
@@ -188,36 +182,16 @@ def test_low_precision_changes_a_latent_no_more_than_the_source(dtype, tiny_fami
     assert low < 2 * floor
 
 
-def test_the_latent_class_expresses_no_other_family():
-    """Whatever their options: tiny models of them have a problem that no option removes."""
-    lasting = (
-        "LayerNorm",
-        "RMSNorm variant",
-        "without a gate",
-        "norm placement",
-        "experts",
-        "after their rotary",
-    )
-    for name in set(supported()) - {*LATENT, *EXPERTS, *APPROXIMATED}:
-        config = json.loads(tiny_config(name, {}).to_json_string(use_diff=False))
-        found = " ".join(latent_problems(model_of(config), MlaSpec(8, 4)))
-        assert any(word in found for word in lasting), (name, found)
-
-
-def test_queries_that_grow_with_their_position_are_no_latent_queries(told):
-    config = json.loads(
-        tiny_config("ministral3", {"sliding_window": None}).to_json_string(use_diff=False)
-    )
-    (problem,) = latent_problems(model_of(config), MlaSpec(8, 4))
-    told(problem)
-
-
-def test_keys_normalized_behind_their_rotation_are_pooled_only(tiny_family, tmp_path, refused):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        # Keys are normalized behind their rotation, so they are pooled only.
+        ("hunyuan_v1_dense", {"to": "gqa", "kv_heads": 4, "method": "principal"}),
+        # Queries grow with their position.
+        ("ministral3", {"to": "mla", "kv_rank": 8, "rope_dim": 4, "method": "svd"}),
+    ],
+)
+def test_what_no_output_can_express_is_refused(name, options, tiny_family, tmp_path, refused):
+    changes = {"sliding_window": None} if name == "ministral3" else {}
     with refused():
-        convert(
-            tiny_family("hunyuan_v1_dense"),
-            tmp_path / "out",
-            to="gqa",
-            kv_heads=4,
-            method="principal",
-        )
+        convert(tiny_family(name, **changes), tmp_path / "out", **options)
