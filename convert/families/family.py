@@ -128,7 +128,6 @@ def names_in_files(names: Collection[str]) -> WrappedNames:
 
 
 _FAMILY_FOLDER = Path(__file__).parent
-_ONLY = "kvfold converts only causal language models, which docs/families.md lists"
 _LISTED = "docs/families.md lists the supported models, CONTRIBUTING.md explains how to add one"
 _CAUSAL = re.compile("CausalLM$|LMHead")
 # The keys of nested configs in wrappers, by which a wrapper that is not supported is told from a
@@ -181,11 +180,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
         )
     family = load_family(inner or str(model_type))
     stated = read_architectures(config)
-    known = (
-        (family.architecture, *family.also)
-        if inner is None
-        else (WRAPPERS[str(model_type)].architecture,)
-    )
+    known = (family.architecture, *family.also)
+    if inner is not None:
+        known = (WRAPPERS[str(model_type)].architecture,)
     # Published files spell the names of classes with other capitals at times.
     if stated and not {name.casefold() for name in known} & {name.casefold() for name in stated}:
         raise InputError(
@@ -215,13 +212,15 @@ def _unsupported(config: Mapping[str, Any]) -> str:
             "an MLA model already, which cannot be converted again; convert the model that it was"
             " made from instead"
         )
-    if config.get("is_encoder_decoder") is True:
-        return f"not a causal language model (is_encoder_decoder is true); {_ONLY}"
     if towers := sorted(key for key in config if _TOWERS.search(key) and config[key] is not None):
         return (
             f"not a supported multimodal wrapper (the config has {', '.join(towers)}); supported"
             f" wrappers are {', '.join(WRAPPERS)}; {_LISTED}"
         )
-    if TYPES["texts"][1](heads) and heads and not any(_CAUSAL.search(head) for head in heads):
-        return f"not a causal language model (architectures is {heads}); {_ONLY}"
+    named = TYPES["texts"][1](heads) and not any(_CAUSAL.search(head) for head in heads)
+    if named or config.get("is_encoder_decoder") is True:
+        return (
+            f"not a causal language model (architectures is {heads}); kvfold converts only those,"
+            " which docs/families.md lists"
+        )
     return f"not supported; {_LISTED}"

@@ -36,26 +36,22 @@ def read_layer(model: Model, layer: int, read: Read) -> AttentionWeights:
     """
     geometry = model.geometry
     attention = model.family.attention
-    norm = model.qk_norm
     module = attention.module_of(layer)
-    q, k, v = _read_qkv(model, module, "weight", read)
+    tensors: dict[str, Any] = {}
+    tensors["q"], tensors["k"], tensors["v"] = _read_qkv(model, module, "weight", read)
     o = _turned(model, read(f"{module}.{attention.o}.weight"))
-    weights = AttentionWeights(
-        q, k, v, o.reshape(geometry.model_dim, geometry.heads, geometry.head_dim)
-    )
+    tensors["o"] = o.reshape(geometry.model_dim, geometry.heads, geometry.head_dim)
     if "q" in model.biased:
-        q_bias, k_bias, v_bias = _read_qkv(model, module, "bias", read)
-        weights = replace(weights, q_bias=q_bias, k_bias=k_bias, v_bias=v_bias)
+        biases = _read_qkv(model, module, "bias", read)
+        tensors |= zip(("q_bias", "k_bias", "v_bias"), biases, strict=True)
     if "o" in model.biased:
-        weights = replace(weights, o_bias=read(f"{module}.{attention.o}.bias"))
+        tensors["o_bias"] = read(f"{module}.{attention.o}.bias")
     if attention.sinks is not None:
-        weights = replace(weights, sinks=read(f"{module}.{attention.sinks}"))
-    if norm is not None:
-        eps = float(evaluate(norm.eps, model.values))
-        q_norm = _read_norm(norm, module, "q", (geometry.heads, geometry.head_dim), eps, read)
-        k_norm = _read_norm(norm, module, "k", (geometry.kv_heads, geometry.head_dim), eps, read)
-        weights = replace(weights, q_norm=q_norm, k_norm=k_norm)
-    return _rotary_order(model, weights, (-1, 2))
+        tensors["sinks"] = read(f"{module}.{attention.sinks}")
+    if model.qk_norm is not None:
+        tensors["q_norm"] = _read_norm(model, model.qk_norm, module, "q", geometry.heads, read)
+        tensors["k_norm"] = _read_norm(model, model.qk_norm, module, "k", geometry.kv_heads, read)
+    return _rotary_order(model, AttentionWeights(**tensors), (-1, 2))
 
 
 def write_layer(
@@ -70,27 +66,25 @@ def write_layer(
     """
     _check_stored(model, weights)
     attention = model.family.attention
-    norm = model.qk_norm
     module = attention.module_of(layer)
     stored = _rotary_order(model, weights, (2, -1))
-    tensors = _join_qkv(model, module, "weight", (stored.q, stored.k, stored.v), roles)
+    tensors = _join_qkv(model, module, "weight", stored.q, stored.k, stored.v)
     if stored.q_bias is not None and stored.k_bias is not None and stored.v_bias is not None:
-        tensors |= _join_qkv(
-            model, module, "bias", (stored.q_bias, stored.k_bias, stored.v_bias), roles
-        )
-    if "o" in roles:
-        tensors[f"{module}.{attention.o}.weight"] = _turned(
-            model, stored.o.reshape(stored.model_dim, -1)
-        )
-        if stored.o_bias is not None:
-            tensors[f"{module}.{attention.o}.bias"] = stored.o_bias
-    if "q" in roles and stored.sinks is not None:
+        tensors |= _join_qkv(model, module, "bias", stored.q_bias, stored.k_bias, stored.v_bias)
+    output = stored.o.reshape(stored.model_dim, -1)
+    tensors[f"{module}.{attention.o}.weight"] = _turned(model, output)
+    if stored.o_bias is not None:
+        tensors[f"{module}.{attention.o}.bias"] = stored.o_bias
+    if stored.sinks is not None:
         tensors[f"{module}.{attention.sinks}"] = stored.sinks
-    norms: dict[Role, HeadNorm | None] = {"q": stored.q_norm, "k": stored.k_norm}
-    for role, head_norm in norms.items():
-        if norm is not None and head_norm is not None and role in roles:
-            tensors |= _write_norm(norm, module, role, head_norm)
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+    if model.qk_norm is not None and stored.q_norm is not None and stored.k_norm is not None:
+        tensors |= _write_norm(model.qk_norm, module, "q", stored.q_norm)
+        tensors |= _write_norm(model.qk_norm, module, "k", stored.k_norm)
+    return {
+        name: tensor.contiguous()
+        for name, tensor in tensors.items()
+        if not set(roles).isdisjoint(model.tensors[name].roles)
+    }
 
 
 def _read_qkv(model: Model, module: str, kind: str, read: Read) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,27 +112,14 @@ def _read_qkv(model: Model, module: str, kind: str, read: Read) -> tuple[Tensor,
 
 
 def _join_qkv(
-    model: Model,
-    module: str,
-    kind: str,
-    parts: tuple[Tensor, Tensor, Tensor],
-    roles: Collection[Role],
+    model: Model, module: str, kind: str, q: Tensor, k: Tensor, v: Tensor
 ) -> dict[str, Tensor]:
-    """The stored tensors for the query, key and value ``parts``, by name; the inverse of
-    `_read_qkv`.
-    """
+    """The stored tensors for queries, keys and values, by name; the inverse of `_read_qkv`."""
     attention = model.family.attention
     if attention.layout == "separate":
-        named = zip(("q", "k", "v"), (attention.q, attention.k, attention.v), parts, strict=True)
-        return {
-            f"{module}.{name}.{kind}": part.flatten(0, 1)
-            for role, name, part in named
-            if role in roles
-        }
-    if not {"q", "k", "v"} & set(roles):
-        return {}
-    q, k, v = parts
-    fused = torch.cat(parts)
+        rows = {attention.q: q, attention.k: k, attention.v: v}
+        return {f"{module}.{name}.{kind}": part.flatten(0, 1) for name, part in rows.items()}
+    fused = torch.cat([q, k, v])
     if attention.layout == "per_group":
         groups = torch.unflatten(q, 0, (len(k), -1))
         fused = torch.cat([groups, k[:, None], v[:, None]], 1).flatten(0, 1)
@@ -151,19 +132,19 @@ def _turned(model: Model, tensor: Tensor) -> Tensor:
 
 
 def _read_norm(
-    norm: Norm, module: str, role: Role, shape: tuple[int, int], eps: float, read: Read
+    model: Model, norm: Norm, module: str, role: Role, heads: int, read: Read
 ) -> HeadNorm:
     def rows(kind: str) -> Tensor:
-        stored = torch.cat(
-            [read(f"{module}.{name}.{kind}").flatten() for name in norm.modules(role, shape[0])]
-        )
-        return stored.repeat(shape[0], 1) if norm.extent == "shared" else stored.reshape(shape)
+        names = norm.modules(role, heads)
+        stored = torch.cat([read(f"{module}.{name}.{kind}").flatten() for name in names])
+        copies = heads if norm.extent == "shared" else 1
+        return stored.repeat(copies).reshape(heads, model.geometry.head_dim)
 
     return HeadNorm(
         kind=norm.kind,
         weight=rows("weight"),
         bias=rows("bias") if norm.bias else None,
-        eps=eps,
+        eps=float(evaluate(norm.eps, model.values)),
         offset=norm.offset,
         extent="flat" if norm.extent == "flat" else "head",
         shared=norm.extent == "shared",

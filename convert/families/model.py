@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from kvfold.convert.errors import InputError
@@ -71,89 +72,23 @@ class AttentionLayer:
     growth: float = 0.0
 
 
-def geometry_of(values: Values) -> Geometry:
+def _read_geometry(values: Values) -> Geometry:
     """The sizes of the model. Raises ``InputError`` unless the key/value heads divide the query
     heads.
     """
     sizes = values.family.sizes
-    heads = kv_heads = evaluate(sizes.heads, values)
-    if sizes.kv_heads is not None:
-        kv_heads = int(values[sizes.kv_heads])
-    elif sizes.own_kv_heads is not None:
-        kv_heads = int(evaluate(sizes.own_kv_heads, values))
+    names = ("layers", "heads", "head_dim", "model_dim")
+    names += ("vocabulary", "positions", "initializer_range")
+    numbers = {name: evaluate(getattr(sizes, name), values) for name in names}
+    heads = numbers["heads"]
+    stated = sizes.own_kv_heads if sizes.kv_heads is None else sizes.kv_heads
+    kv_heads = heads if stated is None else int(evaluate(stated, values))
     if heads % kv_heads:
         name = sizes.kv_heads or "key/value heads"
         raise InputError(
             f"config.json: {name} is {kv_heads}, but it must divide the {heads} query heads"
         )
-    names = ("layers", "head_dim", "model_dim", "vocabulary", "positions", "initializer_range")
-    others = {name: evaluate(getattr(sizes, name), values) for name in names}
-    return Geometry(heads=heads, kv_heads=kv_heads, rotary_dims=rotary_dims(values), **others)
-
-
-def layer_values(values: Values, index: int) -> Values:
-    """``values`` plus ``layer``, ``layer_type`` and ``sparse`` (experts instead of one MLP) for
-    layer ``index``.
-    """
-    family = values.family
-    try:
-        layer_type = evaluate(family.attention.layer_type, replace(values, names={"layer": index}))
-    except (
-        TypeError
-    ) as error:  # a pattern in words, which the class itself cannot read without layer_types
-        raise InputError(
-            f"config.json: layer_types is missing and cannot be derived ({error}); add it"
-        ) from None
-    if layer_type not in (None, "full_attention", "sliding_attention"):
-        raise InputError(
-            f"config.json: layer {index} has type {layer_type!r}, but model_type"
-            f" {family.model_type!r} is supported only with 'full_attention' and"
-            " 'sliding_attention'"
-        )
-    scope = replace(values, names={"layer": index, "layer_type": layer_type})
-    return replace(
-        values, names={**scope.names, "sparse": bool(evaluate(family.block.sparse, scope))}
-    )
-
-
-def layer_of(values: Values, index: int) -> AttentionLayer:
-    """The attention of layer ``index``. Raises ``InputError`` if its scale is not above 0."""
-    values = layer_values(values, index)
-    family = values.family
-    attention = values.family.attention
-    # query_pre_attn_scalar 0 divides by zero, a negative one gives a complex number: both are told
-    # as a bad scale.
-    try:
-        scale = evaluate(attention.scale, values)
-    except ZeroDivisionError:
-        scale = math.inf
-    if not is_number(scale) or scale <= 0:
-        raise InputError(
-            f"config.json: the attention scale ({attention.scale}) must be above 0, not {scale!r}"
-        )
-    growth = family.rotary.query_growth
-    table = {} if growth is None else rope_table(values, values["layer_type"])
-    return AttentionLayer(
-        index=index,
-        type=values["layer_type"],
-        scale=float(scale),
-        window=evaluate(attention.window, values),
-        rotates=bool(evaluate(family.rotary.rotates, values)),
-        softcap=evaluate(attention.softcap, values),
-        clip=evaluate(attention.clip, values),
-        alibi=bool(evaluate(attention.alibi, values)),
-        sparse=values["sparse"],
-        growth=read_number(table, growth) if growth and table.get(growth) else 0.0,
-    )
-
-
-def block_of(values: Values, *, sparse: bool) -> Block:
-    """The norms and MLP around the attention, sizes computed from the config; ``sparse``: a layer
-    has experts.
-    """
-    block = values.family.block
-    routing = None if block.routing is None else evaluate_section(block.routing, values)
-    return evaluate_section(replace(block, sparse=sparse, routing=routing), values)
+    return Geometry(kv_heads=kv_heads, rotary_dims=rotary_dims(values), **numbers)
 
 
 # Layers or experts that are listed one by one whatever the files hold. A config with a billion of
@@ -195,29 +130,30 @@ class Model:
         self.config = config
         self.tower = tower
         self.values = Values(family, config)
-        self.geometry = geometry_of(self.values)
+        self.geometry = _read_geometry(self.values)
         attention = family.attention
-        norm = family.attention.norm
-        biases = {
-            "q": attention.qkv_bias,
-            "k": attention.qkv_bias,
-            "v": attention.qkv_bias,
-            "o": attention.o_bias,
-        }
-        self.biased = tuple(role for role in ROLES if evaluate(biases[role], self.values))
+        self.biased: tuple[Role, ...] = ()
+        if evaluate(attention.qkv_bias, self.values):
+            self.biased += ("q", "k", "v")
+        if evaluate(attention.o_bias, self.values):
+            self.biased += ("o",)
+        norm = attention.norm
         self.qk_norm = norm if norm is not None and evaluate(norm.when, self.values) else None
 
     # The properties below list layers or tensors, of which a wrong config may have billions: they
     # are made when used.
     @cached_property
     def layers(self) -> tuple[AttentionLayer, ...]:
-        """The attention of each layer."""
-        return tuple(layer_of(self.values, index) for index in range(self.geometry.layers))
+        """The attention of each layer. Raises ``InputError`` if a scale is not above 0."""
+        return tuple(self._read_layer(index) for index in range(self.geometry.layers))
 
     @cached_property
     def block(self) -> Block:
-        """The block around the attention."""
-        return block_of(self.values, sparse=any(layer.sparse for layer in self.layers))
+        """The norms and MLP around the attention."""
+        block = self.family.block
+        routing = None if block.routing is None else evaluate_section(block.routing, self.values)
+        sparse = any(layer.sparse for layer in self.layers)
+        return evaluate_section(replace(block, sparse=sparse, routing=routing), self.values)
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -248,12 +184,8 @@ class Model:
 
     def attention_names(self, layer: int, roles: Collection[Role] = ROLES) -> tuple[str, ...]:
         """The names of the stored tensors for ``roles`` of ``layer``, without duplicates."""
-        # a fused projection comes up once for each of its roles
-        return tuple(
-            dict.fromkeys(
-                name for role in ROLES if role in roles for name in self.names[role, layer]
-            )
-        )
+        names = [name for role in ROLES if role in roles for name in self.names[role, layer]]
+        return tuple(dict.fromkeys(names))
 
     def frequencies(self, layer: int, context: ContextRange | None = None) -> Frequencies:
         """The rotary frequencies of ``layer``, empty if it does not rotate. Raises as
@@ -285,18 +217,13 @@ class Model:
         """The missing, misshaped and unknown tensors in ``stored`` (objects with a shape, by name),
         one line each.
         """
-        count = len(stored)
-        most = max(len(stored), _MOST_UNCHECKED)
-        if (layers := self.geometry.layers) > most:
-            return [
-                f"missing: config.json says {layers} layers, but the files have only {count}"
-                " tensors in all"
-            ]
-        if (widest := max(experts for *_, experts in self._rows())) > most:
-            return [
-                f"missing: config.json says {widest} experts, but the files have only {count}"
-                " tensors in all"
-            ]
+        experts = (("experts", count) for *_, count in self._rows())
+        for what, count in chain([("layers", self.geometry.layers)], experts):
+            if count > max(len(stored), _MOST_UNCHECKED):
+                return [
+                    f"missing: config.json says {count} {what}, but the files have only"
+                    f" {len(stored)} tensors in all"
+                ]
         missing = [
             f"missing: {t.name} {list(t.shape)}"
             for t in self.tensors.values()
@@ -325,14 +252,61 @@ class Model:
         ]
         return missing + misshaped + extra
 
+    def _layer_values(self, index: int) -> Values:
+        """The values plus ``layer``, ``layer_type`` and ``sparse`` (experts instead of one MLP) for
+        layer ``index``.
+        """
+        family = self.family
+        names: dict[str, Any] = {"layer": index}
+        try:
+            kind = evaluate(family.attention.layer_type, replace(self.values, names=names))
+        except TypeError as error:  # a pattern in words, which the class cannot read either
+            raise InputError(
+                f"config.json: layer_types is missing and cannot be derived ({error}); add it"
+            ) from None
+        if kind not in (None, "full_attention", "sliding_attention"):
+            raise InputError(
+                f"config.json: layer {index} has type {kind!r}, but model_type"
+                f" {family.model_type!r} is supported only with 'full_attention' and"
+                " 'sliding_attention'"
+            )
+        names["layer_type"] = kind
+        sparse = evaluate(family.block.sparse, replace(self.values, names=names))
+        return replace(self.values, names={**names, "sparse": bool(sparse)})
+
+    def _read_layer(self, index: int) -> AttentionLayer:
+        values = self._layer_values(index)
+        rotary = self.family.rotary
+        attention = self.family.attention
+        try:
+            scale = evaluate(attention.scale, values)
+        except ZeroDivisionError:
+            scale = math.inf
+        if not is_number(scale) or scale <= 0:
+            raise InputError(
+                f"config.json: the attention scale ({attention.scale}) must be above 0, not"
+                f" {scale!r}"
+            )
+        growth = rotary.query_growth
+        table = {} if growth is None else rope_table(values, values["layer_type"])
+        return AttentionLayer(
+            index=index,
+            type=values["layer_type"],
+            scale=float(scale),
+            window=evaluate(attention.window, values),
+            rotates=bool(evaluate(rotary.rotates, values)),
+            softcap=evaluate(attention.softcap, values),
+            clip=evaluate(attention.clip, values),
+            alibi=bool(evaluate(attention.alibi, values)),
+            sparse=values["sparse"],
+            growth=read_number(table, growth) if growth and table.get(growth) else 0.0,
+        )
+
     def _rows(self) -> Iterator[tuple[BlockRole, TensorSpec, Values, int]]:
         """Yield the rows in section ``tensors`` that apply to this config, once per layer if the
-        name has ``{layer}``.
-
-        Each item is the role, the row, the values for the layer, and the number of tensors that the
-        row describes.
+        name has ``{layer}``: role, row, values for the layer, and number of tensors.
         """
-        layers = [layer_values(self.values, index) for index in range(self.geometry.layers)]
+        layers = [self._layer_values(index) for index in range(self.geometry.layers)]
         for role, spec in self.family.tensors.items():
             for scope in layers if "{layer}" in spec.name else [self.values]:
                 if evaluate(spec.when, scope):
@@ -344,32 +318,27 @@ class Model:
         and key norms.
         """
         attention = self.family.attention
-        norm = self.qk_norm
         size = self.geometry
         module = attention.module_of(layer)
         queries = size.heads * size.head_dim
         keys = size.kv_heads * size.head_dim
-        projections: tuple[tuple[str | None, tuple[Role, ...], tuple[int, int]], ...] = (
-            (attention.q, ("q",), (queries, size.model_dim)),
-            (attention.k, ("k",), (keys, size.model_dim)),
-            (attention.v, ("v",), (keys, size.model_dim)),
-            (attention.qkv, ("q", "k", "v"), (queries + 2 * keys, size.model_dim)),
-            (attention.o, ("o",), (size.model_dim, queries)),
+        projections: tuple[tuple[str | None, tuple[Role, ...], int, int], ...] = (
+            (attention.q, ("q",), queries, size.model_dim),
+            (attention.k, ("k",), keys, size.model_dim),
+            (attention.v, ("v",), keys, size.model_dim),
+            (attention.qkv, ("q", "k", "v"), queries + 2 * keys, size.model_dim),
+            (attention.o, ("o",), size.model_dim, queries),
         )
-        for name, roles, shape in projections:
+        for name, roles, rows, columns in projections:
             if name is None:
                 continue
-            # A bias is no matrix: it is the same for weights that are stored the other way round.
-            yield StoredTensor(
-                f"{module}.{name}.weight",
-                roles,
-                layer,
-                shape[::-1] if attention.transposed else shape,
-            )
+            shape = (columns, rows) if attention.transposed else (rows, columns)
+            yield StoredTensor(f"{module}.{name}.weight", roles, layer, shape)
             if roles[0] in self.biased:
-                yield StoredTensor(f"{module}.{name}.bias", roles, layer, shape[:1])
+                yield StoredTensor(f"{module}.{name}.bias", roles, layer, (rows,))
         if attention.sinks is not None:
             yield StoredTensor(f"{module}.{attention.sinks}", ("q",), layer, (size.heads,))
+        norm = self.qk_norm
         if norm is None:
             return
         sides: tuple[tuple[Role, int], ...] = (("q", size.heads), ("k", size.kv_heads))

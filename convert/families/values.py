@@ -21,7 +21,6 @@ Section = TypeVar("Section", Routing, Block)
 _ALLOWED = (
     ast.Expression,
     ast.Name,
-    ast.Load,
     ast.Constant,
     ast.BinOp,
     ast.UnaryOp,
@@ -29,17 +28,11 @@ _ALLOWED = (
     ast.Compare,
     ast.IfExp,
     ast.Subscript,
+    ast.expr_context,
+    ast.operator,
+    ast.unaryop,
     ast.boolop,
     ast.cmpop,
-    ast.Not,
-    ast.USub,
-    ast.Add,
-    ast.Sub,
-    ast.Mult,
-    ast.Div,
-    ast.FloorDiv,
-    ast.Mod,
-    ast.Pow,
 )
 
 
