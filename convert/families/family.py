@@ -201,7 +201,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 def _unsupported(config: Mapping[str, Any]) -> str:
     """The reason why the model type of ``config`` is not supported, and the way out."""
-    heads = config.get("architectures")
+    heads: Any = config.get("architectures")
     if str(config.get("model_type")).startswith("kvfold_"):
         return (
             "output of kvfold in layout kvfold, which cannot be converted again; convert its source"

@@ -77,9 +77,11 @@ def write_layer(
         tensors[f"{module}.{attention.o}.bias"] = stored.o_bias
     if stored.sinks is not None:
         tensors[f"{module}.{attention.sinks}"] = stored.sinks
-    if model.qk_norm is not None and stored.q_norm is not None and stored.k_norm is not None:
-        tensors |= _write_norm(model.qk_norm, module, "q", stored.q_norm)
-        tensors |= _write_norm(model.qk_norm, module, "k", stored.k_norm)
+    norms: dict[Role, HeadNorm | None] = {"q": stored.q_norm, "k": stored.k_norm}
+    for role, norm in norms.items():
+        # The values of a norm that is not written may not have been read.
+        if model.qk_norm is not None and norm is not None and role in roles:
+            tensors |= _write_norm(model.qk_norm, module, role, norm)
     return {
         name: tensor.contiguous()
         for name, tensor in tensors.items()

@@ -8,7 +8,7 @@ headers and a config.
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -77,8 +77,8 @@ def _read_geometry(values: Values) -> Geometry:
     heads.
     """
     sizes = values.family.sizes
-    names = ("layers", "heads", "head_dim", "model_dim")
-    names += ("vocabulary", "positions", "initializer_range")
+    own = ("kv_heads", "own_kv_heads")
+    names = [item.name for item in fields(sizes) if item.name not in own]
     numbers = {name: evaluate(getattr(sizes, name), values) for name in names}
     heads = numbers["heads"]
     stated = sizes.own_kv_heads if sizes.kv_heads is None else sizes.kv_heads
