@@ -1,7 +1,7 @@
 """``kvfold eval``: a converted checkpoint and its source on tasks and long contexts."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,7 +12,7 @@ from kvfold.convert.request import EvalRequest
 from kvfold.convert.text.corpus import check_sources
 
 if TYPE_CHECKING:
-    from kvfold.convert.measure.eval import Evaluation, Paired
+    from kvfold.convert.measure.eval import Evaluation
 
 _WIDTHS = (27, 9, 7, 7, 17)
 
@@ -43,20 +43,17 @@ def format_evaluation(evaluation: "Evaluation") -> str:
     rows: list[Sequence[str]] = []
     if evaluation.retrieval:
         rows.append(("retrieval, right answers", "documents", "source", "result", "difference"))
-        for answers in evaluation.retrieval:
-            name = f"{answers.task} at {answers.length} tokens"
-            cells = _format_row(name, answers, ".1f", ".1f", percent=True)
-            rows.append((*cells[:-1], "the source guesses") if answers.guesses else cells)
-        chance = 100 * evaluation.retrieval[0].chance
-        rows += [(f"(a guess is right in {chance:.1f} %)",), ("",)]
+        for row in evaluation.retrieval:
+            cells = _format_row(f"needle at {row['length']} tokens", row, row["difference"], 3)
+            rows.append((*cells[:-1], "the source guesses") if row["guesses"] else cells)
+        rows += [(f"(a guess is right in {evaluation.retrieval[0]['chance']:.3f})",), ("",)]
     rows.append(("perplexity by position", "windows", "source", "result", "excess, nats"))
-    for losses in evaluation.positions:
-        name = f"tokens {losses.start} to {losses.end}"
-        rows.append(_format_row(name, losses, ".2f", ".4f"))
+    for row in evaluation.positions:
+        rows.append(_format_row(f"tokens {row['from']} to {row['to']}", row, row["excess"], 2))
     if evaluation.tasks:
         rows += [("",), ("task", "documents", "source", "result", "difference")]
-        for scores in evaluation.tasks:
-            rows.append(_format_row(f"{scores.task}, {scores.metric}", scores, ".3f", ".3f"))
+        for row in evaluation.tasks:
+            rows.append(_format_row(f"{row['task']}, {row['metric']}", row, row["difference"], 3))
     heading = [
         f"{evaluation.out} against {evaluation.model}",
         f"text: {evaluation.text}",
@@ -67,17 +64,10 @@ def format_evaluation(evaluation: "Evaluation") -> str:
 
 
 def _format_row(
-    name: str, row: "Paired", mean_format: str, difference_format: str, percent: bool = False
+    name: str, row: dict[str, Any], difference: float, decimals: int
 ) -> tuple[str, ...]:
-    scale = 100 if percent else 1
-    unit = " %" if percent else ""
-    difference = f"{scale * row.difference:+{difference_format}}"
-    if row.margin is not None:
-        difference += f" ± {scale * row.margin:{difference_format}}"
-    return (
-        name,
-        f"{row.documents}",
-        f"{scale * row.source:{mean_format}}{unit}",
-        f"{scale * row.student:{mean_format}}{unit}",
-        difference,
-    )
+    text = f"{difference:+.4f}"
+    if row["margin"] is not None:
+        text += f" ± {row['margin']:.4f}"
+    means = (f"{row[model]:.{decimals}f}" for model in ("source", "student"))
+    return (name, str(row["documents"]), *means, text)

@@ -1,40 +1,41 @@
 """``kvfold eval``: compare a source and its conversion on the same documents, with one model in
 memory at a time.
+
+Loss by position needs no task. ``needle`` hides a sentence such as "The secret word of Anna is
+apple." in ordinary text, which ends with a question for the word (Kamradt, 2023). The answer is the
+likeliest of eight words of one token each, so models need not follow instructions; a guess is right
+one time in eight. ``replies`` compares greedy replies to open questions: the number of tokens
+before the first difference, the length, the share of 4-grams that repeat an earlier one (Welleck et
+al., 2020, arXiv 1908.04319), and the rate at which the source would accept the result's tokens as a
+draft, one minus the total variation of the next-token distributions (Leviathan et al., 2023, arXiv
+2211.17192). All other tasks are of lm-evaluation-harness (Gao et al., 2024), in the extra ``eval``.
 """
 
-import sys
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
 
 from kvfold.attention.drift.compare import margin, stretch_bounds
 from kvfold.attention.drift.report import perplexity
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
-from kvfold.convert.errors import InputError, option_error
-from kvfold.convert.measure.eval_tasks import (
-    CHOICES,
-    HarnessScores,
-    Question,
-    answer_questions,
-    check_harness,
-    compare_replies,
-    draw_prompts,
-    draw_questions,
-    next_token_probabilities,
-    run_harness,
-    write_replies,
-)
+from kvfold.convert.errors import InputError, option_error, summarize_error
 from kvfold.convert.measure.losses import token_losses
 from kvfold.convert.progress import Progress, Stages
-from kvfold.convert.request import EvalRequest
+from kvfold.convert.request import BUILT_IN_TASKS, EvalRequest
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import attend_in_blocks, hide_bars, load_config
-from kvfold.convert.text.corpus import check_sources, open_corpus
+from kvfold.convert.text.corpus import check_sources, open_corpus, render
 from kvfold.convert.text.tokenizer import (
     check_vocabulary,
     load_tokenizer,
@@ -49,92 +50,95 @@ _SAMPLES = {"cpu": 16, "cuda": 32}
 _LONGEST_CONTEXT = {"cpu": 1024}
 # More than any language needs, so that enough text is read.
 _BYTES_PER_TOKEN = 16
+
+CHOICES = 8
+_NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry")
+# Common words and words of programs: tokenizers of code models have one token for the latter.
+_WORDS = (
+    "apple bread chair dance earth flower glass horse iron king lake music night ocean paper queen"
+    " river stone table train voice water window winter animal book bridge church color doctor door"
+    " eye field fire gold garden heart island key letter light market money moon name number object"
+    " point road school ship silver snow star street sun time tree wall world list string file line"
+    " code type value class method module text return set"
+)
+_NEEDLE = "\nThe secret word of {name} is {word}.\n"
+_QUESTION = "\nThe secret word of {name} is"
+
 _BATCH = 8  # replies written together: 5 times as fast as one by one on a CPU
+_REPLY_TOKENS = 128
+# Positions per window whose next-token distributions are compared; all would take gigabytes for a
+# large vocabulary.
+_DRAFT_POSITIONS = 32
+_OPEN_QUESTIONS = (
+    "Explain in a few sentences what {} is.",
+    "Write a short story about {}.",
+    "Give me five facts about {}.",
+    "How would you describe {} to a child?",
+    "Why is {} important?",
+    "Write a friendly letter about {} to a neighbor.",
+)
+_SUBJECTS = (
+    "the sea",
+    "bread",
+    "a library",
+    "winter",
+    "music",
+    "a bicycle",
+    "the moon",
+    "a garden",
+)
 
+# The harness names these by their mean over all texts; here the name of one text's share.
+_LOSSES = {"byte_perplexity": "nats_per_byte", "word_perplexity": "nats_per_word"}
 
-@dataclass(frozen=True)
-class Paired:
-    """Both models' means over the same documents.
-
-    documents: the number of documents.
-    source: the source's mean.
-    student: the result's mean.
-    difference: the mean difference, student minus source.
-    margin: half the width of the difference's 95 % interval; None for one document.
-    """
-
-    documents: int
-    source: float
-    student: float
-    difference: float
-    margin: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RetrievalRow(Paired):
-    """The share of right answers in texts of one length.
-
-    task: always ``needle``.
-    length: the tokens of a text.
-    chance: the share of right guesses.
-    guesses: the 95 % interval of the source's share reaches down to chance, so that the difference
-        says nothing about the conversion.
-    """
-
-    task: str
-    length: int
-    chance: float
-    guesses: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class PositionRow(Paired):
-    """Perplexities in a range of positions; ``difference`` is the excess loss in nats per token.
-
-    start: the first position.
-    end: the position after the last one.
-    """
-
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskRow(Paired):
-    """A metric of ``replies`` or of a task of lm-evaluation-harness."""
-
-    task: str
-    metric: str
+# Values ``[n]`` of a metric, one for each document, by task and metric.
+Scores = dict[tuple[str, str], Tensor]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of `eval_checkpoints`.
+    """The result of `eval_checkpoints`, whose rows are JSON objects.
+
+    Each row compares both models on the same ``documents``: the means of ``source`` and
+    ``student``, their ``difference``, student minus source, and ``margin``, half the width of its
+    95 % interval; None for one document.
 
     model, out: the compared checkpoints.
     text: the name of the text for losses and retrieval.
     samples: the number of documents per length.
-    retrieval: right answers by length.
-    positions: perplexities and excess loss by position.
-    tasks: the metrics of the other tasks.
+    retrieval: the share of right answers in texts of ``length`` tokens, and ``chance``, that of
+        guesses. ``guesses``: the 95 % interval of the source's share reaches down to chance, so
+        that the difference says nothing about the conversion.
+    positions: perplexities of the positions ``from`` to ``to``, the latter excluded; ``excess``
+        replaces ``difference``: loss in nats per token.
+    tasks: each ``metric`` of each other ``task``.
     """
 
     model: str
     out: str
     text: str
     samples: int
-    retrieval: list[RetrievalRow]
-    positions: list[PositionRow]
-    tasks: list[TaskRow]
+    retrieval: list[dict[str, Any]]
+    positions: list[dict[str, Any]]
+    tasks: list[dict[str, Any]]
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
-        values = asdict(self)
-        for row in values["positions"]:
-            row["from"] = row.pop("start")
-            row["to"] = row.pop("end")
-            row["excess"] = row.pop("difference")
-        return values
+        return vars(self)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A text that ends in a question for the word hidden in it.
+
+    tokens: the text, ``[T]``.
+    choices: the token of each possible answer.
+    answer: the index of the right choice.
+    """
+
+    tokens: Tensor
+    choices: list[int]
+    answer: int
 
 
 @dataclass(frozen=True)
@@ -159,18 +163,18 @@ class Documents:
 class ModelResults:
     """What one model gave.
 
-    right: 1 for each right answer, else 0, by length.
+    correct: 1 for each right answer, else 0, by length.
     losses: the losses on the windows, ``[N, T - 1]``.
     replies: the tokens of each reply.
-    probabilities: next-token probabilities on the windows; None without the task ``replies``.
+    probabilities: next-token probabilities on the windows; empty without the task ``replies``.
     harness: the scores of lm-evaluation-harness.
     """
 
-    right: dict[int, Tensor]
+    correct: dict[int, Tensor]
     losses: Tensor
     replies: list[Tensor]
-    probabilities: Tensor | None
-    harness: HarnessScores
+    probabilities: Tensor
+    harness: Scores
 
 
 def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> Evaluation:
@@ -185,41 +189,38 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
     ``replies`` (documents). Raises InputError for an invalid request or checkpoint.
 
     >>> request = EvalRequest(demo_folder(), demo_folder(), lengths=[256], samples=2)
-    >>> result = eval_checkpoints(request)
-    >>> [(row.task, row.length, row.difference) for row in result.retrieval]
-    [('needle', 256, 0.0)]
+    >>> (row,) = eval_checkpoints(request).retrieval
+    >>> row["task"], row["length"], row["difference"]
+    ('needle', 256, 0.0)
     """
-    if request.harness_tasks:
-        check_harness(request.harness_tasks)
+    if request.harness_tasks and find_spec("lm_eval") is None:
+        raise InputError(
+            f"--tasks {','.join(request.harness_tasks)} needs lm-evaluation-harness, which is not"
+            " installed; run pip install 'kvfold[eval]', or use only built-in tasks:"
+            f" {', '.join(BUILT_IN_TASKS)}"
+        )
     check_sources(filter(None, [request.text]), "text")
-    with closing(open_checkpoint(request.model)) as source:
-        tokenizer = load_tokenizer(source, request.trust_remote_code, "an evaluation")
-        documents = draw_documents(request, source, tokenizer)
-    if not request.quiet:
-        _announce(request, documents)
+    with closing(open_checkpoint(request.model)) as checkpoint:
+        tokenizer = load_tokenizer(checkpoint, request.trust_remote_code, "an evaluation")
+        documents = draw_documents(request, checkpoint, tokenizer)
+    stages = Stages(progress, request.quiet)
     # One after the other: two models of 70B parameters fit into few machines.
-    before = run_model(
-        request.model, request, tokenizer, documents, Stages(progress, request.quiet)
-    )
-    after = run_model(request.out, request, tokenizer, documents, Stages(progress, request.quiet))
-    retrieval = [
-        pair_answers(length, before.right[length], after.right[length])
-        for length in documents.questions
-    ]
-    tasks = []
-    if before.probabilities is not None and after.probabilities is not None:
-        probabilities = (before.probabilities, after.probabilities)
-        metrics = compare_replies(before.replies, after.replies, probabilities)
-        for metric, values in metrics.items():
-            tasks.append(TaskRow(**vars(pair(*values)), task="replies", metric=metric))
+    source = run_model(request.model, request, tokenizer, documents, stages)
+    student = run_model(request.out, request, tokenizer, documents, stages)
+    tasks = pair_replies(source, student) if documents.prompts else []
+    for (task, metric), scores in source.harness.items():
+        tasks.append({"task": task, "metric": metric} | pair(scores, student.harness[task, metric]))
     return Evaluation(
         model=request.model,
         out=request.out,
         text=documents.text,
         samples=documents.samples,
-        retrieval=retrieval,
-        positions=pair_by_position(before.losses, after.losses),
-        tasks=[*tasks, *pair_by_task(before.harness, after.harness)],
+        retrieval=[
+            pair_answers(length, source.correct[length], student.correct[length])
+            for length in documents.questions
+        ],
+        positions=pair_by_position(source.losses, student.losses),
+        tasks=tasks,
     )
 
 
@@ -246,7 +247,13 @@ def draw_documents(request: EvalRequest, source: Checkpoint, tokenizer: Any) -> 
     if lengths[-1] < shortest:
         rule = f"must be at least {shortest} for a loss to measure"
         raise option_error("lengths", lengths[-1], rule)
-    text, name = _read_text(tokenizer, request.text, lengths[-1] * samples)
+    corpus = open_corpus(request.text, tokenizer, 0, "held_out", "text")
+    bodies, _ = corpus.documents(lengths[-1] * samples * _BYTES_PER_TOKEN)
+    text = torch.cat([prefix[:0], *tokenize(tokenizer, prefix_tokens(tokenizer), bodies)])
+    if not len(text):
+        raise InputError(
+            f"{corpus.name} contains no text to measure on; choose another with --text"
+        )
     check_vocabulary(text, config.vocab_size, source.origin)
     length = min(lengths[-1] - len(prefix), len(text))
     windows = text[: len(text) // length * length].view(-1, length)[:samples]
@@ -258,29 +265,71 @@ def draw_documents(request: EvalRequest, source: Checkpoint, tokenizer: Any) -> 
     prompts = []
     if "replies" in request.tasks:
         prompts = draw_prompts(tokenizer, samples, request.seed)
-    return Documents(name, samples, windows, questions, prompts)
+    return Documents(corpus.name, samples, windows, questions, prompts)
 
 
-def _read_text(tokenizer: Any, source: str | None, count: int) -> tuple[Tensor, str]:
-    """About ``count`` tokens of the text, or all if it is shorter, and the text's name."""
-    corpus = open_corpus(source, tokenizer, 0, "held_out", "text")
-    documents, _ = corpus.documents(count * _BYTES_PER_TOKEN)
-    pieces = list(tokenize(tokenizer, prefix_tokens(tokenizer), documents))
-    if not sum(map(len, pieces)):
+def draw_questions(
+    tokenizer: Any, filler: Tensor, length: int, count: int, seed: int
+) -> list[Question]:
+    """``count`` questions of ``length`` tokens, whose needles lie at depths spread evenly over the
+    text, which is a piece of ``filler [n]``.
+
+    Raises InputError if ``length`` is too short for the needle, or if the tokenizer splits common
+    words.
+    """
+
+    def encode(text: str) -> list[int]:
+        tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens
+
+    words = {word: encode(f" {word}") for word in _WORDS.split()}
+    words = {word: tokens for word, tokens in words.items() if len(tokens) == 1}
+    if len(words) < CHOICES:
         raise InputError(
-            f"{corpus.name} contains no text to measure on; choose another with --text"
+            f"retrieval needs {CHOICES} common English words of one token each, but the tokenizer"
+            f" has only {len(words)}; skip retrieval with --no-retrieval"
         )
-    return torch.cat(pieces), corpus.name
+    prefix = prefix_tokens(tokenizer)
+    random = Random(seed)
+    questions = []
+    for index in range(count):
+        name = random.choice(_NAMES)
+        choices = random.sample(list(words), CHOICES)
+        answer = random.randrange(CHOICES)
+        needle = encode(_NEEDLE.format(name=name, word=choices[answer]))
+        ending = encode(_QUESTION.format(name=name))
+        room = length - len(prefix) - len(needle) - len(ending)
+        if room < 1:
+            raise option_error(
+                "lengths", length, "is too short to hide a sentence; use more tokens"
+            )
+        start = random.randrange(max(1, len(filler) - room))
+        repeats = -(-(start + room) // len(filler))
+        text = filler.repeat(repeats)[start : start + room].tolist()
+        depth = round((index + 0.5) / count * room)
+        tokens = [*prefix, *text[:depth], *needle, *text[depth:], *ending]
+        questions.append(
+            Question(torch.tensor(tokens), [words[word][0] for word in choices], answer)
+        )
+    return questions
 
 
-def _announce(request: EvalRequest, documents: Documents) -> None:
-    windows = documents.windows
-    work = [f"{len(windows)} windows of {windows.shape[1]} tokens", *request.tasks]
-    if documents.questions:
-        lengths = ", ".join(map(str, documents.questions))
-        work.insert(0, f"{documents.samples} needles at each of {lengths} tokens")
-    fewer = "for each model (fewer: --lengths, --samples)"
-    print(f"{'; '.join(work)}, {fewer}", file=sys.stderr, flush=True)
+def draw_prompts(tokenizer: Any, count: int, seed: int) -> list[Tensor]:
+    """The tokens ``[T]`` of ``count`` open questions, in the chat template if there is one; from 49
+    on they repeat.
+    """
+    prompts = [question.format(subject) for subject in _SUBJECTS for question in _OPEN_QUESTIONS]
+    Random(seed).shuffle(prompts)
+    tokens = []
+    for prompt in (prompts * count)[:count]:
+        prefix = prefix_tokens(tokenizer)
+        text = f"{prompt}\n"
+        if getattr(tokenizer, "chat_template", None) is not None:
+            prefix = []
+            text = render(tokenizer, [{"role": "user", "content": prompt}], reply=True)
+        encoded = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens.append(torch.tensor([*prefix, *encoded]))
+    return tokens
 
 
 def run_model(
@@ -289,88 +338,194 @@ def run_model(
     """All results of one model, which is loaded for this alone."""
     hide_bars(request.quiet)
     device = choose_device(request.device)
-    with closing(open_checkpoint(folder)) as checkpoint:
-        name = checkpoint.origin
-        with stages(f"loading {name}"):
-            dtype = compute_dtype(checkpoint, device, request.dtype)
-            model = load_model(checkpoint, dtype, request.trust_remote_code).to(device).eval()
-            attend_in_blocks(model, device)
-        right = {}
-        for length, questions in documents.questions.items():
-            with stages("retrieval", len(questions), "document") as advance:
-                right[length] = answer_questions(model, questions, advance)
-        with stages("losses", len(documents.windows), "document") as advance:
-            losses = token_losses(model, documents.windows, advance)
-        replies = []
-        probabilities = None
-        if documents.prompts:
-            prompts = documents.prompts
-            with stages("replies", len(prompts), "document") as advance:
-                batch = request.batch or _BATCH
-                replies = write_replies(model, tokenizer, prompts, batch, advance)
-            probabilities = next_token_probabilities(model, documents.windows)
-        harness: HarnessScores = {}
-        if request.harness_tasks:
-            with stages(f"{name}: {', '.join(request.harness_tasks)}"):
-                harness = run_harness(model, tokenizer, request)
-    return ModelResults(right, losses, replies, probabilities, harness)
+    with closing(open_checkpoint(folder)) as checkpoint, stages(f"loading {folder}"):
+        dtype = compute_dtype(checkpoint, device, request.dtype)
+        model = load_model(checkpoint, dtype, request.trust_remote_code).to(device).eval()
+        attend_in_blocks(model, device)
+    correct = {}
+    for length, questions in documents.questions.items():
+        counted = stages.over("retrieval", questions, len(questions), "document")
+        correct[length] = answer_questions(model, counted)
+    windows = stages.over("losses", documents.windows, len(documents.windows), "document")
+    losses = token_losses(model, windows)
+    replies = []
+    probabilities = torch.empty(0)
+    if prompts := documents.prompts:
+        size = request.batch or _BATCH
+        batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        for batch in stages.over("replies", batches, len(batches), "batch"):
+            replies += write_replies(model, tokenizer, batch)
+        probabilities = next_token_probabilities(model, documents.windows)
+    harness: Scores = {}
+    if request.harness_tasks:
+        with stages(f"{folder}: {', '.join(request.harness_tasks)}"):
+            harness = run_harness(model, tokenizer, request)
+    return ModelResults(correct, losses, replies, probabilities, harness)
 
 
-def pair(source: Tensor, student: Tensor) -> Paired:
+@torch.no_grad()
+def answer_questions(model: Any, questions: Iterable[Question]) -> Tensor:
+    """1 for each question that the model answers correctly, else 0, ``[n]``."""
+    correct = []
+    for question in questions:
+        tokens = question.tokens[None].to(model.device)
+        logits = model(input_ids=tokens, logits_to_keep=1).logits[0, -1]
+        correct.append(float(int(logits[question.choices].argmax()) == question.answer))
+    return torch.tensor(correct)
+
+
+@torch.no_grad()
+def write_replies(
+    model: Any, tokenizer: Any, prompts: Sequence[Tensor], max_new_tokens: int = _REPLY_TOKENS
+) -> list[Tensor]:
+    """The model's greedy reply to each prompt ``[T]`` of a batch, to its end token or
+    ``max_new_tokens``.
+    """
+    ends = model.generation_config.eos_token_id
+    stops = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    # Not the model's own settings, which may sample or penalize repetition.
+    greedy = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(stops) or None,
+        pad_token_id=0,
+    )
+    tokens = pad_sequence(list(prompts), batch_first=True, padding_side="left")
+    real = [torch.ones_like(prompt) for prompt in prompts]
+    written = model.generate(
+        input_ids=tokens.to(model.device),
+        attention_mask=pad_sequence(real, batch_first=True, padding_side="left").to(model.device),
+        generation_config=greedy,
+    )
+    replies = []
+    for reply in written[:, tokens.shape[1] :].cpu():
+        ended = [i for i, token in enumerate(reply.tolist(), start=1) if token in stops]
+        replies.append(reply[: ended[0]] if ended else reply)
+    return replies
+
+
+@torch.no_grad()
+def next_token_probabilities(model: Any, windows: Tensor) -> Tensor:
+    """Next-token probabilities at evenly spaced positions of ``windows [N, T]``, ``[N, positions,
+    V]`` in float16.
+    """
+    length = windows.shape[1]
+    positions = torch.linspace(0, length - 1, min(_DRAFT_POSITIONS, length)).long()
+    rows = (model(input_ids=row[None].to(model.device)).logits[0, positions] for row in windows)
+    return torch.stack([row.float().softmax(-1).half().cpu() for row in rows])
+
+
+def run_harness(model: Any, tokenizer: Any, request: EvalRequest) -> Scores:
+    """The scores of the documents of the request's harness tasks. Raises InputError for an unknown
+    task.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import lm_eval  # pyright: ignore[reportMissingImports]
+    import yaml
+    from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
+
+    try:
+        # The harness's own loader would run functions that a file names.
+        tasks = [
+            yaml.safe_load(Path(task).read_text()) if task.endswith(".yaml") else task
+            for task in request.harness_tasks
+        ]
+        results = lm_eval.simple_evaluate(
+            model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=request.batch or 1),
+            tasks=tasks,
+            limit=request.limit,
+            log_samples=True,
+            bootstrap_iters=0,
+            random_seed=request.seed,
+            numpy_random_seed=request.seed,
+            torch_random_seed=request.seed,
+            fewshot_random_seed=request.seed,
+        )
+    except (KeyError, ValueError, AttributeError, OSError, yaml.YAMLError) as error:
+        names = f"--tasks {','.join(request.harness_tasks)}"
+        raise InputError(
+            f"{names}: lm-evaluation-harness rejected them: {summarize_error(error)[:300]}"
+        ) from error
+    return score_documents(results["samples"])
+
+
+def score_documents(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> Scores:
+    """The values of every metric, in the order of the documents; the harness's pairs of
+    log-likelihood and length become losses per word or byte.
+    """
+    scores: dict[tuple[str, str], list[float]] = {}
+    for task, documents in samples.items():
+        for document in documents:
+            for metric in document["metrics"]:
+                value = document[metric]
+                if metric in _LOSSES:
+                    value = -value[0] / value[1]
+                if isinstance(value, (bool, int, float)):
+                    scores.setdefault((task, _LOSSES.get(metric, metric)), []).append(value)
+    return {name: torch.tensor(values).double() for name, values in scores.items()}
+
+
+def pair(source: Tensor, student: Tensor) -> dict[str, Any]:
     """The means of both models' values ``[n]`` and their mean difference with its interval."""
     difference = student.double() - source.double()
-    return Paired(
-        documents=len(difference),
-        source=float(source.double().mean()),
-        student=float(student.double().mean()),
-        difference=float(difference.mean()),
-        margin=margin(difference),
-    )
+    return {
+        "documents": len(difference),
+        "source": float(source.double().mean()),
+        "student": float(student.double().mean()),
+        "difference": float(difference.mean()),
+        "margin": margin(difference),
+    }
 
 
-def pair_answers(length: int, source: Tensor, student: Tensor) -> RetrievalRow:
+def pair_answers(length: int, source: Tensor, student: Tensor) -> dict[str, Any]:
     """The row of both models' right answers ``[n]``, each 0 or 1, at one length."""
-    chance = 1 / CHOICES
-    source_margin = margin(source.double())
-    guesses = source_margin is None or float(source.double().mean()) - source_margin <= chance
-    return RetrievalRow(
-        **vars(pair(source, student)), task="needle", length=length, chance=chance, guesses=guesses
-    )
+    means = pair(source, student)
+    lowest = means["source"] - (margin(source.double()) or 1)
+    chance = {"chance": 1 / CHOICES, "guesses": lowest <= 1 / CHOICES}
+    return {"task": "needle", "length": length} | chance | means
 
 
-def pair_by_position(source: Tensor, student: Tensor) -> list[PositionRow]:
+def pair_by_position(source: Tensor, student: Tensor) -> list[dict[str, Any]]:
     """Perplexities and excess loss from both models' losses ``[n, T - 1]``, for ranges of positions
     that double.
     """
     rows = []
     for start, end in stretch_bounds(source.shape[1] + 1):
-        losses = pair(
-            source[:, start - 1 : end - 1].mean(1), student[:, start - 1 : end - 1].mean(1)
-        )
-        rows.append(
-            PositionRow(
-                documents=losses.documents,
-                source=perplexity(losses.source),
-                student=perplexity(losses.student),
-                difference=losses.difference,
-                margin=losses.margin,
-                start=start,
-                end=end,
-            )
-        )
+        positions = slice(start - 1, end - 1)
+        row = pair(source[:, positions].mean(1), student[:, positions].mean(1))
+        row["source"] = perplexity(row["source"])
+        row["student"] = perplexity(row["student"])
+        row["excess"] = row.pop("difference")
+        rows.append({"from": start, "to": end} | row)
     return rows
 
 
-def pair_by_task(source: HarnessScores, student: HarnessScores) -> Sequence[TaskRow]:
-    """A row for every metric of the harness, over the documents that both models have scores of."""
-    rows = []
-    for (task, metric), scores in source.items():
-        others = student.get((task, metric), {})
-        shared = sorted(scores.keys() & others.keys())
-        if shared:
-            means = pair(
-                torch.tensor([scores[document] for document in shared]),
-                torch.tensor([others[document] for document in shared]),
-            )
-            rows.append(TaskRow(**vars(means), task=task, metric=metric))
-    return rows
+def pair_replies(source: ModelResults, student: ModelResults) -> list[dict[str, Any]]:
+    """The rows of the task ``replies``; ``first_difference`` of the source is the length of its
+    reply.
+    """
+    equal = []
+    for reply, other in zip(source.replies, student.replies, strict=True):
+        shorter = min(len(reply), len(other))
+        equal.append(int((reply[:shorter] == other[:shorter]).long().cumprod(0).sum()))
+    lengths, other_lengths = (
+        torch.tensor([len(reply) for reply in model.replies]) for model in (source, student)
+    )
+    repeated, other_repeated = (
+        torch.tensor([_repetition(reply.tolist()) for reply in model.replies])
+        for model in (source, student)
+    )
+    difference = (source.probabilities.float() - student.probabilities.float()).abs()
+    acceptance = 1 - difference.sum(-1).mean(-1) / 2
+    metrics = {
+        "first_difference": pair(lengths, torch.tensor(equal)),
+        "draft_acceptance": pair(torch.ones_like(acceptance), acceptance),
+        "repetition": pair(repeated, other_repeated),
+        "length": pair(lengths, other_lengths),
+    }
+    return [{"task": "replies", "metric": metric} | row for metric, row in metrics.items()]
+
+
+def _repetition(reply: Sequence[int], size: int = 4) -> float:
+    grams = [tuple(reply[start : start + size]) for start in range(len(reply) - size + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0

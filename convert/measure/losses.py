@@ -1,7 +1,7 @@
 """Per-token losses and perplexity of a single model on a text."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,14 @@ from kvfold.convert.text.windows import cut
 
 
 @torch.no_grad()
-def token_losses(
-    model: Any, tokens: Tensor, advance: Callable[[int], None] = lambda amount: None
-) -> Tensor:
-    """The loss in nats of all ``tokens [N, T]`` but each row's first, ``[N, T - 1]``;
-    ``advance(1)`` after each row.
-    """
+def token_losses(model: Any, tokens: Iterable[Tensor]) -> Tensor:
+    """The loss in nats of all ``tokens [N, T]`` but each row's first, ``[N, T - 1]``."""
     rows = []
     for row in tokens:
         # A row at a time: logits in float32 take 4 bytes for each token and word of the vocabulary.
         logits = model(input_ids=row[None].to(model.device)).logits[0, :-1].float()
-        rows.append(
-            torch.nn.functional.cross_entropy(
-                logits, row[1:].to(logits.device), reduction="none"
-            ).cpu()
-        )
-        advance(1)
+        labels = row[1:].to(logits.device)
+        rows.append(torch.nn.functional.cross_entropy(logits, labels, reduction="none").cpu())
     return torch.stack(rows)
 
 

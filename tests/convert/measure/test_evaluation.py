@@ -14,7 +14,6 @@ from kvfold.convert import EvalRequest
 from kvfold.convert.cli import main
 from kvfold.convert.data import demo_folder
 from kvfold.convert.measure import eval as evaluation
-from kvfold.convert.measure import eval_tasks
 from kvfold.convert.measure.losses import token_losses
 
 
@@ -33,17 +32,13 @@ def encode(tokenizer):
     return lambda text: torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def ignore(amount):
-    """A progress callback."""
-
-
 def test_needles_lie_at_every_depth_and_are_asked_for(tokenizer, encode, refused):
     filler = encode("Nothing of interest is said in this sentence. " * 40)
-    questions = eval_tasks.draw_questions(tokenizer, filler, 256, 8, seed=0)
+    questions = evaluation.draw_questions(tokenizer, filler, 256, 8, seed=0)
     depths = []
     for question in questions:
         assert question.tokens.shape == (256,)
-        assert len(set(question.choices)) == eval_tasks.CHOICES
+        assert len(set(question.choices)) == evaluation.CHOICES
         text = tokenizer.decode(question.tokens)
         name = text.rsplit("The secret word of ", 1)[1].removesuffix(" is")
         answer = tokenizer.decode(question.choices[question.answer])
@@ -53,32 +48,32 @@ def test_needles_lie_at_every_depth_and_are_asked_for(tokenizer, encode, refused
     assert depths[0] < 256 < depths[-1]
     assert len({question.answer for question in questions}) > 1
     with refused() as error:
-        eval_tasks.draw_questions(tokenizer, filler, 12, 1, seed=0)
+        evaluation.draw_questions(tokenizer, filler, 12, 1, seed=0)
     assert error.value.field == "lengths"
 
 
 def test_the_answer_is_the_likeliest_choice(tokenizer, encode):
-    questions = eval_tasks.draw_questions(tokenizer, encode("Some words. " * 50), 200, 6, seed=1)
+    questions = evaluation.draw_questions(tokenizer, encode("Some words. " * 50), 200, 6, seed=1)
 
     def model(input_ids, logits_to_keep):
         """Answers the first three questions right, and the others with a wrong choice."""
         index = [torch.equal(question.tokens, input_ids[0]) for question in questions].index(True)
         question = questions[index]
-        choice = (question.answer + (index > 2)) % eval_tasks.CHOICES
+        choice = (question.answer + (index > 2)) % evaluation.CHOICES
         logits = torch.zeros(1, 1, 5000)
         logits[0, 0, question.choices[choice]] = 1
         return SimpleNamespace(logits=logits)
 
     model.device = "cpu"
-    correct = eval_tasks.answer_questions(model, questions, ignore)
+    correct = evaluation.answer_questions(model, questions)
     assert correct.tolist() == [1, 1, 1, 0, 0, 0]
 
 
 def test_a_source_that_does_not_beat_chance_guesses():
     one_eighth = torch.tensor([1.0, *[0.0] * 7])
     half = torch.tensor([1.0, 0.0] * 16)
-    assert evaluation.pair_answers(256, one_eighth, one_eighth).guesses is True
-    assert evaluation.pair_answers(256, half, half).guesses is False
+    assert evaluation.pair_answers(256, one_eighth, one_eighth)["guesses"] is True
+    assert evaluation.pair_answers(256, half, half)["guesses"] is False
 
 
 def test_losses_by_position_are_those_of_transformers(encode, model):
@@ -87,86 +82,84 @@ def test_losses_by_position_are_those_of_transformers(encode, model):
     expected = model(input_ids=tokens, labels=tokens).loss.item()
     assert losses.mean().item() == pytest.approx(expected, rel=1e-4)
     (row,) = evaluation.pair_by_position(losses, losses + 0.5)
-    assert (row.start, row.end, row.documents) == (1, 40, 2)
-    assert row.difference == pytest.approx(0.5)
-    assert row.student == pytest.approx(row.source * 2.718281828**0.5)
+    assert (row["from"], row["to"], row["documents"]) == (1, 40, 2)
+    assert row["excess"] == pytest.approx(0.5)
+    assert row["student"] == pytest.approx(row["source"] * 2.718281828**0.5)
     long = evaluation.pair_by_position(torch.ones(2, 299), torch.ones(2, 299))
-    assert [(row.start, row.end) for row in long] == [(1, 64), (64, 128), (128, 256), (256, 300)]
+    assert [row["from"] for row in long] == [1, 64, 128, 256]
+    assert long[-1]["to"] == 300
 
 
 def test_batches_write_what_single_prompts_write(tokenizer, model, encode):
     prompts = [encode("The list"), encode("Return the first item of the"), encode("A")]
-    advanced: list[int] = []
-    replies = eval_tasks.write_replies(model, tokenizer, prompts, 2, advanced.append, 12)
-    assert advanced == [2, 1]
+    replies = evaluation.write_replies(model, tokenizer, prompts, 12)
     for prompt, reply in zip(prompts, replies, strict=True):
         alone = model.generate(prompt[None], do_sample=False, max_new_tokens=12)
         assert reply.tolist() == alone[0, len(prompt) :].tolist()
     # As if the third token were the end token.
     first = replies[0].tolist()
     third = SimpleNamespace(eos_token_id=first[2])
-    (ended,) = eval_tasks.write_replies(model, third, prompts[:1], 1, ignore, 12)
+    (ended,) = evaluation.write_replies(model, third, prompts[:1], 12)
     assert ended.tolist() == first[: first.index(first[2]) + 1]
 
 
 def test_prompts_use_the_chat_template(tokenizer):
-    plain = list(map(tokenizer.decode, eval_tasks.draw_prompts(tokenizer, 32, 0)))
+    plain = list(map(tokenizer.decode, evaluation.draw_prompts(tokenizer, 32, 0)))
     assert len(set(plain)) == 32
-    assert plain[0] != tokenizer.decode(eval_tasks.draw_prompts(tokenizer, 1, 1)[0])
+    assert plain[0] != tokenizer.decode(evaluation.draw_prompts(tokenizer, 1, 1)[0])
     chat = AutoTokenizer.from_pretrained(demo_folder())
     chat.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     chat.chat_template += "{% if add_generation_prompt %}[assistant] {% endif %}"
-    (prompt,) = eval_tasks.draw_prompts(chat, 1, 0)
+    (prompt,) = evaluation.draw_prompts(chat, 1, 0)
     assert chat.decode(prompt).startswith("[user] ")
     assert chat.decode(prompt).endswith("\n[assistant] ")
 
 
 def test_replies_are_compared_with_those_of_the_source():
-    source = [[5, 6, 7, 8, 9, 1], [5, 6, 7, 8], [2, 2, 2, 2, 2, 2]]
-    student = [[5, 6, 0, 8, 9], [5, 6, 7, 8], [2, 2, 2, 2, 2, 1]]
-    p = torch.tensor([[[0.5, 0.5, 0.0]]])
-    q = torch.tensor([[[0.25, 0.25, 0.5]]])
-    metrics = eval_tasks.compare_replies(
-        list(map(torch.tensor, source)), list(map(torch.tensor, student)), (p, q)
-    )
-    values = {name: (one.tolist(), other.tolist()) for name, (one, other) in metrics.items()}
-    assert values == {
-        "first_difference": ([6, 4, 6], [2, 4, 5]),
-        "draft_acceptance": ([1.0], [0.5]),
-        "repetition": ([0, 0, pytest.approx(2 / 3)], [0, 0, pytest.approx(1 / 3)]),
-        "length": ([6, 4, 6], [5, 4, 6]),
+    def results(replies, *probabilities):
+        tokens = list(map(torch.tensor, replies))
+        return evaluation.ModelResults(
+            {}, torch.empty(0), tokens, torch.tensor([[probabilities]]), {}
+        )
+
+    source = results([[5, 6, 7, 8, 9, 1], [2, 2, 2, 2, 2, 2]], 0.5, 0.5, 0.0)
+    student = results([[5, 6, 0, 8, 9], [2, 2, 2, 2, 2, 1]], 0.25, 0.25, 0.5)
+    rows = evaluation.pair_replies(source, student)
+    assert {row["metric"]: (row["source"], row["student"]) for row in rows} == {
+        "first_difference": (6, 3.5),
+        "draft_acceptance": (1.0, 0.5),
+        "repetition": (pytest.approx(1 / 3), pytest.approx(1 / 6)),
+        "length": (6, 5.5),
     }
 
 
 def test_next_token_probabilities_are_the_models(model):
     windows = torch.arange(5, 85).view(2, 40)
-    probabilities = eval_tasks.next_token_probabilities(model, windows)
+    probabilities = evaluation.next_token_probabilities(model, windows)
     assert probabilities.shape == (2, 32, 2048)
     exact = model(windows).logits[:, [0, 39]].softmax(-1)
     assert (probabilities[:, [0, -1]].float() - exact).abs().max() < 1e-3
 
 
 def test_scores_of_the_harness_are_paired_by_document():
-    def score(accuracy, likelihood):
-        """Of a text the harness gives the log-likelihood and the length in words or bytes."""
-        right = [{"doc_id": i, "metrics": ["acc"], "acc": acc} for i, acc in accuracy.items()]
-        metrics = ["word_perplexity", "bits_per_byte"]
-        text = [{"doc_id": 0, "metrics": metrics, **dict.fromkeys(metrics, likelihood)}]
-        return eval_tasks.score_documents({"tiny": right, "text": text})
+    def score(accuracies, likelihood):
+        """Of a text the harness gives the log-likelihood and the length in words."""
+        right = [{"metrics": ["acc"], "acc": accuracy} for accuracy in accuracies]
+        text = [{"metrics": ["word_perplexity"], "word_perplexity": likelihood}]
+        return evaluation.score_documents({"tiny": right, "text": text})
 
-    before = score({0: 1, 1: True, 2: 0.0, 3: 1}, (-8.0, 4))
-    rows = evaluation.pair_by_task(before, score({3: 0, 2: 0, 1: 1, 9: 1}, (-12.0, 4)))
-    assert [row.metric for row in rows] == ["acc", "nats_per_word", "bits_per_byte"]
-    assert [row.documents for row in rows] == [3, 1, 1]
-    assert rows[0].difference == pytest.approx(-1 / 3)
+    before = score([True, 0.0, 1], (-8.0, 4))
+    after = score([1, 0, 0], (-12.0, 4))
+    assert list(before) == [("tiny", "acc"), ("text", "nats_per_word")]
+    accuracy, loss = (evaluation.pair(before[name], after[name]) for name in before)
+    assert accuracy["difference"] == pytest.approx(-1 / 3)
     # Student's t with 2 degrees of freedom, 4.30, times 1/3.
-    assert rows[0].margin == pytest.approx(1.434, rel=0.15)
-    assert (rows[1].source, rows[1].student, rows[1].margin) == (2.0, 3.0, None)
-    assert rows[2].source == pytest.approx(2 / 0.693147, rel=1e-5)
+    assert accuracy["margin"] == pytest.approx(1.434, rel=0.15)
+    assert (loss["source"], loss["student"], loss["margin"]) == (2.0, 3.0, None)
 
 
 def test_tasks_need_the_harness(monkeypatch, refused):
-    monkeypatch.setattr(eval_tasks, "find_spec", lambda name: None)
+    monkeypatch.setattr(evaluation, "find_spec", lambda name: None)
     with refused() as error:
         evaluation.eval_checkpoints(
             EvalRequest(demo_folder(), demo_folder(), tasks=["lambada_openai"])
@@ -198,7 +191,7 @@ def test_the_command_measures_a_model_against_itself(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", harness)
     monkeypatch.setitem(sys.modules, "lm_eval.models", ModuleType("lm_eval.models"))
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", wrapper)
-    monkeypatch.setattr(eval_tasks, "find_spec", lambda name: True)
+    monkeypatch.setattr(evaluation, "find_spec", lambda name: True)
     model = str(demo_folder())
     line = ["eval", model, model, "--tasks", "replies,tiny", "--limit", "4", "--lengths", "256"]
     with pytest.raises(SystemExit) as end:
