@@ -37,11 +37,11 @@ _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 def check_output(
     out: str | os.PathLike[str],
     *,
-    overwrite: bool = False,
+    overwrite: bool | None = False,
     model: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Check that OUT may be written, and return its real path. Changes nothing on disk. ``model``
-    may be a hub id.
+    may be a hub id; ``overwrite`` is None for a command without that option.
 
     Raises InputError if OUT exists and is neither an empty folder nor, with ``overwrite``, a folder
     with a ``kvfold.json`` that lists all its files; if OUT is a mount point; if OUT and MODEL
@@ -80,7 +80,7 @@ def check_output(
 
 
 def _check_replaceable(
-    target: Path, overwrite: bool, model: str | os.PathLike[str] | None = None
+    target: Path, overwrite: bool | None, model: str | os.PathLike[str] | None = None
 ) -> None:
     """Raise InputError unless ``target`` is an empty folder or, with ``overwrite``, a checkpoint
     that kvfold wrote and nothing else.
@@ -107,7 +107,8 @@ def _check_replaceable(
             f"{' (are MODEL and OUT swapped?)' if swapped else ''}"
         )
     if not overwrite:
-        raise InputError(f"{target} already exists; choose another OUT or use --overwrite")
+        way_out = "remove it" if overwrite is None else "use --overwrite"
+        raise InputError(f"{target} already exists; choose another OUT or {way_out}")
     foreign = sorted({*list_files(target)} - {*recorded, RECORD, ".gitattributes"})
     if foreign:
         shown = f"{', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}"

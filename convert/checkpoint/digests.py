@@ -13,7 +13,7 @@ from kvfold.convert.checkpoint.members import (
     list_files,
     open_source,
     read_bytes,
-    read_parts,
+    read_into,
     resolve_member,
 )
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
@@ -30,8 +30,11 @@ def hash_file(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> st
         if ranges is None:
             return hashlib.file_digest(file, "sha256").hexdigest()
         digest = hashlib.sha256()
+        buffer = memoryview(bytearray(_STEP))
         for start, end in ranges:
-            for part in read_parts(file, start, end, _STEP):
+            for position in range(start, end, _STEP):
+                part = buffer[: end - position]
+                read_into(part, file, position)
                 digest.update(part)
         return digest.hexdigest()
 
@@ -70,19 +73,37 @@ def find_changed_files(folder: Path, files: Mapping[str, str]) -> Iterator[str]:
                 )
 
 
-def find_changed_tensors(checkpoint: Checkpoint, record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for every tensor of ``checkpoint``, read before, that differs from its
-    ``record``.
+def find_changed_tensors(checkpoint: Checkpoint, hashes: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for every tensor of ``checkpoint``, read before, whose hash is not in
+    ``hashes``.
     """
-    tensors = record.get("tensors")
     for name, digest in checkpoint.digests.items():
-        entry = tensors.get(name) if isinstance(tensors, dict) else None
-        recorded = entry.get("sha256") if isinstance(entry, dict) else None
-        if digest != recorded:
+        if digest != hashes.get(name):
             yield (
                 f"tensor {name!r} in {checkpoint.info(name).file}: changed since it was written:"
-                f" its SHA-256 is {digest}, not {shorten(recorded)}"
+                f" its SHA-256 is {digest}, not {shorten(hashes.get(name))}"
             )
+
+
+def recorded_hashes(record: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """The hashes of files and of tensors in a record; empty if it has none. Raises InputError if it
+    has hashes of files alone.
+    """
+    files = record.get("files", {})
+    if not isinstance(files, dict) or not all(isinstance(value, str) for value in files.values()):
+        raise InputError(f"{RECORD}: files must map names to hashes, not be {shorten(files)}")
+    entries = record.get("tensors")
+    tensors = {
+        name: str(entry["sha256"])
+        for name, entry in (entries.items() if isinstance(entries, dict) else ())
+        if isinstance(entry, dict) and "sha256" in entry
+    }
+    if files and not tensors:
+        raise InputError(
+            f"{RECORD} has no hash of any tensor, because an older version of kvfold wrote it, so"
+            " the weights cannot be compared with it; convert the model again"
+        )
+    return files, tensors
 
 
 def _hash_member(path: Path) -> str:

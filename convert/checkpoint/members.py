@@ -10,7 +10,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path, PurePosixPath
@@ -76,6 +76,7 @@ _LARGEST_NUMBER = 1 << 53  # many readers of JSON round larger ones
 _LARGEST_CONFIG = 16 << 20  # a thousand times the usual size
 _LARGEST_FILE = 64 << 20  # without weights; the largest tokenizers and indices have half as much
 _HASHED = 64 << 20  # chosen: hashing so many bytes takes less than a tenth of a second
+_BUFFER = 1 << 20
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a surrogate pair as JSON spells it
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
@@ -140,15 +141,32 @@ def read_bytes(path: Path, start: int = 0, length: int = -1) -> bytes:
         return file.read(length)
 
 
-def read_parts(file: FileIO, start: int, end: int, size: int) -> Iterator[memoryview]:
-    """Yield the bytes ``start`` to ``end`` in parts of ``size``, each valid until the next.
-    InputError if the file is too short or cannot be read.
+def copy_range(source: FileIO, start: int, length: int, target: int, position: int) -> None:
+    """Copy bytes of an open file to ``position`` in another one, by the kernel if it can.
+    Raises InputError if the source is too short or cannot be read.
     """
-    buffer = memoryview(bytearray(min(size, end - start)))
-    for position in range(start, end, size):
-        part = buffer[: end - position]
-        read_into(part, file, position)
-        yield part
+    end = start + length
+    while start < end:
+        try:
+            count = os.copy_file_range(source.fileno(), target, end - start, start, position)
+        except (AttributeError, OSError):  # macOS has no such call, some file systems refuse it
+            count = 0
+        if count == 0:  # read and written instead, so that an error says which of the two fails
+            buffer = memoryview(bytearray(min(end - start, _BUFFER)))
+            read_into(buffer, source, start)
+            write_all(target, buffer, position)
+            count = len(buffer)
+        start += count
+        position += count
+
+
+def write_all(target: int, data: memoryview, position: int) -> None:
+    """Write all of ``data`` at ``position`` in an open file."""
+    while data:
+        # one call takes at most 2 GiB
+        count = os.pwrite(target, data[: 1 << 30], position)
+        data = data[count:]
+        position += count
 
 
 def resolve_member(folder: Path, name: str, named_by: str = "the checkpoint") -> Path:

@@ -26,6 +26,7 @@ from kvfold.convert.checkpoint.members import (
     INDEX,
     LEGACY,
     LEGACY_INDEX,
+    copy_range,
     file_states,
     json_beside,
     open_source,
@@ -35,10 +36,10 @@ from kvfold.convert.checkpoint.members import (
     read_bytes,
     read_config,
     read_member,
-    read_parts,
     resolve_member,
     weight_file,
     with_templates,
+    write_all,
 )
 from kvfold.convert.errors import ADVICE, InputError, KvfoldError, shorten
 
@@ -57,7 +58,7 @@ _SHARD_NAMES = {
 }
 # Ends of the names of integer tensors that are weights; buffers such as masks and positions are not
 _PACKED = (".weight", ".qweight", ".qzeros", ".weight_packed", ".SCB")
-# Bytes read at once. A thread that imports torch gives the interpreter's lock away every 5 ms or
+# Bytes copied at once. A thread that imports torch gives the interpreter's lock away every 5 ms or
 # later, so that a copy beside it in smaller steps mostly waits for the lock.
 _STEP = 8 << 20
 
@@ -146,25 +147,26 @@ class Checkpoint:
         if digest is not None:
             self.digests[name] = digest.hexdigest()
 
-    def stored_bytes(self, name: str, dtype: str) -> Iterator[memoryview]:
-        """Yield a tensor's bytes in order, cast to the safetensors ``dtype`` if it has another.
-        Each part is valid until the next.
+    def copy(self, name: str, dtype: str, target: int, position: int) -> Iterator[int]:
+        """Copy a tensor's bytes, cast to the safetensors ``dtype`` if it has another, to
+        ``position`` of the open file ``target``. Yields the size of each step.
         """
         info = self.info(name)
-        if self.legacy is not None or dtype != info.dtype:
-            from kvfold.convert.checkpoint.tensors import cast_chunk, tensor_memory, torch_dtype
-
-            for chunk in self.chunks(name, _STEP // 4):
-                yield tensor_memory(cast_chunk(chunk, torch_dtype(dtype), name))
+        if self.legacy is None and dtype == info.dtype:
+            with open_source(self._path(info)) as file:
+                for start in range(info.start, info.end, _STEP):
+                    count = min(_STEP, info.end - start)
+                    copy_range(file, start, count, target, position)
+                    position += count
+                    yield count
             return
-        digest = None if name in self.digests else hashlib.sha256()
-        with open_source(self._path(info)) as file:
-            for part in read_parts(file, info.start, info.end, _STEP):
-                if digest is not None:
-                    digest.update(part)
-                yield part
-        if digest is not None:
-            self.digests[name] = digest.hexdigest()
+        from kvfold.convert.checkpoint.tensors import cast_chunk, tensor_memory, torch_dtype
+
+        for chunk in self.chunks(name, _STEP // 4):
+            data = tensor_memory(cast_chunk(chunk, torch_dtype(dtype), name))
+            write_all(target, data, position)
+            position += len(data)
+            yield len(data)
 
     def _path(self, info: TensorInfo) -> Path:
         if info.file not in self.paths:
@@ -183,7 +185,7 @@ class Checkpoint:
         lines = [f"{self.config_hash} {CONFIG}\n"]
         for name, info in sorted(self.tensors.items()):
             if name not in self.digests:
-                for _ in self.stored_bytes(name, info.dtype):
+                for _ in self.chunks(name, _STEP):
                     pass
             lines.append(f"{self.digests[name]} {info.dtype} {list(info.shape)} {name}\n")
         return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -97,7 +97,7 @@ def sweep(
     # A sweep takes long: what its last second would refuse is refused in the first.
     check_files(json_file, plot, report)
     if request.out is not None:
-        check_output(request.out, model=request.model)
+        check_output(request.out, overwrite=None, model=request.model)
     check_sources(request.calibration)
     if request.targets:
         parse_targets(request.targets)

@@ -133,7 +133,7 @@ def _write_weights(
     # Beside the converted layers the other tensors are copied; each of several processes writes its
     # own shards.
     with stages("write", sum(sizes.values()), "B", resumed) as wrote:
-        with writer.copy_in_thread(plan.checkpoint, wrote):
+        with writer.copy_rest(plan.checkpoint, wrote):
             drift = _convert_layers(plan, calibration, journal, writer, wrote, stages)
         writer.finish()
     digests = dict(ChainMap(*processes.all_gather(writer.digests)))

@@ -332,7 +332,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
     started = time.monotonic()
     with closing(open_checkpoint(request.model)) as checkpoint:
         if request.out is not None:
-            check_output(request.out, model=checkpoint.folder)
+            check_output(request.out, overwrite=None, model=checkpoint.folder)
         model = model_of(checkpoint.config, checkpoint.tensors)
         targets = {}
         for options in named or default_targets(model, request.layout):

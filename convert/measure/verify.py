@@ -10,10 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.checkpoint.digests import find_changed_files, find_changed_tensors
+from kvfold.convert.checkpoint.digests import (
+    find_changed_files,
+    find_changed_tensors,
+    recorded_hashes,
+)
 from kvfold.convert.checkpoint.members import RECORD, parse_json, read_member
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.errors import InputError, shorten
+from kvfold.convert.errors import InputError
 
 # Elements of a tensor in memory at once.
 _ELEMENTS = 1 << 24
@@ -54,7 +58,7 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
     except InputError as error:
         # Of a checkpoint that kvfold wrote, say first which file changed since.
         folder = Path(out)
-        files = _recorded_hashes(_read_record(folder)) if folder.is_dir() else {}
+        files = recorded_hashes(_read_record(folder))[0] if folder.is_dir() else {}
         problems = list(find_changed_files(folder, files)) if files else []
         if not problems:
             raise
@@ -65,8 +69,7 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
     from kvfold.convert.stream.stock import empty_model
 
     with closing(opened) as checkpoint:
-        record = _read_record(checkpoint.folder)
-        files = _recorded_hashes(record)
+        files, tensors = recorded_hashes(_read_record(checkpoint.folder))
         problems = list(find_changed_files(checkpoint.folder, files)) if files else []
         # The class of config.json takes every tensor as it is.
         problems += WeightMap(empty_model(checkpoint.config), checkpoint.tensors).misfits(
@@ -74,7 +77,7 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
         )
         problems += list_non_finite(checkpoint, checkpoint.tensors)
         if files:
-            problems += find_changed_tensors(checkpoint, record)
+            problems += find_changed_tensors(checkpoint, tensors)
         elements = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
         checkpoint.check_unchanged()
     return Verification(checkpoint.origin, len(files), len(checkpoint.tensors), elements, problems)
@@ -89,7 +92,9 @@ def check_verified(verification: Verification) -> None:
 
 
 def list_non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
-    """A line for every tensor among ``names`` that has NaN or infinity; reads in bounded memory."""
+    """Yield a line for every tensor among ``names`` that has NaN or infinity. Reads in bounded
+    memory.
+    """
     from kvfold.convert.checkpoint.tensors import count_non_finite
 
     for name in names:
@@ -104,11 +109,3 @@ def _read_record(folder: Path) -> dict[str, Any]:
     """The content of ``kvfold.json``; empty if the folder has none."""
     path = folder / RECORD
     return parse_json(path, read_member(folder, RECORD)) if os.path.lexists(path) else {}
-
-
-def _recorded_hashes(record: dict[str, Any]) -> dict[str, str]:
-    """The hashes of files by name; empty if the record has none."""
-    files = record.get("files", {})
-    if not isinstance(files, dict) or not all(isinstance(value, str) for value in files.values()):
-        raise InputError(f"{RECORD}: files must map names to hashes, not be {shorten(files)}")
-    return files

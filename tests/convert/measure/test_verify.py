@@ -66,6 +66,11 @@ def test_a_change_of_any_byte_is_found(out):
     (out / "kvfold.json").write_text(json.dumps(record))
     (problem,) = verify_checkpoint(out).problems
     assert "model.norm.weight" in problem
+    for entry in record["tensors"].values():
+        entry.pop("sha256", None)
+    (out / "kvfold.json").write_text(json.dumps(record))
+    with pytest.raises(InputError, match="older version"):
+        verify_checkpoint(out)
 
 
 def test_files_that_changed(out, told):
