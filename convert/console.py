@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import MISSING
 from importlib.util import find_spec
@@ -48,16 +48,22 @@ WITHDRAWN: dict[str, str] = {
 Decorator = Callable[[Any], Any]
 
 
+class PanelOption(click.Option):
+    """An option with the heading under which ``--help`` lists it."""
+
+    def __init__(self, *names: Any, panel: str | None = None, **details: Any) -> None:
+        super().__init__(*names, **details)
+        self.panel = panel or "Running"
+
+
 class PanelCommand(click.Command):
-    """A command whose ``--help`` groups options by panel; ``--help`` itself is in the panel
-    Running.
-    """
+    """A command whose ``--help`` groups options by panel; those without one are in Running."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             row = parameter.get_help_record(ctx)
-            if row is not None:
+            if isinstance(parameter, click.Option) and row is not None:
                 panels.setdefault(getattr(parameter, "panel", "Running"), []).append(row)
         for title, rows in panels.items():
             with formatter.section(title):
@@ -66,42 +72,30 @@ class PanelCommand(click.Command):
 
 def request_options(
     request: type[Request],
-    *,
-    before: Mapping[str, Sequence[Decorator]] | None = None,
     build: Callable[[dict[str, Any], dict[str, Any]], Request] | None = None,
 ) -> Decorator:
     """Decorator that adds the fields of ``request`` to a click command as arguments and options.
 
-    The decorated function receives the request built from them. ``before`` maps a field to further
-    options, which ``--help`` lists before that field and in its panel. ``build(values, further)``
-    creates the request from the values of its fields and of the further options, some of which it
-    may remove; with ``build``, no option is required. By default the request is
-    ``request(**values)``. A flag that is set by default becomes an option ``--no-NAME``.
+    The decorated function receives the request built from them: ``request(**values)``, or with
+    ``build``, for which no option is required, ``build(values, further)``. It may remove some of
+    the ``further`` options of the function. A flag that is set by default has a form ``--no-NAME``.
     """
     options = specs(request)
 
     def decorate(function: Callable[..., None]) -> Any:
         @functools.wraps(function)
         def command(**values: Any) -> None:
-            own: dict[str, Any] = {}
-            for name, spec in options.items():
-                value = values.pop(name)
-                # Inverted here, because versions of click differ in declaring a flag that sets
-                # False.
-                own[name] = not value if spec.default is True else value
+            own = {name: values.pop(name) for name in options}
             built = request(**own) if build is None else build(own, values)
-            # Told before a model is downloaded; `device.choose_device` asks torch.
+            # Before a model is downloaded; `device.choose_device` asks torch.
             if getattr(built, "device", None) == "cuda" and not may_have_gpu():
                 raise missing_gpu_error()
             function(built, **values)
 
         decorated: Any = command
-        for name, spec in reversed(options.items()):
+        for spec in reversed(options.values()):
             required = spec.default is MISSING and (build is None or spec.argument)
-            for parameter in (_parameter(spec, required), *reversed((before or {}).get(name, ()))):
-                decorated = parameter(decorated)
-                if spec.panel is not None:
-                    decorated.__click_params__[-1].panel = spec.panel
+            decorated = _parameter(spec, required)(decorated)
         return decorated
 
     return decorate
@@ -110,24 +104,34 @@ def request_options(
 def _parameter(spec: Option, required: bool) -> Decorator:
     """The click argument or option for one field."""
     if spec.argument:
-        if spec.item_type is not None:
-            return click.argument(spec.name, metavar=spec.metavar, nargs=-1)
-        return click.argument(spec.name, metavar=spec.metavar, required=required)
-    names = [format_option(spec.name, spec.default is not True), *spec.aliases, spec.name]
-    if bool in spec.types:
-        return click.option(*names, is_flag=True, help=spec.help)
+        count = 1 if spec.item_type is None else -1
+        return click.argument(spec.name, metavar=spec.metavar, nargs=count, required=required)
+    spelling = format_option(spec.name)
+    if spec.default is True:
+        spelling += f"/{format_option(spec.name, False)}"
     default = None if spec.default is MISSING or spec.multiple else spec.default
     if isinstance(default, tuple):
         default = ",".join(map(str, default))
+    metavar = spec.metavar
+    if spec.choices and not metavar:
+        metavar = f"[{'|'.join(spec.choices)}]"
+    elif spec.types == (int,) and not metavar:
+        metavar = "N"
+    is_flag = bool in spec.types
     is_number = spec.types and str not in spec.types and not spec.choices
     return click.option(
-        *names,
+        spelling,
+        *spec.aliases,
+        spec.name,
+        cls=PanelOption,
+        panel=spec.panel,
         help=spec.help,
-        metavar=spec.metavar or (f"[{'|'.join(spec.choices)}]" if spec.choices else None),
+        metavar=metavar,
         required=required,
         multiple=spec.multiple,
+        is_flag=is_flag,
         default=default,
-        show_default=bool(default) or default == 0,
+        show_default=not is_flag and (bool(default) or default == 0),
         # No click.Choice: the request checks words, and its errors suggest similar ones.
         type=spec.types[0] if is_number else str,
     )
@@ -193,11 +197,12 @@ def run_command(
     if status is None:
         left_behind = left_behind or "nothing was left behind"
         message = f"interrupted: {left_behind}; run the same command again"
+        status = 1
     if message is not None:
         # Otherwise the error could appear before output that was printed earlier.
         sys.stdout.flush()
         print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(1 if status is None else status)
+    raise SystemExit(status)
 
 
 def _explain(
@@ -256,18 +261,18 @@ def check_files(json_file: str | None, plot: str | None = None, report: str | No
     """
     if json_file == STDOUT:
         _reserve_stdout()
-        json_file = None
-    if plot is not None and Path(plot).suffix not in (".png", ".svg", ".pdf"):
-        raise option_error("plot", plot, "must end in .png, .svg or .pdf")
-    for option, path in (("json", json_file), ("plot", plot), ("report", report)):
-        if path is None:
-            continue
-        if option != "json" and find_spec("matplotlib") is None:
+    elif json_file is not None:
+        _check_writable("json", json_file, Path(json_file))
+    for option, path in (("plot", plot), ("report", report)):
+        if path is not None and find_spec("matplotlib") is None:
             install = "draws with matplotlib; install it: pip install 'kvfold[report]'"
             raise option_error(option, path, install)
-        file = Path(path) / REPORT if option == "report" else Path(path)
-        if reason := _unwritable(file, new_folder=option == "report"):
-            raise option_error(option, path, f": cannot be written ({reason}); name another path")
+    if plot is not None:
+        if Path(plot).suffix not in (".png", ".svg", ".pdf"):
+            raise option_error("plot", plot, "must end in .png, .svg or .pdf")
+        _check_writable("plot", plot, Path(plot))
+    if report is not None:
+        _check_writable("report", report, Path(report) / REPORT, new_folder=True)
 
 
 def _reserve_stdout() -> None:
@@ -281,23 +286,26 @@ def _reserve_stdout() -> None:
         os.dup2(2, 1)
 
 
-def _unwritable(file: Path, new_folder: bool) -> str | None:
-    """Why ``file`` cannot be written; None if it can. Its folder may be missing if ``new_folder``.
+def _check_writable(option: str, value: str, file: Path, new_folder: bool = False) -> None:
+    """Raise InputError if ``file`` cannot be written. Its folder may be missing if ``new_folder``.
 
     Links are refused, because they may lead anywhere, and pipes, because they would block.
     """
+    reason = None
     try:
-        mode = file.lstat().st_mode
+        if not stat.S_ISREG(file.lstat().st_mode):
+            reason = "it is a folder, a link or no regular file"
+        existing = file
     except FileNotFoundError:
-        mode = None
+        existing = next(path for path in file.parents if path.exists())
+        if existing != file.parent and not new_folder:
+            reason = f"there is no folder {file.parent}"
     except (OSError, ValueError) as error:
-        return summarize_error(error)
-    if mode is not None and not stat.S_ISREG(mode):
-        return "it is a folder, a link or no regular file"
-    present = file if mode is not None else next(path for path in file.parents if path.exists())
-    if mode is None and present != file.parent and not new_folder:
-        return f"there is no folder {file.parent}"
-    return None if os.access(present, os.W_OK) else "permission denied"
+        reason = summarize_error(error)
+    if reason is None and not os.access(existing, os.W_OK):
+        reason = "permission denied"
+    if reason is not None:
+        raise option_error(option, value, f": cannot be written ({reason}); name another path")
 
 
 def print_result(json_file: str | None, value: Callable[[], Any], text: str) -> None:

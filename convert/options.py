@@ -13,8 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kvfold.convert.errors import InputError, format_option, option_error, suggest_name
 
@@ -76,21 +75,19 @@ class Option:
     def normalize(self, value: Any) -> Any:
         """``value`` as a request stores it: paths as text, lists as tuples, digits as numbers."""
         if self.item_type is None:
-            value = os.fspath(value) if isinstance(value, os.PathLike) else value
-            # A number of steps may also be a word, so the command line passes it as text.
-            is_number = self.choices and int in self.types and re.fullmatch(_DIGITS, str(value))
-            return int(value) if is_number else value
-        if value is None:
-            return ()
+            return self._normalize_item(value)
         if isinstance(value, str) and not (self.argument or self.multiple):
             value = [item.strip() for item in value.split(",") if item.strip()]
-        items = []
-        for item in value if isinstance(value, (list, tuple)) else [value]:
-            item = os.fspath(item) if isinstance(item, os.PathLike) else item
-            if self.item_type is int and re.fullmatch(_DIGITS, str(item)):
-                item = int(item)
-            items.append(item)
-        return tuple(dict.fromkeys(items))
+        if not isinstance(value, (list, tuple)):
+            value = [] if value is None else [value]
+        return tuple(dict.fromkeys(map(self._normalize_item, value)))
+
+    def _normalize_item(self, value: Any) -> Any:
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        # A number of steps may also be a word, so the command line passes it as text.
+        counts = self.item_type is int or (self.choices and int in self.types)
+        return int(value) if counts and re.fullmatch(_DIGITS, str(value)) else value
 
     def broken_rule(self, value: Any) -> str | None:
         """The rule that ``value`` breaks, in words that follow "must be"; None if it is valid."""
@@ -129,7 +126,7 @@ device_option = functools.partial(
 )
 dtype_option = functools.partial(option, default="auto", help="Dtype to compute in.")
 trust_option = functools.partial(
-    option, default=False, help="Allow code in the checkpoint to run.", runs=True
+    option, default=False, help="Allow code in the checkpoints to run.", runs=True
 )
 
 
@@ -140,20 +137,16 @@ def specs(request: type[Any]) -> dict[str, Option]:
     panel = None
     for declared in fields(request):
         spec: Option = declared.metadata["option"]
-        hint = hints[declared.name]
-        members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        literals = [get_args(member) for member in members if get_origin(member) is Literal]
-        items = [get_args(member)[0] for member in members if get_origin(member) is tuple]
         panel = spec.panel or panel
-        options[declared.name] = replace(
-            spec,
-            panel=panel,
-            name=declared.name,
-            default=declared.default,
-            types=tuple(member for member in members if member in _TYPE_RULES),
-            choices=tuple(word for words in literals for word in words),
-            item_type=items[0] if items else None,
-        )
+        spec = replace(spec, panel=panel, name=declared.name, default=declared.default)
+        for member in get_args(hints[declared.name] | None):
+            if get_origin(member) is Literal:
+                spec = replace(spec, choices=get_args(member))
+            elif get_origin(member) is tuple:
+                spec = replace(spec, item_type=get_args(member)[0])
+            elif member in _TYPE_RULES:
+                spec = replace(spec, types=(*spec.types, member))
+        options[declared.name] = spec
     return options
 
 
@@ -180,17 +173,13 @@ class Request:
         """A field and a sentence for each combination of valid values that is not allowed."""
         return ()
 
-    def given(self) -> dict[str, Any]:
+    def non_defaults(self) -> dict[str, Any]:
         """The options whose values differ from their defaults."""
         return {
             name: vars(self)[name]
             for name, spec in specs(type(self)).items()
             if vars(self)[name] != spec.default
         }
-
-    def __repr__(self) -> str:
-        values = [f"{name}={value!r}" for name, value in self.given().items()]
-        return f"{type(self).__name__}({', '.join(values)})"
 
 
 def value_problems(
@@ -215,5 +204,7 @@ def to_argv(values: Mapping[str, Any]) -> list[str]:
     argv: list[str] = []
     for name, value in values.items():
         for item in value if isinstance(value, tuple) else (value,):
-            argv += [format_option(name)] if item is True else [format_option(name), str(item)]
+            argv.append(format_option(name))
+            if item is not True:
+                argv.append(str(item))
     return argv

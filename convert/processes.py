@@ -15,11 +15,9 @@ from kvfold.convert.errors import InputError, KvfoldError, summarize_error
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Long, because rank 0 may work for hours; a dead process is noticed at once by its closed
-# connection.
+# Rank 0 may work for hours; a dead process is noticed at once by its closed connection.
 _LONGEST_WORK = timedelta(hours=24)
-# Short, because the others must end within a minute if a process never connects.
-_CONNECTION = timedelta(seconds=50)
+_CONNECTION_SECONDS = 50  # within a minute all end if one never connects
 
 Result = TypeVar("Result")
 Items = TypeVar("Items", "list[int]", "Tensor")
@@ -80,17 +78,16 @@ def process_group(device: str) -> Iterator[None]:
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"
     try:
-        # Only the rendezvous has the short timeout: later, rank 0 may work for hours.
-        store, rank, size = next(rendezvous("env://", timeout=_CONNECTION))
+        timeout = timedelta(seconds=_CONNECTION_SECONDS)
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=_LONGEST_WORK
         )
     except (RuntimeError, ValueError) as error:
-        seconds = f"{_CONNECTION.total_seconds():g} s"
         raise KvfoldError(
-            f"torchrun: not all {size} processes connected within {seconds}"
-            f" ({summarize_error(error)}); start all of them, and check that every machine can reach the address and port of"
-            " the first process"
+            f"torchrun: not all {size} processes connected within {_CONNECTION_SECONDS} s"
+            f" ({summarize_error(error)}); start all of them, and check that every machine can"
+            " reach the address and port of the first process"
         ) from error
     try:
         yield
@@ -122,7 +119,7 @@ def on_rank0(work: Callable[[], Result]) -> Result | None:
     """Call ``work`` on rank 0 and return its result there; the others wait, hours if need be."""
     if (dist := _distributed()) is None:
         return work()
-    # The collectives in training keep the short timeout that reveals a hung process.
+    # Training's collectives keep the short timeout that reveals a hung process.
     group = dist.new_group(backend="gloo", timeout=_LONGEST_WORK)
     results: list[Result] = []
     broadcast_from_rank0(lambda: results.append(work()), group)
@@ -131,9 +128,8 @@ def on_rank0(work: Callable[[], Result]) -> Result | None:
 
 
 def broadcast_from_rank0(work: Callable[[], Result], group: Any = None) -> Result:
-    """Call ``work`` on rank 0; every process returns its result, or raises its KvfoldError.
-
-    Every process must call this, and waits in the process group ``group``.
+    """Call ``work`` on rank 0; every process, all of which must call this, returns its result or
+    raises its KvfoldError.
     """
     if (dist := _distributed()) is None:
         return work()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
-from kvfold.convert.errors import InputError, format_option
+from kvfold.convert.errors import format_option
 from kvfold.convert.formatting import check_size, parse_size, parse_tokens
 from kvfold.convert.methods import registry
 from kvfold.convert.methods.registry import DEFAULT, Method
@@ -31,10 +31,8 @@ Steps = int | Literal["auto"]
 Length = int | Literal["auto"]
 
 TARGETS: tuple[str, ...] = get_args(AttentionKind)
-# Options that --effort stands for. SmolLM2-135M, MLA 128+64, KL on prose and code: fitted 0.149,
-# 0.148; refined in 50 steps and polished on 100k tokens 0.099, 0.110, in 27 minutes; 50 steps and
-# 1M tokens 0.079, 0.087, in 162; 200 steps on more text and 400k tokens 0.068, 0.082, in 122
-# (recipes/results/real_models.json, one core, 2026-11-25 and 2026-11-26).
+# Options that --effort stands for. KL of SmolLM2-135M in MLA 128+64 on prose and code: quick 0.149,
+# 0.148; normal 0.099, 0.110; thorough 0.068, 0.082 (recipes/results/real_models.json).
 EFFORTS: dict[str, dict[str, Any]] = {
     "quick": {},
     "normal": {"refine": 50, "polish": "100k", "repeat_text": True},
@@ -48,12 +46,10 @@ _LAYOUTS = (
 )
 # Tasks of `kvfold eval` that need neither a download nor lm-evaluation-harness.
 BUILT_IN_TASKS = ("replies",)
-# Tokens of a sequence with --seq-len auto. SmolLM2-135M, MLA 128+64: after a fit on 128 x 512
-# tokens the KL was lower to 1024 tokens than on 64 x 1024, and equal from there to 2048; on 256 x
-# 256 it was 0.002 larger (convert/README.md, "The loss by position").
+# Tokens of a sequence with --seq-len auto: measured in convert/README.md, "The loss by position".
 AUTO_LENGTH = 512
-# Tokens of the sequences on which the loss by position is measured, if the model's context is as
-# long; chosen.
+# Tokens of the sequences on which the loss by position is measured, in models of that context;
+# chosen.
 LONG_LENGTH = 2048
 SELF = "self"  # --calibration self or self:SHARE: the source generates the text ...
 SELF_TOKENS = 24_576  # ... so many tokens at once: chosen, not tuned; memory grows with them
@@ -62,16 +58,6 @@ SELF_TOKENS = 24_576  # ... so many tokens at once: chosen, not tuned; memory gr
 def held_out_count(samples: int) -> int:
     """Held-out sequences for ``samples`` calibration sequences: an eighth, at least 8."""
     return max(8, math.ceil(samples / 8))
-
-
-def _methods() -> str:
-    """The registered methods by target: ``gqa, mqa: principal, mean, first, random; mla: principal,
-    svd``.
-    """
-    targets: dict[str, list[str]] = {}
-    for to in TARGETS:
-        targets.setdefault(", ".join(registry.methods_of(to)), []).append(to)
-    return "; ".join(f"{', '.join(kinds)}: {names}" for names, kinds in targets.items())
 
 
 def _blank(path: str) -> str | None:
@@ -96,28 +82,22 @@ _texts = partial(
     multiple=True,
 )
 _samples = partial(option, default=128, help="Calibration sequences.", minimum=1)
-_LENGTH: dict[str, Any] = {
-    "default": "auto",
-    "help": (
-        f"Tokens per sequence; auto: {AUTO_LENGTH}, or MODEL's context, if it is shorter, in as"
-        f" many sequences as hold SAMPLES x {AUTO_LENGTH} tokens."
-    ),
-    "metavar": "N|auto",
-    "minimum": 2,
-    "rule": "a whole number of at least 2, or auto",
-}
-_STEPS: dict[str, Any] = {
-    "default": 0,
-    "metavar": "STEPS|auto",
-    "rule": "a number of steps or auto",
-}
-_PRECISION: dict[str, Any] = {
-    "default": "auto",
-    "help": (
-        "Dtype of products in calibration passes and training; auto: the faster, measured. Held-out"
-        " text: float32."
-    ),
-}
+_length = partial(
+    option,
+    "auto",
+    f"Tokens per sequence; auto: {AUTO_LENGTH}, or MODEL's context, if it is shorter, in as many"
+    f" sequences as hold SAMPLES x {AUTO_LENGTH} tokens.",
+    metavar="N|auto",
+    minimum=2,
+    rule="a whole number of at least 2, or auto",
+)
+_steps = partial(option, 0, metavar="STEPS|auto", rule="a number of steps or auto")
+_precision = partial(
+    option,
+    "auto",
+    "Dtype of products in calibration passes and training; auto: the faster, measured. Held-out"
+    " text: float32.",
+)
 _numbers = partial(
     option, metavar="N,N", rule="positive numbers separated by commas, such as 2048,8192"
 )
@@ -125,7 +105,7 @@ _latent = partial(option, None, targets=("mla",))
 _fold = partial(option, None, targets=("gqa", "mqa"))
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class ConvertRequest(Request):
     """One conversion. Fields are ``kvfold convert`` options with underscores, which ``--help``
     explains.
@@ -135,8 +115,8 @@ class ConvertRequest(Request):
     registers NAME (`methods.registry`). Path objects are converted to strings. Raises one
     InputError with every problem.
 
-    >>> ConvertRequest(model="MODEL", out="OUT", to="gqa", kv_heads=8)
-    ConvertRequest(model='MODEL', out='OUT', to='gqa', kv_heads=8)
+    >>> ConvertRequest(model="MODEL", out="OUT", to="gqa", kv_heads=8).resolved_method
+    'principal'
     """
 
     model: str = _source(runs=True)
@@ -145,7 +125,7 @@ class ConvertRequest(Request):
         help="Attention kind to convert to; required without --recipe.", panel="Target"
     )
     kv_heads: int | None = option(
-        None, "Key/value heads to keep (gqa).", metavar="N", minimum=1, targets=("gqa",)
+        None, "Key/value heads to keep (gqa).", minimum=1, targets=("gqa",)
     )
     kv_rank: int | None = _latent(
         "Rank of the latent: R cache elements per token per layer (mla).", metavar="R", minimum=1
@@ -153,12 +133,11 @@ class ConvertRequest(Request):
     rope_dim: int | None = _latent(
         "Rotary key dims: P cache elements per token per layer (mla).", metavar="P"
     )
-    budget: int | None = _latent(
-        "Choose R + P = N by measured drift (mla).", metavar="N", minimum=4
-    )
+    budget: int | None = _latent("Choose R + P = N by measured drift (mla).", minimum=4)
     method: str | None = option(
         None,
-        f"Default: {DEFAULT} (calibrated). {_methods()}; or MODULE:NAME.",
+        f"Default: {DEFAULT} (calibrated). gqa, mqa: {', '.join(registry.methods_of('gqa'))}; mla:"
+        f" {', '.join(registry.methods_of('mla'))}; or MODULE:NAME.",
         metavar="NAME",
     )
     objective: str | None = _fold(
@@ -190,7 +169,7 @@ class ConvertRequest(Request):
         " template is self, unless the option names it; self:0 turns this off."
     )
     samples: int = _samples()
-    seq_len: Length = option(**_LENGTH)
+    seq_len: Length = _length()
     seed: int = seed_option(help="Seed for drawing sequences (and for --method random).")
     effort: Literal["quick", "normal", "thorough"] | None = option(
         None,
@@ -199,11 +178,8 @@ class ConvertRequest(Request):
         " --repeat-text, which are for experts.",
         panel="Refinement",
     )
-    refine: Steps = option(
-        help=(
-            "Steps of training each layer's attention to reconstruct the source's, without labels."
-        ),
-        **_STEPS,
+    refine: Steps = _steps(
+        "Steps of training each layer's attention to reconstruct the source's, without labels."
     )
     polish: Steps | str = option(
         0,
@@ -217,7 +193,7 @@ class ConvertRequest(Request):
         False, "Polish on the text again where it has fewer tokens than --polish."
     )
     device: Device = device_option(panel="Running")
-    precision: TrainingDtype = option(**_PRECISION)
+    precision: TrainingDtype = _precision()
     dtype: Dtype = dtype_option(help="Stored dtype; auto keeps the source's dtype.")
     max_shard_size: int | str = option(
         "5GB", "Maximum size of a weight file.", metavar="SIZE", check=check_size
@@ -298,81 +274,87 @@ class ConvertRequest(Request):
         return options | ({"layout": self.resolved_layout} if self.to == "mla" else {})
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """A field and a sentence for each combination of values that is not allowed."""
-        to = self.to
-        named = f"--method {self.resolved_method}"
-        principal = f"--method {DEFAULT}"
-        try:
-            method = self.chosen_method
-        except InputError as error:
-            yield "method", error.message
-            method = registry.find_method(DEFAULT, to)
+        method = self.chosen_method
         if self.objective is not None:
-            try:
-                registry.find_objective(self.objective)
-            except InputError as error:
-                yield "objective", error.message
+            registry.find_objective(self.objective)
         for name, spec in specs(type(self)).items():
-            value = getattr(self, name)
             # Layout kvfold also allows GQA and MQA, for families whose stock class cannot represent
             # them.
-            given = value is not None and value is not False and value != "kvfold"
-            if given and spec.targets and to not in spec.targets:
+            given = getattr(self, name) not in (None, False, "kvfold")
+            if given and spec.targets and self.to not in spec.targets:
                 allowed = " or ".join(f"--to {target}" for target in spec.targets)
-                spelling = format_option(name)
-                yield name, f"{spelling} needs {allowed}, not --to {to}; omit {spelling}"
-        if to == "mla":
-            yield from self._latent_problems(method)
-        if to == "gqa" and self.kv_heads is None:
-            yield (
+                yield name, f"{format_option(name)} needs {allowed}, not --to {self.to}; omit it"
+        named = f"--method {self.resolved_method}"
+        no_text = f"but {named} reads no text; use --method {DEFAULT}"
+        no_split = self.to == "mla" and self.budget is None
+        needs_split = (
+            "--to mla needs --kv-rank and --rope-dim, or --budget, in KV-cache elements per token"
+            " per layer"
+        )
+        # Each field with whether its value is wrong, and why.
+        rules = (
+            (
                 "kv_heads",
+                self.to == "gqa" and self.kv_heads is None,
                 "--to gqa needs --kv-heads, the number of key/value heads to keep; `kvfold inspect"
                 " MODEL` lists the possible numbers",
-            )
-        if self.objective is not None and to != "mla" and not method.takes_objective:
-            unused = f"--objective has no effect with {named}"
-            yield "objective", f"{unused}; omit --objective, or use {principal}"
-        if self.group == "similar" and to != "mla" and not method.reads_text:
-            unread = f"--group similar compares heads on text, but {named} reads no text"
-            yield "group", f"{unread}; omit --group, or use {principal}"
-        if self.effort is not None:
-            chosen = f"--effort {self.effort} chooses --refine and --polish"
-            yield "effort", f"{chosen}; omit --effort, or use it without --polish and --refine"
-        if self.repeat_text and not self.polish:
-            unused = "--repeat-text has no effect without --polish"
-            yield "repeat_text", f"{unused}; omit it, or add --polish auto"
-        if self.calibration and not (method.reads_text or self.refine or self.polish):
-            unused = (
-                f"--calibration has no effect, because {named} reads text only with --refine or"
-                " --polish"
-            )
-            yield "calibration", f"{unused}; omit --calibration, or use {principal}"
-
-    def _latent_problems(self, method: Method) -> Iterator[tuple[str, str]]:
-        split = self.kv_rank is not None or self.rope_dim is not None
-        reads_none = f"but --method {self.resolved_method} reads no text; use --method {DEFAULT}"
-        if self.budget is None and (self.kv_rank is None or self.rope_dim is None):
-            yield (
-                "kv_rank" if self.kv_rank is None else "rope_dim",
-                "--to mla needs --kv-rank and --rope-dim, or --budget, in KV-cache elements per"
-                " token per layer",
-            )
-        if self.budget is not None and split:
-            yield (
+            ),
+            ("kv_rank", no_split and self.kv_rank is None, needs_split),
+            ("rope_dim", no_split and self.kv_rank and self.rope_dim is None, needs_split),
+            (
                 "budget",
-                "--budget chooses --kv-rank and --rope-dim; use either --budget or the other two"
-                " options",
-            )
-        if self.budget is not None and not method.reads_text:
-            yield "budget", f"--budget chooses by the drift measured on text, {reads_none}"
-        if self.layout == "engine" and not method.reads_text:
-            yield "layout", f"--layout engine calibrates the latent's norm on text, {reads_none}"
-        if self.rotate_latent and (self.layout or DEFAULT_LAYOUT) == "engine":
-            worse = "--rotate-latent increases the error of an FP8 cache with --layout engine"
-            yield "rotate_latent", f"{worse}; omit --rotate-latent, or use --layout free"
+                self.budget and (self.kv_rank or self.rope_dim is not None),
+                "--budget chooses --kv-rank and --rope-dim; omit either --budget or these two",
+            ),
+            (
+                "budget",
+                self.budget and not method.reads_text,
+                f"--budget chooses by the drift measured on text, {no_text}",
+            ),
+            (
+                "layout",
+                self.layout == "engine" and not method.reads_text,
+                f"--layout engine calibrates the latent's norm on text, {no_text}",
+            ),
+            (
+                "rotate_latent",
+                self.rotate_latent and self.resolved_layout == "engine",
+                "--rotate-latent increases the error of an FP8 cache with --layout engine; omit it,"
+                " or use --layout free",
+            ),
+            (
+                "objective",
+                self.objective and not method.takes_objective,
+                f"--objective has no effect with {named}; omit it, or use --method {DEFAULT}",
+            ),
+            (
+                "group",
+                self.group == "similar" and not method.reads_text,
+                f"--group similar compares heads on text, {no_text}, or omit --group",
+            ),
+            (
+                "effort",
+                self.effort,
+                f"--effort {self.effort} chooses --refine and --polish; omit it, or these two",
+            ),
+            (
+                "repeat_text",
+                self.repeat_text and not self.polish,
+                "--repeat-text has no effect without --polish; omit it, or add --polish auto",
+            ),
+            (
+                "calibration",
+                self.calibration and not self.calibrated,
+                f"--calibration has no effect, because {named} reads text only with --refine or"
+                f" --polish; omit it, or use --method {DEFAULT}",
+            ),
+        )
+        for field, wrong, reason in rules:
+            if wrong:
+                yield field, reason
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class DriftRequest(Request):
     """A comparison by ``kvfold drift``: MODEL and OUT run on ``samples`` sequences of ``seq_len``
     tokens.
@@ -394,7 +376,7 @@ class DriftRequest(Request):
     quiet: bool = option(False, "Print no progress.")
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class SweepRequest(Request):
     """A sweep by ``kvfold sweep``: targets for MODEL that are fitted and measured together.
 
@@ -425,15 +407,13 @@ class SweepRequest(Request):
         "Text that resembles the model's use, as in `kvfold convert`."
     )
     samples: int = _samples()
-    seq_len: Length = option(**_LENGTH)
+    seq_len: Length = _length()
     seed: int = seed_option()
-    refine: Steps = option(
-        help="Steps of training each layer's attention, for every target.",
-        panel="Refinement",
-        **_STEPS,
+    refine: Steps = _steps(
+        "Steps of training each layer's attention, for every target.", panel="Refinement"
     )
     device: Device = device_option(panel="Running")
-    precision: TrainingDtype = option(**_PRECISION)
+    precision: TrainingDtype = _precision()
     dtype: Dtype = dtype_option(help="Stored dtype of OUT.")
     fresh: bool = option(
         False, "Discard the finished rows of an interrupted sweep and start over.", runs=True
@@ -442,7 +422,7 @@ class SweepRequest(Request):
     trust_remote_code: bool = trust_option()
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class EvalRequest(Request):
     """A comparison by ``kvfold eval`` of MODEL and OUT on tasks and long contexts."""
 
@@ -458,7 +438,6 @@ class EvalRequest(Request):
     limit: int | None = option(
         None,
         "Maximum number of documents per lm-evaluation-harness task; default: all.",
-        metavar="N",
         minimum=1,
     )
     lengths: tuple[int, ...] = _numbers(
@@ -477,19 +456,18 @@ class EvalRequest(Request):
         metavar="FILE",
     )
     retrieval: bool = option(
-        True, "Skip retrieval from long texts; measure only the loss by position and --tasks."
+        True, "Measure retrieval from long texts too, besides the loss by position and --tasks."
     )
     batch: int | None = option(
         None,
         "Replies or task documents per batch; default: 8, with lm-evaluation-harness 1.",
-        metavar="N",
         minimum=1,
     )
-    seed: int = seed_option(help="Random seed.")
+    seed: int = seed_option()
     device: Device = device_option()
     dtype: Dtype = dtype_option()
     quiet: bool = option(False, "Print no progress.")
-    trust_remote_code: bool = trust_option(help="Allow code in the checkpoints to run.")
+    trust_remote_code: bool = trust_option()
 
     @property
     def harness_tasks(self) -> tuple[str, ...]:
@@ -497,7 +475,7 @@ class EvalRequest(Request):
         return tuple(task for task in self.tasks if task not in BUILT_IN_TASKS)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class BenchRequest(Request):
     """A benchmark by ``kvfold bench``: every model is timed for ``seconds`` at each context length
     and batch size.
@@ -513,16 +491,14 @@ class BenchRequest(Request):
         "Time every attention kind with random weights in a known shape, such as llama-2-7b.",
         metavar="NAME",
     )
-    layers: int | None = option(None, "Number of layers with --shape.", metavar="N", minimum=1)
+    layers: int | None = option(None, "Number of layers with --shape.", minimum=1)
     device: Device = device_option()
     dtype: Dtype = dtype_option()
     cache: Literal["dynamic", "static"] = option("dynamic", "Kind of KV cache.")
     prefill_tokens: int | None = option(
-        None, "Maximum number of tokens to prefill; 0 skips the prefill.", metavar="N"
+        None, "Maximum number of tokens to prefill; 0 skips the prefill."
     )
-    threads: int | None = option(
-        None, "CPU threads; default: torch's choice.", metavar="N", minimum=1
-    )
+    threads: int | None = option(None, "CPU threads; default: torch's choice.", minimum=1)
     seconds: float = option(4.0, "Seconds to time each model, context and batch.", metavar="X")
     quiet: bool = option(False, "Print no progress.")
 
@@ -537,7 +513,7 @@ class BenchRequest(Request):
             )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class ChatRequest(Request):
     """A conversation with MODEL, and with ``against`` beside it."""
 
@@ -550,4 +526,4 @@ class ChatRequest(Request):
     max_new_tokens: int = option(200, "Longest answer, in tokens.", minimum=1)
     device: Device = device_option()
     dtype: Dtype = dtype_option()
-    trust_remote_code: bool = trust_option(help="Allow code in the checkpoints to run.")
+    trust_remote_code: bool = trust_option()

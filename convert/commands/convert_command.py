@@ -8,6 +8,7 @@ from click.core import ParameterSource
 from kvfold.convert import processes
 from kvfold.convert.console import (
     PanelCommand,
+    PanelOption,
     check_files,
     json_option,
     print_result,
@@ -46,23 +47,20 @@ def _build_request(options: dict[str, Any], further: dict[str, Any]) -> ConvertR
 
 _recipe = click.option(
     "--recipe",
+    cls=PanelOption,
+    panel="Target",
     metavar="NAME|FILE.toml",
     help="Recipe with default options; options on the command line override its values.",
-)
-_result_files = (
-    json_option("Also write the result to FILE; with -, write only it to stdout."),
-    report_option("charts of the results"),
 )
 
 
 @click.command(
     cls=PanelCommand, short_help="Convert MODEL to a smaller KV cache, into the folder OUT."
 )
-@request_options(
-    ConvertRequest,
-    before={"allow_growth": [_recipe], "trust_remote_code": _result_files},
-    build=_build_request,
-)
+@request_options(ConvertRequest, _build_request)
+@_recipe
+@json_option("Also write the result to FILE; with -, write only it to stdout.")
+@report_option("charts of the results")
 def convert(request: ConvertRequest, json_file: str | None, report: str | None) -> None:
     """Convert MODEL and write the result to the folder OUT."""
     check_files(json_file, report=report)

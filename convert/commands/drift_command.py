@@ -43,16 +43,15 @@ rows, KL: between attention weights in nats, mean over heads and positions
 worst head: largest relative error of a head's part of the attention's output
 rounding: the largest error of any layer that rounding alone causes
 -: not comparable, or not finite"""
-_layers = click.option(
-    "--layers", is_flag=True, help="Print every layer, the rounding floor and what the terms mean."
-)
 
 
 @click.command(short_help="Measure the drift of OUT from MODEL, layer by layer.")
-@request_options(
-    DriftRequest,
-    before={"trust_remote_code": [_layers, json_option(), report_option("charts of the drift")]},
+@request_options(DriftRequest)
+@click.option(
+    "--layers", is_flag=True, help="Print every layer, the rounding floor and what the terms mean."
 )
+@json_option()
+@report_option("charts of the drift")
 def drift(request: DriftRequest, layers: bool, json_file: str | None, report: str | None) -> None:
     """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and in the
     predictions.

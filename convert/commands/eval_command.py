@@ -18,7 +18,8 @@ _WIDTHS = (27, 9, 7, 7, 17)
 
 
 @click.command("eval", short_help="Compare OUT with MODEL on tasks and long contexts.")
-@request_options(EvalRequest, before={"quiet": [json_option()]})
+@request_options(EvalRequest)
+@json_option()
 def evaluate(request: EvalRequest, json_file: str | None) -> None:
     """Compare the converted checkpoint OUT with MODEL on the same documents, with 95 % intervals of
     the differences.

@@ -14,6 +14,7 @@ from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import (
     STDOUT,
     PanelCommand,
+    PanelOption,
     check_files,
     json_option,
     print_result,
@@ -45,6 +46,8 @@ def _rise(context: click.Context, option: click.Parameter, value: str) -> float:
 
 _within = click.option(
     "--within",
+    cls=PanelOption,
+    panel="Decision",
     type=str,
     callback=_rise,
     default=WITHIN,
@@ -54,13 +57,6 @@ _within = click.option(
         "Largest acceptable rise in perplexity (0.01 is 1 %); the smallest target within it is"
         " recommended."
     ),
-)
-_sweep_files = (
-    json_option("Also write the result to FILE; with -, write only it to stdout."),
-    click.option(
-        "--plot", metavar="FILE", help="Draw the curve (PNG, SVG, PDF); needs the report extra."
-    ),
-    report_option("the table and the curve"),
 )
 
 
@@ -80,7 +76,13 @@ class _SweepCommand(PanelCommand):
 
 
 @click.command(cls=_SweepCommand, short_help="Measure the loss of many targets, to choose one.")
-@request_options(SweepRequest, before={"out": [_within], "quiet": _sweep_files})
+@request_options(SweepRequest)
+@_within
+@json_option("Also write the result to FILE; with -, write only it to stdout.")
+@click.option(
+    "--plot", metavar="FILE", help="Draw the curve (PNG, SVG, PDF); needs the report extra."
+)
+@report_option("the table and the curve")
 def sweep(
     request: SweepRequest,
     within: float,

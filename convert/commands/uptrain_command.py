@@ -19,13 +19,10 @@ from kvfold.convert.processes import destroy_process_group, launched_as_rank0
 from kvfold.convert.text.corpus import check_sources
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
-_json = json_option(
-    "Also write the record and the log to FILE; with -, write only these, to stdout."
-)
-
 
 @click.command(cls=PanelCommand, short_help="Train a converted checkpoint a little further.")
-@request_options(UptrainRequest, before={"trust_remote_code": [_json]})
+@request_options(UptrainRequest)
+@json_option("Also write the record and the log to FILE; with -, write only these, to stdout.")
 def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     """Train MODEL further into OUT, at learning rates relative to the size of each tensor.
 

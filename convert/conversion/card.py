@@ -162,7 +162,7 @@ def _reproducing_command(plan: Plan) -> str:
     """
     given = {
         name: value
-        for name, value in plan.request.given().items()
+        for name, value in plan.request.non_defaults().items()
         if name not in run_options(ConvertRequest)
     }
     if plan.request.calibration:

@@ -139,7 +139,7 @@ def _restore_auto_length(plan: Plan) -> ConvertRequest:
 def _convert_words(request: ConvertRequest, out: str) -> list[str]:
     """The command of ``request`` that writes ``out``."""
     left_out = ("model", "out", "quiet", "fresh", "overwrite")
-    given = {name: value for name, value in request.given().items() if name not in left_out}
+    given = {name: value for name, value in request.non_defaults().items() if name not in left_out}
     effort = EFFORTS[_THOROUGH]
     if effort.items() <= given.items():
         given = {name: value for name, value in given.items() if name not in effort}

@@ -137,7 +137,7 @@ class SweepRow:
 
     def command(self, model: str, out: str) -> list[str]:
         """The words of the command that converts ``model`` to the target, into ``out``."""
-        given = self.request.given()
+        given = self.request.non_defaults()
         options = {name: value for name, value in given.items() if name not in _NOT_REPEATED}
         return ["kvfold", "convert", model, out, *to_argv(options)]
 

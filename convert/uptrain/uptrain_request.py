@@ -27,7 +27,7 @@ Precision = Literal["auto", "float32", "bfloat16", "float16"]
 WARMUP_STEPS = 10
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class UptrainRequest(Request):
     """The options of ``kvfold uptrain``, whose ``--help`` describes them; field names have
     underscores.
@@ -100,10 +100,9 @@ class UptrainRequest(Request):
         100,
         "Steps between drift measurements; 0 disables them.",
         panel="Measurement",
-        metavar="N",
     )
     eval_sequences: int = option(64, "Number of held-out sequences.", minimum=1)
-    log_every: int = option(10, "Steps between log rows.", metavar="N", minimum=1, runs=True)
+    log_every: int = option(10, "Steps between log rows.", minimum=1, runs=True)
     device: Device = device_option(panel="Running")
     precision: Precision = option(
         "auto",
@@ -114,14 +113,11 @@ class UptrainRequest(Request):
         None,
         "Maximum sequences per device at a time; default: 4, on a CPU as many as hold"
         f" {BATCH_TOKENS} tokens.",
-        metavar="N",
         minimum=1,
         runs=True,
     )
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
-    save_every: int = option(
-        200, "Steps between checkpoints; 0 disables them.", metavar="N", runs=True
-    )
+    save_every: int = option(200, "Steps between checkpoints; 0 disables them.", runs=True)
     max_shard_size: int | str = option(
         "5GB", "Maximum size per shard.", metavar="SIZE", check=check_size, runs=True
     )

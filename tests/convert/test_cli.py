@@ -39,9 +39,8 @@ def test_help_fits_80_columns_and_shows_panels(kvfold, monkeypatch):
     rows = re.findall(r"^  ([a-z]+) {2,}.*[^.]\.$", done.stdout, re.MULTILINE)
     assert (done.returncode, rows) == (0, list(cli.kvfold.commands))
     assert max(map(len, done.stdout.splitlines())) <= 80
-    for name, command in cli.kvfold.commands.items():
-        panels = {panel for each in command.params if (panel := getattr(each, "panel", None))}
-        assert panels <= {*re.findall(r"^(\w+):$", kvfold(name, "--help").stdout, re.MULTILINE)}
+    panels = re.findall(r"^(\w+):$", kvfold("convert", "--help").stdout, re.MULTILINE)
+    assert panels == ["Target", "Calibration", "Refinement", "Running"]
 
 
 def test_help_plans_and_wrong_inputs_import_nothing_heavy(tmp_path):
@@ -113,29 +112,17 @@ cli.main({line})
     assert run_python("-c", script).stdout.splitlines()[-1] == "['torch']"
 
 
-def test_a_wrong_option_ends_a_process_with_status_2():
-    done = run_python("-m", "kvfold.convert", "convert", "a", "b", "--to", "gpa", check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: --to must be one of gqa, mqa, mla (did you mean gqa?)")
-    assert len(done.stderr.splitlines()) == 1
-
-
 @pytest.mark.parametrize(
     "line",
     [
         "convert",
         "convert a b",
-        "convert a b --recipe nothing",
-        "convert a b --recipe llama-2-7b-mqa --kv-heads 2",
         "convert a b --to mqa --json",
-        "drift a b --samples 0",
         "melt",
-        "inspect --colour",
+        "convert a b --to mqa --resume",
         "inspect nowhere/at/all",
-        "convert a b --to mqa --max-shard-size ②",
         "sweep a --within 5%",
         "inspect a --json " + "x" * 300,
-        "drift a b --report " + "x" * 300,
         "inspect \x1b[2J\u202e",
     ],
 )
@@ -156,22 +143,13 @@ def test_a_gpu_that_is_not_there_is_refused_before_the_model(kvfold, line, monke
     assert error.startswith("error: --device cuda: torch finds no CUDA device")
 
 
-def test_inspect_prints_a_summary_and_json(kvfold, tmp_path):
+def test_inspect_prints_a_summary_and_json(kvfold):
     text = kvfold("inspect", demo_folder()).stdout
     assert "MHA: 8 query heads, 8 key/value heads, head dim 32" in text
-    assert "--to mqa" in text
-    demo = demo_folder()
-    for line in ([demo, "--json"], ["--json", demo], [demo, "--json", "-"]):
+    for line in ([demo_folder(), "--json"], ["--json", demo_folder()]):
         done = kvfold("inspect", *line)
-        facts = json.loads(done.stdout)
-        assert (facts["heads"], facts["kv_heads"], facts["attention"]) == (8, 8, "MHA")
+        assert json.loads(done.stdout)["attention"] == "MHA"
         assert done.stderr == text
-    assert kvfold("inspect", "--json").stderr.startswith(
-        "error: kvfold inspect: missing argument 'MODEL'"
-    )
-    done = kvfold("inspect", demo_folder(), "--json", tmp_path / "facts.json")
-    assert done.stdout == text
-    assert json.loads((tmp_path / "facts.json").read_text()) == facts
 
 
 def test_demo_converts_measures_and_writes_its_table(kvfold, monkeypatch, tmp_path):
@@ -192,43 +170,19 @@ def test_demo_converts_measures_and_writes_its_table(kvfold, monkeypatch, tmp_pa
 def test_convert_prints_its_plan_and_its_result(kvfold, tmp_path):
     out = tmp_path / "some" / "out"
     pooled = ("convert", demo_folder(), out, "--to", "mqa", "--method", "mean")
-    said = "512 -> 64 elements per token per layer, 87.5 % less"
-    done = kvfold(*pooled, "--dry-run", "--json", "-")
-    found = json.loads(done.stdout)
-    assert (done.returncode, found["out"], found["attention"]) == (
-        0,
-        None,
-        {"from": "MHA", "to": "MQA"},
-    )
-    planned = (
-        said,
-        "model.layers.0.self_attn.k_proj.weight BF16 [256, 256] -> [32, 256]",
-        "nothing (--dry-run)",
-    )
-    assert all(text in done.stderr for text in planned)
+    saving = "512 -> 64 elements per token per layer, 87.5 % less"
+    planned = kvfold(*pooled, "--dry-run", "--json", "-")
+    assert json.loads(planned.stdout)["out"] is None
+    assert saving in planned.stderr
+    assert "model.layers.0.self_attn.k_proj.weight BF16 [256, 256] -> [32, 256]" in planned.stderr
     assert not list(tmp_path.iterdir())
-    done = kvfold(*pooled, "--json", tmp_path / "done.json")
-    assert done.stderr.startswith(f"reading {demo_folder()}\n")  # then stages, on a busy machine
-    assert said in done.stdout
-    made = json.loads((tmp_path / "done.json").read_text())
-    assert (made["out"], made["cache_elements"]) == (
-        str(out),
-        {"from": 512, "to": 64},
-    )
+    converted = kvfold(*pooled, "--json", tmp_path / "result.json")
+    assert saving in converted.stdout
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["out"], result["cache_elements"]) == (str(out), {"from": 512, "to": 64})
     quiet = kvfold(*pooled, "--overwrite", "--quiet")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
-    checked = json.loads(kvfold("verify", out, "--json", "-").stdout)
-    assert checked["problems"] == []
-    assert checked["tensors"] > 0
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"), [("no/x.json", "there is no folder"), (".", "it is a folder")]
-)
-def test_an_unwritable_json_file_is_refused_before_measuring(kvfold, tmp_path, name, reason):
-    done = kvfold("drift", demo_folder(), "no/such/model", "--json", tmp_path / name)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: --json {tmp_path / name}: cannot be written ({reason}")
+    assert json.loads(kvfold("verify", out, "--json", "-").stdout)["problems"] == []
 
 
 def test_recipes_lists_models_and_caches(kvfold):

@@ -14,12 +14,11 @@ from kvfold.convert import (
     ConvertRequest,
     DriftRequest,
     EvalRequest,
-    SweepRequest,
     recipes,
 )
 from kvfold.convert.console import PanelCommand, request_options
 from kvfold.convert.errors import InputError
-from kvfold.convert.formatting import format_bytes, parse_size
+from kvfold.convert.formatting import parse_size
 from kvfold.convert.options import option, specs
 
 
@@ -42,42 +41,23 @@ def test_an_error_names_the_field_at_fault_and_every_further_problem():
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("2GiB", 2 * 2**30), ("100", 100), ("7 kb", 7000)]
-    + [(text, None) for text in ("", "0", "-1GB", "5 apples", "GB", "1e3", "9" * 400)],
+    [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("2GiB", 2 * 2**30)]
+    + [
+        (text, None)
+        for text in ("", "0", "-1GB", "5 apples", "1e3", "9" * 400, "\N{SUPERSCRIPT TWO}GB")
+    ],
 )
 def test_sizes_are_parsed(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (5_250_000_000, "5.2 GB"), (10**12, "1.0 TB")],
-)
-def test_bytes_are_shown_in_the_largest_unit_that_fits(count, text):
-    assert format_bytes(count) == text
-
-
-@pytest.mark.parametrize(
-    ("calibration", "stored"),
-    [
-        (None, ()),
-        ([], ()),
-        ("a.txt", ("a.txt",)),
-        ([Path("a.txt"), "b,c.md"], ("a.txt", "b,c.md")),
-    ],
-)
-def test_paths_are_stored_as_text_and_lists_as_tuples(calibration, stored):
-    request = ConvertRequest(Path("a") / "b", Path("c"), to="mqa", calibration=calibration)
+def test_paths_are_stored_as_text_and_lists_as_tuples():
+    request = ConvertRequest(Path("a") / "b", Path("c"), to="mqa", calibration=["d", Path("e")])
     assert (request.model, request.out) == (str(Path("a") / "b"), "c")
-    assert request.calibration == stored
-
-
-def test_a_conversion_is_calibrated_if_its_method_or_its_training_reads_text():
-    request = ConvertRequest(model="m", out="o", to="mqa")
-    assert (request.resolved_method, request.shard_bytes) == ("principal", 5 * 10**9)
-    assert request.calibrated
-    assert not ConvertRequest(model="m", out="o", to="mqa", method="mean").calibrated
-    assert ConvertRequest(model="m", out="o", to="mqa", method="mean", refine=10).calibrated
+    assert request.calibration == ("d", "e")
+    request = EvalRequest("m", "o", tasks="piqa, arc_easy", lengths="256,512,256")
+    assert (request.tasks, request.lengths) == (("piqa", "arc_easy"), (256, 512))
+    assert BenchRequest(Path("a,b")).models == ("a,b",)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +65,6 @@ def test_a_conversion_is_calibrated_if_its_method_or_its_training_reads_text():
     [
         ({}, 8192, 128, 512),
         ({}, 300, 219, 300),
-        ({"samples": 1}, 300, 2, 300),
         ({"seq_len": 2048}, 300, 128, 2048),
     ],
 )
@@ -104,7 +83,6 @@ SPLIT = {"to": "mla", "kv_rank": 8, "rope_dim": 8}
     [
         ("model", {"model": 3}),
         ("out", {"out": " "}),
-        ("to", {"to": "gpa"}),
         ("kv_heads", {"kv_heads": True}),
         ("seq_len", {"seq_len": 1}),
         ("seed", {"seed": 2**63}),
@@ -112,12 +90,9 @@ SPLIT = {"to": "mla", "kv_rank": 8, "rope_dim": 8}
         ("polish", {"polish": -1}),
         ("calibration", {"calibration": " "}),
         ("overwrite", {"overwrite": "yes"}),
-        ("max_shard_size", {"max_shard_size": "5 apples"}),
         ("max_shard_size", {"max_shard_size": "5"}),
         ("method", {"method": "best"}),
-        ("method", {"method": "svd"}),
         ("kv_heads", {"to": "gqa"}),
-        ("kv_heads", {"kv_heads": 4}),
         ("group", {"method": "mean", "group": "similar"}),
         ("calibration", {"method": "mean", "calibration": "a.txt"}),
         ("repeat_text", {"repeat_text": True}),
@@ -142,12 +117,9 @@ def test_an_invalid_conversion_is_refused(field, options, told):
     [
         (DriftRequest, "samples", {"samples": 0}),
         (DriftRequest, "seed", {"seed": 2**64}),
-        (SweepRequest, "layout", {"layout": "deepseek"}),
         (EvalRequest, "lengths", {"lengths": "8,many"}),
-        (EvalRequest, "retrieval", {"retrieval": "no"}),
         (EvalRequest, "tasks", {"tasks": [3]}),
         (BenchRequest, "contexts", {"contexts": [0]}),
-        (BenchRequest, "batches", {"batches": "x"}),
         (BenchRequest, "models", {}),
         (BenchRequest, "layers", {"models": ["m"], "layers": 2}),
     ],
@@ -173,14 +145,7 @@ def test_only_options_that_decide_the_result_are_recorded():
     assert latent.result_options()["layout"] == latent.resolved_layout == "free"
 
 
-def test_names_and_numbers_may_be_one_text_with_commas():
-    request = EvalRequest("m", "o", tasks="piqa, arc_easy", lengths="256,512,256")
-    assert (request.tasks, request.lengths) == (("piqa", "arc_easy"), (256, 512))
-    assert EvalRequest("m", "o", lengths=[256]).lengths == (256,)
-    assert BenchRequest(Path("a,b")).models == ("a,b",)
-
-
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Extended(ConvertRequest):
     """A conversion with one more option."""
 
@@ -196,7 +161,7 @@ def test_a_field_is_an_option_a_key_of_recipes_and_a_rule(monkeypatch, tmp_path)
         requests.append(request)
 
     shown = CliRunner().invoke(command, ["--help"]).output
-    assert re.search(r"--sharpness INTEGER +How sharp\. +\[default: 3\]", shown)
+    assert re.search(r"--sharpness N +How sharp\. +\[default: 3\]", shown)
     line = ["m", "o", "--to", "mqa", "--sharpness", "5"]
     CliRunner().invoke(command, line, catch_exceptions=False)
     assert requests[0].sharpness == requests[0].result_options()["sharpness"] == 5
