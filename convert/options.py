@@ -8,15 +8,17 @@ records and the keywords of public functions.
     samples: int = option(128, "Calibration sequences.", minimum=1)
 """
 
-import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kvfold.convert.errors import InputError, format_option, option_error, suggest_name
 
+# Tokens of a sequence with --seq-len auto: measured in convert/README.md, "The loss by position".
+AUTO_LENGTH = 512
 # Whole numbers that Python reads quickly, in the digits of a keyboard: int() also takes those of
 # other scripts.
 _DIGITS = "[0-9]{1,18}"
@@ -117,16 +119,32 @@ def option(default: Any = MISSING, help: str = "", **details: Any) -> Any:
 
 
 # Options of several requests; a request passes keywords for what differs.
-seq_len_option = functools.partial(option, default=512, help="Tokens per sequence.", minimum=2)
-seed_option = functools.partial(
+seq_len_option = partial(option, default=512, help="Tokens per sequence.", minimum=2)
+seed_option = partial(
     option, default=0, help="Seed for drawing sequences.", minimum=0, maximum=2**63 - 1
 )
-device_option = functools.partial(
+device_option = partial(
     option, default="auto", help="Device to compute on; auto: a GPU if there is one.", runs=True
 )
-dtype_option = functools.partial(option, default="auto", help="Dtype to compute in.")
-trust_option = functools.partial(
+dtype_option = partial(option, default="auto", help="Dtype to compute in.")
+trust_option = partial(
     option, default=False, help="Allow code in the checkpoints to run.", runs=True
+)
+length_option = partial(
+    option,
+    "auto",
+    f"Tokens per sequence; auto: {AUTO_LENGTH}, or MODEL's context, if it is shorter, in as many"
+    f" sequences as hold SAMPLES x {AUTO_LENGTH} tokens.",
+    metavar="N|auto",
+    minimum=2,
+    rule="a whole number of at least 2, or auto",
+)
+steps_option = partial(option, 0, metavar="STEPS|auto", rule="a number of steps or auto")
+precision_option = partial(
+    option,
+    "auto",
+    "Dtype of products in calibration passes and training; auto: the faster, measured. Held-out"
+    " text: float32.",
 )
 
 

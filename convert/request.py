@@ -11,14 +11,18 @@ from kvfold.convert.formatting import check_size, parse_size, parse_tokens
 from kvfold.convert.methods import registry
 from kvfold.convert.methods.registry import DEFAULT, Method
 from kvfold.convert.options import (
+    AUTO_LENGTH,
     Request,
     device_option,
     dtype_option,
+    length_option,
     option,
+    precision_option,
     run_options,
     seed_option,
     seq_len_option,
     specs,
+    steps_option,
     trust_option,
 )
 
@@ -46,8 +50,6 @@ _LAYOUTS = (
 )
 # Tasks of `kvfold eval` that need neither a download nor lm-evaluation-harness.
 BUILT_IN_TASKS = ("replies",)
-# Tokens of a sequence with --seq-len auto: measured in convert/README.md, "The loss by position".
-AUTO_LENGTH = 512
 # Tokens of the sequences on which the loss by position is measured, in models of that context;
 # chosen.
 LONG_LENGTH = 2048
@@ -82,22 +84,6 @@ _texts = partial(
     multiple=True,
 )
 _samples = partial(option, default=128, help="Calibration sequences.", minimum=1)
-_length = partial(
-    option,
-    "auto",
-    f"Tokens per sequence; auto: {AUTO_LENGTH}, or MODEL's context, if it is shorter, in as many"
-    f" sequences as hold SAMPLES x {AUTO_LENGTH} tokens.",
-    metavar="N|auto",
-    minimum=2,
-    rule="a whole number of at least 2, or auto",
-)
-_steps = partial(option, 0, metavar="STEPS|auto", rule="a number of steps or auto")
-_precision = partial(
-    option,
-    "auto",
-    "Dtype of products in calibration passes and training; auto: the faster, measured. Held-out"
-    " text: float32.",
-)
 _numbers = partial(
     option, metavar="N,N", rule="positive numbers separated by commas, such as 2048,8192"
 )
@@ -169,7 +155,7 @@ class ConvertRequest(Request):
         " template is self, unless the option names it; self:0 turns this off."
     )
     samples: int = _samples()
-    seq_len: Length = _length()
+    seq_len: Length = length_option()
     seed: int = seed_option(help="Seed for drawing sequences (and for --method random).")
     effort: Literal["quick", "normal", "thorough"] | None = option(
         None,
@@ -178,7 +164,7 @@ class ConvertRequest(Request):
         " --repeat-text, which are for experts.",
         panel="Refinement",
     )
-    refine: Steps = _steps(
+    refine: Steps = steps_option(
         "Steps of training each layer's attention to reconstruct the source's, without labels."
     )
     polish: Steps | str = option(
@@ -193,7 +179,7 @@ class ConvertRequest(Request):
         False, "Polish on the text again where it has fewer tokens than --polish."
     )
     device: Device = device_option(panel="Running")
-    precision: TrainingDtype = _precision()
+    precision: TrainingDtype = precision_option()
     dtype: Dtype = dtype_option(help="Stored dtype; auto keeps the source's dtype.")
     max_shard_size: int | str = option(
         "5GB", "Maximum size of a weight file.", metavar="SIZE", check=check_size
@@ -407,13 +393,13 @@ class SweepRequest(Request):
         "Text that resembles the model's use, as in `kvfold convert`."
     )
     samples: int = _samples()
-    seq_len: Length = _length()
+    seq_len: Length = length_option()
     seed: int = seed_option()
-    refine: Steps = _steps(
+    refine: Steps = steps_option(
         "Steps of training each layer's attention, for every target.", panel="Refinement"
     )
     device: Device = device_option(panel="Running")
-    precision: TrainingDtype = _precision()
+    precision: TrainingDtype = precision_option()
     dtype: Dtype = dtype_option(help="Stored dtype of OUT.")
     fresh: bool = option(
         False, "Discard the finished rows of an interrupted sweep and start over.", runs=True

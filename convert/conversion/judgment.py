@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvfold.convert.conversion.memory import free_bytes, needs_of
 from kvfold.convert.conversion.plan import Plan, possible_kv_heads
 from kvfold.convert.formatting import parse_tokens
-from kvfold.convert.options import to_argv
-from kvfold.convert.request import AUTO_LENGTH, EFFORTS, SELF, ConvertRequest
+from kvfold.convert.options import AUTO_LENGTH, to_argv
+from kvfold.convert.request import EFFORTS, SELF, ConvertRequest
 from kvfold.convert.targets.engines import propose_budgets, propose_kernel_splits
 from kvfold.convert.text.corpus import with_share
 from kvfold.convert.training.budget import step_tokens, steps_of
