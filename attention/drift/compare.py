@@ -4,20 +4,14 @@ The *teacher* is the reference, and the *student* is compared with it. Local num
 running the student's layer on the teacher's residual stream, so they show the error of this layer
 alone; propagated numbers come from the student's own residual stream.
 
-Heads are compared by their contributions, the terms ``W_o[:, h] z_h`` of the output projection's
-sum. Contributions do not depend on the basis of a head's values, which a conversion is free to
-change. If a conversion moves part of a head's output into the output bias, that part counts as a
-difference in the head.
-
-Shapes: ``B`` sequences in a batch, ``T`` positions, ``N`` positions of all sequences, ``E`` model
-dim, ``V`` vocabulary, ``H`` query heads, ``Dv`` value dim.
+Shapes: ``B`` sequences in a batch, ``T`` positions, ``N`` sequences in all, ``E`` model dim,
+``V`` vocabulary, ``H`` query heads.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,27 +25,10 @@ _CPU_LOGITS = 1 << 23
 _GPU_LOGITS = 1 << 27
 # numbers compared to match heads
 _SAMPLED = 1 << 22
-# heads are relabeled when that explains at least half of the difference
-_CLEARLY = 0.5
-# tokens on which heads are compared: attention maps of both models take as long as a layer
-_HEAD_TOKENS = 4096
+# tokens on which attention rows are compared: the maps of both models take as long as a layer
+_ROW_TOKENS = 4096
 # tokens of the first stretch of positions
 _FIRST = 64
-
-
-@dataclass(frozen=True)
-class HeadDrift:
-    """Drift of one teacher head and its corresponding student head, both on the teacher's inputs.
-
-    ``error`` is the relative error of the head's contribution to the attention output; ``row_kl``
-    is the mean KL between its attention rows, in nats. Both are measured on the first sequences,
-    with 4096 tokens in all.
-    """
-
-    head: int
-    student_head: int
-    error: float
-    row_kl: float | None
 
 
 @dataclass(frozen=True)
@@ -59,8 +36,8 @@ class LayerDrift:
     """Relative errors ``||y - y'|| / ||y||`` of a layer's attention output and of the residual
     stream after the layer.
 
-    ``row_kl`` is the mean over heads, or None if the attention maps of the two models cannot be
-    compared. ``heads`` is empty if their head counts differ.
+    ``row_kl`` is the mean KL between attention rows, in nats, over all heads and the first 4096
+    tokens; None if the attention maps of the two models cannot be compared.
     """
 
     layer: int
@@ -69,7 +46,6 @@ class LayerDrift:
     residual_local: float
     residual_propagated: float
     row_kl: float | None
-    heads: tuple[HeadDrift, ...]
 
 
 @dataclass(frozen=True)
@@ -153,7 +129,8 @@ def compare_layer(
     return its drift.
     """
     errors = []
-    heads: list[_BatchHeads] = []
+    rows = []
+    order = None
     sequences = 0
     for batch, (hidden, student_hidden) in enumerate(zip(expected, actual, strict=True)):
         shown = hidden.to(student.device, student.dtype)
@@ -161,134 +138,82 @@ def compare_layer(
         local = student_layer(shown)
         # until the first difference both streams are the same, and half of the work is saved
         propagated = local if torch.equal(shown, student_hidden) else student_layer(student_hidden)
-        pairs = [(output.attention, other.attention) for other in (local, propagated)]
-        pairs += [(output.states, other.states) for other in (local, propagated)]
-        errors.append(_squared_errors(pairs))
-        if sequences * hidden.shape[1] < _HEAD_TOKENS:
-            # heads are matched on the first batch
-            compared = _compare_heads(output, local, heads[0].student_heads if heads else None)
-            heads += [] if compared is None else [compared]
+        pairs = [
+            (output.attention, local.attention),
+            (output.attention, propagated.attention),
+            (output.states, local.states),
+            (output.states, propagated.states),
+        ]
+        errors.append(torch.stack([_squared_error(*pair) for pair in pairs]))
+        if sequences * hidden.shape[1] < _ROW_TOKENS and has_comparable_rows(output, local):
+            order = match_heads(output, local) if order is None else order
+            rows.append(compare_rows(output, local, order) * len(hidden))
             sequences += len(hidden)
         expected[batch] = output.states
         actual[batch] = propagated.states
-    drifts = _head_drifts(heads, sequences)
-    row_kls = [head.row_kl for head in drifts if head.row_kl is not None]
-    mean_kl = math.fsum(row_kls) / len(row_kls) if row_kls else None
-    attention, attention_propagated, residual, residual_propagated = _relative_errors(errors)
-    return LayerDrift(
-        layer=index,
-        attention_local=attention,
-        attention_propagated=attention_propagated,
-        residual_local=residual,
-        residual_propagated=residual_propagated,
-        row_kl=mean_kl,
-        heads=drifts,
-    )
+    relative_errors = [relative(*sums) for sums in torch.stack(errors).sum(0).tolist()]
+    mean_kl = float(torch.stack(rows).sum(0).mean()) / sequences if rows else None
+    return LayerDrift(index, *relative_errors, mean_kl)
 
 
-class _BatchHeads(NamedTuple):
-    """The heads of one batch."""
-
-    student_heads: Tensor  # [H], the student's head for each of the teacher's
-    errors: Tensor  # [H, 2], squared error and squared norm of contributions
-    row_kl: Tensor | None  # [H], summed over sequences
-
-
-def _head_drifts(heads: list[_BatchHeads], sequences: int) -> tuple[HeadDrift, ...]:
-    if not heads:
-        return ()
-    errors = _relative_errors([batch.errors for batch in heads])
-    row_kl: list[float | None] = [None] * len(errors)
-    sums = [batch.row_kl for batch in heads if batch.row_kl is not None]
-    if sums:
-        row_kl = (torch.stack(sums).sum(0) / sequences).tolist()
-    student_heads = heads[0].student_heads.tolist()
-    return tuple(map(HeadDrift, range(len(errors)), student_heads, errors, row_kl))
-
-
-def _compare_heads(
-    teacher: LayerOutput, student: LayerOutput, student_heads: Tensor | None
-) -> _BatchHeads | None:
-    """Compare one batch; None if head outputs are missing or head counts differ.
-    ``student_heads=None`` matches the heads.
+def has_comparable_rows(teacher: LayerOutput, student: LayerOutput) -> bool:
+    """Whether both recordings have the rows of as many heads, under the same mask and without
+    sinks.
     """
-    context, weight = teacher.context, teacher.output_weight
-    other, other_weight = student.context, student.output_weight
-    if context is None or weight is None or other is None or other_weight is None:
-        return None
-    if other.shape[2] != context.shape[2]:
-        return None
-    context, weight, other, other_weight = (
-        x.to(context.device, torch.promote_types(x.dtype, torch.float32))
-        for x in (context.flatten(0, 1), weight, other.flatten(0, 1), other_weight)
-    )
-    if student_heads is None:
-        student_heads = match_heads(context, weight, other, other_weight)
-    # what each head adds to the attention's output, [N, E]
-    contributions = (
-        (context[:, head] @ weight[:, head].mT, other[:, match] @ other_weight[:, match].mT)
-        for head, match in enumerate(student_heads.tolist())
-    )
-    rows = compare_rows(teacher, student, student_heads)
-    rows = None if rows is None else rows * len(teacher.attention)
-    return _BatchHeads(student_heads, _squared_errors(contributions), rows)
+    for output in (teacher, student):
+        if output.query is None or output.context is None or output.sinks is not None:
+            return False
+    assert teacher.query is not None
+    assert student.query is not None
+    return teacher.query.shape[1] == student.query.shape[1] and teacher.window == student.window
 
 
-def match_heads(context: Tensor, weight: Tensor, other: Tensor, other_weight: Tensor) -> Tensor:
+def match_heads(teacher: LayerOutput, student: LayerOutput) -> Tensor:
     """The student head that corresponds to each teacher head: ``[H]``.
 
-    ``context`` and ``other`` are weighted values ``[N, H, Dv]`` of teacher and student, ``weight``
-    and ``other_weight`` output projections ``[E, H, Dv]``. Folding may relabel heads, since a
-    layer's output does not depend on their order. Heads keep their numbers unless a greedy matching
-    of the most similar heads reduces the difference by more than half.
+    Folding may relabel heads, since a layer's output does not depend on their order. Heads are
+    compared by their contributions to that output, which do not depend on the basis of their
+    values. They keep their numbers unless a greedy matching of the most similar heads reduces the
+    difference by more than half.
     """
-    # contributions of all heads at some positions spread over the batch, [H, n * E]
-    count = max(1, _SAMPLED // (context.shape[1] * len(weight)))
-    step = -(-len(context) // count)
-    ours, theirs = (
-        torch.einsum("nhd,ehd->hne", x[::step].double(), w.double()).flatten(1)
-        for x, w in ((context, weight), (other, other_weight))
-    )
-    distance = torch.cdist(ours, theirs).square().cpu()
-    similarity = nn.functional.normalize(ours) @ nn.functional.normalize(theirs).mT
-    similarity = similarity.cpu()
-    heads = len(ours)
-    same = torch.arange(heads)
+    contributions = []
+    for output in (teacher, student):
+        assert output.context is not None
+        assert output.output_weight is not None
+        context = output.context.flatten(0, 1)
+        # some positions, spread over the batch
+        count = max(1, _SAMPLED // (context.shape[1] * len(output.output_weight)))
+        context = context[:: -(-len(context) // count)].double().cpu()
+        weight = output.output_weight.double().cpu()
+        heads = torch.einsum("nhd,ehd->hne", context, weight).flatten(1)
+        contributions.append(nn.functional.normalize(heads))
+    similarity = contributions[0] @ contributions[1].mT
+    same = torch.arange(len(similarity))
     order = same.clone()
+    left = similarity.clone()
     # greedy, because heads that correspond are far more alike than any others
-    for _ in range(heads):
-        row, column = divmod(int(similarity.argmax()), heads)
+    for _ in same:
+        row, column = divmod(int(left.argmax()), len(same))
         order[row] = column
-        similarity[row] = -torch.inf
-        similarity[:, column] = -torch.inf
-    return order if distance[same, order].sum() < _CLEARLY * distance[same, same].sum() else same
+        left[row] = -torch.inf
+        left[:, column] = -torch.inf
+    difference = 1 - similarity
+    return order if difference[same, order].sum() < 0.5 * difference[same, same].sum() else same
 
 
-def compare_rows(
-    teacher: LayerOutput, student: LayerOutput, student_heads: Tensor
-) -> Tensor | None:
-    """Row KL of matched heads ``[H]``; None without queries and keys, for masks that differ, or
-    with sinks in a row.
-    """
-    query, key = student.query, student.key
-    if teacher.query is None or teacher.key is None or query is None or key is None:
-        return None
-    if teacher.sinks is not None or student.sinks is not None:
-        return None
-    length = teacher.attention.shape[1]
-    window, other_window = (
-        None if output.window is None or output.window >= length else output.window
-        for output in (teacher, student)
-    )
-    if query.shape[1] != teacher.query.shape[1] or other_window != window:
-        return None
-    query = query.to(teacher.query.device)
-    key = key.to(teacher.query.device)
+def compare_rows(teacher: LayerOutput, student: LayerOutput, order: Tensor) -> Tensor:
+    """Row KL ``[H]`` of each teacher head and the student head that ``order`` names."""
+    assert teacher.query is not None
+    assert teacher.key is not None
+    assert student.query is not None
+    assert student.key is not None
+    query = student.query.to(teacher.query.device)
+    key = student.key.to(teacher.query.device)
     # copies are made only where heads have moved
-    if not torch.equal(student_heads, torch.arange(len(student_heads))):
-        matches = student_heads.to(query.device)
-        key = key[:, matches // (query.shape[1] // key.shape[1])]
-        query = query[:, matches]
+    if not torch.equal(order, torch.arange(len(order))):
+        order = order.to(query.device)
+        key = key[:, order // (query.shape[1] // key.shape[1])]
+        query = query[:, order]
     return row_kl(
         teacher.query,
         teacher.key,
@@ -296,7 +221,7 @@ def compare_rows(
         key,
         teacher.scale,
         student.scale,
-        window=window,
+        window=teacher.window,
         causal=teacher.causal,
         softcap=teacher.softcap,
         other_softcap=student.softcap,
@@ -433,18 +358,8 @@ def squares(values: Tensor) -> Tensor:
     return total
 
 
-def _squared_errors(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Squared error and squared norm of each (expected, actual) pair, on the first device:
-    ``[pairs, 2]``, float64.
-    """
-    errors = []
-    for expected, actual in pairs:
-        wide = torch.promote_types(torch.promote_types(expected.dtype, actual.dtype), torch.float32)
-        exact = expected.to(wide)
-        errors.append(torch.stack([squares(exact - actual.to(exact.device, wide)), squares(exact)]))
-    return torch.stack(errors)
-
-
-def _relative_errors(batches: list[Tensor]) -> list[float]:
-    """The relative errors of all batches, from squared errors and squared norms ``[pairs, 2]``."""
-    return [relative(*pair) for pair in torch.stack(batches).sum(0).tolist()]
+def _squared_error(expected: Tensor, actual: Tensor) -> Tensor:
+    """Squared error and squared norm, on the device of ``expected``: ``[2]``, float64."""
+    wide = torch.promote_types(torch.promote_types(expected.dtype, actual.dtype), torch.float32)
+    exact = expected.to(wide)
+    return torch.stack([squares(exact - actual.to(exact.device, wide)), squares(exact)])

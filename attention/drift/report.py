@@ -9,15 +9,15 @@ is due to rounding; a drift above it is due to the conversion.
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvfold.attention.checks import expect_at_least
-from kvfold.attention.drift.compare import HeadDrift, LayerDrift, Measurement, compare
-from kvfold.attention.drift.metrics import finite, format_metrics, metric_rows, metrics_dict
+from kvfold.attention.drift.compare import LayerDrift, Measurement, compare
+from kvfold.attention.drift.metrics import finite, metric_rows, metrics_dict
 from kvfold.attention.drift.streams import LayerStream, as_stream
 
 # tokens of one layer call
@@ -31,7 +31,7 @@ _LAYER_NUMBERS = (
     "row_kl",
 )
 
-__all__ = ["DriftReport", "Floor", "HeadDrift", "LayerDrift", "Measurement", "measure_drift"]
+__all__ = ["DriftReport", "Floor", "LayerDrift", "Measurement", "measure_drift"]
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,6 @@ class DriftReport:
     measured: Measurement
     floor: Floor | None
     about: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        return f"DriftReport({self.sequences} x {self.length} tokens: {format_metrics(self)})"
 
     @property
     def kl(self) -> float:
@@ -149,6 +146,7 @@ class DriftReport:
                 "source": self.source_cache_bytes,
                 "student": self.student_cache_bytes,
             },
+            "layers": [],
         }
         if floor is not None:
             values["floor"] = {
@@ -156,8 +154,16 @@ class DriftReport:
                 "reference_dtype": floor.reference_dtype,
                 "sequences": floor.sequences,
             }
-        layers = itertools.zip_longest(measured.layers, () if low is None else low.layers)
-        return values | {"layers": [_layer(layer, lowest) for layer, lowest in layers]}
+        lowest = () if low is None else low.layers
+        for layer, rounding in itertools.zip_longest(measured.layers, lowest):
+            figures: dict[str, Any] = {"layer": layer.layer}
+            for name in _LAYER_NUMBERS:
+                figures[name] = {
+                    "value": finite(getattr(layer, name)),
+                    "floor": finite(getattr(rounding, name, None)),
+                }
+            values["layers"].append(figures)
+        return values
 
 
 def measure_drift(
@@ -276,26 +282,6 @@ def make_report(
 def perplexity(loss: float) -> float:
     """``e^loss``, or infinity if that exceeds the range of a float."""
     return math.exp(loss) if loss < 700 else math.inf if loss == loss else loss
-
-
-def _layer(layer: LayerDrift, floor: LayerDrift | None) -> dict[str, Any]:
-    """One layer as plain values; its heads have floors only if the floor has the same number of
-    heads.
-    """
-    lows = floor.heads if floor is not None and len(floor.heads) == len(layer.heads) else ()
-    heads = [
-        {**asdict(head), "error": _pair(head, low, "error"), "row_kl": _pair(head, low, "row_kl")}
-        for head, low in itertools.zip_longest(layer.heads, lows)
-    ]
-    return {
-        "layer": layer.layer,
-        **{name: _pair(layer, floor, name) for name in _LAYER_NUMBERS},
-        "heads": heads,
-    }
-
-
-def _pair(measured: object, floor: object, name: str) -> dict[str, float | None]:
-    return {"value": finite(getattr(measured, name)), "floor": finite(getattr(floor, name, None))}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

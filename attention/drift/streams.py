@@ -18,7 +18,6 @@ arguments of each layer, and computes logits from any residual stream::
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -112,23 +111,17 @@ class LoadedStream:
         # of a tensor: "cuda" is "cuda:0" then
         self.device = torch.empty(0, device=first.device if device is None else device).device
         self.dtype = dtype or first.dtype
-        self._layers = list(layer_list(model)[1])
-        self.layers = len(self._layers)
+        self._differs = (first.device, first.dtype) != (self.device, self.dtype)
+        # deepcopy takes what its memo holds: modules are copied, for modes of their own, but
+        # tensors are shared unless they are to be converted
+        shared = layer_list(model)[1] if self._differs else model
+        memo = {id(tensor): tensor for tensor in (*shared.parameters(), *shared.buffers())}
+        self._frame = Frame(copy.deepcopy(model, memo).eval())
+        self.layers = len(self._frame.layers)
+        if self._differs:
+            self._convert(self._frame.model)
         # the arguments of every layer, by the shape of the tokens that were embedded last
         self._recorded: dict[torch.Size, list[Arguments]] = {}
-
-    @cached_property
-    def _frame(self) -> "Frame":
-        """A copy of the model without layers, on the stream's device and in its dtype; shares
-        tensors if possible.
-        """
-        # deepcopy takes what its memo holds: layers are shared, not copied
-        shared: list[Any] = list(self._layers)
-        if not self._differs(self.model):
-            shared += [*self.model.parameters(), *self.model.buffers()]
-        frame = Frame(copy.deepcopy(self.model, {id(item): item for item in shared}))
-        self._convert(frame.model).eval()
-        return frame
 
     def embed(self, tokens: Tensor) -> Tensor:
         hidden, arguments = self._frame.enter(input_ids=tokens.to(self.device))
@@ -143,11 +136,10 @@ class LoadedStream:
                 self.embed(torch.zeros(shape, dtype=torch.long))
             return self._recorded[shape][index]
 
-        layer = self._layers[index]
-        if self._differs(layer):
+        layer = self._frame.layers[index]
+        if self._differs:
             layer = self._convert(copy.deepcopy(layer))
-        with _evaluating(layer):
-            yield OpenLayer(index, layer, arguments)
+        yield OpenLayer(index, layer, arguments)
 
     def logits(self, hidden: Tensor) -> Tensor:
         blank = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
@@ -156,24 +148,19 @@ class LoadedStream:
     @torch.no_grad()
     def cache_bytes_per_token(self) -> int:
         # generation runs in the dtype of the model itself, whatever the stream computes in
-        if self._differs(self.model):
+        if self._differs:
             return LoadedStream(self.model).cache_bytes_per_token()
 
         def enter(tokens: int) -> tuple[Tensor, list[Arguments]]:
             blank = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
             return self._frame.enter(input_ids=blank, use_cache=True)
 
-        with _evaluating(self.model):
-            return cache_bytes_per_token(self._layers, enter)
+        return cache_bytes_per_token(self._frame.layers, enter)
 
     def to(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "LoadedStream":
         return LoadedStream(self.model, device or self.device, dtype or self.dtype)
-
-    def _differs(self, module: nn.Module) -> bool:
-        first = next(module.parameters())
-        return first.device != self.device or first.dtype != self.dtype
 
     def _convert(self, module: nn.Module) -> nn.Module:
         """Move and cast ``module`` in place. Buffers, and parameters in another dtype than the
@@ -192,18 +179,6 @@ class LoadedStream:
             for name, buffer in part._buffers.items():
                 part._buffers[name] = None if buffer is None else buffer.to(self.device)
         return module
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Turn dropout off inside the context, then restore the training flag of each submodule."""
-    training = [part for part in module.modules() if part.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
 
 
 Visit = Callable[[int, Tensor, Arguments], Tensor]

@@ -40,7 +40,6 @@ attention, residual: relative error of the attention's output, and of the
   residual stream after the layer; local: with the source's inputs; propagated:
   with the converted model's own inputs
 rows, KL: between attention weights in nats, mean over heads and positions
-worst head: largest relative error of a head's part of the attention's output
 rounding: the largest error of any layer that rounding alone causes
 -: not comparable, or not finite"""
 
@@ -109,28 +108,24 @@ def summarize_drift(request: DriftRequest, report: "DriftReport", layers: bool =
             "",
             *format_table(report.table_rows()),
             "",
-            *format_table(layer_rows(report), left=(0, len(_LAYER_COLUMNS) + 1)),
+            *format_table(layer_rows(report)),
             _LEGEND,
         ]
     )
 
 
 def layer_rows(report: "DriftReport") -> list[tuple[str, ...]]:
-    """The errors of each layer, and the head with the largest error; last, the largest errors that
-    rounding alone causes.
-    """
+    """The errors of each layer; last, the largest errors that rounding alone causes."""
     first, second = zip(*_LAYER_COLUMNS.values(), strict=True)
-    rows = [("layer", *first, "worst head,"), ("from 0", *second, "its error")]
+    rows = [("layer", *first), ("from 0", *second)]
     for layer in report.measured.layers:
         errors = [format_error(getattr(layer, name)) for name in _LAYER_COLUMNS]
-        worst = max(layer.heads, key=lambda head: head.error, default=None)
-        head = "" if worst is None else f"{worst.head}  {format_error(worst.error)}"
-        rows.append((str(layer.layer), *errors, head))
+        rows.append((str(layer.layer), *errors))
     if report.floor is not None:
         lows = report.floor.measured.layers
         largest = [
             max((getattr(low, name) or 0.0 for low in lows), default=math.nan)
             for name in _LAYER_COLUMNS
         ]
-        rows.append(("rounding", *map(format_error, largest), ""))
+        rows.append(("rounding", *map(format_error, largest)))
     return rows

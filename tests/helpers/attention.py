@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvfold.attention import GroupedAttention, LatentAttention, reference, rotary_frequencies
 
@@ -233,3 +234,50 @@ def decode_naively(
         scores = scores + mask
     wide = torch.promote_types(scores.dtype, torch.float32)
     return scores.softmax(-1, dtype=wide).to(latent.dtype) @ latent[:, None]
+
+
+_SPECIAL = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+_LLAMA = _SPECIAL | {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_SOFTCAP = {"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0}
+DECODERS = {
+    "llama": _LLAMA,
+    "gemma2": _LLAMA | _SOFTCAP,
+    "deepseek_v3": _LLAMA | _LATENT,
+    "mixtral": _LLAMA | {"num_local_experts": 4},
+    "gpt2": _SPECIAL | {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4},
+    "bloom": {"vocab_size": 61, "hidden_size": 32, "n_layer": 3, "n_head": 4},
+}
+
+
+def tiny_decoder(family: str = "llama", **changes: Any) -> PreTrainedModel:
+    """A random model of three layers with four heads."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **(DECODERS[family] | changes))
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def random_tokens(rows: int = 5, length: int = 12) -> Tensor:
+    return torch.randint(3, 61, (rows, length), generator=torch.Generator().manual_seed(0))

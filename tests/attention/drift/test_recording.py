@@ -1,8 +1,6 @@
-"""One layer run and recorded: attention's outputs, the record of its call, and that nothing stays
-behind.
+"""The blocks as transformers' attention function, and one layer recorded: attention's outputs, the
+arguments of its call, and that nothing stays behind.
 """
-
-from typing import Any
 
 import pytest
 import torch
@@ -12,86 +10,49 @@ from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.attention import blocked
-from kvfold.attention.drift.recording import RECORDER, Arguments, OpenLayer
+from kvfold.attention.drift.recording import Arguments, OpenLayer
 from kvfold.attention.interface import BLOCKWISE, blockwise_attention
 
+HIDDEN = torch.zeros(2, 9, 3)
+DISTANCE = torch.arange(9)[:, None] - torch.arange(9)
+CAUSAL = DISTANCE >= 0
 
-def arguments(length: int, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+
+def make_inputs(length: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    keys = length if keys is None else keys
     return torch.randn(2, 4, length, 8), torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 6)
 
 
-def whole_map(
-    inputs: tuple[Tensor, ...], seen: Tensor, scale: float, softcap=None, sinks=None
-) -> Tensor:
-    query, (key, value) = (
-        inputs[0].double(),
-        (part.double().repeat_interleave(2, 1) for part in inputs[1:]),
-    )
-    scores = scale * query @ key.mT
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    parts = scores.masked_fill(~seen, -torch.inf).exp()
-    sunk = 0 if sinks is None else sinks.double().exp()[:, None, None]
-    return (parts / (parts.sum(-1, keepdim=True) + sunk) @ value).transpose(1, 2)
-
-
-@pytest.mark.parametrize(("length", "keys"), [(7, 7), (1, 9), (256, 256), (270, 300)])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("with_sinks", [False, True])
-def test_blockwise_attention_is_the_formula(
-    length: int, keys: int, softcap: float | None, with_sinks: bool
-) -> None:
-    inputs = arguments(length, keys)
-    seen = torch.ones(length, keys).tril(keys - length).bool()
-    options = {"softcap": softcap, "s_aux": torch.linspace(-1, 2, 4) if with_sinks else None}
-    expected = whole_map(inputs, seen, 0.4, *options.values())
-    # causality needs no mask
-    masks = (
-        [seen[None, None], None]
-        if softcap is None and (with_sinks or length == keys)
-        else [seen[None, None]]
-    )
-    for mask in masks:
-        found = ALL_ATTENTION_FUNCTIONS[BLOCKWISE](
-            Attention(), *inputs, mask, scaling=0.4, **options
-        )[0]
-        torch.testing.assert_close(found.double(), expected, **precision.ACTIVATIONS)
-
-
-@pytest.mark.parametrize("kept", [0, 1 << 20], ids=["weights made again", "weights kept"])
-def test_blockwise_attention_has_the_formulas_gradients(
-    kept: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blocked, "_KEPT_WEIGHTS", kept)
-    sinks = torch.linspace(-1, 2, 4)
-    inputs = [tensor.double().requires_grad_() for tensor in (*arguments(3), sinks)]
-    seen = torch.ones(1, 1, 3, 3).tril().bool()
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-        options = {"scaling": 0.4, "softcap": 1.5, "s_aux": sinks}
-        return blockwise_attention(nn.Module(), query, key, value, seen, **options)[0]
-
-    torch.autograd.gradcheck(attend, inputs)
+def attend(inputs, seen: Tensor, scale: float, softcap=None, sinks=None) -> Tensor:
+    """The formula in float64: ``[B, T, H, Dv]``."""
+    query, key, value = (x.double() for x in inputs)
+    scores = scale * query @ key.repeat_interleave(2, 1).mT
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~seen, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.double().exp()[:, None, None]
+    return (weights / total @ value.repeat_interleave(2, 1)).transpose(1, 2)
 
 
 class Attention(nn.Module):
-    """Queries, keys and values that are given, through transformers' attention interface."""
+    """Given queries, keys and values, through transformers' attention interface."""
 
     num_key_value_groups = 2
 
-    def __init__(self, is_causal: bool = True, **options: Any) -> None:
+    def __init__(self, is_causal: bool = True, **options) -> None:
         super().__init__()
         self.config = LlamaConfig(attn_implementation=BLOCKWISE)
         self.is_causal = is_causal
         self.options = options
-        self.given: tuple[Tensor, Tensor, Tensor] = arguments(9)
+        self.inputs = make_inputs(9, 9)
+        self.o_proj = nn.Linear(24, 5, bias=False)
 
     def forward(self, hidden_states: Tensor, mask: Tensor | None) -> tuple[Tensor, None]:
-        context, _ = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](
-            self, *self.given, mask, **self.options
-        )
-        return context.flatten(2), None
+        function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        context, _ = function(self, *self.inputs, mask, **self.options)
+        return self.o_proj(context.flatten(2)), None
 
 
 class Layer(nn.Module):
@@ -103,69 +64,98 @@ class Layer(nn.Module):
         return self.self_attn(hidden_states + 1, mask)[0] * 2
 
 
-HIDDEN = torch.zeros(2, 9, 3)
-ORDER = torch.arange(9)[:, None] - torch.arange(9)
-CAUSAL = ORDER >= 0
+def record(attention: nn.Module, mask: Tensor | None, tensors=None):
+    arguments = Arguments((), {"mask": mask})
+    return OpenLayer(0, Layer(attention), lambda _: arguments, tensors)(HIDDEN)
 
 
-def recorded(attention: nn.Module, mask: Tensor | None = CAUSAL[None, None]) -> Any:
-    return OpenLayer(0, Layer(attention), lambda _: Arguments((), {"mask": mask}))(HIDDEN)
+@pytest.mark.parametrize(("length", "keys"), [(1, 9), (256, 256), (270, 300)])
+@pytest.mark.parametrize(
+    ("softcap", "sinks", "masked"),
+    [
+        (None, None, True),
+        (1.5, None, True),
+        (1.5, torch.linspace(-1, 2, 4), True),
+        (None, torch.linspace(-1, 2, 4), False),
+    ],
+    ids=["plain", "softcap", "softcap and sinks", "sinks without a mask"],
+)
+def test_blockwise_attention_is_the_formula(length, keys, softcap, sinks, masked):
+    inputs = make_inputs(length, keys)
+    seen = torch.ones(length, keys).tril(keys - length).bool()
+    mask = seen[None, None] if masked else None
+    options = {"scaling": 0.4, "softcap": softcap, "s_aux": sinks}
+    result, _ = blockwise_attention(Attention(), *inputs, mask, **options)
+    expected = attend(inputs, seen, 0.4, softcap, sinks)
+    torch.testing.assert_close(result.double(), expected, **precision.ACTIVATIONS)
 
 
-@pytest.mark.parametrize(("softcap", "window"), [(None, None), (0.7, 4)])
-def test_a_layer_computes_what_its_recording_says(softcap, window) -> None:
-    seen = CAUSAL if window is None else CAUSAL & (window > ORDER)
-    attention = Attention(scaling=0.3, softcap=softcap, sliding_window=window)
-    output = recorded(attention, seen[None, None])
-    expected = whole_map(attention.given, seen, 0.3, softcap).flatten(2)
-    torch.testing.assert_close(output.attention.double(), expected, **precision.ACTIVATIONS)
-    assert torch.equal(output.hidden, output.attention * 2)
-    assert torch.equal(output.attention_input, HIDDEN + 1)
-    assert output.query is attention.given[0]
-    assert output.key is attention.given[1]
-    assert (output.scale, output.window, output.softcap) == (0.3, window, softcap)
-    assert output.causal
+@pytest.mark.parametrize("kept", [0, 1 << 20], ids=["weights recomputed", "weights kept"])
+def test_blockwise_attention_has_the_formulas_gradients(kept, monkeypatch):
+    monkeypatch.setattr(blocked, "_KEPT_WEIGHTS", kept)
+    sinks = torch.linspace(-1, 2, 4)
+    leaves = [x.double().requires_grad_() for x in (*make_inputs(3, 3), sinks)]
+    seen = torch.ones(1, 1, 3, 3).tril().bool()
 
+    def run(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+        options = {"scaling": 0.4, "softcap": 1.5, "s_aux": sinks}
+        return blockwise_attention(nn.Module(), query, key, value, seen, **options)[0]
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_without_a_mask_the_modules_word_counts(causal: bool) -> None:
-    attention = Attention(is_causal=causal)
-    output = recorded(attention, None)
-    expected = whole_map(attention.given, CAUSAL | (not causal), 8**-0.5).flatten(2)
-    torch.testing.assert_close(output.attention.double(), expected, **precision.ACTIVATIONS)
-    assert output.causal == causal
-    assert output.query is not None
+    torch.autograd.gradcheck(run, leaves)
 
 
 @pytest.mark.parametrize(
-    ("seen", "window", "causal", "plain"),
+    ("seen", "window", "causal", "recorded"),
     [
         (CAUSAL, None, True, True),
-        (CAUSAL & (ORDER < 4), 4, True, True),
-        (ORDER.abs() < 4, 4, False, True),
-        (CAUSAL & (ORDER < 4), None, True, False),  # a window that the layer does not tell
-        (CAUSAL | (torch.arange(9) < 3), None, False, False),  # a prefix seen from everywhere
+        (CAUSAL & (DISTANCE < 4), 4, True, True),
+        (DISTANCE.abs() < 4, 4, False, True),
+        # a window that the layer does not tell
+        (CAUSAL & (DISTANCE < 4), None, True, False),
+        # a prefix seen from everywhere
+        (CAUSAL | (torch.arange(9) < 3), None, False, False),
     ],
 )
-def test_a_mask_outweighs_the_modules_word(seen, window, causal, plain) -> None:
-    seen = seen[None, None]
-    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    for mask in (seen, added):
-        output = recorded(Attention(is_causal=not causal, sliding_window=window), mask)
-        assert (output.causal, output.window) == (causal, window)
-        assert (output.query is not None) is (output.key is not None) is plain
+@pytest.mark.parametrize("boolean", [True, False])
+def test_a_layer_computes_what_its_recording_says(seen, window, causal, recorded, boolean):
+    """A mask outweighs the module's ``is_causal``."""
+    mask = seen[None, None]
+    if not boolean:
+        mask = torch.zeros(1, 1, 9, 9).masked_fill(~mask, torch.finfo(torch.float32).min)
+    attention = Attention(not causal, scaling=0.3, softcap=0.7, sliding_window=window)
+    output = record(attention, mask)
+    expected = attend(attention.inputs, seen, 0.3, 0.7)
+    torch.testing.assert_close(output.context.double(), expected, **precision.ACTIVATIONS)
+    assert torch.equal(output.hidden, output.attention * 2)
+    assert torch.equal(output.attention_input, HIDDEN + 1)
+    assert (output.scale, output.softcap) == (0.3, 0.7)
+    assert (output.causal, output.window) == (causal, window)
+    if recorded:
+        assert output.query is attention.inputs[0]
+        assert output.key is attention.inputs[1]
+    else:
+        assert (output.query, output.key) == (None, None)
 
 
-def test_sinks_are_recorded_and_biased_scores_have_no_queries() -> None:
+@pytest.mark.parametrize("causal", [True, False])
+def test_without_a_mask_the_modules_word_counts(causal):
+    attention = Attention(is_causal=causal)
+    output = record(attention, None)
+    expected = attend(attention.inputs, CAUSAL | (not causal), 8**-0.5)
+    torch.testing.assert_close(output.context.double(), expected, **precision.ACTIVATIONS)
+    assert output.causal == causal
+
+
+def test_sinks_are_recorded_and_biased_scores_have_no_queries():
     sinks = torch.ones(4)
-    assert recorded(Attention(s_aux=sinks)).sinks is sinks
-    output = recorded(Attention(position_bias=torch.zeros(1, 4, 9, 9)))
+    assert record(Attention(s_aux=sinks), CAUSAL[None, None]).sinks is sinks
+    bias = torch.zeros(1, 4, 9, 9)
+    output = record(Attention(position_bias=bias), CAUSAL[None, None])
     assert (output.query, output.key) == (None, None)
 
 
 class Broken(Attention):
-    def forward(self, hidden_states: Tensor, mask: Tensor | None) -> Any:
-        assert self.config._attn_implementation == RECORDER
+    def forward(self, hidden_states: Tensor, mask: Tensor | None) -> None:
         raise RuntimeError("broken")
 
 
@@ -175,34 +165,22 @@ class Skipping(Layer):
 
 
 @pytest.mark.parametrize(
-    ("layer", "message"),
-    [(Layer(Broken()), "broken"), (Skipping(Attention()), "never called its attention")],
+    ("layer", "error"), [(Layer(Broken()), RuntimeError), (Skipping(Attention()), ValueError)]
 )
-def test_nothing_is_left_behind_where_a_layer_fails(layer, message) -> None:
-    with pytest.raises((RuntimeError, ValueError), match=message):
+def test_nothing_is_left_behind_where_a_layer_fails(layer, error):
+    with pytest.raises(error):
         OpenLayer(0, layer, lambda _: Arguments((), {}))(HIDDEN)
     assert layer.self_attn.config._attn_implementation == BLOCKWISE
     assert not layer.self_attn._forward_hooks
 
 
-def test_tensors_take_the_place_of_the_modules_parameters() -> None:
-    class Projected(Attention):
-        def __init__(self) -> None:
-            super().__init__()
-            self.o_proj = nn.Linear(24, 5, bias=False)
-
-        def forward(self, hidden_states: Tensor, mask: Tensor | None) -> Any:
-            return self.o_proj(super().forward(hidden_states, mask)[0]), None
-
-    layer = Layer(Projected())
+def test_tensors_take_the_place_of_the_modules_parameters():
+    attention = Attention()
     weight = torch.randn(5, 24, requires_grad=True)
-    found = OpenLayer(0, layer, lambda _: Arguments((), {}), {"self_attn.o_proj.weight": weight})(
-        HIDDEN
-    )
-    assert torch.equal(found.output_weight, weight.view(5, 4, 6))
-    torch.testing.assert_close(
-        found.attention, torch.einsum("bthd,ehd->bte", found.context, found.output_weight)
-    )
-    found.attention.sum().backward()
+    output = record(attention, None, {"self_attn.o_proj.weight": weight})
+    assert torch.equal(output.output_weight, weight.view(5, 4, 6))
+    summed = torch.einsum("bthd,ehd->bte", output.context, output.output_weight)
+    torch.testing.assert_close(output.attention, summed)
+    output.attention.sum().backward()
     assert weight.grad is not None
-    assert layer.self_attn.o_proj.weight.grad is None
+    assert attention.o_proj.weight.grad is None
