@@ -151,9 +151,17 @@ def compare_layer(
             sequences += len(hidden)
         expected[batch] = output.states
         actual[batch] = propagated.states
-    relative_errors = [relative(*sums) for sums in torch.stack(errors).sum(0).tolist()]
+    sums = torch.stack(errors).sum(0).tolist()
+    attention, attention_propagated, residual, residual_propagated = (relative(*x) for x in sums)
     mean_kl = float(torch.stack(rows).sum(0).mean()) / sequences if rows else None
-    return LayerDrift(index, *relative_errors, mean_kl)
+    return LayerDrift(
+        layer=index,
+        attention_local=attention,
+        attention_propagated=attention_propagated,
+        residual_local=residual,
+        residual_propagated=residual_propagated,
+        row_kl=mean_kl,
+    )
 
 
 def has_comparable_rows(teacher: LayerOutput, student: LayerOutput) -> bool:

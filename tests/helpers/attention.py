@@ -221,6 +221,26 @@ def small_modules() -> dict[str, nn.Module]:
     }
 
 
+def attention_maps(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    seen: Tensor,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The textbook formula in the dtype of its inputs: ``[B, H, T, S]``."""
+    batch, heads, length, _ = query.shape
+    scores = scale * query @ key.repeat_interleave(heads // key.shape[1], 1).mT
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores)[:, None, None].expand(batch, heads, length, 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+
+
 def decode_naively(
     query: Tensor, rope: Tensor, latent: Tensor, key: Tensor, scale: float, mask: Tensor | None
 ) -> Tensor:

@@ -5,7 +5,7 @@ as it was.
 import pytest
 import torch
 from helpers import precision
-from helpers.attention import DECODERS, random_tokens, tiny_decoder
+from helpers.attention import DECODERS, attention_maps, random_tokens, tiny_decoder
 from transformers import AutoModelForCausalLM
 
 from kvfold.attention.drift.streams import LayerStream, as_stream
@@ -50,11 +50,9 @@ def test_queries_keys_and_heads_explain_the_attention(family):
     tokens = random_tokens()
     maps = model(tokens, output_attentions=True).attentions
     for output, expected in zip(run(as_stream(model), tokens)[1], maps, strict=True):
-        repeats = output.query.shape[1] // output.key.shape[1]
-        scores = output.scale * output.query @ output.key.repeat_interleave(repeats, 1).mT
-        if output.softcap:
-            scores = output.softcap * torch.tanh(scores / output.softcap)
-        weights = scores.masked_fill(expected == 0, -torch.inf).softmax(-1)
+        weights = attention_maps(
+            output.query, output.key, output.scale, expected > 0, output.softcap
+        )
         torch.testing.assert_close(weights, expected, **precision.ACTIVATIONS)
         summed = torch.einsum("bthd,ehd->bte", output.context, output.output_weight)
         # all that is left is the output projection's bias, the same everywhere
