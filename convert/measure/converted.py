@@ -2,12 +2,10 @@
 describes.
 """
 
-from collections import ChainMap
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvfold.attention.checkpoints import SOURCES
-from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, shorten
 from kvfold.convert.families.family import load_family
@@ -44,48 +42,37 @@ _OPTIONAL = {
 _LATENT = "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight"
 
 
-def latent_faults(
-    config: Mapping[str, Any], stored: Mapping[str, TensorInfo], in_files: Callable[[str], str]
-) -> list[str]:
-    """Problems in an MLA model's config, one line each: invalid values, or sizes that the stored
-    tensors contradict.
+def check_latent(
+    config: Mapping[str, Any], checkpoint: Checkpoint, in_files: Callable[[str], str]
+) -> None:
+    """Raise InputError for invalid values in an MLA model's ``config``, or for sizes that the
+    stored tensors contradict.
 
     ``in_files`` converts a tensor name of the language model to its name in the files, which
     differs in wrappers.
     """
-    faults = []
+    problems = []
     for key, kind in {**_KEYS, **_OPTIONAL}.items():
         rule, fits = TYPES[kind]
         value = config.get(key)
         if not fits(value) and not (value is None and key in _OPTIONAL):
-            faults.append(f"config.json: {key} must be {rule}, not {shorten(value)}")
+            problems.append(f"config.json: {key} must be {rule}, not {shorten(value)}")
     for key in ("rope_parameters", "rope_scaling"):
-        table = config.get(key)
-        if table is not None and not (
-            isinstance(table, dict) and isinstance(table.get("rope_type", ""), str)
-        ):
-            faults.append(
-                f"config.json: {key} must be an object whose rope_type is a string, not"
-                f" {shorten(table)}"
-            )
-    if faults:
-        return faults
-    layers = config["num_hidden_layers"]
-    shape = config["kv_lora_rank"] + config["qk_rope_head_dim"], config["hidden_size"]
+        table = config.get(key) or {}
+        if not isinstance(table, dict) or not isinstance(table.get("rope_type", ""), str):
+            rule = "must be an object whose rope_type is a string"
+            problems.append(f"config.json: {key} {rule}, not {shorten(table)}")
     # A hostile number of layers must not make as many lines.
-    if layers > len(stored):
-        return [
-            f"config.json: num_hidden_layers is {layers}, but the files contain only {len(stored)}"
-            " tensors"
-        ]
-    for name in (in_files(_LATENT.replace("{layer}", str(layer))) for layer in range(layers)):
-        if (info := stored.get(name)) is None:
-            faults.append(f"missing: {name} {list(shape)}")
-        elif info.shape != shape:
-            faults.append(
-                f"wrong shape: {name} is {list(info.shape)}, config.json gives {list(shape)}"
-            )
-    return faults
+    if not problems and config["num_hidden_layers"] > len(checkpoint.tensors):
+        problems.append(
+            f"config.json: num_hidden_layers is {config['num_hidden_layers']}, but the files"
+            f" contain only {len(checkpoint.tensors)} tensors"
+        )
+    if problems:
+        raise InputError(f"{checkpoint.origin}: {problems[0]}", problems[1:])
+    shape = (config["kv_lora_rank"] + config["qk_rope_head_dim"], config["hidden_size"])
+    names = (_LATENT.format(layer=layer) for layer in range(config["num_hidden_layers"]))
+    _check_shapes(checkpoint, {in_files(name): shape for name in names})
 
 
 def converted_model(checkpoint: Checkpoint) -> tuple[Model, ServedModel]:
@@ -103,39 +90,44 @@ def converted_model(checkpoint: Checkpoint) -> tuple[Model, ServedModel]:
     source = Model(load_family(str(kind)), {**config, "model_type": kind}).as_stored(
         checkpoint.tensors
     )
-    layers = range(source.geometry.layers)
-    heads = source.geometry.heads
     shapes = {
         name: tensor.shape
         for name, tensor in source.tensors.items()
         if not {*tensor.roles} & {*ROLES}
     }
+    layers = range(source.geometry.layers)
     if block.get("variant") in (LATENT, NORMED):
         split = _number(block, "kv_rank", "size"), _number(block, "rope_dim", "count")
-        attention = [latent_shapes(source, layer, *split) for layer in layers]
-        result = describe_mla(source, MlaSpec(*split, layout="kvfold"))
-    else:
-        kv_heads = _number(block, "kv_heads", "size")
-        if heads % kv_heads:
-            raise InputError(
-                f"config.json: kv_heads = {kv_heads} in {BLOCK!r} must divide the {heads} query"
-                " heads"
+        for layer in layers:
+            shapes |= latent_shapes(source, layer, *split)
+        _check_shapes(checkpoint, shapes)
+        return source, describe_mla(source, MlaSpec(*split, layout="kvfold"))
+    kv_heads = _number(block, "kv_heads", "size")
+    if source.geometry.heads % kv_heads:
+        raise InputError(
+            f"config.json: kv_heads = {kv_heads} in {BLOCK!r} must divide the"
+            f" {source.geometry.heads} query heads"
+        )
+    target = grouped_model(source, kv_heads)
+    for layer in layers:
+        shapes |= {name: target.tensors[name].shape for name in target.attention_names(layer)}
+    _check_shapes(checkpoint, shapes)
+    return source, describe_fold(source, kv_heads)
+
+
+def _check_shapes(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise InputError for stored tensors that do not have these shapes."""
+    problems = []
+    for name, shape in shapes.items():
+        info = checkpoint.tensors.get(name)
+        if info is None:
+            problems.append(f"missing: {name} {list(shape)}")
+        elif info.shape != shape:
+            problems.append(
+                f"wrong shape: {name} is {list(info.shape)}, but config.json says {list(shape)}"
             )
-        target = grouped_model(source, kv_heads)
-        attention = [
-            {name: target.tensors[name].shape for name in target.attention_names(layer)}
-            for layer in layers
-        ]
-        result = describe_fold(source, kv_heads)
-    stored = {name: info.shape for name, info in checkpoint.tensors.items()}
-    if problems := [
-        f"{name} must be {list(shape)} by config.json, but is"
-        f" {list(stored[name]) if name in stored else 'missing'}"
-        for name, shape in ChainMap(shapes, *attention).items()
-        if stored.get(name) != shape
-    ]:
+    if problems:
         raise InputError(f"{checkpoint.origin}: its tensors do not match its config.json", problems)
-    return source, result
 
 
 def _number(block: Mapping[str, Any], key: str, kind: str) -> int:

@@ -7,7 +7,7 @@ import os
 import statistics
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from kvfold.convert.families.family import (
 )
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.rotary import rope_table
-from kvfold.convert.measure.converted import converted_model, latent_faults
+from kvfold.convert.measure.converted import check_latent, converted_model
 from kvfold.convert.targets.engines import (
     ServedModel,
     Support,
@@ -118,7 +118,7 @@ class Inspection:
     kv_rank: int | None = None
     q_rank: int | None = None
     biases: list[str]
-    qk_norm: str | None
+    qk_norm: str | None = None
     rotary_dims: int
     rotary_layers: int
     rope: str
@@ -129,9 +129,9 @@ class Inspection:
     weight_bytes: int
     files: int
     cache: CacheSize
-    engines: list[Support]
-    targets: list[TargetSize]
-    latent: dict[str, Any] | None
+    engines: list[Support] = field(default_factory=list)
+    targets: list[TargetSize] = field(default_factory=list)
+    latent: dict[str, Any] | None = None
     head_norms: dict[str, Range] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -162,12 +162,10 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
         # A wrapper's language model may be latent.
         language = config if text_type(config) is None else text_config(config, checkpoint.tensors)
         if is_latent(language):
-            inspection = _inspect_latent(checkpoint, language)
-        elif source_type(config) is not None:
-            inspection = _inspect_converted(checkpoint)
-        else:
-            inspection = _inspect_source(checkpoint)
-        return replace(inspection, head_norms=read_norm_ranges(checkpoint.folder))
+            return _inspect_latent(checkpoint, language)
+        if source_type(config) is not None:
+            return _inspect_converted(checkpoint)
+        return _inspect_source(checkpoint)
 
 
 def _inspect_source(checkpoint: Checkpoint) -> Inspection:
@@ -175,8 +173,6 @@ def _inspect_source(checkpoint: Checkpoint) -> Inspection:
     if problems := model.tensor_problems(checkpoint.tensors):
         raise InputError(f"{checkpoint.origin}: its tensors do not match its config.json", problems)
     geometry = model.geometry
-    windows = [layer.window for layer in model.layers]
-    facts = _model_facts(model, checkpoint)
     latent: dict[str, Any] = {
         "possible": True,
         "numbers_below": cache_elements(geometry),
@@ -184,41 +180,23 @@ def _inspect_source(checkpoint: Checkpoint) -> Inspection:
     }
     if not needs_own_code(model) and (refusals := model_problems(model)):
         latent = {"possible": False, "because": list(refusals)}
-    return Inspection(
-        **facts,
-        cache=compute_cache_size(describe_fold(model), windows, facts["dtype"]),
-        engines=[],
-        targets=list_targets(model, windows, facts["dtype"]),
-        latent=latent,
-    )
+    facts = _model_facts(model, describe_fold(model), checkpoint)
+    return Inspection(**facts, targets=list_targets(model, facts["dtype"]), latent=latent)
 
 
 def _inspect_converted(checkpoint: Checkpoint) -> Inspection:
     """The facts of a result in layout ``kvfold``."""
     source, result = converted_model(checkpoint)
-    facts = _model_facts(source, checkpoint)
-    facts |= {"family": checkpoint.config["model_type"], **_file_facts(checkpoint)}
-    if sum(result.split):
-        rank, rope = result.split
-        head_dim = facts["head_dim"]
-        facts |= {
-            "attention": "MLA",
-            "kv_rank": rank,
-            "rotary_dims": rope,
-            "value_dim": head_dim,
-            "head_dim": head_dim + rope,
-        }
+    facts = _model_facts(source, result, checkpoint)
+    facts["family"] = checkpoint.config["model_type"]
+    if rank := result.split[0]:
+        rope = result.split[1]
+        facts |= {"attention": "MLA", "kv_rank": rank, "rotary_dims": rope}
+        facts |= {"value_dim": facts["head_dim"], "head_dim": facts["head_dim"] + rope}
     else:
         label = attention_label(source.geometry.heads, result.kv_heads)
         facts |= {"attention": label[:3], "kv_heads": result.kv_heads}
-    windows = [layer.window for layer in source.layers]
-    return Inspection(
-        **facts,
-        cache=compute_cache_size(result, windows, facts["dtype"]),
-        engines=support_for(result),
-        targets=[],
-        latent=None,
-    )
+    return Inspection(**facts, engines=support_for(result))
 
 
 def _inspect_latent(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Inspection:
@@ -227,11 +205,8 @@ def _inspect_latent(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Inspec
     ``config`` is that of the language model, which may be inside a wrapper.
     """
     wrapped = names_in_files(checkpoint.tensors).wrapped if config is not checkpoint.config else str
-    if problems := latent_faults(config, checkpoint.tensors, wrapped):
-        raise InputError(f"{checkpoint.origin}: {problems[0]}", problems[1:])
+    check_latent(config, checkpoint, wrapped)
     layers = config["num_hidden_layers"]
-    heads = config["num_attention_heads"]
-    rotary_dims = config["qk_rope_head_dim"]
     biased = bool(config.get("attention_bias"))
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = table.get("rope_type") or table.get("type") or "default"
@@ -242,43 +217,43 @@ def _inspect_latent(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Inspec
     tried = {
         "youtu": biased,
         "deepseek_v3": dense and not scaled and not biased,
-        "mistral4": (config.get("rope_parameters") or {}).get("llama_4_scaling_beta") == 0,
+        "mistral4": table.get("llama_4_scaling_beta") == 0,
     }
     result = describe_latent_config(checkpoint.config)
-    file_facts = _file_facts(checkpoint)
     return Inspection(
         family=checkpoint.config["model_type"],
         attention="MLA",
         layers=layers,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=config["qk_nope_head_dim"] + rotary_dims,
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_attention_heads"],
+        head_dim=config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
         value_dim=config["v_head_dim"],
         model_dim=config["hidden_size"],
         kv_rank=config["kv_lora_rank"],
         q_rank=config.get("q_lora_rank"),
         biases=["kv_a", "o"] if biased else [],
-        qk_norm=None,
-        rotary_dims=rotary_dims,
+        rotary_dims=config["qk_rope_head_dim"],
         rotary_layers=layers,
         rope=rope,
         windows=[],
         max_context=config.get("max_position_embeddings"),
-        cache=compute_cache_size(result, [None] * layers, file_facts["dtype"]),
         engines=support_for(result) if tried.get(config["model_type"]) else [],
-        targets=[],
-        latent=None,
-        **file_facts,
+        **_file_facts(checkpoint, result, [None] * layers),
     )
 
 
-def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The fields of an ``Inspection`` that are determined by family, config and tensors."""
-    family = model.family
+def _model_facts(model: Model, result: ServedModel, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The fields of an ``Inspection`` that follow from family, config and tensors; those of the
+    cache are of ``result``.
+    """
     geometry = model.geometry
     layers = model.layers
+    windows = [layer.window for layer in layers]
+    rope = "none"
+    if geometry.rotary_dims:
+        rope = rope_table(model.values, layers[0].type)["rope_type"]
     return {
-        "family": family.model_type,
+        "family": model.family.model_type,
         "attention": attention_label(geometry.heads, geometry.kv_heads)[:3],
         "layers": geometry.layers,
         "heads": geometry.heads,
@@ -289,28 +264,34 @@ def _model_facts(model: Model, checkpoint: Checkpoint) -> dict[str, Any]:
         "qk_norm": model.qk_norm.kind if model.qk_norm else None,
         "rotary_dims": geometry.rotary_dims,
         "rotary_layers": sum(layer.rotates for layer in layers),
-        "rope": (
-            rope_table(model.values, layers[0].type)["rope_type"]
-            if geometry.rotary_dims
-            else "none"
-        ),
-        "windows": sorted({layer.window for layer in layers if layer.window is not None}),
+        "rope": rope,
+        "windows": sorted(set(windows) - {None}),
         "max_context": geometry.positions,
-        **_file_facts(checkpoint, family.architecture),
+        **_file_facts(checkpoint, result, windows, model.family.architecture),
     }
 
 
-def _file_facts(checkpoint: Checkpoint, architecture: str = "unknown") -> dict[str, Any]:
-    """The fields that need no family."""
+def _file_facts(
+    checkpoint: Checkpoint,
+    result: ServedModel,
+    windows: list[int | None],
+    architecture: str = "unknown",
+) -> dict[str, Any]:
+    """The fields that need no family; ``windows`` has an entry per layer, None for full
+    attention.
+    """
     infos = checkpoint.tensors.values()
     sizes = checkpoint.float_bytes()
+    dtype = max(sizes, key=sizes.__getitem__, default="F32")
     return {
         "model": checkpoint.origin,
         "architecture": (read_architectures(checkpoint.config) or [architecture])[0],
-        "dtype": max(sizes, key=sizes.__getitem__, default="F32"),
+        "dtype": dtype,
         "parameters": sum(math.prod(info.shape) for info in infos),
         "weight_bytes": sum(info.nbytes for info in infos),
         "files": len({info.file for info in infos}),
+        "cache": compute_cache_size(result, windows, dtype),
+        "head_norms": read_norm_ranges(checkpoint.folder),
     }
 
 
@@ -340,7 +321,7 @@ def compute_cache_size(result: ServedModel, windows: list[int | None], dtype: st
     return CacheSize(elements, len(windows) * layer_bytes, by_context, result.per_rank())
 
 
-def list_targets(model: Model, windows: list[int | None], dtype: str) -> list[TargetSize]:
+def list_targets(model: Model, dtype: str) -> list[TargetSize]:
     """All proposed targets: GQA, MQA, MLA splits supported by kernels, and `propose_budgets`."""
     targets: dict[str, ServedModel] = {}
     for kv_heads in possible_kv_heads(model.geometry):
@@ -358,6 +339,7 @@ def list_targets(model: Model, windows: list[int | None], dtype: str) -> list[Ta
         targets[options] = describe_mla(model, spec)
     alternatives = propose_alternatives(model)
     source_elements = cache_elements(model.geometry)
+    windows = [layer.window for layer in model.layers]
     sizes = []
     for options, result in targets.items():
         nearest = {}
