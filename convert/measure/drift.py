@@ -111,5 +111,5 @@ def open_stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> Che
     except InputError as error:
         # Two checkpoints are open: the error must say in which one the problem is.
         raise error.with_prefix(checkpoint.origin) from error
-    stream.parameters.map.check_fits(checkpoint)
+    stream.weights.check_fits(checkpoint)
     return stream

@@ -27,7 +27,7 @@ from kvfold.attention.drift.recording import Arguments, OpenLayer, attention_nam
 from kvfold.attention.drift.streams import Frame, cache_bytes_per_token
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.layer_io import Read
-from kvfold.convert.stream.parameters import Parameters, WeightSource
+from kvfold.convert.stream.parameters import WeightMap, WeightSource
 from kvfold.convert.stream.stock import empty_model, errors_as_input_errors
 
 
@@ -61,11 +61,13 @@ class CheckpointStream:
         self.autocast = autocast
         self._config = config
         self._names = names
+        self._teacher = teacher if teacher is not None and teacher.dtype == dtype else None
+        self._changed = changed
+        self._origins = origins or {}
+        self._loaded: dict[WeightSource, dict[str, Tensor]] = {}
+        self._table: Tensor | None = None
         model = empty_model(config, dtype, self.device)
-        shared = None if teacher is None else teacher.parameters
-        self.parameters: Parameters = Parameters(
-            model, read, names, self.device, dtype, shared, changed, origins
-        )
+        self.weights = WeightMap(model, names)
         try:
             self._frame = Frame(model)
         except ValueError as error:
@@ -80,11 +82,8 @@ class CheckpointStream:
         # wrappers.
         base = f"{model.base_model_prefix}."
         decoder = f"{self._frame.path.rpartition('.')[0]}."
-        outside = [
-            name
-            for name in self.parameters.map.expected
-            if not name.startswith(f"{self._frame.path}.")
-        ]
+        layers = f"{self._frame.path}."
+        outside = [name for name in self.weights.expected if not name.startswith(layers)]
         outside.remove(self._embedding)
         self._around = [name for name in outside if name.startswith(decoder)]
         self._head = [name for name in outside if not name.startswith(base)]
@@ -92,7 +91,8 @@ class CheckpointStream:
 
     def release(self) -> None:
         """Drop all parameters that stay loaded between calls; opening a layer does it too."""
-        self.parameters.release()
+        self._loaded.clear()
+        self._table = None
 
     def training(self) -> AbstractContextManager[Any]:
         """Return a context manager in which calibration passes and training steps run; all else
@@ -115,8 +115,10 @@ class CheckpointStream:
         # A table of 256,000 tokens in float32 can be larger than all layers that are open at a
         # time.
         rows, local = torch.unique(tokens.to(self.device), return_inverse=True)
-        table = self.parameters.rows(self._embedding, rows)
-        tensors = {**self.parameters.named(self._around), self._embedding: table}
+        if self._table is None:
+            self._table = self.read(self.weights.source_of(self._embedding).names[0])
+        table = self._table[rows.to(self._table.device)].to(self.device, self.dtype)
+        tensors = {**self._load_named(self._around), self._embedding: table}
         with errors_as_input_errors("config.json"):
             return self._frame.enter(tensors, input_ids=local)[0]
 
@@ -138,7 +140,11 @@ class CheckpointStream:
             )
 
         self.release()
-        tensors = self.parameters.under(f"{self._frame.path}.{index}.")
+        prefix = f"{self._frame.path}.{index}."
+        tensors: dict[str, Tensor] = {}
+        for source in self.weights.under(prefix):
+            for name, tensor in self._load(source).items():
+                tensors[name.removeprefix(prefix)] = tensor
         try:
             yield OpenLayer(
                 index,
@@ -157,7 +163,7 @@ class CheckpointStream:
 
         The output head stays in memory until ``release``.
         """
-        ends = self.parameters.named([*self._around, *self._head])
+        ends = self._load_named([*self._around, *self._head])
         with errors_as_input_errors("config.json"):
             blank = torch.zeros(1, *hidden.shape[1:], dtype=self.dtype, device=self.device).expand(
                 len(hidden), -1, -1
@@ -172,7 +178,7 @@ class CheckpointStream:
         Parameters outside the layers, such as position embeddings, are zeros too, because no
         argument depends on them.
         """
-        ends = {name: self.parameters.map.expected[name] for name in self._around}
+        ends = {name: self.weights.expected[name] for name in self._around}
         zeros = {
             name: torch.zeros_like(tensor, dtype=self.dtype, device=self.device)
             for name, tensor in ends.items()
@@ -182,10 +188,41 @@ class CheckpointStream:
         with errors_as_input_errors("config.json"):
             return self._frame.enter(zeros, inputs_embeds=blank, **options)
 
+    def _load_named(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The parameters ``names``; a tied one is loaded from the one that it is tied to."""
+        sources = {name: self.weights.source_of(name) for name in names}
+        return {name: self._load(source)[source.target] for name, source in sources.items()}
+
+    def _load(self, source: WeightSource) -> dict[str, Tensor]:
+        """The parameters of ``source``, which stay loaded until `release`; the teacher's if it has
+        formed them from the same stored tensors.
+        """
+        if source not in self._loaded:
+            shared = self._find_shared(source)
+            if shared is None:
+                shared = self.weights.load(source, self.read, self.dtype, self.device)
+            self._loaded[source] = shared
+        return self._loaded[source]
+
+    def _find_shared(self, source: WeightSource) -> dict[str, Tensor] | None:
+        if self._teacher is None or any(name in self._changed for name in source.names):
+            return None
+        # By names, not by contents: a stored tensor that the student renames or joins is still the
+        # teacher's.
+        origins = {origin for name in source.names for origin in self._origins.get(name, (name,))}
+        for other, loaded in self._teacher._loaded.items():
+            if other.target == source.target and origins == set(other.names):
+                shapes = {name: tensor.shape for name, tensor in loaded.items()}
+                if all(
+                    self.weights.expected[name].shape == shape for name, shape in shapes.items()
+                ):
+                    return loaded
+        return None
+
     def attention_sources(self, index: int) -> list[WeightSource]:
         """The sources of the parameters in a layer's attention."""
         name = attention_name(self._frame.layers[index])
-        return self.parameters.map.under(f"{self._frame.path}.{index}.{name}.")
+        return self.weights.under(f"{self._frame.path}.{index}.{name}.")
 
     def reload(self, layer: OpenLayer, sources: Iterable[WeightSource]) -> None:
         """Rebuild parameters of an open layer from what ``read`` returns now; gradients reach the
@@ -193,9 +230,8 @@ class CheckpointStream:
         """
         assert layer.tensors is not None  # as open_layer makes it
         for source in sources:
-            for name, tensor in self.parameters.map.load(
-                source, self.read, self.dtype, self.device
-            ).items():
+            loaded = self.weights.load(source, self.read, self.dtype, self.device)
+            for name, tensor in loaded.items():
                 layer.tensors[name.removeprefix(f"{self._frame.path}.{layer.index}.")] = tensor
 
     def stored_names(self, index: int | None) -> list[str]:
@@ -203,11 +239,12 @@ class CheckpointStream:
         layers.
         """
         inside = f"{self._frame.path}." if index is None else f"{self._frame.path}.{index}."
-        sources = self.parameters.map.sources.items()
-        selected = [
-            source for target, source in sources if target.startswith(inside) != (index is None)
+        return [
+            name
+            for target, source in self.weights.sources.items()
+            if target.startswith(inside) != (index is None)
+            for name in source.names
         ]
-        return [name for source in selected for name in source.names]
 
     def cache_bytes_per_token(self) -> int:
         """The bytes per token in transformers' own cache over all layers, with the model in its

@@ -13,7 +13,7 @@ Refinement can therefore train the tensors of a file: gradients reach their floa
 the path that loading takes, in reverse.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +61,7 @@ class WeightMap:
         self.model = model
         self.expected: dict[str, Tensor] = dict(model.state_dict())
         self.tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-        self.sources = _sources(model, self.expected, names)
+        self.sources = _find_sources(model, self.expected, names)
         # a converter that splits covers several parameters
         self._covered = set(self.sources)
         for source in self.sources.values():
@@ -190,7 +190,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bo
         return loaded
 
 
-def _sources(
+def _find_sources(
     model: Any, expected: dict[str, Tensor], names: Iterable[str]
 ) -> dict[str, WeightSource]:
     """Map each parameter to its source. InputError if stored tensors contradict each other."""
@@ -200,7 +200,7 @@ def _sources(
     by_pattern = {
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
-    by_target: dict[str, list[tuple[str, str | None]]] = {}
+    by_target: dict[str, dict[str, str | None]] = {}  # pattern by stored name
     # In natural order, as transformers sorts them: converters stack experts in the order in which
     # they come.
     for name in sorted(names, key=dot_natural_key):
@@ -211,109 +211,15 @@ def _sources(
             target = name
             pattern = None
         if target in expected:
-            by_target.setdefault(target, []).append((name, pattern))
+            by_target.setdefault(target, {})[name] = pattern
     sources = {}
-    for target, parts in by_target.items():
-        stored = tuple(name for name, _ in parts)
-        patterns = tuple(pattern for _, pattern in parts if pattern is not None)
-        if not patterns and len(stored) > 1:
+    for target, stored in by_target.items():
+        patterns = tuple(pattern for pattern in stored.values() if pattern is not None)
+        if len(stored) > 1 and len(patterns) < len(stored):
             raise InputError(
-                f"{len(stored)} stored tensors map to one parameter, {target}: {', '.join(stored)}"
+                f"{len(stored)} stored tensors map to one parameter, {target}:"
+                f" {', '.join([*stored][:4])}"
             )
-        if patterns and len(patterns) < len(stored):
-            raise InputError(f"{target} is stored both whole and in parts: {', '.join(stored[:4])}")
         converter = by_pattern[patterns[0]] if patterns else None
-        sources[target] = WeightSource(target, stored, patterns, converter)
+        sources[target] = WeightSource(target, tuple(stored), patterns, converter)
     return sources
-
-
-class Parameters:
-    """The tensors of ``model`` (on the meta device), read from a checkpoint with ``read``, whose
-    tensors are ``names``.
-
-    Parameters stay loaded until ``release``. ``teacher`` has the parameters of a model over the
-    same files: what it has loaded is shared, except parameters formed from stored tensors in
-    ``changed``, for which ``read`` returns other values. ``origins`` maps each name that ``read``
-    combines or renames to the teacher's stored tensors behind it.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        read: Read,
-        names: Iterable[str],
-        device: torch.device,
-        dtype: torch.dtype,
-        teacher: "Parameters | None" = None,
-        changed: Collection[str] = (),
-        origins: Mapping[str, Collection[str]] | None = None,
-    ) -> None:
-        self.map = WeightMap(model, names)
-        self.read = read
-        self.device = device
-        self.dtype = dtype
-        self._teacher = teacher if teacher is not None and teacher.dtype == dtype else None
-        self._changed = changed
-        self._origins = origins or {}
-        self._loaded: dict[WeightSource, dict[str, Tensor]] = {}
-        self._tables: dict[str, Tensor] = {}
-
-    def under(self, prefix: str) -> dict[str, Tensor]:
-        """The parameters whose names begin with ``prefix``, by the rest of their names."""
-        loaded: dict[str, Tensor] = {}
-        for source in self.map.under(prefix):
-            loaded.update(self._load(source))
-        return {name.removeprefix(prefix): tensor for name, tensor in loaded.items()}
-
-    def named(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The parameters ``names``, by name; a tied parameter is loaded from the one that it is
-        tied to.
-        """
-        sources = {name: self.map.source_of(name) for name in names}
-        return {name: self._load(source)[source.target] for name, source in sources.items()}
-
-    def rows(self, name: str, rows: Tensor) -> Tensor:
-        """The given ``rows [n]`` of a table ``[V, E]``. Of the table, only the stored tensor stays
-        in memory.
-        """
-        if name not in self._tables:
-            source = self.map.source_of(name)
-            if source.converter is not None:
-                parts = ", ".join(source.names[:3])
-                raise InputError(
-                    f"{name} is stored in parts ({parts}); embeddings must be stored as one tensor"
-                )
-            self._tables[name] = self.read(source.names[0])
-        table = self._tables[name]
-        return table[rows.to(table.device)].to(self.device, self.dtype)
-
-    def release(self) -> None:
-        """Drop all loaded tensors."""
-        self._loaded.clear()
-        self._tables.clear()
-
-    def _load(self, source: WeightSource) -> dict[str, Tensor]:
-        """Load the parameters of ``source``, or share the teacher's if both are formed from the
-        same stored tensors.
-        """
-        if source in self._loaded:
-            return self._loaded[source]
-        shared = self._load_from_teacher(source)
-        if shared is None:
-            shared = self.map.load(source, self.read, self.dtype, self.device)
-        self._loaded[source] = shared
-        return shared
-
-    def _load_from_teacher(self, source: WeightSource) -> dict[str, Tensor] | None:
-        """What the teacher has loaded from the stored tensors of ``source``, or None."""
-        if self._teacher is None or any(name in self._changed for name in source.names):
-            return None
-        # By names, not by contents: a stored tensor that the student renames or joins is still the
-        # teacher's.
-        origins = {origin for name in source.names for origin in self._origins.get(name, (name,))}
-        for other, loaded in self._teacher._loaded.items():
-            if other.target == source.target and origins == set(other.names):
-                shapes = {name: tensor.shape for name, tensor in loaded.items()}
-                if all(self.map.expected[name].shape == shape for name, shape in shapes.items()):
-                    return loaded
-        return None

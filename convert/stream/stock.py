@@ -97,13 +97,12 @@ def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
     hf_config = CONFIG_MAPPING[model_type].from_dict(
         {key: value for key, value in config.items() if key != "auto_map"}
     )
-    if getattr(hf_config, "output_router_logits", False):
-        # a training loss, computed from what all layers return
-        hf_config.output_router_logits = False
+    # A training loss, computed from what all layers return.
+    hf_config.output_router_logits = False
     stock = auto._model_mapping[type(hf_config)]
-    # Some classes compute their attention themselves (bloom).
-    otherwise = "sdpa" if getattr(stock, "_supports_sdpa", False) else "eager"
-    attention = BLOCKWISE if takes_attention(stock) else otherwise
+    attention = BLOCKWISE
+    if not getattr(stock, "_supports_attention_backend", False):  # as bloom, which computes its own
+        attention = "sdpa" if getattr(stock, "_supports_sdpa", False) else "eager"
     with torch.device("meta"):
         # torch's grouped matrix product, which experts use by default, has no float64
         experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
@@ -116,25 +115,14 @@ def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
     # drops it: an embedding table of 4 GB, or all experts of a layer, must then fit in memory.
     stored = model.state_dict().keys()
     for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        pending = [
-            name for name, _ in module.named_buffers(recurse=False) if prefix + name not in stored
-        ]
+        buffers = dict(module.named_buffers(path, recurse=False))
+        pending = [name for name in buffers if name not in stored]
         for name in pending:
-            setattr(module, name, torch.empty_like(getattr(module, name), device=device))
+            value = torch.empty_like(buffers[name], device=device)
+            setattr(module, name.rpartition(".")[2], value)
         if pending:
             model._init_weights(module)
     return model.eval().requires_grad_(False)
-
-
-def takes_attention(stock: Any) -> bool:
-    """True if the class ``stock`` declares that its models call the attention function that their
-    config names.
-    """
-    return any(
-        getattr(kind, "_supports_attention_backend", False)
-        for kind in getattr(stock, "__mro__", ())
-    )
 
 
 def attend_in_blocks(model: Any, device: torch.device) -> None:
@@ -146,7 +134,7 @@ def attend_in_blocks(model: Any, device: torch.device) -> None:
     if (
         device.type == "cpu"
         and model.config._attn_implementation == "sdpa"
-        and takes_attention(type(model))
+        and getattr(model, "_supports_attention_backend", False)
     ):
         # The model's own method refuses classes whose files do not spell the call as transformers
         # does.
