@@ -73,15 +73,13 @@ def test_without_a_word_in_the_config_the_class_decides(name):
             stock, "rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}
         )  # gptj has none
         table = parameters[kind] if model.family.rotary.by_type else parameters
-        if table["rope_type"] != "default":
-            expected, _ = ROPE_INIT_FUNCTIONS[table["rope_type"]](stock, None)
-            torch.testing.assert_close(
-                layer_rotary(model, layer).theta, expected.double(), **FREQUENCIES
-            )
-            continue
         dims = int(64 * table.get("partial_rotary_factor", 1.0))
         expected = table["rope_theta"] ** -(torch.arange(0, dims, 2, dtype=torch.float64) / dims)
-        torch.testing.assert_close(layer_rotary(model, layer).theta, expected)
+        if table["rope_type"] != "default":
+            expected, _ = ROPE_INIT_FUNCTIONS[table["rope_type"]](stock, None)
+        torch.testing.assert_close(
+            layer_rotary(model, layer).theta, expected.double(), **FREQUENCIES
+        )
 
 
 HALF = {"partial_rotary_factor": 0.5}
@@ -116,28 +114,16 @@ SHORTER = {"original_max_position_embeddings": 512}
     [("longrope", {}), ("longrope", SHORTER), ("su", SHORTER), ("yarn", SHORTER)],
 )
 def test_phi3_has_one_scaled_type_under_three_names_and_its_own_original_length(kind, original):
-    config = {
-        "model_type": "phi3",
-        **SIZES,
-        "pad_token_id": 0,
-        "partial_rotary_factor": 0.75,
-        **original,
-    }
-    config |= {
-        "max_position_embeddings": 131072,
-        "rope_scaling": {"type": kind, **PHI3, **original},
-    }
+    config = {"model_type": "phi3", **SIZES, "pad_token_id": 0, "partial_rotary_factor": 0.75}
+    config |= {"max_position_embeddings": 131072, **original}
+    config["rope_scaling"] = {"type": kind, **PHI3, **original}
     stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
     check(config, *ROPE_INIT_FUNCTIONS["longrope"](stock, None))
 
 
 def test_longrope_with_two_sets_needs_a_choice(refused):
-    table = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        **SCALED["longrope"],
-        "long_factor": [3.0] * 32,
-    }
+    table = {"rope_type": "longrope", "rope_theta": 1e4, **SCALED["longrope"]}
+    table["long_factor"] = [3.0] * 32
     config = {"model_type": "llama", **SIZES, "rope_parameters": table}
     model = model_of(config)
     with refused():
@@ -151,26 +137,15 @@ def test_longrope_with_two_sets_needs_a_choice(refused):
 
 
 def test_gemma3_scales_its_global_layers_alone():
-    config = {
-        "model_type": "gemma3_text",
-        **SIZES,
-        "num_hidden_layers": 6,
-        "head_dim": 64,
-        "rope_theta": 2e6,
-        "rope_local_base_freq": 5000.0,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    }
-    stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
-    new = {key: value for key, value in config.items() if not key.startswith("rope")}
-    new["rope_parameters"] = stock.rope_parameters
+    old = {"rope_theta": 2e6, "rope_local_base_freq": 5000.0}
+    old["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    sizes = {"model_type": "gemma3_text", **SIZES, "num_hidden_layers": 6, "head_dim": 64}
+    stock = AutoConfig.for_model(**json.loads(json.dumps({**sizes, **old})))
     exponents = -torch.arange(0, 64, 2, dtype=torch.float64) / 64
-    for spelling in (config, new):
-        torch.testing.assert_close(layer_rotary(model_of(spelling), 0).theta, 5000.0**exponents)
-        torch.testing.assert_close(layer_rotary(model_of(spelling), 5).theta, 2e6**exponents / 8)
-        expected, _ = ROPE_INIT_FUNCTIONS["linear"](stock, None, layer_type="full_attention")
-        torch.testing.assert_close(
-            layer_rotary(model_of(spelling), 5).theta, expected.double(), **FREQUENCIES
-        )
+    for spelling in (old, {"rope_parameters": stock.rope_parameters}):
+        model = model_of({**sizes, **spelling})
+        torch.testing.assert_close(layer_rotary(model, 0).theta, 5000.0**exponents)
+        torch.testing.assert_close(layer_rotary(model, 5).theta, 2e6**exponents / 8)
 
 
 LLAMA3 = {"type": "llama3", **SCALED["llama3"], "high_freq_factor": 1.0}

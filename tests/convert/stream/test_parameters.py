@@ -59,32 +59,19 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
-def load(model: Any, tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    weights = WeightMap(model, tensors)
-    found = dict[str, Tensor]()
-    for source in weights.under(prefix):
-        found |= weights.load(source, tensors.__getitem__, torch.float32, "cpu")
-    return found
-
-
 def test_a_fused_tensor_gives_several_parameters(
     model: Any, tensors: dict[str, Tensor], conversions: Any
 ) -> None:
     conversions(FUSED)
     parts = [tensors.pop(f"model.layers.1.self_attn.{name}_proj.weight") for name in "qkv"]
     tensors["model.layers.1.self_attn.qkv.weight"] = torch.cat(parts)
-    found = load(model, tensors, "model.layers.1.")
+    weights = WeightMap(model, tensors)
+    found = dict[str, Tensor]()
+    for source in weights.under("model.layers.1."):
+        found |= weights.load(source, tensors.__getitem__, torch.float32, "cpu")
     assert len(found) == 9
     for name, part in zip("qkv", parts, strict=True):
         assert torch.equal(found[f"model.layers.1.self_attn.{name}_proj.weight"], part)
-
-
-def test_a_base_models_file_lacks_the_prefix(model: Any, tensors: dict[str, Tensor]) -> None:
-    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    found = load(model, tensors, "model.layers.1.")
-    assert torch.equal(
-        found["model.layers.1.mlp.up_proj.weight"], tensors["layers.1.mlp.up_proj.weight"]
-    )
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ time.
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tiny_models
@@ -32,18 +33,7 @@ LATENT = {
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW},
-    "gemma2": {
-        "head_dim": 12,
-        "query_pre_attn_scalar": 12,
-        "attn_logit_softcapping": 0.5,
-        **WINDOW,
-    },
-    "gemma3_text": {
-        "head_dim": 12,
-        "query_pre_attn_scalar": 12,
-        "sliding_window_pattern": 3,
-        **WINDOW,
-    },
+    "gemma3_text": {"head_dim": 12, "sliding_window_pattern": 3, **WINDOW},
     "youtu": {**LATENT, "q_lora_rank": 20, "attention_bias": True},
     "deepseek_v3": {
         **LATENT,
@@ -56,37 +46,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
     },
 }
-ROPE: dict[str, dict[str, Any]] = {  # whose frequencies depend on the length of the text
-    "dynamic": {"factor": 3.0},
-    "longrope": {
-        "factor": 3.0,
-        "original_max_position_embeddings": 8,
-        "short_factor": [1.0, 1.1, 1.2, 1.3],
-        "long_factor": [2.0, 2.1, 2.2, 2.3],
-    },
-}
 
 
 def tiny(family: str, **changes: Any) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
     """A random model of ``family`` with its config.json and its tensors as they would be stored."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SMALL, **MODELS[family], **changes})
-    # Below 5.23 the default of transformers for gemma2 leaves out its softcap.
-    model = AutoModelForCausalLM.from_config(
-        config, **({"attn_implementation": "eager"} if family == "gemma2" else {})
-    )
-    model.eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.dim() == 1 else 0.1))
     stored = revert_weight_conversion(model, model.state_dict())
     if config.tie_word_embeddings:
         stored.pop("lm_head.weight")
-    return (
-        model,
-        config.to_dict(),
-        {name: tensor.detach().clone() for name, tensor in stored.items()},
-    )
+    return model, config.to_dict(), {name: tensor.clone() for name, tensor in stored.items()}
 
 
 def run(stream: CheckpointStream, tokens: Tensor) -> Tensor:
@@ -110,9 +83,6 @@ def tokens() -> Tensor:
         *mostly_slow([(name, {"num_key_value_heads": 2}) for name in supported()], 4),
         ("llama", {"tie_word_embeddings": True, "hidden_size": 48, "head_dim": 10}),
         ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
-        ("gemma2", {"attn_logit_softcapping": None}),
-        ("stablelm", {"use_parallel_residual": True, "qk_layernorm": False}),
-        ("qwen2_moe", {"mlp_only_layers": [], "decoder_sparse_step": 1}),
     ],
     ids=str,
 )
@@ -159,34 +129,24 @@ def test_logits_and_cache_of_latent_and_expert_models(family: str, tokens: Tenso
     assert halved.cache_bytes_per_token() == held // short.numel() // 2
 
 
-@pytest.mark.parametrize("kind", ROPE)
-def test_rotary_frequencies_are_those_of_the_stock_model(kind: str, tokens: Tensor) -> None:
-    model, config, stored = tiny(
-        "llama", rope_parameters={"rope_type": kind, "rope_theta": 100.0, **ROPE[kind]}
-    )
+def test_frequencies_that_depend_on_the_length_are_those_of_the_stock_model(tokens: Tensor) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0}
+    model, config, stored = tiny("llama", rope_parameters=rope, max_position_embeddings=8)
     stream = CheckpointStream(config, stored.__getitem__, stored)
-    plain = CheckpointStream(tiny("llama")[1], stored.__getitem__, stored)
     with torch.no_grad():
-        expected = model(tokens).logits
-    torch.testing.assert_close(run(stream, tokens), expected, **precision.LOGITS)
-    assert (run(plain, tokens) - expected).abs().max() > 1e-3
+        torch.testing.assert_close(run(stream, tokens), model(tokens).logits, **precision.LOGITS)
 
 
 def test_only_the_open_layer_is_in_memory(tokens: Tensor) -> None:
     _, config, stored = tiny("mixtral")
-    read: list[str] = []
-
-    def reading(name: str) -> Tensor:
-        read.append(name)
-        return stored[name]
-
-    stream = CheckpointStream(config, reading, stored)
+    read = Mock(side_effect=stored.__getitem__)
+    stream = CheckpointStream(config, read, stored)
     hidden = stream.embed(tokens)
-    read.clear()
+    read.reset_mock()
     with stream.open_layer(1) as layer:
         layer(hidden)
-        assert all(".layers.1." in name for name in read)
-        assert len(read) == len(set(read)) == sum(".layers.1." in name for name in stored)
+        names = [call.args[0] for call in read.mock_calls]
+        assert sorted(names) == sorted(name for name in stored if ".layers.1." in name)
         held = layer.tensors
         assert held
     assert not held
@@ -203,17 +163,13 @@ def test_a_student_reads_its_own_tensors_first_and_shares_the_rest(
     others = dict(source_model.named_parameters())
     expected_model, changed_config, changed = tiny(family, num_key_value_heads=3)
     new = {name: changed[name] for name in changed if "self_attn" in name}
-    read: list[str] = []
-
-    def overlay(name: str) -> Tensor:
-        read.append(name)
-        return new[name] if name in new else stored[name]
-
+    read = Mock(side_effect={**stored, **new}.__getitem__)
     source = CheckpointStream(config, stored.__getitem__, stored)
-    student = CheckpointStream(changed_config, overlay, stored, teacher=source, changed=new)
+    student = CheckpointStream(changed_config, read, stored, teacher=source, changed=new)
     with source.open_layer(0) as before, student.open_layer(0) as after:
         assert after.tensors[shared] is before.tensors[shared]
-        assert set(read) == {name for name in new if ".layers.0." in name}
+        names = {call.args[0] for call in read.mock_calls}
+        assert names == {name for name in new if ".layers.0." in name}
     with torch.no_grad():
         for name, parameter in expected_model.named_parameters():
             if "self_attn" not in name:
