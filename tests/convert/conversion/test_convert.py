@@ -229,7 +229,7 @@ def test_numbers_of_heads(source, tmp_path, told):
 def test_places_and_models_that_cannot_be(tmp_path, model):
     (tmp_path / "there" / "something").mkdir(parents=True)
     assert "kvfold did not write it" in refused(model, tmp_path / "there")
-    assert "is inside MODEL (" in refused(model, model / "out")
+    assert "inside it or around it" in refused(model, model / "out")
     assert "no such folder" in refused(tmp_path / "nothing", tmp_path / "out")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "model_type": "whale"}))

@@ -140,7 +140,6 @@ CASES = {  # what is multiplied by what, and conversions that lose nothing then
     "loud attention": (ATTENTION, 1e15, [WHOLE]),
     "loud embedding": ("embed", 1e15, [WHOLE]),
     "loud": ("layernorm", 1e15, [WHOLE]),
-    "whispers": ("", 1e-15, [HALF]),
 }
 
 
