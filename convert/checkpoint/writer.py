@@ -186,6 +186,7 @@ class ShardWriter:
         self.written = set(resume_written or ())
         self.digests: dict[str, str] = {}
         self._copies: list[Future[None]] = []
+        self._progress: Callable[[int], object] | None = None
         self._stopped = threading.Event()
         if unknown := sorted(self.written - set(self._places)):
             raise KvfoldError(
@@ -237,6 +238,8 @@ class ShardWriter:
             self.digests[name] = hashlib.sha256(data).hexdigest()
             self.written.add(name)
             count += len(data)
+        if self._progress is not None:
+            self._progress(count)
         return count
 
     @contextmanager
@@ -246,10 +249,11 @@ class ShardWriter:
         """Copy every tensor that has a source and is not written yet, in the order of the source's
         bytes, while the block reads the checkpoint and writes the tensors that it computes.
 
-        ``progress`` is called with the bytes of every step. An error in the block stops the copy;
+        ``progress`` is called with the bytes of every step, in the block too. An error in the block stops the copy;
         an error in the copy is raised by the next ``write`` or when the block ends. Legacy files
         are opened one at a time, and so copied after the block.
         """
+        self._progress = progress
         rest = [
             place
             for name, place in self._places.items()

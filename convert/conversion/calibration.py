@@ -23,7 +23,7 @@ from kvfold.convert.request import LONG_LENGTH
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import hide_bars
-from kvfold.convert.text.corpus import BUILT_IN, calibration_texts, check_seq_len
+from kvfold.convert.text.corpus import calibration_texts, check_seq_len
 from kvfold.convert.text.self_written import turns_of, write_sequences
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
@@ -137,12 +137,6 @@ def load_tokens(
             print(
                 f"{', '.join(tokens.plain)}: plain text without `messages`, but the model has a"
                 " chat template; conversations that resemble its use calibrate better",
-                file=sys.stderr,
-            )
-        elif tokens.source == BUILT_IN:
-            print(
-                "text that resembles the model's use calibrates better: --calibration"
-                " FILE.txt|FILE.jsonl",
                 file=sys.stderr,
             )
     return tokens

@@ -9,23 +9,16 @@ the same bytes as that of an uninterrupted run.
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import ChainMap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.atomic import (
-    free_space_check,
-    output_folder,
-    replacing,
-    sync_path,
-    write_file,
-)
+from kvfold.convert.checkpoint.atomic import replacing, sync_path, write_file
 from kvfold.convert.checkpoint.digests import hash_file
 from kvfold.convert.checkpoint.members import CONFIG, stamps
 from kvfold.convert.checkpoint.writer import is_laid_out, tensor_places
-from kvfold.convert.conversion.memory import needs_of
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import versions
 from kvfold.convert.errors import InputError, format_option
@@ -41,32 +34,36 @@ SELF_TEXT = ".text.pt"
 PRECISION = ".precision"
 # The masters, moments and best weights of the last saved round of a run that polishes.
 POLISH_STATE = ".polish.pt"
-_SETTINGS = {"device": "device or number of processes", "versions": "versions"}
 
 
 class Journal:
-    """The finished layers of the run in ``folder``, counted from layer 0, with their ``notes`` in
-    order.
-    """
+    """The finished layers of the run in ``folder``, counted from layer 0."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
-        self._folder = folder
+        self.folder = folder
         self._shards = plan.shards
         self._computed = plan.layout.computed
         self._places = tensor_places(plan.shards)
         # Only a calibrated run is resumed, and the settings need torch, which others import once
         # bytes are copied.
         self._settings = run_settings(plan) if plan.request.calibrated else {}
-        own = {tensor.name for shard in plan.own_shards for tensor in shard.tensors}
         self._layers: list[dict[str, Any]] = processes.broadcast_from_rank0(self._read_intact)
-        self.notes: list[Mapping[str, Any]] = [layer["notes"] for layer in self._layers]
-        done = len(self.notes)
+        own = {tensor.name for shard in plan.own_shards for tensor in shard.tensors}
         # Of this process's shards: the tensors of finished layers, and the layers that are not
         # finished.
-        self.written = [name for names in self._computed[:done] for name in names if name in own]
-        self.pending = [
-            layer for layer in range(done, len(self._computed)) if own & {*self._computed[layer]}
+        self.written = [
+            name for names in self._computed[: self.finished] for name in names if name in own
         ]
+        self.pending = [
+            layer
+            for layer in range(self.finished, len(self._computed))
+            if own.intersection(self._computed[layer])
+        ]
+
+    @property
+    def finished(self) -> int:
+        """The number of finished layers."""
+        return len(self._layers)
 
     def read_layer(self, layer: int) -> dict[str, "Tensor"]:
         """The tensors of a finished ``layer`` as stored."""
@@ -74,84 +71,69 @@ class Journal:
 
         tensors: dict[str, Tensor] = {}
         for name in self._computed[layer]:
-            with safe_open(self._folder / self._places[name].shard, framework="pt") as file:
+            with safe_open(self.folder / self._places[name].shard, framework="pt") as file:
                 tensors[name] = file.get_tensor(name)
         return tensors
 
-    def add_layer(self, notes: Mapping[str, Any]) -> None:
-        """Record the next layer as finished; its tensors must be on disk. Only the first process
-        writes the file.
+    def add_layer(self, notes: Mapping[str, Any], digests: Mapping[str, str]) -> None:
+        """Record the next layer as finished; its tensors must be on this process's disk.
+
+        ``digests`` has their SHA-256. Every process must call this; the first one writes the file.
         """
-        self.notes.append(dict(notes))
-        if not processes.is_rank0():
-            return
-        self._layers.append({"notes": dict(notes), "sha256": self._hashes(len(self._layers))})
-        _write(self._folder, {"run": self._settings, "layers": self._layers, "polished": None})
+        names = self._computed[self.finished]
+        own = {name: digests[name] for name in names if name in digests}
+        gathered = dict(ChainMap(*processes.all_gather(own)))
+        self._layers.append({"notes": dict(notes), "sha256": gathered})
+        if processes.is_rank0():
+            _write(self.folder, {"run": self._settings, "layers": self._layers, "polished": None})
 
     def merge_notes(self) -> dict[str, Any]:
         """The notes of all layers as lists by name; a layer without a note of a name is left out of
         its list.
         """
-        names = dict.fromkeys(name for notes in self.notes for name in notes)
-        return {name: [notes[name] for notes in self.notes if name in notes] for name in names}
-
-    def _hashes(self, layer: int) -> dict[str, str]:
-        """The SHA-256 of the converted tensors of ``layer`` in each shard, by file name."""
-        ranges: dict[str, list[tuple[int, int]]] = {}
-        for name in self._computed[layer]:
-            place = self._places[name]
-            ranges.setdefault(place.shard, []).append((place.start, place.end))
-        return {
-            file: hash_file(self._folder / file, sorted(ranges[file])) for file in sorted(ranges)
-        }
+        merged: dict[str, Any] = {}
+        for layer in self._layers:
+            for name, note in layer["notes"].items():
+                merged.setdefault(name, []).append(note)
+        return merged
 
     def _read_intact(self) -> list[dict[str, Any]]:
         """The recorded layers before the first one whose tensors have changed; all polished ones
         with their state.
         """
-        journal = _read(self._folder)
+        journal = _read(self.folder)
         if journal is None or journal["run"] != self._settings:
             return []
         layers: list[dict[str, Any]] = journal["layers"]
-        state = self._folder / POLISH_STATE
-        polished = journal["polished"]
+        state = self.folder / POLISH_STATE
         intact = 0
-        if polished is not None and not (state.is_file() and hash_file(state) == polished):
+        if journal["polished"] is not None:
+            # Polishing replaced what the layers' hashes are of, and writes it again from its state.
+            if state.is_file() and hash_file(state) == journal["polished"]:
+                intact = len(layers)
+        elif all(is_laid_out(self.folder / shard.file, shard) for shard in self._shards):
+            while intact < len(layers) and self._is_intact(layers[intact]["sha256"]):
+                intact += 1
+        if intact < len(layers):
             print(
-                "the state of polishing, which replaced the fitted layers, is missing or damaged;"
-                " converting again from the first layer",
+                f"layer {intact + 1} of the interrupted run is damaged; converting again from this"
+                " layer",
                 file=sys.stderr,
             )
-            state.unlink(missing_ok=True)
-        else:
-            intact = self._count_intact(layers, polished is not None)
-            if intact < len(layers):
-                print(
-                    f"layer {intact + 1} of the interrupted run is damaged; converting again from"
-                    " this layer",
-                    file=sys.stderr,
-                )
         if layers and not intact:
             # Without a finished layer the shards are created again, to which this journal does not
             # apply.
-            for file in (_NAME, *(shard.file for shard in self._shards)):
-                (self._folder / file).unlink(missing_ok=True)
+            for file in (_NAME, POLISH_STATE, *(shard.file for shard in self._shards)):
+                (self.folder / file).unlink(missing_ok=True)
         return layers[:intact]
 
-    def _count_intact(self, layers: list[Any], polished: bool) -> int:
-        """The number of ``layers`` before the first damaged one; 0 if a shard is incomplete.
-
-        The hashes are of the fitted tensors. This run writes ``polished`` ones again from the state
-        of polishing, torn ones too.
-        """
-        if not all(is_laid_out(self._folder / shard.file, shard) for shard in self._shards):
-            return 0
-        for index, layer in enumerate(layers):
-            if not isinstance(layer, dict):
-                return index
-            if not polished and layer.get("sha256") != self._hashes(index):
-                return index
-        return len(layers)
+    def _is_intact(self, digests: Mapping[str, str]) -> bool:
+        """True if the tensors with these ``digests`` by name have them in their files."""
+        for name, digest in digests.items():
+            place = self._places[name]
+            if hash_file(self.folder / place.shard, [(place.start, place.end)]) != digest:
+                return False
+        return True
 
 
 def mark_polished(folder: Path) -> None:
@@ -176,42 +158,6 @@ def forget(folder: Path) -> None:
             path.unlink()
 
 
-@contextmanager
-def open_output(plan: Plan) -> Iterator[Path]:
-    """Create the temporary folder that becomes OUT after the block, or continue in that of an
-    interrupted run; all processes share the first one's folder.
-    """
-    request = plan.request
-    folder: Path | None = None
-    with ExitStack() as stack:
-
-        def create() -> Path:
-            opened = output_folder(
-                request.out,
-                overwrite=request.overwrite,
-                model=plan.checkpoint.folder,
-                resume=lambda folder: can_resume(plan, folder),
-                fresh=request.fresh,
-            )
-            folder = stack.enter_context(opened)
-            needs = needs_of(plan)
-            free_space_check(folder, needs.disk + needs.scratch)
-            return folder
-
-        folder = processes.broadcast_from_rank0(create)
-        if not folder.is_dir():
-            raise InputError(
-                f"{folder}: this machine cannot see the temporary folder that the first process"
-                " created; choose an OUT on a file system that all machines share"
-            )
-        try:
-            yield folder
-        except BaseException as error:
-            if count := finished_layers(folder):
-                error.add_note(f"finished layers kept for the same request: {count}")
-            raise
-
-
 def finished_layers(folder: Path) -> int:
     """The number of finished layers in the temporary ``folder`` of a run."""
     journal = _read(folder)
@@ -227,8 +173,14 @@ def can_resume(plan: Plan, folder: Path) -> bool:
     journal = _read(folder)
     if journal is None or not journal["layers"]:
         return False
+    import torch
+
     before = journal["run"]
-    _use_threads(before["device"][2])
+    threads = before["device"][2]
+    if threads != torch.get_num_threads():
+        # Sums in another order would give other bytes.
+        torch.set_num_threads(threads)
+        print(f"computing with {threads} threads, as the interrupted run did", file=sys.stderr)
     now = run_settings(plan)
     count = len(journal["layers"])
     difference = _find_difference(before, now)
@@ -250,30 +202,20 @@ def can_resume(plan: Plan, folder: Path) -> bool:
     return False
 
 
-def _use_threads(threads: int) -> None:
-    """Compute with as many threads as the interrupted run: sums in another order would give other
-    bytes.
-    """
-    import torch
-
-    if threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
-        print(f"computing with {threads} threads, as the interrupted run did", file=sys.stderr)
-
-
 def _find_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """What differs between the settings of two runs, in words; None if nothing does."""
-    if before.get("model") != now["model"]:
-        return f"another model, {before.get('model')}"
-    old = before.get("options", {})
+    if before["model"] != now["model"]:
+        return f"another model, {before['model']}"
+    old = before["options"]
     new = now["options"]
     for name in [*new, *old]:
         if old.get(name) != new.get(name):
-            used = format_option(name, old[name]) if name in old else f"no {format_option(name)}"
+            used = format_option(name, old.get(name, "unset"))
             return f"{used}, not {format_option(name, new.get(name, 'unset'))}"
-    for name, words in _SETTINGS.items():
-        if before.get(name) != now[name]:
-            return f"other {words}"
+    if before["device"] != now["device"]:
+        return "another device or number of processes"
+    if before["versions"] != now["versions"]:
+        return "other versions"
     return None
 
 
@@ -305,13 +247,10 @@ def _read(folder: Path) -> dict[str, Any] | None:
     damaged or missing.
     """
     try:
-        journal = json.loads((folder / _NAME).read_bytes())
-        files = [[str(file[0]), *file[1:]] for file in journal["run"]["files"]]
-        run = {**journal["run"], "files": files, "device": list(journal["run"]["device"])}
-        found = {"run": run, "layers": list(journal["layers"]), "polished": journal.get("polished")}
-        return found if int(run["device"][2]) > 0 else None
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        journal: dict[str, Any] = json.loads((folder / _NAME).read_bytes())
+    except (OSError, ValueError):
         return None
+    return journal
 
 
 def _write(folder: Path, journal: Mapping[str, Any]) -> None:

@@ -4,13 +4,11 @@ Pooling heads needs no transformers, which takes seconds to import: modules that
 the functions that use them.
 """
 
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.tensors import refuse_non_finite, torch_dtype
@@ -27,7 +25,7 @@ from kvfold.convert.methods.registry import (
     find_objective,
 )
 from kvfold.convert.targets.mla.spec import query_rank
-from kvfold.convert.transforms.fold.grouping import Pairs, contiguous
+from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary
 
 if TYPE_CHECKING:
@@ -74,6 +72,36 @@ def open_student(plan: Plan, calibration: "Calibration") -> "Student":
     return Student(calibration.source, plan.layout, recast=plan.request.dtype != "auto")
 
 
+def convert_layer(
+    plan: Plan, step: "Step", refine: int | str, shared: dict[bool, Pairs] | None = None
+) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+    """The tensors of the layer of ``step``, named and shaped as in the output's files: fitted by
+    the method, its output projection refitted to the student, and refined in ``refine`` steps.
+
+    Also returns notes for ``kvfold.json``. ``shared`` as in `fit_layer`.
+    """
+    from kvfold.convert.walk.output_fit import refit_output
+
+    # Statistics are sums over all processes; one fit for all of them keeps their students equal.
+    layer = processes.broadcast_from_rank0(lambda: fit_layer(plan, step.index, step, shared))
+    weights = layer.weights
+    if plan.method.reads_text:
+        weights, _ = refit_output(step, weights, attention_update(plan))
+    tensors = plan.layout.encode(step.index, weights)
+    if not refine:
+        return tensors, dict(layer.notes)
+    from kvfold.convert.training.refine import refine_layer
+
+    refined = refine_layer(step, tensors, refinement_of(plan, refine))
+    refinement = {
+        "before": refined.errors[0],
+        "after": min(refined.errors),
+        "steps": refined.steps,
+        "kept": refined.best_step,
+    }
+    return refined.tensors, {**layer.notes, "refinement": refinement}
+
+
 def fit_layer(
     plan: Plan,
     index: int,
@@ -85,17 +113,7 @@ def fit_layer(
     ``step`` is None without text. ``shared`` caches results for folds of the same layer to other
     numbers of heads. Raises InputError for weights that are not finite.
     """
-    if step is None:
-        return plan.method.fit(_method_input(plan, index, None, shared))
-    # Statistics are sums over all processes; one fit for all of them keeps their students equal.
-    layer = processes.broadcast_from_rank0(
-        lambda: plan.method.fit(_method_input(plan, index, step, shared))
-    )
-    if plan.latent is not None:
-        return layer
-    neighbors = contiguous(plan.geometry.kv_heads, plan.request.kv_heads or 1)
-    notes = {"groups": [list(group) for group in neighbors], "received_attention_share": 0.0}
-    return ConvertedLayer(layer.weights, {**notes, **layer.notes})
+    return plan.method.fit(_method_input(plan, index, step, shared))
 
 
 def _method_input(
@@ -183,39 +201,6 @@ def fold_rotary(plan: Plan, layer: int) -> Rotary:
             model.family, {**model.config, "rope_scaling": None, "rope_parameters": tables}
         )
         return layer_rotary(plain, layer)
-
-
-def refine_tensors(
-    plan: Plan,
-    step: "Step",
-    tensors: Mapping[str, Tensor],
-    steps: int | str,
-    *,
-    quiet: bool = False,
-) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-    """Train the layer's tensors, named and shaped as in the output's files, in ``steps`` steps.
-    Returns them, and a note for ``kvfold.json``.
-    """
-    if not steps:
-        return tensors, {}
-    from kvfold.convert.training.refine import refine_layer
-
-    refined = refine_layer(step, tensors, refinement_of(plan, steps))
-    if not (quiet or plan.request.quiet):
-        best = refined.best_step
-        outcome = f"step {best} of {refined.steps}" if best else "unchanged"
-        tqdm.write(
-            f"refined layer {step.index + 1}/{plan.geometry.layers}: relative squared error"
-            f" {refined.errors[0]:.5f} -> {min(refined.errors):.5f} ({outcome})",
-            file=sys.stderr,
-        )
-    record = {
-        "before": refined.errors[0],
-        "after": min(refined.errors),
-        "steps": refined.steps,
-        "kept": refined.best_step,
-    }
-    return refined.tensors, {"refinement": record}
 
 
 def refinement_of(plan: Plan, steps: int | str) -> "Refinement":

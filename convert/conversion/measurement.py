@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvfold.attention.drift.compare import Measurement, compare_predictions
 from kvfold.attention.drift.metrics import finite
-from kvfold.attention.drift.report import DriftReport, dtype_name, make_report
+from kvfold.attention.drift.report import DriftReport, make_report
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.errors import InputError, KvfoldError
@@ -83,11 +83,9 @@ def _compare_files(
         return compare_predictions(teacher or stream, stream, expected, actual, chunks)
 
 
-def check_written(folder: Path, calibration: Calibration, drift: DriftReport) -> dict[str, float]:
-    """The loss of the checkpoint in ``folder`` on the first held-out sequences, and the loss
-    measured in memory, for ``kvfold.json``.
-
-    Raises KvfoldError if they differ.
+def check_written(folder: Path, calibration: Calibration, drift: DriftReport) -> None:
+    """Raise KvfoldError if the checkpoint in ``folder`` has another loss on the first held-out
+    sequences than the one measured in memory.
     """
     held_out = calibration.tokens.held_out
     tokens = held_out[: max(1, _CHECKED_TOKENS // held_out.shape[1])]
@@ -99,20 +97,14 @@ def check_written(folder: Path, calibration: Calibration, drift: DriftReport) ->
             f" memory had {expected:.6f} on the same text; the output was discarded, please report"
             " this"
         )
-    return {"loss_in_memory": expected, "loss_of_written_checkpoint": written}
 
 
 def record_entries(
-    calibration: Calibration,
-    notes: Mapping[str, Any],
-    drift: DriftReport,
-    written: Mapping[str, float],
+    calibration: Calibration, notes: Mapping[str, Any], drift: DriftReport
 ) -> dict[str, Any]:
     """The entries of a calibrated run for ``kvfold.json``, identical for equal runs."""
     tokens = calibration.tokens
-    source = calibration.source
-    texts = _measure_by_text(calibration, drift)
-    return {
+    entries = {
         "calibration": {
             "source": tokens.source,
             "sha256": tokens.digest,
@@ -120,29 +112,20 @@ def record_entries(
             "held_out": len(tokens.held_out),
             "tokens_each": tokens.calibration.shape[1],
         },
-        "precision": {
-            "training": dtype_name(source.training_dtype),
-            "held_out": dtype_name(source.dtype),
-        },
         **notes,
-        "drift": {**drift.to_dict(), "written": written, **({"texts": texts} if texts else {})},
+        "drift": drift.to_dict(),
     }
-
-
-def _measure_by_text(calibration: Calibration, drift: DriftReport) -> list[dict[str, Any]]:
-    """The KL and the excess on the held-out sequences of each text of a mixture; empty for a single
-    text.
-    """
     by_text: dict[str, list[tuple[float, float, float]]] = {}
-    texts = calibration.tokens.held_out_texts
-    for text, figures in zip(texts, drift.measured.by_sequence, strict=False):
+    for text, figures in zip(tokens.held_out_texts, drift.measured.by_sequence, strict=False):
         by_text.setdefault(text, []).append(figures)
-    return [
-        {
-            "text": text,
-            "sequences": len(figures),
-            "kl": finite(fmean(kl for kl, _, _ in figures)),
-            "excess": finite(fmean(excess for _, excess, _ in figures)),
-        }
-        for text, figures in sorted(by_text.items())
-    ]
+    if by_text:  # of a mixture
+        entries["drift"]["texts"] = [
+            {
+                "text": text,
+                "sequences": len(figures),
+                "kl": finite(fmean(kl for kl, _, _ in figures)),
+                "excess": finite(fmean(excess for _, excess, _ in figures)),
+            }
+            for text, figures in sorted(by_text.items())
+        ]
+    return entries

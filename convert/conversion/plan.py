@@ -81,7 +81,7 @@ class Plan:
     padding: int
     result: ServedModel
     engines: list[Support]
-    slots: "tuple[Slots, ...]" = ()
+    slots: "Sequence[Slots]"
 
     @property
     def method(self) -> Method:
@@ -96,12 +96,10 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
     model = model_of(checkpoint.config, checkpoint.tensors)
     problems = model.tensor_problems(checkpoint.tensors)
     if not problems:  # buffers beside weights and biases may hold whole numbers
-        stored = {name: checkpoint.tensors[name].dtype for name in model.tensors}
-        allowed = ", ".join(sorted(FLOAT_DTYPES))
-        wrong = {name: dtype for name, dtype in stored.items() if dtype not in FLOAT_DTYPES}
         problems = [
-            f"wrong dtype: {name} is {dtype}; it must be one of {allowed}"
-            for name, dtype in wrong.items()
+            f"wrong dtype: {name} is {checkpoint.tensors[name].dtype}; it must be a float"
+            for name in model.tensors
+            if checkpoint.tensors[name].dtype not in FLOAT_DTYPES
         ]
     if problems:
         raise InputError(
@@ -154,8 +152,7 @@ def plan_mla(
             model.attention_names(layer) + model.names.get(("gate_up", layer), ())
             for layer in layers
         )
-    plan = _complete(request, checkpoint, model, layout, reads, spec)
-    return replace(plan, slots=tuple(slots))
+    return _complete(request, checkpoint, model, layout, reads, spec, slots)
 
 
 def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
@@ -183,7 +180,7 @@ def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
     else:
         layout = folded_layout(model, checkpoint, kv_heads, roles=roles, dtype=dtype)
     reads = tuple(model.attention_names(layer, roles) for layer in range(model.geometry.layers))
-    return _complete(request, checkpoint, model, layout, reads, None)
+    return _complete(request, checkpoint, model, layout, reads)
 
 
 def _complete(
@@ -192,7 +189,8 @@ def _complete(
     model: Model,
     layout: OutputLayout,
     reads: tuple[tuple[str, ...], ...],
-    latent: MlaSpec | None,
+    latent: MlaSpec | None = None,
+    slots: "Sequence[Slots]" = (),
 ) -> Plan:
     """Complete the plan for ``layout``."""
     result = (
@@ -216,6 +214,7 @@ def _complete(
         padding=0 if latent is None or layout.code is not None else padding(model, latent),
         result=result,
         engines=support_for(result, propose_alternatives(model, latent)),
+        slots=slots,
     )
 
 

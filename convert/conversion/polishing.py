@@ -22,7 +22,7 @@ from kvfold.convert.conversion.measurement import open_stream
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.formatting import format_bytes
 from kvfold.convert.progress import Stages
-from kvfold.convert.training.budget import POLISH_ROUND, step_tokens, steps_of
+from kvfold.convert.training.budget import step_tokens, steps_of
 from kvfold.convert.training.loop import TrainingResult
 from kvfold.convert.training.polish import ModelTask, TrainingText, polish, run_teacher
 from kvfold.convert.training.steps import check_constant, has_constant
@@ -122,8 +122,6 @@ def _replace_tensors(
         "steps": result.steps,
         "kept": result.best_step,
         "sequences": len(tokens.training),
-        "errors": result.errors,
-        "tokens_per_error": POLISH_ROUND * step_tokens(plan.request.length),
         "curve": result.curve,
     }
     with stages("measuring"), open_stream(folder, source) as student:

@@ -10,7 +10,6 @@ from kvfold.convert.conversion.memory import free_disk, needs_of
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import make_record
 from kvfold.convert.conversion.summary import (
-    describe_conversion,
     summarize_conversion,
     summarize_plan,
 )
@@ -45,10 +44,6 @@ class Conversion:
     seconds: float | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
     drift: "DriftReport | None" = None
-
-    def __repr__(self) -> str:
-        where = "planned" if self.written is None else f"written to {str(self.written)!r}"
-        return f"Conversion({describe_conversion(self.plan)}; {where})"
 
     @property
     def attention(self) -> Change[str]:
@@ -108,23 +103,3 @@ class Conversion:
         if self.written is None or self.seconds is None:
             return summarize_plan(self.plan)
         return summarize_conversion(self.plan, self.record, self.drift, self.written, self.seconds)
-
-
-@dataclass(frozen=True)
-class Split:
-    """A split tried for a budget.
-
-    kv_rank: the rank of the latent.
-    rope_dim: the rotary dims.
-    kl: the KL in nats per token in a few layers, as fitted.
-    refined_kl: the same after a few steps of refinement; None if not measured.
-    """
-
-    kv_rank: int
-    rope_dim: int
-    kl: float
-    refined_kl: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, without ``refined_kl`` if it was not measured."""
-        return {name: value for name, value in vars(self).items() if value is not None}

@@ -7,26 +7,17 @@ converted.
 
 import math
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.calibration import Calibration
-from kvfold.convert.conversion.layers import (
-    attention_update,
-    fit_layer,
-    open_walk,
-    refine_tensors,
-    source_layer,
-)
+from kvfold.convert.conversion.layers import convert_layer, open_walk, source_layer
 from kvfold.convert.conversion.plan import Plan, mla_specs, plan_mla
-from kvfold.convert.conversion.results import Split
 from kvfold.convert.families.layer_io import layer_rotary
 from kvfold.convert.progress import Stages
 from kvfold.convert.targets.mla.spec import MlaSpec
@@ -34,7 +25,6 @@ from kvfold.convert.transforms.head_norms import linearize_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots
 from kvfold.convert.transforms.weights import LayerStatistics
-from kvfold.convert.walk.output_fit import refit_output
 from kvfold.convert.walk.walk import embed, gather_statistics
 
 # Steps of refinement per layer, where splits or layouts are compared. 5 takes the split 12 + 4 of a
@@ -57,7 +47,12 @@ _TRIAL_CALIBRATION = 8192
 
 @dataclass(frozen=True)
 class Trial:
-    """A split that was tried: its plan, and its KL as fitted and after refinement."""
+    """A split that was tried.
+
+    plan: the plan of the conversion with this split.
+    kl: the KL in nats per token with a few layers converted, as fitted.
+    refined_kl: the same after a few steps of refinement; None if not measured.
+    """
 
     plan: Plan
     kl: float
@@ -70,14 +65,16 @@ class Trial:
         return self.refined_kl is None, math.inf if math.isnan(kl) else kl
 
     @property
-    def engines(self) -> list[str]:
-        return [support.engine for support in self.plan.engines if support.serves]
+    def engines(self) -> int:
+        """The number of engines that serve the split."""
+        return sum(support.serves for support in self.plan.engines)
 
-    @property
-    def split(self) -> Split:
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values, without ``refined_kl`` if it was not measured."""
         spec = self.plan.latent
         assert spec is not None
-        return Split(spec.kv_rank, spec.rope_dim, self.kl, self.refined_kl)
+        values = {"kv_rank": spec.kv_rank, "rope_dim": spec.rope_dim, "kl": self.kl}
+        return values if self.refined_kl is None else {**values, "refined_kl": self.refined_kl}
 
 
 def choose_layout(
@@ -90,20 +87,17 @@ def choose_layout(
     meanwhile.
     """
     if calibration is None or not plan.method.reads_text:
-        plan = resolve_plan(plan, mla_specs(plan.request, plan.model)[0], ())
-        return plan, describe_slots(plan)
+        return choose_slots(plan, mla_specs(plan.request, plan.model)[0], ()), {}
     folder = scratch / ".survey"
     folder.mkdir(exist_ok=True)
     try:
         saved = None if plan.request.budget is None else folder
         surveyed = survey_layers(plan, calibration, saved, stages)
-        plan, splits, notes = choose_split(plan, calibration, surveyed, folder, stages)
+        plan, splits = choose_split(plan, calibration, surveyed, folder, stages)
     finally:
         if processes.is_rank0():
             shutil.rmtree(folder)
-    if splits:
-        notes = {"splits": [split.to_dict() for split in splits], **notes}
-    return plan, {**notes, **describe_slots(plan)}
+    return plan, {"splits": splits} if splits else {}
 
 
 def survey_layers(
@@ -129,26 +123,23 @@ def survey_layers(
     return processes.broadcast_from_rank0(lambda: layers)
 
 
-def resolve_plan(plan: Plan, spec: MlaSpec, surveyed: Sequence[LayerSurvey]) -> Plan:
+def choose_slots(plan: Plan, spec: MlaSpec, surveyed: Sequence[LayerSurvey]) -> Plan:
     """``plan`` with the split ``spec`` and the best rotary slots for the surveyed layers; layout
     engine allows only plain RoPE.
 
     Without a survey there is nothing to choose by: a uniform stride over the source's frequencies.
     """
-    layers = plan.geometry.layers
-    if surveyed:
-        thetas = [survey.theta for survey in surveyed]
-    else:
-        rotaries = [layer_rotary(plan.model, layer, "short") for layer in range(layers)]
-        thetas = [rotary.theta for rotary in rotaries]
-    kept = spec.used_rope_dim(plan.geometry.rotary_dims)
+    thetas = [survey.theta for survey in surveyed] or [
+        layer_rotary(plan.model, layer, "short").theta for layer in range(plan.geometry.layers)
+    ]
+    rope_dim = spec.used_rope_dim(plan.geometry.rotary_dims)
 
     def choose(alike: list[int]) -> Slots:
-        if surveyed:
-            surveys = [surveyed[layer] for layer in alike]
-            if spec.layout == "engine":
-                return rope_slots.plain_slots(surveys, kept)
-            return rope_slots.choose_slots(surveys, kept)
+        surveys = [surveyed[layer] for layer in alike] if surveyed else []
+        if surveys and spec.layout == "engine":
+            return rope_slots.plain_slots(surveys, rope_dim)
+        if surveys:
+            return rope_slots.choose_slots(surveys, rope_dim)
         # Layers that do not rotate have no frequencies to choose from.
         theta = next((thetas[layer] for layer in alike if thetas[layer].numel()), None)
         if theta is None:
@@ -165,30 +156,15 @@ def choose_split(
     surveyed: Sequence[LayerSurvey],
     folder: Path,
     stages: Stages,
-) -> tuple[Plan, list[Split], dict[str, Any]]:
-    """Choose the split and the rotary slots for the surveyed layers.
-
-    Returns the plan, all splits that were tried (none without a budget), and an entry for
-    ``kvfold.json`` if engines decided.
+) -> tuple[Plan, list[dict[str, Any]]]:
+    """The plan with the best split and rotary slots for the surveyed layers, and all splits that
+    were tried, as JSON values (none without a budget).
     """
-    plans = [resolve_plan(plan, spec, surveyed) for spec in mla_specs(plan.request, plan.model)]
+    plans = [choose_slots(plan, spec, surveyed) for spec in mla_specs(plan.request, plan.model)]
     if plan.request.budget is None:
-        return plans[0], [], {}
+        return plans[0], []
     trials = compare_splits(plans, calibration, folder, stages)
-    least = min(trials, key=lambda trial: trial.sort_key)
-    best = prefer_served(trials)
-    notes: dict[str, Any] = {}
-    if best is not least:
-        notes["preferred_for_engines"] = {
-            "engines": [engine for engine in best.engines if engine not in least.engines],
-            "kl": best.sort_key[1],
-            "instead_of": {
-                "kv_rank": least.split.kv_rank,
-                "rope_dim": least.split.rope_dim,
-                "kl": least.sort_key[1],
-            },
-        }
-    return best.plan, [trial.split for trial in trials], notes
+    return prefer_served(trials).plan, [trial.to_dict() for trial in trials]
 
 
 def prefer_served(trials: Sequence[Trial]) -> Trial:
@@ -197,36 +173,23 @@ def prefer_served(trials: Sequence[Trial]) -> Trial:
     If some trials were refined, the choice is among them.
     """
     unrefined, kl = min(trial.sort_key for trial in trials)
-    near = [
-        trial
-        for trial in trials
-        if trial.sort_key[0] == unrefined and trial.sort_key[1] <= _SERVED_FACTOR * kl
-    ]
-    return min(near, key=lambda trial: (-len(trial.engines), trial.sort_key))
+    near = [trial for trial in trials if trial.sort_key <= (unrefined, _SERVED_FACTOR * kl)]
+    return min(near, key=lambda trial: (-trial.engines, trial.sort_key))
 
 
 def compare_splits(
     plans: Sequence[Plan], calibration: Calibration, folder: Path, stages: Stages
 ) -> list[Trial]:
     """Try all ``plans`` as fitted, then the best with refinement if the request refines."""
-    request = plans[0].request
-    if not request.quiet:
-        layers = plans[0].geometry.layers
-        print(
-            f"comparing {len(plans)} splits: each trial converts {len(probed_layers(layers))} of"
-            f" {layers} layers",
-            file=sys.stderr,
-        )
     trials = [
         Trial(plan, try_split(plan, calibration, folder))
         for plan in stages.over("splits", plans, len(plans), "split")
     ]
-    if not request.refine:
+    if not plans[0].request.refine:
         return trials
     # Refined are the best few, and the splits that more engines serve than the best.
     ranked = sorted(trials, key=lambda trial: trial.sort_key)
-    engines = len(ranked[0].engines)
-    more = [trial for trial in ranked[_FINALISTS:] if len(trial.engines) > engines]
+    more = [trial for trial in ranked[_FINALISTS:] if trial.engines > ranked[0].engines]
     finalists = [*ranked[:_FINALISTS], *more]
     for trial in stages.over("finals", finalists, len(finalists), "split"):
         refined_kl = try_split(trial.plan, calibration, folder, _TRIAL_STEPS)
@@ -237,6 +200,8 @@ def compare_splits(
 def try_split(plan: Plan, calibration: Calibration, folder: Path, refine: int = 0) -> float:
     """The KL on held-out text, in nats per token, with a few layers converted by ``plan`` and
     refined in ``refine`` steps.
+
+    Statistics of the layers, ``{index}.pt`` in ``folder``, are those of the survey.
     """
     tokens = calibration.tokens
     length = tokens.calibration.shape[1]
@@ -245,41 +210,18 @@ def try_split(plan: Plan, calibration: Calibration, folder: Path, refine: int = 
         calibration=tokens.calibration[: max(1, _TRIAL_CALIBRATION // length)],
         held_out=tokens.held_out[: max(1, _TRIAL_HELD_OUT // length)],
     )
-    probed = probed_layers(plan.geometry.layers)
+    layers = plan.geometry.layers
+    count = min(layers, _PROBED)
+    probed = {(2 * number + 1) * layers // (2 * count) for number in range(count)}
     walk = open_walk(plan, replace(calibration, tokens=tokens), refine, statistics=False)
     for step in walk:
         if step.index not in probed:
             step.keep_source()
             continue
         if processes.is_rank0():
-            step.statistics, step.inputs = load_statistics(folder, step.index)
-        weights = fit_layer(plan, step.index, step).weights
-        weights, _ = refit_output(step, weights, attention_update(plan))
-        tensors = plan.layout.encode(step.index, weights)
-        tensors, _ = refine_tensors(plan, step, tensors, refine, quiet=True)
+            saved = torch.load(folder / f"{step.index}.pt", weights_only=True, mmap=True)
+            step.statistics = LayerStatistics(**saved["statistics"])
+            step.inputs = saved["inputs"]
+        tensors, _ = convert_layer(plan, step, refine)
         step.replace(tensors)
     return processes.broadcast_from_rank0(lambda: walk.measurement().kl)
-
-
-def load_statistics(folder: Path, layer: int) -> tuple[LayerStatistics, Tensor]:
-    """The statistics of ``layer`` from the survey, and its attention inputs ``[n, E]``."""
-    saved = torch.load(folder / f"{layer}.pt", weights_only=True, mmap=True)
-    return LayerStatistics(**saved["statistics"]), saved["inputs"]
-
-
-def probed_layers(layers: int) -> set[int]:
-    """The layers that trials convert: all layers of a small model, otherwise a few evenly spaced
-    ones.
-    """
-    count = min(layers, _PROBED)
-    return {(2 * number + 1) * layers // (2 * count) for number in range(count)}
-
-
-def describe_slots(plan: Plan) -> dict[str, Any]:
-    """The entry of ``kvfold.json`` on the rotary slots: their number per pair. Stock classes have
-    the same in all layers; where frequencies differ there is a list for each.
-    """
-    first = plan.slots[0]
-    if any(slots is not first for slots in plan.slots):
-        return {"rotary_slots_per_pair": [list(slots.counts) for slots in plan.slots]}
-    return {"rotary_slots_per_pair": list(first.counts)}

@@ -48,16 +48,11 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import Calibration, load_source_and_text
 from kvfold.convert.conversion.convert import convert_checkpoint
 from kvfold.convert.conversion.journal import run_settings
-from kvfold.convert.conversion.layers import (
-    attention_update,
-    fit_layer,
-    open_student,
-    refine_tensors,
-)
+from kvfold.convert.conversion.layers import convert_layer, open_student
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, make_plan
 from kvfold.convert.conversion.record import text_name, versions
-from kvfold.convert.conversion.results import Conversion, Split
+from kvfold.convert.conversion.results import Conversion
 from kvfold.convert.conversion.splits import choose_split, survey_layers
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
@@ -73,7 +68,6 @@ from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import ConvertRequest, SweepRequest
 from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.transforms.latent.slots import LayerSurvey
-from kvfold.convert.walk.output_fit import refit_output
 from kvfold.convert.walk.walk import Step, Teacher, Walk
 
 # Options that say what a sweep does; its conversions have all others too, in the same sense.
@@ -127,7 +121,7 @@ class SweepRow:
     measured: Measurement
     precision: str
     seconds: float
-    splits: tuple[Split, ...] = ()
+    splits: Sequence[dict[str, Any]] = ()
     distances: tuple[float, ...] = ()
 
     @property
@@ -155,7 +149,7 @@ class SweepRow:
             "precision": self.precision,
             "seconds": self.seconds,
             "residual_by_layer": [finite(distance) for distance in self.distances],
-            "splits": [split.to_dict() for split in self.splits],
+            "splits": list(self.splits),
         }
 
 
@@ -266,7 +260,6 @@ def _restore_row(stored: Mapping[str, Any], plan: Plan) -> SweepRow:
     changed = {
         "request": replace(plan.request, **stored["request"]),
         "measured": Measurement(**measured),
-        "splits": tuple(Split(**split) for split in stored["splits"]),
         "distances": tuple(stored["distances"]),
     }
     return SweepRow(**{**stored, **changed})
@@ -279,7 +272,7 @@ class _Student:
     target: str
     plan: Plan
     walk: Walk
-    splits: Sequence[Split]
+    splits: Sequence[dict[str, Any]]
     seconds: float = 0.0
     distances: list[float] = field(default_factory=list)
 
@@ -449,9 +442,9 @@ def _fit_group(
     )
     students = []
     for target, plan in plans.items():
-        splits: list[Split] = []
+        splits: list[dict[str, Any]] = []
         if plan.latent is not None:
-            plan, splits, _ = choose_split(plan, calibration, survey, scratch, stages)
+            plan, splits = choose_split(plan, calibration, survey, scratch, stages)
         students.append(
             _Student(target, plan, Walk(teacher, open_student(plan, calibration)), splits)
         )
@@ -464,10 +457,7 @@ def _fit_group(
                 started = time.monotonic()
                 step = Step(lesson, student.walk)
                 plan = student.plan
-                weights = fit_layer(plan, step.index, step, shared).weights
-                weights, _ = refit_output(step, weights, attention_update(plan))
-                tensors = plan.layout.encode(step.index, weights)
-                tensors, _ = refine_tensors(plan, step, tensors, plan.request.refine)
+                tensors, _ = convert_layer(plan, step, plan.request.refine, shared)
                 student.distances.append(step.replace(tensors))
                 student.seconds += time.monotonic() - started
                 advance(1)

@@ -58,14 +58,10 @@ class PrincipalFold(Method):
 
         statistics = layer.require_statistics()
         # Sinks: least squares over tokens, or also weighted by the attention that they receive.
-        folds = [
-            (share, *fold_groups(layer, weighted))
-            for share, weighted in token_weightings(statistics)
-        ]
-        share, _, groups, weights = min(folds, key=lambda fold: fold[1])
+        folds = [fold_groups(layer, weighted) for _, weighted in token_weightings(statistics)]
+        _, groups, weights = min(folds, key=lambda fold: fold[0])
         notes = {
             "groups": [list(group) for group in groups],
-            "received_attention_share": share,
             **measure_norms(layer.weights, statistics),
         }
         return ConvertedLayer(weights, notes)

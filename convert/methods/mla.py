@@ -14,9 +14,8 @@ class PrincipalLatent(Method):
     """Fit a latent with and without extra weight on attention sinks, and with and without a damper;
     return the best.
 
-    Held-out text decides. The notes contain the share of received attention in a token's weight,
-    the number of dampers if the latent has a live norm, and the approximation error if linear maps
-    replace norms on queries and keys.
+    Held-out text decides. The notes contain the approximation error if linear maps replace norms on
+    queries and keys.
     """
 
     name = DEFAULT
@@ -39,17 +38,15 @@ class PrincipalLatent(Method):
             latent = fit_latent(layer, weighted, layer.channels)
             if not layer.centered:
                 latent = live_norm(latent, layer.inputs)
-            fits.append((share, 0, latent))
+            fits.append(latent)
             # Without weight on received attention, sinks do not matter and need no damper.
             if share and not layer.centered and layer.channels > 1:
                 latent = add_damper(fit_latent(layer, weighted, layer.channels - 1), statistics)
-                fits.append((share, 1, live_norm(latent, layer.inputs)))
-        share, dampers, latent = min(fits, key=lambda fit: layer.error(fit[2]))
-        notes = {"received_attention_share": share}
-        if not layer.centered:
-            notes["damper_channels"] = dampers
-        if not layer.keeps_norms:
-            notes |= measure_norms(layer.weights, statistics, key_constant=layer.centered)
+                fits.append(live_norm(latent, layer.inputs))
+        latent = min(fits, key=layer.error)
+        if layer.keeps_norms:
+            return ConvertedLayer(latent)
+        notes = measure_norms(layer.weights, statistics, key_constant=layer.centered)
         return ConvertedLayer(latent, notes)
 
 

@@ -11,7 +11,7 @@ with massive activations, in the teacher or the student, would dominate.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -71,19 +71,18 @@ _Regression = tuple[Tensor, Tensor, Tensor]
 @torch.no_grad()
 def refit_output(
     step: Step, weights: Weights, update: AttentionUpdate
-) -> tuple[Weights, dict[str, Any]]:
+) -> tuple[Weights, tuple[float, float] | None]:
     """Return ``weights`` with the output projection (and bias, if any) that best fits the student's
     residual stream.
 
-    Also return a note for ``kvfold.json`` with the error of the residual after the attention on
-    held-out sequences, before and after; each token's squared error is relative to its residual.
-    The projection is unchanged, and both errors equal, if the fit was no better. The note is empty
-    if the layer does not expose its heads' results or the model family normalizes the attention
-    output. The heads' results on the calibration sequences stay in ``step.contexts``, for the
-    layer's pass over them.
+    Also return the error of the residual after the attention on held-out sequences, before and
+    after; each token's squared error is relative to its residual. The projection is unchanged, and
+    both errors equal, if the fit was no better. The errors are None if the layer does not expose
+    its heads' results or the model family normalizes the attention output. The heads' results on
+    the calibration sequences stay in ``step.contexts``, for the layer's pass over them.
     """
     if update.norm is not None:
-        return weights, {}
+        return weights, None
     student = step.student
     student.put(student.layout.encode(step.index, weights))
     # [E, H D], with the bias, if any, as one more column, where the regressions are.
@@ -98,7 +97,7 @@ def refit_output(
         held_out = _regressions(layer, weights, present, update.scale, chunks)
         first = next(held_out, None)
         if first is None:
-            return weights, {}
+            return weights, None
         # Of the candidate only the output projection will change, and not what its heads compute.
         step.contexts.clear()
         contexts = step.contexts if step.index + 1 < student.stream.layers else None
@@ -110,12 +109,12 @@ def refit_output(
             lambda: _fit(present, gram, missing, chain([first], held_out))
         )
     if not after < before:
-        return weights, {"output_fit": {"before": before, "after": before}}
+        return weights, (before, before)
     size = weights.o[0].numel()
     output = fitted[:, :size].reshape(weights.o.shape).to(weights.o)
     bias = None if weights.o_bias is None else fitted[:, size].to(weights.o_bias)
     weights = replace(weights, o=output, o_bias=bias)
-    return weights, {"output_fit": {"before": before, "after": after}}
+    return weights, (before, after)
 
 
 def _regressions(

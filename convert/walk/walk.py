@@ -49,7 +49,7 @@ from kvfold.attention.drift import compare
 from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.tensors import refuse_non_finite, torch_dtype
-from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.errors import InputError
 from kvfold.convert.families.layer_io import read_layer
 from kvfold.convert.families.model import Model
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
@@ -205,21 +205,13 @@ class Student:
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the current computed tensors by ``tensors`` of one layer, named and shaped as in
         the converted files.
-
-        Raises KvfoldError for names that the conversion does not compute.
         """
-        computed = {name for name, planned in self._planned.items() if planned.source is None}
-        unplanned = sorted(set(tensors) - computed)
-        if unplanned:
-            raise KvfoldError(f"the conversion computes no tensors named {', '.join(unplanned)}")
-        self._put = dict(tensors)
+        self._put = tensors
 
     def _read(self, name: str) -> Tensor:
         """The tensor that the converted checkpoint will contain under ``name``."""
         planned = self._planned[name]
         if planned.source is None:
-            if name not in self._put:
-                raise KvfoldError(f"tensor {name!r} was read before its layer was converted")
             tensor = self._put[name]
         elif isinstance(planned.source, str):
             tensor = self._read_source(planned.source)
@@ -247,7 +239,6 @@ class Walk:
         tokens = teacher.calibration_tokens
         self.calibration = [] if tokens is None else embed(student.stream, tokens)
         self.drifts: list[compare.LayerDrift] = []
-        self.passed = 0
 
     def __iter__(self) -> "Iterator[Step]":
         for layer in self.teacher.layers():
@@ -260,11 +251,6 @@ class Walk:
         """
         source = self.teacher.stream
         student = self.student.stream
-        if self.passed < source.layers:
-            raise KvfoldError(
-                f"the walk has passed only {self.passed} of {source.layers} layers; replace or keep"
-                " each of them"
-            )
         tokens = self.teacher.tokens
         chunks = torch.split(tokens, chunk_size(source.device, tokens.shape[1]))
         measured = compare.compare_predictions(
@@ -387,7 +373,6 @@ class Step:
                     hidden = self.calibration[chunk]
                     self.calibration[chunk] = layer.run(hidden, context=context).states
         self.contexts.clear()
-        self._walk.passed += 1
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
 from kvfold.convert.checkpoint import writer
 from kvfold.convert.checkpoint.headers import read_header
 from kvfold.convert.cli import main
-from kvfold.convert.conversion import calibration, convert, journal, memory, polishing
+from kvfold.convert.conversion import calibration, journal, memory, output, polishing
 from kvfold.convert.data import demo_folder
 from kvfold.convert.text.self_written import Turns
 from kvfold.convert.training.polish import ModelTask
@@ -42,12 +42,12 @@ def child(tmp_path_factory):
             note = journal.Journal.add_layer
             made = [0]
 
-            def noted(self, notes):
+            def noted(self, *layer):
                 if made[0] == layers:
                     os.kill(os.getpid(), signal.SIGKILL)
-                note(self, notes)
+                note(self, *layer)
                 made[0] += 1
-                print("layer", len(self.notes) - 1, flush=True)
+                print("layer", self.finished - 1, flush=True)
 
             journal.Journal.add_layer = noted
             if layers == 2:
@@ -158,9 +158,9 @@ def test_only_an_equal_request_for_the_same_model_goes_on(
     note = journal.Journal.add_layer
     options["model"] = shutil.copytree(options["model"], tmp_path / "model")
 
-    def stop(self, notes):
-        noted.append(len(self.notes))
-        note(self, notes)
+    def stop(self, *layer):
+        noted.append(self.finished)
+        note(self, *layer)
         raise RuntimeError("enough")
 
     monkeypatch.setattr(journal.Journal, "add_layer", stop)
@@ -202,7 +202,9 @@ def test_a_resumed_run_computes_with_as_many_threads_as_before(
     threads = torch.get_num_threads()
     note = journal.Journal.add_layer
     with monkeypatch.context() as patch:
-        patch.setattr(journal.Journal, "add_layer", lambda self, notes: note(self, notes) or 1 / 0)
+        patch.setattr(
+            journal.Journal, "add_layer", lambda self, *layer: note(self, *layer) or 1 / 0
+        )
         torch.set_num_threads(2)
         with pytest.raises(ZeroDivisionError):
             convert_checkpoint(ConvertRequest(**request_of("mqa")))
@@ -224,7 +226,7 @@ def test_layers_that_were_damaged_since_a_failed_run_are_made_again(
 ):
     options = request_of("mqa") | {"refine": 0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convert, "model_card", Mock(side_effect=RuntimeError("the disk went away")))
+        patch.setattr(output, "model_card", Mock(side_effect=RuntimeError("the disk went away")))
         with pytest.raises(RuntimeError, match="went away"):
             convert_checkpoint(ConvertRequest(**options))
     assert not (tmp_path / "out").exists()
@@ -277,7 +279,7 @@ def test_a_run_that_failed_after_polishing_takes_the_weights_of_its_state(
     options = request_of("mqa", polish=3, repeat_text=True)
     ran = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(convert, "model_card", Mock(side_effect=RuntimeError("the disk went away")))
+        patch.setattr(output, "model_card", Mock(side_effect=RuntimeError("the disk went away")))
         if left == "torn":
             patch.setattr(polishing, "ShardWriter", Torn)
         with pytest.raises(RuntimeError, match="went away"):
@@ -298,9 +300,7 @@ def test_a_run_that_failed_after_polishing_takes_the_weights_of_its_state(
     said = capsys.readouterr().err
     if "state" in left:
         assert len(ran) == 3
-        assert said.startswith(
-            "the state of polishing, which replaced the fitted layers, is missing or damaged; conv"
-        )
+        assert said.startswith("layer 1 of the interrupted run is damaged; converting again")
     else:
         assert (len(ran), said) == (0, "")
     convert_checkpoint(ConvertRequest(**{**options, "out": str(tmp_path / "unbroken")}))

@@ -68,16 +68,16 @@ def test_targets_are_fitted_in_the_requested_precision(reader, swept):
 def test_a_budget_gets_a_split_and_its_request_names_it(swept):
     row = swept.rows[3]
     assert len(row.splits) > 2
-    assert {split.kv_rank + split.rope_dim for split in row.splits} == {8}
-    best = min(row.splits, key=lambda split: split.kl)
+    assert {split["kv_rank"] + split["rope_dim"] for split in row.splits} == {8}
+    best = min(row.splits, key=lambda split: split["kl"])
     request = row.request
     assert (request.budget, request.kv_rank, request.rope_dim) == (
         None,
-        best.kv_rank,
-        best.rope_dim,
+        best["kv_rank"],
+        best["rope_dim"],
     )
     command = " ".join(row.command("MODEL", "OUT"))
-    assert f"--kv-rank {best.kv_rank} --rope-dim {best.rope_dim} --samples 4" in command
+    assert f"--kv-rank {best['kv_rank']} --rope-dim {best['rope_dim']} --samples 4" in command
 
 
 def test_the_smallest_target_within_a_loss_is_named_with_its_command(swept, monkeypatch):
@@ -127,10 +127,10 @@ def test_an_interrupted_sweep_shows_its_rows_and_continues_after_them(
             sweep_checkpoint(SweepRequest(**options))
     assert raised.value.__notes__ == ["finished rows kept for the same request: 2"]
     assert "MQA: 75.0 % less cache, " in capsys.readouterr().err
-    fit_layer = Mock(side_effect=sweep.fit_layer)
-    monkeypatch.setattr(sweep, "fit_layer", fit_layer)
+    convert_layer = Mock(side_effect=sweep.convert_layer)
+    monkeypatch.setattr(sweep, "convert_layer", convert_layer)
     found = sweep_checkpoint(SweepRequest(**options))
-    assert all(call.args[0].latent is not None for call in fit_layer.mock_calls)
+    assert all(call.args[0].latent is not None for call in convert_layer.mock_calls)
     assert "resuming after 2 of 3 targets" in capsys.readouterr().err
     assert [row.target for row in found.rows] == ["mla:8", "gqa:2", "mqa"]
     for row, same in zip(found.rows, (swept.rows[3], *swept.rows[:2]), strict=True):

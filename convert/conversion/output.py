@@ -1,0 +1,160 @@
+"""The files of a conversion's output: its temporary folder, the shards, and what completes them."""
+
+import json
+import sys
+import time
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvfold.convert import processes
+from kvfold.convert.checkpoint.atomic import (
+    append_line,
+    free_space_check,
+    output_folder,
+    write_file,
+)
+from kvfold.convert.checkpoint.digests import add_hashes
+from kvfold.convert.checkpoint.members import RECORD, dump, read_member
+from kvfold.convert.checkpoint.writer import ShardWriter, write_index
+from kvfold.convert.conversion.card import model_card
+from kvfold.convert.conversion.journal import Journal, can_resume, finished_layers, forget
+from kvfold.convert.conversion.memory import needs_of
+from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.conversion.record import make_record
+from kvfold.convert.errors import InputError
+from kvfold.convert.formatting import to_json_values
+from kvfold.convert.progress import Stages
+from kvfold.convert.request import ConvertRequest
+
+if TYPE_CHECKING:
+    from kvfold.attention.drift.report import DriftReport
+    from kvfold.convert.conversion.calibration import Calibration
+
+
+@contextmanager
+def open_output(plan: Plan) -> Iterator[Path]:
+    """Create the temporary folder that becomes OUT after the block, or continue in that of an
+    interrupted run; all processes share the first one's folder.
+    """
+    request = plan.request
+    folder: Path | None = None
+    with ExitStack() as stack:
+
+        def create() -> Path:
+            opened = output_folder(
+                request.out,
+                overwrite=request.overwrite,
+                model=plan.checkpoint.folder,
+                resume=lambda folder: can_resume(plan, folder),
+                fresh=request.fresh,
+            )
+            folder = stack.enter_context(opened)
+            needs = needs_of(plan)
+            free_space_check(folder, needs.disk + needs.scratch)
+            return folder
+
+        folder = processes.broadcast_from_rank0(create)
+        if not folder.is_dir():
+            raise InputError(
+                f"{folder}: this machine cannot see the temporary folder that the first process"
+                " created; choose an OUT on a file system that all machines share"
+            )
+        try:
+            yield folder
+        except BaseException as error:
+            if count := finished_layers(folder):
+                error.add_note(f"finished layers kept for the same request: {count}")
+            raise
+
+
+@contextmanager
+def open_writer(plan: Plan, journal: Journal, stages: Stages) -> Iterator[ShardWriter]:
+    """Yield the writer of this process's shards, which copies all tensors that no method computes
+    during the block.
+
+    After the block, all shards are complete, and the writer and the source have the digests that
+    any process computed.
+    """
+    finished = journal.finished
+    if finished and not plan.request.quiet:
+        print(
+            f"resuming after layer {finished} of {plan.geometry.layers} of the interrupted run"
+            " (--fresh starts over)",
+            file=sys.stderr,
+        )
+    writer = ShardWriter(journal.folder, plan.own_shards, journal.written if finished else None)
+    sizes = {tensor.name: tensor.nbytes for shard in plan.own_shards for tensor in shard.tensors}
+    resumed = sum(sizes[name] for name in journal.written)
+    with stages("write", sum(sizes.values()), "B", resumed) as advance:
+        with writer.copy_rest(plan.checkpoint, advance):
+            yield writer
+        writer.finish()
+    writer.digests.update(ChainMap(*processes.all_gather(writer.digests)))
+    plan.checkpoint.digests.update(ChainMap(*processes.all_gather(plan.checkpoint.digests)))
+
+
+def write_config(plan: Plan, folder: Path) -> None:
+    """Write what loading the weights in ``folder`` needs."""
+    write_index(folder, plan.shards)
+    write_file(folder / "config.json", dump(plan.layout.config))
+
+
+def complete_output(
+    plan: Plan,
+    calibration: "Calibration | None",
+    folder: Path,
+    digests: Mapping[str, str],
+    notes: Mapping[str, Any],
+    drift: "DriftReport | None",
+    stages: Stages,
+) -> "tuple[dict[str, Any], DriftReport | None]":
+    """Measure the weights in ``folder`` and add the other files; ``digests`` are the known ones of
+    its tensors, ``notes`` are for its record.
+
+    Returns the record, and the drift with the loss by position.
+    """
+    # Tokenizer and license files, and the modeling code, which is found without importing it: it
+    # needs torch.
+    for path in plan.checkpoint.extra_files():
+        name = path.relative_to(plan.checkpoint.folder)
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_file(folder / name, read_member(plan.checkpoint.folder, str(name)))
+    if plan.layout.code is not None and (spec := find_spec(plan.layout.code)) is not None:
+        code = Path(str(spec.origin))
+        write_file(folder / code.name, code.read_bytes())
+    entries: dict[str, Any] = {}
+    if calibration is not None and drift is not None:
+        from kvfold.convert.conversion import measurement
+
+        with stages("measuring the loss by position"):
+            drift = measurement.measure_by_position(folder, calibration, drift)
+        with stages("checking what was written"):
+            measurement.check_written(folder, calibration, drift)
+        entries = measurement.record_entries(calibration, notes, drift)
+    record = make_record(plan, entries)
+    write_file(folder / "README.md", model_card(plan, record, drift))
+    add_hashes(record, folder, digests)
+    write_file(folder / RECORD, dump(to_json_values(record)))
+    forget(folder)
+    plan.checkpoint.check_unchanged()
+    return record, drift
+
+
+def append_log(request: ConvertRequest, seconds: float) -> None:
+    """Append date, duration and options to ``OUT.log``. OUT contains none of them, so equal
+    requests produce equal bytes.
+    """
+    line = {
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "seconds": round(seconds, 3),
+        "request": {name: value for name, value in vars(request).items() if value is not None},
+    }
+    path = Path(f"{Path(request.out)}.log")
+    try:
+        append_line(path, json.dumps(line, default=str))
+    except OSError as error:
+        print(f"warning: {path}: cannot write the log ({error.strerror})", file=sys.stderr)
