@@ -70,13 +70,6 @@ def test_profiles_and_received_attention_average_over_sequences(
     torch.testing.assert_close(found.received_mean, received @ rows / 45, **precision.ACTIVATIONS)
 
 
-def test_misuse_of_the_accumulator_has_names() -> None:
-    with pytest.raises(ValueError, match="a distance profile needs the layer's queries and keys"):
-        StatisticsAccumulator().add(output(torch.randn(1, 4, 3)))
-    with pytest.raises(ValueError, match="no batch was added; call add at least once"):
-        StatisticsAccumulator().result()
-
-
 def test_what_is_behind_norms_is_averaged_with_the_inputs() -> None:
     torch.manual_seed(0)
     norm = HeadNorm("rms", torch.rand(2, 4) + 0.5)
