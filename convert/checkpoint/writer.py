@@ -249,9 +249,9 @@ class ShardWriter:
         """Copy every tensor that has a source and is not written yet, in the order of the source's
         bytes, while the block reads the checkpoint and writes the tensors that it computes.
 
-        ``progress`` is called with the bytes of every step, in the block too. An error in the block stops the copy;
-        an error in the copy is raised by the next ``write`` or when the block ends. Legacy files
-        are opened one at a time, and so copied after the block.
+        ``progress`` is called with the bytes of every step, in the block too. An error in the block
+        stops the copy; an error in the copy is raised by the next ``write`` or when the block ends.
+        Legacy files are opened one at a time, and so copied after the block.
         """
         self._progress = progress
         rest = [

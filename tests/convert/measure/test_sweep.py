@@ -143,17 +143,17 @@ def test_rows_of_an_interrupted_sweep_are_discarded_when_the_model_changed_or_on
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = shutil.copytree(reader, tmp_path / "model")
-    fit_layer = Mock(side_effect=sweep.fit_layer)
-    monkeypatch.setattr(sweep, "fit_layer", fit_layer)
+    convert_layer = Mock(side_effect=sweep.convert_layer)
+    monkeypatch.setattr(sweep, "convert_layer", convert_layer)
 
     def interrupt(**options):
         """The number of layers that are fitted until the sweep is interrupted before MLA."""
-        fit_layer.reset_mock()
+        convert_layer.reset_mock()
         with monkeypatch.context() as patch:
             patch.setattr(sweep, "survey_layers", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 sweep_checkpoint(SweepRequest(str(model), "mqa mla:8", **TEXT, **options))
-        return fit_layer.call_count
+        return convert_layer.call_count
 
     layers = interrupt()
     assert layers > 0
