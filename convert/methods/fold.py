@@ -76,7 +76,7 @@ def fold_groups(
     Tried are several groupings, and for the best of them another way to fold norms.
     """
     from kvfold.convert.transforms.fold.grouping import Pairs, candidates, contiguous
-    from kvfold.convert.transforms.fold.principal import fold, fold_moments, layer_moments
+    from kvfold.convert.transforms.fold.principal import fold, layer_moments
 
     # Sweeps fold one layer to several numbers of heads, all of which share the moments and the
     # losses of pairs.
@@ -91,14 +91,15 @@ def fold_groups(
         partitions = [contiguous(layer.weights.kv_heads, layer.kv_heads)]
     folds = []
     for groups in partitions:
-        weights = fold_moments(pairs.layer, groups, layer.objective)
+        weights = fold(pairs.layer, groups, layer.objective)
         folds.append((layer.error(weights), groups, weights))
     error, groups, weights = min(folds, key=lambda fold: fold[0])
     if statistics.normed is None:
         return error, groups, weights
     # Use the average divisor of a norm: exact for identical heads, unlike least squares.
     averaged = replace(statistics, normed=None)
-    other = fold(layer.weights, averaged, layer.rotary, groups, layer.context, layer.objective)
+    moments = layer_moments(layer.weights, averaged, layer.rotary, layer.context)
+    other = fold(moments, groups, layer.objective)
     other_error = layer.error(other)
     if other_error < error:
         return other_error, groups, other

@@ -13,20 +13,70 @@ the input: the share of the energy of ``norm(W x)`` that ``L`` misses (`measure_
 the square of the divisors' coefficient of variation.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.linalg import append_bias, input_moment, solve, split_bias
-from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, LayerStatistics
+from kvfold.convert.transforms.linalg import append_bias, input_moment, split_bias
+from kvfold.convert.transforms.weights import (
+    AttentionWeights,
+    HeadNorm,
+    LayerStatistics,
+    Tensors,
+)
 
 # ``ridge``, in units of ``E|x|^2 / tokens``. Squared error of the keys on held-out text after 128,
 # 512, 2048 and 8192 tokens, layer 1 of the shipped model with norms put in (the projection over one
 # number: 0.112): 1e-9: 0.100, 0.042, 0.019, 0.016; 0.03: 0.053, 0.026, 0.019, 0.016; 0.3: 0.044,
 # 0.030, 0.023, 0.019 (bench_head_norms.py, 2026-11-23).
 SHRINK = 0.03
+
+
+@dataclass(frozen=True)
+class LinearizedNorm(Tensors):
+    """A projection and its norm as one linear map, with its parts.
+
+    rows: ``[n, D, F]`` (``F = E + 1``, bias last)
+    divisor: ``[n]``, what the norm divides each head by (1 without a norm)
+    gain: ``[n, D]``, the norm's weight
+    constant: ``[n, D]``, the norm's bias
+    norm: the norm
+    """
+
+    rows: Tensor
+    divisor: Tensor
+    gain: Tensor
+    constant: Tensor
+    norm: HeadNorm | None
+
+    @property
+    def affine(self) -> Tensor:
+        """``rows`` plus the norm's bias: the average queries or keys as linear maps of ``x~``."""
+        return torch.cat((self.rows[..., :-1], self.rows[..., -1:] + self.constant[..., None]), -1)
+
+
+def linearize(
+    rows: Tensor, norm: HeadNorm | None, moment: Tensor, divisor: Tensor | None = None
+) -> LinearizedNorm:
+    """The average linear map of a projection ``rows [n, D, F]`` followed by ``norm``.
+
+    ``divisor [n]`` is by default the root mean square for inputs with the second moment ``moment
+    [F, F]``.
+    """
+    gain = rows.new_ones(rows.shape[:2])
+    constant = torch.zeros_like(gain)
+    if norm is None:
+        return LinearizedNorm(rows, gain[:, 0], gain, constant, None)
+    gain = norm.weight.double() + norm.offset
+    if norm.bias is not None:
+        constant = norm.bias.double()
+    rows = center(rows, norm)
+    if divisor is None:
+        divisor = root_mean_square(rows, norm, moment)
+    rows = rows * (gain / divisor[:, None])[..., None]
+    return LinearizedNorm(rows, divisor, gain, constant, norm)
 
 
 def has_norms(weights: AttentionWeights) -> bool:
@@ -81,8 +131,8 @@ def linearize_heads(
     q_constant = weights.q_bias is not None
     k_constant = key_constant or weights.k_bias is not None
     rows = append_bias(weights.q, weights.q_bias), append_bias(weights.k, weights.k_bias)
-    q = _linear(rows[0], weights.q_norm, statistics, slice(heads), q_constant)
-    k = _linear(rows[1], weights.k_norm, statistics, slice(heads, None), k_constant)
+    q = _fit_linear(rows[0], weights.q_norm, statistics, slice(heads), q_constant)
+    k = _fit_linear(rows[1], weights.k_norm, statistics, slice(heads, None), k_constant)
     (q, q_bias), (k, k_bias) = split_bias(q, q_constant), split_bias(k, k_constant)
     return replace(weights, q=q, k=k, q_bias=q_bias, k_bias=k_bias, q_norm=None, k_norm=None)
 
@@ -98,13 +148,13 @@ def divide_heads(
     assert weights.k_norm is not None
     statistics = statistics.to(weights.q.device)
     rows = append_bias(weights.k, weights.k_bias)
-    rows, factor = _over_one_number(rows, weights.k_norm, statistics, slice(weights.heads, None))
+    keys = _over_one_number(rows, weights.k_norm, statistics, slice(weights.heads, None))
     linear = linearize_heads(replace(weights, k_norm=None), statistics, key_constant=key_constant)
-    k, k_bias = split_bias(rows, linear.k_bias is not None)
-    return replace(linear, k=k, k_bias=k_bias), 1 / factor
+    k, k_bias = split_bias(keys.affine, linear.k_bias is not None)
+    return replace(linear, k=k, k_bias=k_bias), keys.divisor
 
 
-def _linear(
+def _fit_linear(
     rows: Tensor, norm: HeadNorm | None, statistics: LayerStatistics, heads: slice, constant: bool
 ) -> Tensor:
     """``L [n, D, E+1]`` for the projection ``rows [n, D, E+1]`` followed by ``norm``, or ``rows``
@@ -115,41 +165,36 @@ def _linear(
     """
     if norm is None:
         return rows
-    start, _ = _over_one_number(rows, norm, statistics, heads)
+    start = _over_one_number(rows, norm, statistics, heads).affine
     if not constant:
         start[..., -1] = 0
     if statistics.normed is None:
         return start
     moment = input_moment(statistics, ridge=0.0)
     residual = statistics.normed[heads] - start @ moment
-    size = len(moment) - (not constant)
     # The fewer tokens, the stronger the pull toward L_0.
     ridge = SHRINK * statistics.gram.trace() / max(statistics.tokens, 1)
     moment[:-1, :-1].diagonal().add_(ridge)
-    change = solve(moment[:size, :size], residual.flatten(0, 1)[:, :size].mT).mT
-    return start + torch.nn.functional.pad(change, (0, len(moment) - size)).reshape(rows.shape)
+    size = len(moment) if constant else len(moment) - 1
+    start[..., :size] += torch.linalg.solve(moment[:size, :size], residual[..., :size], left=False)
+    return start
 
 
 def _over_one_number(
     rows: Tensor, norm: HeadNorm, statistics: LayerStatistics, heads: slice
-) -> tuple[Tensor, Tensor]:
-    """``L_0``: ``rows [n, D, E+1]`` times a factor per head and the norm's gain, plus its bias; and
-    factors ``[n]``.
+) -> LinearizedNorm:
+    """``L_0``: the projection ``rows [n, D, E+1]`` followed by ``norm``, over one number per head.
+
+    Without text, this is the root mean square for uncorrelated inputs.
     """
-    rows = centered(rows, norm)
-    # Without text, use the root mean square for uncorrelated inputs as the divisor.
-    if statistics.divisors is None:
-        factor = 1 / root_mean_square(rows, norm, input_moment(statistics))
-    else:
+    divisor = None
+    if statistics.divisors is not None:
         mean, square, _ = statistics.divisors[heads].unbind(-1)
-        factor = mean / square
-    rows = rows * ((norm.weight.double() + norm.offset) * factor[:, None])[..., None]
-    if norm.bias is not None:
-        rows[..., -1] += norm.bias.double()
-    return rows, factor
+        divisor = square / mean
+    return linearize(rows, norm, input_moment(statistics), divisor)
 
 
-def centered(rows: Tensor, norm: HeadNorm) -> Tensor:
+def center(rows: Tensor, norm: HeadNorm) -> Tensor:
     """Subtract from ``rows [n, D, F]`` the mean that a layer norm removes, which is linear; RMS
     norms remove none.
     """
@@ -159,7 +204,7 @@ def centered(rows: Tensor, norm: HeadNorm) -> Tensor:
 
 
 def root_mean_square(rows: Tensor, norm: HeadNorm, moment: Tensor) -> Tensor:
-    """The divisors ``[n]`` for `centered` rows, from the second moment ``[F, F]`` of the inputs
+    """The divisors ``[n]`` for rows from `center`, from the second moment ``[F, F]`` of the inputs
     ``[x; 1]``.
     """
     square = ((rows @ moment) * rows).sum(-1).mean(-1)
@@ -184,15 +229,12 @@ def measure_norms(
     moment = input_moment(statistics, ridge=0.0)
     mean, square, energy = statistics.divisors.unbind(-1)
     spread = (square / mean.square() - 1).clamp_min(0).sqrt()
-    rows = torch.cat(
-        [append_bias(linear.q, linear.q_bias), append_bias(linear.k, linear.k_bias)]
-    ).to(moment.device)
+    rows = torch.cat([append_bias(linear.q, linear.q_bias), append_bias(linear.k, linear.k_bias)])
+    rows = rows.to(moment.device)
     left = energy + ((rows @ moment - 2 * statistics.normed) * rows).sum((1, 2))
-    sides = {"query": slice(weights.heads), "key": slice(weights.heads, None)}
-    spreads = {f"{name}_spread": float(spread[side].mean()) for name, side in sides.items()}
-    shares = {
-        name: left[side].sum().clamp_min(0) / energy[side].sum() for name, side in sides.items()
-    }
-    return {
-        "head_norms": spreads | {f"{name}_missed": float(share) for name, share in shares.items()}
-    }
+    measured = {}
+    for name, side in (("query", slice(weights.heads)), ("key", slice(weights.heads, None))):
+        missed = left[side].sum().clamp_min(0) / energy[side].sum()
+        measured[f"{name}_spread"] = float(spread[side].mean())
+        measured[f"{name}_missed"] = float(missed)
+    return {"head_norms": measured}

@@ -22,17 +22,17 @@ RIDGE = 1e-9
 OUTPUT_RIDGE = 0.1
 
 
-def input_moment(statistics: LayerStatistics, ridge: float | None = None) -> Tensor:
-    """``E[x~ x~^T] [E+1, E+1]`` of the inputs with a constant 1 appended, regularized by ``ridge``
-    (else `RIDGE`).
+def input_moment(statistics: LayerStatistics, ridge: float = RIDGE) -> Tensor:
+    """``E[x~ x~^T] [E+1, E+1]`` of the inputs with a constant 1 appended, regularized by
+    ``ridge``.
     """
     gram = statistics.gram.double()
-    mean = statistics.mean.double()[:, None]
-    moment = torch.cat([torch.cat([gram, mean], 1), torch.cat([mean.mT, mean.new_ones(1, 1)], 1)])
+    moment = torch.nn.functional.pad(gram, (0, 1, 0, 1), value=1.0)
+    moment[-1, :-1] = moment[:-1, -1] = statistics.mean.double()
     isotropic = gram.trace() / len(gram)
     # All-zero inputs have no scale, so use 1.
     isotropic = torch.where(isotropic > 0, isotropic, 1.0)
-    moment[:-1, :-1].diagonal().add_((RIDGE if ridge is None else ridge) * isotropic)
+    moment[:-1, :-1].diagonal().add_(ridge * isotropic)
     return moment
 
 
@@ -63,8 +63,7 @@ def joint_moment(rows: Tensor, moment: Tensor) -> Tensor:
     """Second moments ``[n, D, n, D]`` between all dims of all heads, from ``rows [n, D, F]`` and
     ``moment [F, F]``.
     """
-    flat = rows.flatten(0, 1)
-    return (flat @ moment @ flat.T).reshape(*rows.shape[:2], *rows.shape[:2])
+    return torch.einsum("iaf,jbf->iajb", rows @ moment, rows)
 
 
 def head_moments(rows: Tensor, moment: Tensor) -> Tensor:
@@ -117,18 +116,8 @@ def damped_solve(gram: Tensor, residual: Tensor, damping: float) -> Tensor:
     level = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
     level = torch.where(level > 0, level, 1.0)[..., None, None]
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return solve(gram + damping * level * identity, residual)
-
-
-def solve(matrix: Tensor, right: Tensor) -> Tensor:
-    """``X [..., n, m]`` with ``matrix X = right``; ``matrix [..., n, n]`` must not be singular.
-
-    On a CPU that is an error. On a GPU, which a check would wait for, ``X`` is then not finite.
-    """
-    result: Tensor = torch.linalg.solve_ex(
-        matrix, right, check_errors=matrix.device.type == "cpu"
-    ).result
-    return result
+    solution: Tensor = torch.linalg.solve(gram + damping * level * identity, residual)
+    return solution
 
 
 def fit_output(present: Tensor, gram: Tensor, missing: Tensor) -> Tensor:

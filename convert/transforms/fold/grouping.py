@@ -39,7 +39,7 @@ class Pairs:
     layer: LayerMoments
 
     @cached_property
-    def losses(self) -> tuple[Tensor, Tensor, Tensor]:
+    def losses(self) -> list[Tensor]:
         """Three estimates of the loss when two KV heads share: ``[G, G]``, symmetric, diagonal 0,
         as energy shares.
 
@@ -48,13 +48,46 @@ class Pairs:
         layer's output, is added to each. Computed at first use, because a single candidate does not
         need them.
         """
-        lost, total = _score_losses(self.layer)
-        value_lost, value_energy = _value_losses(self.layer)
+        layer = self.layer
+        heads = layer.weights.kv_heads
+        dims = layer.weights.head_dim
+        root, _ = metric_root(layer.metric)
+        score_lost = layer.moment.new_zeros(heads, heads)  # [j, i]: of j's queries, shared with i
+        score_energy = layer.moment.new_zeros(heads)
+        value_lost = layer.moment.new_zeros(heads, heads)
+        # All partners of a head at once: one decomposition instead of one for each, of which a
+        # device waits for every one.
+        for i in range(heads - 1):
+            others = torch.arange(i + 1, heads, device=root.device)
+            pairs = torch.stack([torch.full_like(others, i), others], 1)
+            errors, energies = torch.vmap(self._share_scores)(pairs)
+            score_lost[i + 1 :, i], score_lost[i, i + 1 :] = errors.unbind(1)
+            score_energy[i], score_energy[i + 1 :] = energies[0, 0], energies[:, 1]
+            # Two heads lose the principal components of both together beyond the first D.
+            joints = layer.joint_values[pairs[:, :, None], :, pairs[:, None]]
+            stacked = torch.einsum("pjab,pjkbc,pkcd->pjakd", root[pairs], joints, root[pairs])
+            stacked = stacked.flatten(3).flatten(1, 2)
+            value_lost[i, i + 1 :] = torch.linalg.eigvalsh(stacked)[:, :dims].clamp(min=0).sum(1)
+        mean = layer.values @ layer.moment[-1]
+        value_energy = torch.einsum("gagb,gab->g", layer.joint_values, layer.metric)
+        constant = torch.einsum("ga,gab,gb->g", mean, layer.metric, mean)
+        varying = (value_energy - constant).clamp(min=0)
+        value_lost = (value_lost + value_lost.mT) / value_energy.sum().clamp(min=TINY)
         losses = []
-        for emphasis in (value_energy, 1 / total.clamp(min=TINY), value_energy.sqrt()):
-            score = lost * emphasis / (total * emphasis).sum().clamp(min=TINY)
+        for emphasis in (varying, 1 / score_energy.clamp(min=TINY), varying.sqrt()):
+            total = (score_energy * emphasis).sum().clamp(min=TINY)
+            score = score_lost * emphasis / total
             losses.append(value_lost + (score + score.mT))
-        return losses[0], losses[1], losses[2]
+        return losses
+
+    def _share_scores(self, pair: Tensor) -> tuple[Tensor, Tensor]:
+        """The score errors of the queries of both heads in ``pair [2]`` when these share a key
+        head, and their score energies.
+        """
+        group = self.layer.group(pair)
+        losses = score_losses(fit_scores(principal_keys(group), group, PAIR_ROUNDS), group)
+        errors, energies = (torch.unflatten(part, 0, (2, -1)).sum(1) for part in losses)
+        return errors, energies
 
 
 def contiguous(kv_heads: int, groups: int) -> Partition:
@@ -77,56 +110,6 @@ def candidates(pairs: Pairs, groups: int) -> list[Partition]:
         if partition not in partitions:
             partitions.append(partition)
     return partitions
-
-
-def _score_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
-    """``[G, G]``: the score error of all queries of head ``j`` when it shares with ``i``; ``[G]``:
-    its score energy.
-    """
-    heads = layer.weights.kv_heads
-    lost = layer.moment.new_zeros(heads, heads)
-    total = layer.moment.new_zeros(heads)
-
-    def sharing(pair: Tensor) -> tuple[Tensor, Tensor]:
-        both = layer.group(pair)
-        losses = score_losses(fit_scores(principal_keys(both), both, PAIR_ROUNDS), both)
-        errors, energies = (torch.unflatten(part, 0, (2, -1)).sum(1) for part in losses)
-        return errors, energies
-
-    # All partners of a head at once: one decomposition instead of one for each, of which a device
-    # waits for every one.
-    for i in range(heads - 1):
-        others = torch.arange(i + 1, heads, device=lost.device)
-        pairs = torch.stack([torch.full_like(others, i), others], 1)
-        errors, energies = torch.vmap(sharing)(pairs)
-        lost[i + 1 :, i], lost[i, i + 1 :] = errors.unbind(1)
-        total[i], total[i + 1 :] = energies[0, 0], energies[:, 1]
-    return lost, total
-
-
-def _value_losses(layer: LayerMoments) -> tuple[Tensor, Tensor]:
-    """``[G, G]``: the share of output energy lost when two heads share values; ``[G]``: each head's
-    value energy.
-    """
-    heads = layer.weights.kv_heads
-    dims = layer.weights.head_dim
-    metric = layer.metric
-    root, _ = metric_root(metric)
-    moments = layer.joint_values.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-    mean = layer.values @ layer.moment[-1]
-    energy = (moments * metric).sum((1, 2))
-    varying = energy - torch.einsum("ga,gab,gb->g", mean, metric, mean)
-    lost = layer.moment.new_zeros(heads, heads)
-    # Two heads lose the principal components of both together beyond the first D.
-    for i in range(heads - 1):
-        others = torch.arange(i + 1, heads, device=lost.device)
-        pairs = torch.stack([torch.full_like(others, i), others], 1)
-        joints = layer.joint_values[pairs[:, :, None], :, pairs[:, None]]
-        roots = root[pairs]
-        stacked = torch.einsum("pjab,pjkbc,pkcd->pjakd", roots, joints, roots)
-        stacked = stacked.flatten(3).flatten(1, 2)
-        lost[i, i + 1 :] = torch.linalg.eigvalsh(stacked)[:, :dims].clamp(min=0).sum(1)
-    return (lost + lost.mT) / energy.sum().clamp(min=TINY), varying.clamp(min=0)
 
 
 def _least_loss(loss: Tensor, groups: int) -> Partition:

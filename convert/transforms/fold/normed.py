@@ -34,49 +34,17 @@ Groups of one head and identical heads fold exactly. All others are approximatio
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.head_norms import centered, root_mean_square
-from kvfold.convert.transforms.weights import HeadNorm, Tensors
-
-
-@dataclass(frozen=True)
-class LinearizedNorm(Tensors):
-    """A projection and its norm as one linear map, ``rows [n, D, F]`` (``F = E + 1``, bias last),
-    with its parts.
-
-    ``rms [n]`` is each head's root mean square before the norm (1 without a norm), ``gain [n, D]``
-    the norm's weight and ``constant [n, D]`` its bias.
-    """
-
-    rows: Tensor
-    rms: Tensor
-    gain: Tensor
-    constant: Tensor
-    norm: HeadNorm | None
-
-    @property
-    def affine(self) -> Tensor:
-        """``rows`` plus the norm's bias: the average queries or keys as linear maps of ``x~``."""
-        return torch.cat((self.rows[..., :-1], self.rows[..., -1:] + self.constant[..., None]), -1)
-
-
-def linearize(rows: Tensor, norm: HeadNorm | None, moment: Tensor) -> LinearizedNorm:
-    """The average linear map of a projection ``rows [n, D, F]`` followed by ``norm``.
-
-    ``moment [F, F]``: the second moment of the inputs with a constant 1 appended.
-    """
-    ones = rows.new_ones(rows.shape[:2])
-    if norm is None:
-        return LinearizedNorm(rows, ones[:, 0], ones, torch.zeros_like(ones), None)
-    gain = norm.weight.double() + norm.offset
-    constant = torch.zeros_like(gain) if norm.bias is None else norm.bias.double()
-    rows = centered(rows, norm)
-    rms = root_mean_square(rows, norm, moment)
-    return LinearizedNorm(rows * (gain / rms[:, None])[..., None], rms, gain, constant, norm)
+from kvfold.convert.transforms.head_norms import (
+    LinearizedNorm,
+    center,
+    root_mean_square,
+)
+from kvfold.convert.transforms.weights import HeadNorm
 
 
 def restore(
@@ -100,7 +68,9 @@ def restore(
         torch.einsum("gmab,gmbf->gaf", encode, torch.unflatten(part, 0, (groups, -1)))
         for part in (keys.rows, keys.constant[..., None])
     )
-    gain, rms = (torch.unflatten(part, 0, (groups, -1)).mean(1) for part in (keys.gain, keys.rms))
+    gain, rms = (
+        torch.unflatten(part, 0, (groups, -1)).mean(1) for part in (keys.gain, keys.divisor)
+    )
     k, k_norm, shortfall = _write(rows, constant[..., 0], gain, rms, keys.norm, moment)
     # Queries that read a shared key compensate for its shortfall.
     decode = decode * shortfall.repeat_interleave(len(decode) // groups)[:, None, None]
@@ -110,7 +80,7 @@ def restore(
     if queries.norm is not None:
         gain = gain * _block_sizes(queries, rows, blocks, moment)
     q, q_norm, _ = _write(
-        rows, constant[..., 0], gain, queries.rms, queries.norm, moment, in_gain=True
+        rows, constant[..., 0], gain, queries.divisor, queries.norm, moment, in_gain=True
     )
     return (k, k_norm), (q, q_norm)
 
@@ -136,7 +106,7 @@ def _write(
     # A dim with gain 0 is dead, so its rows have no effect.
     inverse = torch.where(gain == 0, 0.0, 1 / gain)
     rows = target * inverse[..., None] * rms[:, None, None]
-    shortfall = root_mean_square(centered(rows, norm), norm, moment) / rms
+    shortfall = root_mean_square(center(rows, norm), norm, moment) / rms
     if in_gain:
         # One row for all heads compensates for their mean shortfall.
         if norm.shared and norm.extent == "head":

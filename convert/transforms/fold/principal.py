@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms import linalg
-from kvfold.convert.transforms.fold import normed
 from kvfold.convert.transforms.fold.heads import GroupMoments, Objective, SharedHead
+from kvfold.convert.transforms.fold.normed import restore
 from kvfold.convert.transforms.fold.score_fit import SCORES, distance_moments
-from kvfold.convert.transforms.head_norms import linearize_heads
+from kvfold.convert.transforms.head_norms import LinearizedNorm, linearize, linearize_heads
 from kvfold.convert.transforms.linalg import (
     append_bias,
     head_moments,
     input_moment,
     joint_moment,
     output_metric,
+    split_bias,
 )
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
@@ -54,8 +54,8 @@ class LayerMoments:
     weights: AttentionWeights
     rotary: Rotary
     moment: Tensor
-    keys: normed.LinearizedNorm
-    queries: normed.LinearizedNorm
+    keys: LinearizedNorm
+    queries: LinearizedNorm
     values: Tensor
     joint_keys: Tensor
     joint_values: Tensor
@@ -83,18 +83,20 @@ class LayerMoments:
 def layer_moments(
     weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, context: int = 0
 ) -> LayerMoments:
-    """Compute all moments on the device of ``weights``. ``context``: the number of positions to
-    support.
+    """All moments, computed on the device of ``weights``.
+
+    Keys are fitted for all distances below ``context``, the number of positions to support (the
+    model's limit, or the layer's window); 0 means the length of the calibration text.
     """
     statistics = statistics.to(weights.q.device)
     moment = input_moment(statistics)
-    keys = normed.linearize(append_bias(weights.k, weights.k_bias), weights.k_norm, moment)
+    keys = linearize(append_bias(weights.k, weights.k_bias), weights.k_norm, moment)
     if weights.k_norm is not None and weights.k_norm.bias is None and statistics.normed is not None:
         # If the members' keys are divided before the fold, the shared head's norm has less left to
         # divide.
         fitted = linearize_heads(weights, statistics)
         keys = replace(keys, rows=append_bias(fitted.k, fitted.k_bias))
-    queries = normed.linearize(append_bias(weights.q, weights.q_bias), weights.q_norm, moment)
+    queries = linearize(append_bias(weights.q, weights.q_bias), weights.q_norm, moment)
     amplitude = moment.new_ones(weights.head_dim)
     amplitude[: rotary.dims] = rotary.amplitude
     # Without an output bias, the values' bias is part of the fit (_fold_constants).
@@ -115,30 +117,14 @@ def layer_moments(
     )
 
 
-def fold(
-    weights: AttentionWeights,
-    statistics: LayerStatistics,
-    rotary: Rotary,
-    groups: Groups,
-    context: int = 0,
-    objective: Objective = SCORES,
-) -> AttentionWeights:
+def fold(layer: LayerMoments, groups: Groups, objective: Objective = SCORES) -> AttentionWeights:
     """Fold the ``G`` KV heads to ``len(groups)``; ``groups[i]`` lists the source heads that new
-    head ``i`` replaces.
+    head ``i`` replaces. All groups have the same size and contain each head once.
 
     Query heads (and with them the columns of ``o``) are reordered so that query head ``h`` again
     reads KV head ``h // (H // len(groups))``. Computed in float64, returned in float32 on the
-    device of ``weights``. Keys are fitted for all distances below ``context``, the number of
-    positions to support (the model's limit, or the layer's window); 0 means the length of the
-    calibration text. Raises ValueError as `order_heads` does.
+    device of the weights.
     """
-    return fold_moments(layer_moments(weights, statistics, rotary, context), groups, objective)
-
-
-def fold_moments(
-    layer: LayerMoments, groups: Groups, objective: Objective = SCORES
-) -> AttentionWeights:
-    """Like `fold`, but from precomputed moments, for trying several partitions of one layer."""
     source = order_heads(layer.weights, groups)
     repeat = layer.weights.heads // layer.weights.kv_heads
     if len(groups[0]) == 1:
@@ -172,9 +158,9 @@ def _fold_keys(
     change = layer.amplitude / layer.amplitude[:, None]
     heads = [SharedHead(head.encode * change, head.decode / change) for head in heads]
     encode, decode = _balanced(heads, keys.affine, blocks)
-    (k, k_norm), (q, q_norm) = normed.restore(keys, queries, encode, decode, blocks, layer.moment)
-    q, q_bias = linalg.split_bias(q, source.q_bias is not None)
-    k, k_bias = linalg.split_bias(k, source.k_bias is not None)
+    (k, k_norm), (q, q_norm) = restore(keys, queries, encode, decode, blocks, layer.moment)
+    q, q_bias = split_bias(q, source.q_bias is not None)
+    k, k_bias = split_bias(k, source.k_bias is not None)
     return replace(source, q=q, k=k, q_bias=q_bias, k_bias=k_bias, q_norm=q_norm, k_norm=k_norm)
 
 
@@ -187,7 +173,7 @@ def _fold_values(
     dims = [torch.arange(source.head_dim, device=source.v.device)]
     encode, decode = _balanced(heads, layer.values[query_order(groups, 1)], dims)
     members = torch.unflatten(append_bias(source.v, source.v_bias), 0, (len(groups), -1))
-    v, v_bias = linalg.split_bias(
+    v, v_bias = split_bias(
         torch.einsum("gmab,gmbf->gaf", encode, members), source.v_bias is not None
     )
     folded = replace(
@@ -246,16 +232,7 @@ def _fold_constants(
 
 
 def order_heads(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
-    """Return the same layer with its heads reordered so that the heads of each group are adjacent.
-
-    Raises ValueError unless ``groups`` splits the KV heads into parts of equal size.
-    """
-    heads = sorted(query_order(groups, 1))
-    if heads != list(range(weights.kv_heads)) or len({len(group) for group in groups}) != 1:
-        raise ValueError(
-            f"groups = {[list(group) for group in groups]} must contain each of the"
-            f" {weights.kv_heads} KV heads once, in groups of equal size"
-        )
+    """The same layer with its heads reordered so that the heads of each group are adjacent."""
     device = weights.q.device
     kv = torch.tensor(query_order(groups, 1), device=device)
     q = torch.tensor(query_order(groups, weights.heads // weights.kv_heads), device=device)

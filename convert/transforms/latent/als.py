@@ -10,15 +10,15 @@ error; a score error changes the output about as much as the values vary. That i
 large errors saturate in the softmax, so values are weighted by `VALUE_WEIGHT`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.distances import Distances
-from kvfold.convert.transforms.latent.kernels import Kernel, RotaryRows, kernels
+from kvfold.convert.transforms.distances import Distances, rotary_moments
 from kvfold.convert.transforms.latent.latent_weights import LinearLayer
-from kvfold.convert.transforms.linalg import covariance, damped_solve, solve, symmetric_eig
+from kvfold.convert.transforms.linalg import covariance, damped_solve, symmetric_eig
 from kvfold.convert.transforms.weights import Rotary
 
 # Excess loss on held-out text, nats per token (bench_constants.py), of the
@@ -65,6 +65,107 @@ class LatentFactors:
     reading: Tensor
     values: Tensor
 
+    @property
+    def rank(self) -> int:
+        return self.values.shape[-1]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The second moment of rows ``y_a`` and ``y_b`` as the queries of one head see them at a random
+    distance ``delta``, a linear map of the moment at distance 0.
+
+    The first ``2 * pairs`` rows are the real parts, then the imaginary parts of rotary pairs. In
+    terms of the pairs and their conjugates, each row turns by ``e^{-i w delta}``, with ``w = theta,
+    -theta, 0``. With inputs and distances independent, element ``a, b`` of a moment is multiplied
+    by ``E e^{-i (w_a - w_b) delta}``.
+
+    moments: ``[U, U]``, these means for all distinct ``w``
+    centered: ``[U, U]``, the same minus the product of the means ``E e^{-i w delta}``
+    rows, columns: ``[n_a]`` and ``[n_b]``, the index of each row's ``w``
+    pairs: the numbers of rotary pairs of ``y_a`` and of ``y_b``
+    """
+
+    moments: Tensor
+    centered: Tensor
+    rows: Tensor
+    columns: Tensor
+    pairs: tuple[int, int]
+
+    def apply(self, product: Tensor, left_mean: Tensor, right_mean: Tensor) -> Tensor:
+        """``E[y_a y_b^T]`` around the mean over distances, ``[n_a, n_b]``.
+
+        ``product = A cov(x) B^T``; ``left_mean`` and ``right_mean`` are ``A E[x]`` and ``B E[x]``,
+        biases included. A softmax over positions sees only the variation of constant keys with
+        distance.
+        """
+        means = self._multiply(torch.outer(left_mean, right_mean), self.centered)
+        return self._multiply(product, self.moments) + means
+
+    def adjoint(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The matrices ``V`` and ``M`` of two gradients of ``sum(weight * apply(product, a, b))``.
+
+        With respect to ``A`` in ``product = A cov B^T`` it is ``V B cov``, and with respect to
+        ``a`` it is ``M b``.
+        """
+        of_rows = self._multiply(weight, self.moments.conj())
+        return of_rows, self._multiply(weight, self.centered.conj())
+
+    def _multiply(self, matrix: Tensor, moments: Tensor) -> Tensor:
+        """``matrix [n_a, n_b]``, multiplied by ``moments`` in terms of pairs and conjugates."""
+        left, right = self.pairs
+        waves = _to_waves(_to_waves(matrix, left).mH, right).mH
+        waves = waves * moments[self.rows][:, self.columns]
+        return _from_waves(_from_waves(waves, left).mH, right).mH.real
+
+
+def _to_waves(rows: Tensor, pairs: int) -> Tensor:
+    """Half-split pairs ``x, y`` as ``(x + i y) / sqrt 2``, then as ``(x - i y) / sqrt 2``."""
+    real = rows[:pairs]
+    imaginary = 1j * rows[pairs : 2 * pairs]
+    return torch.cat(
+        [(real + imaginary) * 0.5**0.5, (real - imaginary) * 0.5**0.5, rows[2 * pairs :]]
+    )
+
+
+def _from_waves(waves: Tensor, pairs: int) -> Tensor:
+    """The inverse of `_to_waves`."""
+    wave = waves[:pairs]
+    conjugate = waves[pairs : 2 * pairs]
+    real = (wave + conjugate) * 0.5**0.5
+    return torch.cat([real, (conjugate - wave) * (1j * 0.5**0.5), waves[2 * pairs :]])
+
+
+def rotary_kernels(
+    distances: Distances, sides: Sequence[tuple[Tensor, int]]
+) -> list[tuple[Kernel, ...]]:
+    """For every head, the kernel of the first of ``sides`` with each of them.
+
+    A side is the frequencies of its pairs and the number of its rows without rotation.
+    """
+    speeds = [
+        torch.cat([theta, -theta, theta.new_zeros(still)])
+        for theta, still in ((theta.double(), still) for theta, still in sides)
+    ]
+    distinct = torch.unique(torch.cat([*speeds, speeds[0].new_zeros(1)]))
+    indices = [torch.searchsorted(distinct, speed) for speed in speeds]
+    result = []
+    for moments in rotary_moments(distances, distinct):
+        mean = moments[:, distinct == 0]
+        result.append(
+            tuple(
+                Kernel(
+                    moments,
+                    moments - mean @ mean.mH,
+                    indices[0],
+                    columns,
+                    (len(sides[0][0]), len(theta)),
+                )
+                for columns, (theta, _) in zip(indices, sides, strict=True)
+            )
+        )
+    return result
+
 
 @dataclass(frozen=True)
 class LatentProblem:
@@ -74,8 +175,7 @@ class LatentProblem:
     covariance: ``[E, E]`` of the inputs
     mean: ``[E+1]`` of ``[x; 1]``
     mean_weight: ``[E] = covariance^-1 mean``, None if ``centered``
-    cached: the layout of the cached rows
-    kernels: for every head the kernels (cached, cached) and (cached, keys)
+    kernels: for every head the kernels (cached rows, cached rows) and (cached rows, keys)
     centered: rows may include a constant, and value errors are measured around their mean;
         otherwise biases are not allowed, and the mean of the values is included
     query_weight: ``[H, D, D]``, the squared output error per error of a key
@@ -86,17 +186,19 @@ class LatentProblem:
     covariance: Tensor
     mean: Tensor
     mean_weight: Tensor | None
-    cached: RotaryRows
-    kernels: tuple[tuple[Kernel, Kernel], ...]
+    kernels: list[tuple[Kernel, ...]]
     centered: bool
     query_weight: Tensor
     value_weight: Tensor
 
-    def value_moment(self, product: Tensor, left_mean: Tensor, right_mean: Tensor) -> Tensor:
-        """The second moment that weights value errors, from ``product = left cov right^T`` and the
-        means.
+    def value_moment(self, left: Tensor, right: Tensor) -> Tensor:
+        """The second moment that weights value errors, ``E[l r^T]`` of ``l = left x~`` and ``r =
+        right x~``.
         """
-        return product if self.centered else product + torch.outer(left_mean, right_mean)
+        product = left[:, :-1] @ self.covariance @ right[:, :-1].mT
+        if self.centered:
+            return product
+        return product + torch.outer(left @ self.mean, right @ self.mean)
 
 
 def alternate(
@@ -118,22 +220,19 @@ def alternate(
     ``centered`` as in `LatentProblem`.
     """
     device = layer.keys.device
-    dims = layer.keys.shape[1]
     cov = covariance(moment)
-    mean = moment[-1]
     values = layer.values[..., :-1]
-    source = RotaryRows.of(rotary.theta.double().to(device), dims - rotary.dims)
-    cached = RotaryRows.of(theta.double().to(device), factors.values.shape[-1])
     # A score error moves about as much output as the values vary: the output energy of an average
     # head.
     output = (layer.metric * (values @ cov @ values.mT)).sum() / len(layer.queries)
+    cached = theta.to(device), factors.rank
+    keys = rotary.theta.to(device), layer.keys.shape[1] - rotary.dims
     problem = LatentProblem(
         layer=layer,
         covariance=cov,
-        mean=mean,
-        mean_weight=None if centered else solve(cov, mean[:-1, None])[:, 0],
-        cached=cached,
-        kernels=kernels(distances, cached, source),
+        mean=moment[-1],
+        mean_weight=None if centered else torch.linalg.solve(cov, moment[-1, :-1]),
+        kernels=rotary_kernels(distances, [cached, keys]),
         centered=centered,
         query_weight=queries * layer.scale**2 * output,
         value_weight=layer.metric * VALUE_WEIGHT,
@@ -153,7 +252,7 @@ def _solve_readings(problem: LatentProblem, factors: LatentFactors) -> LatentFac
         A_h E[y y^T] = E[k y^T]        B_g E[c c^T] = E[v c^T]
     """
     layer = problem.layer
-    rank = factors.values.shape[-1]
+    latent = factors.rows[-factors.rank :]
     spread = factors.rows[:, :-1] @ problem.covariance
     mean = factors.rows @ problem.mean
     product = spread @ factors.rows[:, :-1].mT
@@ -162,13 +261,11 @@ def _solve_readings(problem: LatentProblem, factors: LatentFactors) -> LatentFac
         keys = layer.keys[head // layer.group]
         met = cross.apply(spread @ keys[:, :-1].mT, mean, keys @ problem.mean)  # E[y k^T]
         heads.append(_regress(factors.reading[head], same.apply(product, mean, mean), met.mT))
-    gram = problem.value_moment(product[-rank:, -rank:], mean[-rank:], mean[-rank:])
-    values = []
-    for reading, value in zip(factors.values, layer.values, strict=True):
-        met = problem.value_moment(
-            spread[-rank:] @ value[:, :-1].mT, mean[-rank:], value @ problem.mean
-        )
-        values.append(_regress(reading, gram, met.mT))
+    gram = problem.value_moment(latent, latent)
+    values = [
+        _regress(reading, gram, problem.value_moment(value, latent))
+        for reading, value in zip(factors.values, layer.values, strict=True)
+    ]
     return replace(factors, reading=torch.stack(heads), values=torch.stack(values))
 
 
@@ -180,44 +277,8 @@ def _regress(present: Tensor, gram: Tensor, cross: Tensor) -> Tensor:
     scale = gram.diagonal().clamp_min(0).sqrt()
     scale = torch.where(scale > 0, scale, 1.0)
     residual = ((cross - present @ gram) / scale).mT
-    return (
-        present + damped_solve(gram / torch.outer(scale, scale), residual, ALS_DAMPING).mT / scale
-    )
-
-
-def _normal_equations(
-    problem: LatentProblem, factors: LatentFactors
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``V, M [n, n]``, ``P [n, E]``, ``p [n]`` for `_solve_rows`: costs of a change, and the
-    unexplained remainder.
-    """
-    layer = problem.layer
-    rank = factors.values.shape[-1]
-    linear = factors.rows[:, :-1]
-    mean = factors.rows @ problem.mean
-    V = mean.new_zeros(len(mean), len(mean))
-    M = mean.new_zeros(len(mean), len(mean))
-    p = torch.zeros_like(mean)
-    cross = mean.new_zeros(len(layer.keys), len(mean), layer.keys.shape[1])
-    for head, (same, to_keys) in enumerate(problem.kernels):
-        keys = layer.keys[head // layer.group]
-        reading = factors.reading[head]
-        weighted = reading.mT @ problem.query_weight[head]  # [n, D]
-        of_rows, of_means = same.adjoint(weighted @ reading)
-        V += of_rows
-        M += of_means
-        of_keys, of_mean = to_keys.adjoint(weighted)
-        cross[head // layer.group] += of_keys
-        p += of_mean @ (keys @ problem.mean)
-    P = (cross @ layer.keys[..., :-1]).sum(0)
-    weighted = factors.values.mT @ problem.value_weight  # [G, R, D]
-    needed = (weighted @ factors.values).sum(0)
-    V[-rank:, -rank:] += needed
-    P[-rank:] += (weighted @ layer.values[..., :-1]).sum(0)
-    if not problem.centered:
-        M[-rank:, -rank:] += needed
-        p[-rank:] += (weighted @ (layer.values @ problem.mean)[..., None]).sum(0)[:, 0]
-    return V, M, P - V @ linear, p - M @ mean
+    unit = gram / torch.outer(scale, scale)
+    return present + damped_solve(unit, residual, ALS_DAMPING).mT / scale
 
 
 def _solve_rows(problem: LatentProblem, factors: LatentFactors) -> LatentFactors:
@@ -225,10 +286,10 @@ def _solve_rows(problem: LatentProblem, factors: LatentFactors) -> LatentFactors
 
     With ``C = cov(x)`` and ``m = E[x]``, a change ``dL, db`` solves
 
-        V dL C + M (dL m + db) m^T = P C + p m^T        (the derivative with respect to L) M (dL m +
-        db)              = p                  (the derivative with respect to b, if constants are
-        allowed)
+        V dL C + M (dL m + db) m^T = P C + p m^T     (the derivative with respect to L)
+        M (dL m + db) = p                            (with respect to b, if constants are allowed)
 
+    ``V, M [n, n]`` are the costs of a change, ``P [n, E]`` and ``p [n]`` the unexplained remainder.
     If centered, the second equation eliminates the mean from the first: ``dL = V^-1 P``, and ``L m
     + b`` changes by ``M^-1 p``. Otherwise ``db = 0``. With ``u = dL m`` and ``c = C^-1 m``, the
     first equation times ``C^-1`` yields ``dL``, and multiplying ``dL`` by ``m`` yields an equation
@@ -236,20 +297,45 @@ def _solve_rows(problem: LatentProblem, factors: LatentFactors) -> LatentFactors
 
         dL = V^-1 (P + (p - M u) c^T)        (V + (m.c) M) u = P m + (m.c) p
     """
-    V, M, P, p = _normal_equations(problem, factors)
+    layer = problem.layer
+    rank = factors.rank
     linear = factors.rows[:, :-1]
-    mean = problem.mean[:-1]
+    present = factors.rows @ problem.mean
+    V = present.new_zeros(len(present), len(present))
+    M = torch.zeros_like(V)
+    p = torch.zeros_like(present)
+    cross = present.new_zeros(len(layer.keys), len(present), layer.keys.shape[1])
+    for head, (same, to_keys) in enumerate(problem.kernels):
+        group = head // layer.group
+        weighted = factors.reading[head].mT @ problem.query_weight[head]  # [n, D]
+        of_rows, of_means = same.adjoint(weighted @ factors.reading[head])
+        V += of_rows
+        M += of_means
+        of_keys, of_mean = to_keys.adjoint(weighted)
+        cross[group] += of_keys
+        p += of_mean @ (layer.keys[group] @ problem.mean)
+    P = (cross @ layer.keys[..., :-1]).sum(0)
+    weighted = factors.values.mT @ problem.value_weight  # [G, R, D]
+    needed = (weighted @ factors.values).sum(0)
+    V[-rank:, -rank:] += needed
+    P[-rank:] += (weighted @ layer.values[..., :-1]).sum(0)
+    if not problem.centered:
+        M[-rank:, -rank:] += needed
+        p[-rank:] += torch.einsum("grd,gde,e->r", weighted, layer.values, problem.mean)
+    P -= V @ linear
+    p -= M @ present
     # Damping is relative to the energy of each row; rows without energy do not change.
     energy = V.diagonal()
     damping = torch.diag(torch.where(energy > 0, energy * ALS_DAMPING, 1.0))
     V = V + damping
+    mean = problem.mean[:-1]
     c = problem.mean_weight
     if c is None:
-        moved = factors.rows @ problem.mean + solve(M + damping, p[:, None])[:, 0]
-        linear = linear + solve(V, P)
+        moved = present + torch.linalg.solve(M + damping, p)
+        linear = linear + torch.linalg.solve(V, P)
         return replace(factors, rows=torch.cat([linear, (moved - linear @ mean)[:, None]], 1))
-    u = solve(V + (mean @ c) * M, (P @ mean + (mean @ c) * p)[:, None])[:, 0]
-    linear = linear + solve(V, P + torch.outer(p - M @ u, c))
+    u = torch.linalg.solve(V + (mean @ c) * M, P @ mean + (mean @ c) * p)
+    linear = linear + torch.linalg.solve(V, P + torch.outer(p - M @ u, c))
     return replace(factors, rows=torch.cat([linear, factors.rows[:, -1:]], 1))
 
 
@@ -257,27 +343,23 @@ def _principal(problem: LatentProblem, factors: LatentFactors) -> LatentFactors:
     """The same factors with rotary pairs at unit energy and uncorrelated latent channels, scaled by
     their importance.
     """
-    rank = factors.values.shape[-1]
-    pairs = problem.cached.half
-    rotary = factors.rows[: 2 * pairs]
+    rank = factors.rank
+    rotary = factors.rows[:-rank]
     latent = factors.rows[-rank:]
     energy = (rotary[:, :-1] @ problem.covariance * rotary[:, :-1]).sum(1)
     energy = energy + (rotary @ problem.mean).square()
-    unit = ((energy[:pairs] + energy[pairs:]) / 2).sqrt()
+    unit = energy.view(2, -1).mean(0).sqrt()
     unit = torch.where(unit > 0, unit, 1.0).repeat(2)
     # If constants are allowed, the latent's mean is zero.
     if problem.centered:
         latent = torch.cat([latent[:, :-1], -(latent[:, :-1] @ problem.mean[:-1])[:, None]], 1)
-    mean = latent @ problem.mean
-    moment = problem.value_moment(
-        latent[:, :-1] @ problem.covariance @ latent[:, :-1].mT, mean, mean
-    )
+    moment = problem.value_moment(latent, latent)
     keys = factors.reading[..., -rank:]
     # [R, R]: the squared output per error of the latent, through values and through keys.
     through_values = (factors.values.mT @ problem.value_weight @ factors.values).sum(0)
     importance = (keys.mT @ problem.query_weight @ keys).sum(0) + through_values
     forth, back = _principal_units(moment, importance)
-    reading = [factors.reading[..., : 2 * pairs] * unit, keys @ back]
+    reading = [factors.reading[..., :-rank] * unit, keys @ back]
     rows = torch.cat([rotary / unit[:, None], forth @ latent])
     return LatentFactors(rows, torch.cat(reading, -1), factors.values @ back)
 

@@ -75,7 +75,8 @@ def factor_layer(
     split = split_rotary(layer, rotary, slots, queries, moment)
     gains = pair_gains(statistics, rotary, context)
     # 2. One latent for the remaining keys and the values.
-    root = moment_root(moment, centered)
+    # root root^T is the covariance of the inputs, or their second moment.
+    root = torch.linalg.cholesky(covariance(moment) if centered else moment[:-1, :-1])
     rows = _joint_rows(layer, queries, split.rest, gains, rotary, root)
     down, readout = principal_basis(rows, root, rank)
     keys = apply_gains(split.rest, gains, rotary)
@@ -163,14 +164,6 @@ def _joint_rows(
         rows = block[..., :-1].flatten(0, 1) @ root
         blocks.append(rows / rows.norm().clamp_min(torch.finfo(rows.dtype).tiny))
     return torch.cat(blocks)
-
-
-def moment_root(moment: Tensor, centered: bool) -> Tensor:
-    """``L [E, E]`` with ``L L^T`` the inputs' covariance (second moment unless ``centered``), from
-    `input_moment`.
-    """
-    root: Tensor = torch.linalg.cholesky(covariance(moment) if centered else moment[:-1, :-1])
-    return root
 
 
 def principal_basis(rows: Tensor, root: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvfold.convert.transforms.latent.factorization import moment_root, principal_basis
+from kvfold.convert.transforms.latent.factorization import principal_basis
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights, QueryLatent
-from kvfold.convert.transforms.linalg import input_moment, solve, symmetric_eig
+from kvfold.convert.transforms.linalg import input_moment, symmetric_eig
 from kvfold.convert.transforms.weights import LayerStatistics
 
 # Excess loss in layout engine at 48 + 16, nats per token, by bench_constants.py.
@@ -54,10 +54,12 @@ def live_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
     because the norm would apply to its bias too.
     """
     down, back = coordinates(latent.down, inputs)
-    uk = latent.uk.double() @ back
-    uv = latent.uv.double() @ back
-    down, uk, uv = (tensor.to(latent.down).contiguous() for tensor in (down, uk, uv))
-    return replace(latent, down=down, uk=uk, uv=uv)
+    return replace(
+        latent,
+        down=down.to(latent.down).contiguous(),
+        uk=(latent.uk.double() @ back).to(latent.uk).contiguous(),
+        uv=(latent.uv.double() @ back).to(latent.uv).contiguous(),
+    )
 
 
 def coordinates(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,7 +77,7 @@ def coordinates(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
         gram = squares.mT @ squares
         energy = gram.diagonal().mean()
         gram.diagonal().add_(1e-12 * torch.where(energy > 0, energy, 1.0))
-        scales = solve(gram, squares.sum(0)[:, None])[:, 0]
+        scales = torch.linalg.solve(gram, squares.sum(0))
         uneven = float((squares @ scales - 1).square().mean().sqrt())
         if uneven < _EXACT and scales.min() > 0:
             root = (scales * rank).sqrt()
@@ -117,34 +119,32 @@ def _constant_form(latent: Tensor) -> Tensor:
     """
     # Hold out every eighth token, and choose the step with the smallest error on the held-out
     # tokens.
-    judging = torch.arange(len(latent), device=latent.device) % 8 == 7
-    fitted = latent[~judging]
-    judges = latent[judging] if judging.any() else latent
+    holding = torch.arange(len(latent), device=latent.device) % 8 == 7
+    fitted = latent[~holding]
+    held_out = latent[holding] if holding.any() else latent
     rank = latent.shape[1]
 
-    def lengths(tokens: Tensor, form: Tensor) -> Tensor:
+    def square_lengths(tokens: Tensor, form: Tensor) -> Tensor:
         return ((tokens @ form) * tokens).sum(1)
 
     form = torch.eye(rank, dtype=latent.dtype, device=latent.device)
-    best = form
-    least = float((rank - lengths(judges, form)).square().mean())
-    left = rank - lengths(fitted, form)
+    forms = [form]
+    left = rank - square_lengths(fitted, form)
     step = torch.zeros_like(form)
     before = torch.full_like(left[0], math.inf)
     for _ in range(STEPS):
         gradient = (fitted * left[:, None]).mT @ fitted / len(fitted)
         energy = gradient.square().sum()
         step = gradient + energy / before.clamp_min(1e-300) * step
-        seen = lengths(fitted, step)
         before = energy
-        reach = energy / seen.square().mean().clamp_min(1e-300)
+        change = square_lengths(fitted, step)
+        reach = energy / change.square().mean().clamp_min(1e-300)
         form = form + reach * step
-        left = left - reach * seen
-        error = float((rank - lengths(judges, form)).square().mean())
-        if error < least:
-            best = form
-            least = error
-    return best
+        left = left - reach * change
+        forms.append(form)
+    return min(
+        forms, key=lambda form: float((rank - square_lengths(held_out, form)).square().mean())
+    )
 
 
 def mix_channels(latent: LatentWeights) -> LatentWeights:
@@ -186,7 +186,7 @@ def query_latent(latent: LatentWeights, statistics: LayerStatistics, rank: int) 
     queries needs it: it stores them in a query latent alone.
     """
     moment = input_moment(statistics.to(latent.down.device))
-    root = moment_root(moment, centered=False)
+    root = torch.linalg.cholesky(moment[:-1, :-1])
     rope_key = latent.rope_key.double().expand(latent.heads, -1, -1)
     keys = torch.cat([latent.uk.double() @ latent.down.double(), rope_key], 1)
     energy = torch.einsum("hde,ef,hdf->hd", keys, moment[:-1, :-1], keys).clamp_min(0)

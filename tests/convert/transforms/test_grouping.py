@@ -60,20 +60,9 @@ def test_finds_the_heads_that_are_alike(members: tuple[tuple[int, ...], ...], re
     assert members in found
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4, 8])
-def test_candidates_are_few_distinct_partitions(groups: int):
-    found = grouping.candidates(pairs_of(alike(tuple((head,) for head in range(8)))), groups)
-    assert found[0] == grouping.contiguous(8, groups)
-    assert len(set(found)) == len(found) <= 4
-    for partition in found:
-        assert sorted(head for group in partition for head in group) == list(range(8))
-        assert {len(group) for group in partition} == {8 // groups}
-        assert partition == tuple(sorted(tuple(sorted(group)) for group in partition))
-
-
 def test_the_candidate_with_the_least_error_is_taken():
     weights = alike(PAIRS)
-    wanted = principal.fold(weights, statistics(8), ROTARY, PAIRS, context=100)
+    wanted = principal.fold(pairs_of(weights, 100).layer, PAIRS)
     layer = FoldLayer(
         index=0,
         weights=weights,

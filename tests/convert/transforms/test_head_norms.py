@@ -69,24 +69,6 @@ def test_the_map_misses_far_less_than_one_number_per_head(norm: str, bias: bool)
     )
 
 
-def test_short_text_draws_the_map_to_one_number_per_head() -> None:
-    """Hardly more tokens than channels, of inputs without order: least squares alone would fit
-    their noise.
-    """
-    weights = make("rms one row")
-    x = normal(11, 1, E + 2, E)
-    gathered = normed_statistics(weights, x)
-    seen = normal(13, 40, TOKENS, E)
-    wanted = keys(weights, seen)
-
-    drawn, plain = (
-        linearize_heads(weights, each) for each in (gathered, replace(gathered, tokens=10**9))
-    )
-    assert relative_error(keys(drawn, seen), wanted) < 0.5 * relative_error(
-        keys(plain, seen), wanted
-    )
-
-
 def test_without_text_a_map_is_the_projection_over_one_number_per_head() -> None:
     weights = make("rms one row")
     scales = torch.linspace(0.5, 2.0, E)

@@ -10,16 +10,16 @@ from helpers.layers import (
     attend,
     attend_latent,
     dense_distances,
+    normal,
     random_layer,
     relative_error,
     turned,
 )
 
 from kvfold.convert.transforms.distances import Distances
-from kvfold.convert.transforms.latent import als as latent_fit
+from kvfold.convert.transforms.latent import als
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.factorization import factor_by_svd, factor_layer
-from kvfold.convert.transforms.latent.kernels import RotaryRows, kernels
 from kvfold.convert.transforms.latent.variants import query_latent
 from kvfold.convert.transforms.weights import Rotary
 
@@ -33,57 +33,34 @@ def convert(weights, statistics, rotary, rope_dim, rank, **options):
     return factor_layer(weights, statistics, rotary, slots, rank, **options)
 
 
-def drawn(profile):
-    """Distances drawn from ``profile [H, S]`` alone."""
-    return Distances(profile, profile.shape[1])
-
-
-def test_moments_are_those_of_inputs_at_random_distances():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(40, 5, generator=generator, dtype=torch.float64) + 1
-    rows = torch.randn(7, 5, generator=generator, dtype=torch.float64)
-    other = torch.randn(3, 5, generator=generator, dtype=torch.float64)
-    profile = torch.rand(1, 9, generator=generator, dtype=torch.float64)
-    profile = profile / profile.sum()
-    left = RotaryRows.of(torch.tensor([0.9, 0.2], dtype=torch.float64), 3)
-    right = RotaryRows.of(torch.tensor([0.5], dtype=torch.float64), 1)
-    seen_left = []
-    seen_right = []
-    weight = []
-    for distance, p in enumerate(profile[0]):
-        for layout, matrix, seen in ((left, rows, seen_left), (right, other, seen_right)):
-            angle = layout.omega * distance
-            seen.append(
-                x @ (angle.cos()[:, None] * matrix + angle.sin()[:, None] * layout.turn(matrix)).T
-            )
-        weight.append(torch.full((40,), p / 40, dtype=torch.float64))
-    y = torch.cat(seen_left)
-    z = torch.cat(seen_right)
-    weight = torch.cat(weight)
-    expected = (y * weight[:, None]).T @ z - torch.outer(weight @ y, weight @ z)
+def test_kernels_are_moments_at_random_distances_and_their_adjoints():
+    profile = normal(0, 1, 9).softmax(1)
+    x = normal(1, 40, 5) + 1
+    rows = normal(2, 7, 5)
+    keys = normal(3, 3, 5)
+    frequencies = torch.tensor([0.9, 0.2]).double(), torch.tensor([0.5]).double()
+    left = 0
+    right = 0
+    expected = 0
+    for distance, weight in enumerate(profile[0]):
+        y, z = (
+            turned(x @ matrix.mT, -theta * distance)
+            for matrix, theta in zip((rows, keys), frequencies, strict=True)
+        )
+        left = left + weight * y.mean(0)
+        right = right + weight * z.mean(0)
+        expected = expected + weight * y.mT @ z / len(x)
+    sides = [(frequencies[0], 3), (frequencies[1], 1)]
+    ((_, kernel),) = als.rotary_kernels(Distances(profile, 9), sides)
     mean = x.mean(0)
-    covariance = torch.cov(x.T, correction=0)
-    kernel = kernels(drawn(profile), left, right)[0][1]
-    torch.testing.assert_close(
-        kernel.apply(rows @ covariance @ other.T, rows @ mean, other @ mean), expected
-    )
+    product = rows @ torch.cov(x.mT, correction=0) @ keys.mT
+    found = kernel.apply(product, rows @ mean, keys @ mean)
+    torch.testing.assert_close(found, expected - torch.outer(left, right))
 
-
-def test_pull_is_the_adjoint_of_the_moments():
-    generator = torch.Generator().manual_seed(1)
-    layout = RotaryRows.of(torch.tensor([0.9, 0.2], dtype=torch.float64), 2)
-    distances = drawn(torch.rand(1, 5, generator=generator, dtype=torch.float64))
-    kernel = kernels(distances, layout, layout)[0][0]
-    weight, product, rows = (
-        torch.randn(6, 6, generator=generator, dtype=torch.float64) for _ in range(3)
-    )
-    zero = torch.zeros(6, dtype=torch.float64)
-    of_products, of_means = kernel.adjoint(weight)
-    left = (weight * kernel.apply(product @ rows.T, zero, zero)).sum()
-    assert left.item() == pytest.approx((of_products @ rows * product).sum().item())
-    means, other = torch.randn(2, 6, generator=generator, dtype=torch.float64)
-    left = (weight * kernel.apply(0 * product, means, other)).sum()
-    assert left.item() == pytest.approx((of_means @ other @ means).item())
+    weight = normal(4, 7, 3)
+    of_rows, of_means = kernel.adjoint(weight)
+    gradient = (of_rows * product).sum() + rows @ mean @ of_means @ (keys @ mean)
+    torch.testing.assert_close((weight * found).sum(), gradient)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -141,7 +118,7 @@ def test_every_round_lessens_the_error_it_is_about(monkeypatch, rope_dim, rank, 
     weights, statistics, x = random_layer(seed=3)
     errors = []
     for rounds in (0, 1, 4, 16):
-        monkeypatch.setattr(latent_fit, "ALS_ROUNDS", rounds)
+        monkeypatch.setattr(als, "ALS_ROUNDS", rounds)
         latent = convert(weights, statistics, Rotary(THETA), rope_dim, rank, centered=centered)
         errors.append(output_error(weights, latent, statistics, x))
     assert errors[0] > errors[1] > errors[2] > errors[3]
@@ -158,7 +135,7 @@ def output_error(weights, latent, statistics, x):
         for rows in (values - values.mean(1, keepdim=True), wrong)
     )
     scores = score_error(weights, latent, statistics, x) * latent.scale**2
-    return (scores * out / weights.heads + latent_fit.VALUE_WEIGHT * lost).item()
+    return (scores * out / weights.heads + als.VALUE_WEIGHT * lost).item()
 
 
 def score_error(weights, latent, statistics, x):
@@ -166,9 +143,9 @@ def score_error(weights, latent, statistics, x):
     distances drawn apart.
     """
     reach = statistics.profile.shape[1]
-    profile = dense_distances(
-        statistics.profile, reach, latent_fit.LATENT_UNIFORM, latent_fit.LATENT_TAIL
-    )[..., None]
+    profile = dense_distances(statistics.profile, reach, als.LATENT_UNIFORM, als.LATENT_TAIL)[
+        ..., None
+    ]
     own = x @ weights.k.repeat_interleave(weights.heads // weights.kv_heads, 0).mT
     shared = x @ latent.rope_key.T + (0 if latent.rope_key_bias is None else latent.rope_key_bias)
     still = (x @ latent.q_nope.mT) @ (x @ latent.down.T @ latent.uk.mT).mT

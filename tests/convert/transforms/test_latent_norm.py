@@ -54,15 +54,6 @@ def test_a_latent_as_wide_as_its_inputs_is_exact(rank):
     assert rows.diagonal().max() / rows.diagonal().min() < 4.1
 
 
-def test_few_tokens_do_no_harm():
-    down = normal(2, 12, 16)
-    inputs = normed_inputs(torch.ones(16, dtype=torch.float64))
-    forth, back = constant_length(down, inputs[:20])
-    torch.testing.assert_close(forth @ back, torch.eye(12, dtype=torch.float64), atol=1e-8, rtol=0)
-    fresh = rms(inputs[1000:] @ down.T @ forth.T)
-    assert fresh.std() / fresh.mean() < 1
-
-
 def test_new_coordinates_change_nothing_that_is_read():
     latent = random_latent()
     found = live_norm(latent, normed_inputs(torch.ones(16, dtype=torch.float64), 500))

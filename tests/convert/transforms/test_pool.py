@@ -44,16 +44,6 @@ def test_mean_averages_runs_of_neighboring_heads(groups):
     assert torch.equal(result.k, source.k) == (groups == G)
 
 
-def test_mean_of_low_precision_is_taken_in_float32():
-    source = weights(torch.bfloat16)
-    result = pool.mean(source, 1)
-    assert result.k.dtype == result.v_bias.dtype == torch.float32
-    torch.testing.assert_close(
-        result.k[0].double(), source.k.double().mean(0), rtol=1e-6, atol=1e-7
-    )
-    assert pool.mean(weights(torch.float64), 1).k.dtype == torch.float64
-
-
 def test_first_takes_the_first_head_of_each_group():
     source = weights(torch.bfloat16)
     result = pool.first(source, 2)

@@ -51,15 +51,6 @@ def test_choice_takes_the_worth_of_all_layers():
     assert chosen.theta.tolist() == [1.0, 1.0, 0.5]
 
 
-def test_what_survives_without_rotation_is_not_bought():
-    theta = torch.tensor([1.0, 0.001], dtype=torch.float64)
-    energy = torch.tensor([[1.0], [5.0]], dtype=torch.float64)
-    chosen = rope_slots.choose_slots(
-        [LayerSurvey(energy, torch.tensor([0.1, 0.99], dtype=torch.float64), theta)], 2
-    )
-    assert chosen.counts == (1, 0)
-
-
 def test_stride_is_uniform_and_fills_up_evenly():
     theta = torch.arange(8, 0, -1, dtype=torch.float64)
     assert rope_slots.stride_slots(theta, 8).counts == (1, 0, 1, 0, 1, 0, 1, 0)
