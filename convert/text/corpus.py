@@ -8,18 +8,15 @@ buffer of rows rather than the whole file, and does not report the line at fault
 
 # No torch at the top: commands check the names of texts before they load anything heavy.
 
-import codecs
 import hashlib
-import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvfold.convert.checkpoint.members import check_unicode, portable_name
+from kvfold.convert.checkpoint.members import check_unicode, load_json, portable_name
 from kvfold.convert.errors import InputError, format_option, option_error, shorten, summarize_error
 from kvfold.convert.request import SELF
 from kvfold.convert.signals import limit_resources
@@ -34,7 +31,7 @@ _KINDS = "a text file (UTF-8), a .jsonl file or the name of a dataset"
 # What a chat model writes, in relation to the other texts: a third of all. Chosen, not tuned.
 _WRITTEN = 0.5
 # Chosen, not tuned: limits on time and memory.
-_SNIFFED = 1 << 16  # bytes of a file that must look like text
+_SNIFFED = 1 << 16  # bytes of a file in which binary data shows
 _CELL = 1 << 18  # bytes
 _RENDER_SECONDS = 5.0
 _RENDERED = 1 << 26  # characters
@@ -50,108 +47,72 @@ class Document:
     rendered: bool = False
 
 
-class Corpus(ABC):
-    """A source of documents. ``name`` appears in messages and records, without local paths."""
-
-    name: str
-
-    @abstractmethod
-    def digest(self) -> str:
-        """The SHA-256 of the text, or of the name of a dataset."""
-
-    @abstractmethod
-    def documents(self, limit: int) -> tuple[list[Document], bool]:
-        """Documents with at least ``limit`` characters or bytes in total if possible, and True if
-        these are all documents.
-        """
-
-
-def _take(documents: Iterable[Document], limit: int) -> tuple[list[Document], bool]:
-    taken: list[Document] = []
-    size = 0
-    for document in documents:
-        if size >= limit:
-            return taken, False
-        taken.append(document)
-        size += len(document.text)
-    return taken, True
-
-
 @dataclass(frozen=True)
-class BuiltInText(Corpus):
-    """A ``split`` of the text that ships with kvfold."""
+class Corpus:
+    """A text: a file, the train split of a dataset, or the text that ships with kvfold.
 
-    name: str
-    texts: list[str]
-
-    def digest(self) -> str:
-        return hashlib.sha256("\f".join(self.texts).encode()).hexdigest()
-
-    def documents(self, limit: int) -> tuple[list[Document], bool]:
-        return _take(map(Document, self.texts), limit)
-
-
-@dataclass(frozen=True)
-class DatasetText(Corpus):
-    """The train split of the dataset ``spec``, ``NAME`` or ``NAME:CONFIG``, shuffled by the seed.
-
-    Errors name ``option``; ``tokenizer`` renders rows with messages.
+    name       appears in messages and records, without local paths
+    source     path of the file; else ``NAME`` or ``NAME:CONFIG`` of the dataset, or the texts
+    option     the option that gave it, which errors name
+    tokenizer  renders rows with messages
+    seed       draws the parts of a large file, and shuffles a dataset
     """
 
     name: str
-    spec: str
+    source: Path | str | list[str]
     option: str
     tokenizer: Any
     seed: int
 
     def digest(self) -> str:
-        return hashlib.sha256(self.spec.encode()).hexdigest()
+        """The SHA-256 of the text, or of the name of a dataset."""
+        if isinstance(self.source, Path):
+            with self.source.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        text = self.source if isinstance(self.source, str) else "\f".join(self.source)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def documents(self, limit: int) -> tuple[list[Document], bool]:
-        return _take(self._read_rows(), limit)
+        """Documents with at least ``limit`` characters or bytes in total if possible, and True if
+        these are all documents.
 
-    def _read_rows(self) -> Iterator[Document]:
+        Each line of a .jsonl file is a document; any other file is one document. A file of more
+        than ``limit`` bytes yields the complete lines in randomly drawn cells.
+        """
+        if isinstance(self.source, Path):
+            return self._read_file(self.source, limit)
+        if isinstance(self.source, str):
+            documents = self._read_dataset(self.source)
+        else:
+            documents = map(Document, self.source)
+        taken: list[Document] = []
+        size = 0
+        for document in documents:
+            if size >= limit:
+                return taken, False
+            taken.append(document)
+            size += len(document.text)
+        return taken, True
+
+    def _read_dataset(self, spec: str) -> Iterator[Document]:
         import datasets
 
-        name, _, config = self.spec.partition(":")
+        name, _, config = spec.partition(":")
         try:
             rows = datasets.load_dataset(name, config or None, split="train", streaming=True)
         except Exception as error:  # datasets raises many kinds, all about the request
             reason = f"not a file, and loading it as a dataset failed ({summarize_error(error)})"
-            raise option_error(self.option, self.spec, f": {reason}; give {_KINDS}") from error
+            raise option_error(self.option, spec, f": {reason}; give {_KINDS}") from error
         for number, row in enumerate(rows.shuffle(seed=self.seed, buffer_size=1000)):
-            try:
-                yield parse_row(row, self.tokenizer)
-            except ValueError as error:
-                where = f"{format_option(self.option, self.spec)}, row {number}"
-                raise InputError(f"{where}: {error}; each row must be {_ROW}") from error
+            yield self._parse_row(row, f"{format_option(self.option, spec)}, row {number}")
 
-
-@dataclass(frozen=True)
-class TextFile(Corpus):
-    """A text file. Each line of a .jsonl file is a document; any other file is one document, or one
-    per cell.
-    """
-
-    name: str
-    path: Path
-    tokenizer: Any
-    seed: int
-
-    def digest(self) -> str:
-        with self.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    def documents(self, limit: int) -> tuple[list[Document], bool]:
-        """As for every corpus; a file of more than ``limit`` bytes yields the complete lines in
-        randomly drawn cells.
-        """
-        size = self.path.stat().st_size
+    def _read_file(self, path: Path, limit: int) -> tuple[list[Document], bool]:
+        size = path.stat().st_size
         if size <= limit:
-            return list(self.parse(0, self.path.read_bytes())), True
+            return list(self.parse(path, 0, path.read_bytes())), True
         documents: list[Document] = []
         cells = permutation(-(-size // _CELL), self.seed)[: max(1, limit // _CELL)]
-        with self.path.open("rb") as file:
+        with path.open("rb") as file:
             for cell in sorted(cells.tolist()):
                 file.seek(cell * _CELL)
                 raw = file.read(_CELL)
@@ -160,32 +121,63 @@ class TextFile(Corpus):
                 first = 0 if cell == 0 else raw.find(b"\n") + 1
                 last = raw.rfind(b"\n") + 1
                 if first < last:
-                    documents += self.parse(cell * _CELL + first, raw[first:last])
+                    documents += self.parse(path, cell * _CELL + first, raw[first:last])
         return documents, False
 
-    def parse(self, start: int, raw: bytes) -> Iterator[Document]:
-        """Parse the documents in ``raw``, the bytes of the file from offset ``start``."""
+    def parse(self, path: Path, start: int, raw: bytes) -> Iterator[Document]:
+        """Parse the documents in ``raw``, the bytes of the file ``path`` from offset ``start``."""
         try:
             text = raw.decode("utf-8-sig" if start == 0 else "utf-8")
         except UnicodeDecodeError as error:
             raise InputError(
-                f"{self.path}, line {self._line_at(start + error.start)}: byte"
+                f"{path}, line {_line_at(path, start + error.start)}: byte"
                 f" 0x{raw[error.start]:02x} is not UTF-8; convert the file to UTF-8"
             ) from None
-        if self.path.suffix != _ROWS_SUFFIX:
+        if path.suffix != _ROWS_SUFFIX:
             yield Document(text)
             return
-        for number, line in enumerate(text.split("\n")):
+        first = _line_at(path, start)
+        for number, line in enumerate(text.split("\n"), first):
             if line.strip():
-                try:
-                    yield parse_row(line, self.tokenizer)
-                except ValueError as error:
-                    where = f"{self.path}, line {self._line_at(start) + number}"
-                    raise InputError(f"{where}: {error}; each line must be {_ROW}") from error
+                yield self._parse_row(line, f"{path}, line {number}")
 
-    def _line_at(self, offset: int) -> int:
-        with self.path.open("rb") as file:
-            return 1 + file.read(offset).count(b"\n")
+    def _parse_row(self, row: Any, where: str) -> Document:
+        """The document in a dataset row or a line of JSON; InputError names ``where`` it is."""
+        try:
+            if isinstance(row, str):
+                row = load_json(row.encode())
+            if not isinstance(row, Mapping):
+                raise ValueError(f"found a value of type {type(row).__name__}")
+            text = row.get("text")
+            messages = row.get("messages")
+            rendered = not isinstance(text, str) and isinstance(messages, list)
+            if rendered:
+                text = _render_messages(self.tokenizer, messages)
+            if not isinstance(text, str):
+                keys = ", ".join(shorten(str(key)) for key in row) or "none"
+                raise ValueError(f"found an object with these keys: {keys}")
+            # No tokenizer could read half of a surrogate pair.
+            check_unicode(text)
+            return Document(text, rendered)
+        except (ValueError, RecursionError) as error:
+            reason = f"{summarize_error(error)}; each row must be {_ROW}"
+            raise InputError(f"{where}: {reason}") from error
+
+
+def _line_at(path: Path, offset: int) -> int:
+    with path.open("rb") as file:
+        return 1 + file.read(offset).count(b"\n")
+
+
+def _render_messages(tokenizer: Any, messages: Any) -> str:
+    """Render the ``messages`` of a row. Raises ValueError with the reason if that fails."""
+    try:
+        return render(tokenizer, messages)
+    except InputError:
+        raise
+    except Exception as error:  # a template is its author's code and may raise anything
+        reason = f"the tokenizer cannot render the chat messages ({summarize_error(error)})"
+        raise ValueError(reason) from error
 
 
 def open_corpus(
@@ -202,51 +194,13 @@ def open_corpus(
         from kvfold.convert.data import read_documents
 
         unread = "" if split == "calibration" else ", the part that no conversion reads"
-        return BuiltInText(BUILT_IN + unread, read_documents(split))
+        return Corpus(BUILT_IN + unread, read_documents(split), option, tokenizer, seed)
     check_sources([spec], option)
     path = Path(spec)
     if path.is_file():
-        return TextFile(portable_name(path), path, tokenizer, seed)
+        return Corpus(portable_name(path), path, option, tokenizer, seed)
     name = path.name if path.exists() else spec
-    return DatasetText(f"dataset {name}", spec, option, tokenizer, seed)
-
-
-def parse_row(row: Any, tokenizer: Any) -> Document:
-    """The document in a dataset row or a line of JSON. Raises ValueError with the reason if there
-    is none.
-    """
-    content = _text_or_messages(row)
-    if isinstance(content, str):
-        return Document(content)
-    try:
-        text = render(tokenizer, content)
-    except InputError:
-        raise
-    except Exception as error:  # a template is its author's code and may raise anything
-        reason = f"the tokenizer cannot render the chat messages ({summarize_error(error)})"
-        raise ValueError(reason) from error
-    check_unicode(text)
-    return Document(text, rendered=True)
-
-
-def _text_or_messages(row: Any) -> str | list[Mapping[str, Any]]:
-    if isinstance(row, str):
-        try:
-            row = json.loads(row)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"not JSON ({getattr(error, 'msg', 'nested too deeply')})") from None
-    if not isinstance(row, Mapping):
-        raise ValueError(f"found a value of type {type(row).__name__}")
-    text = row.get("text")
-    messages = row.get("messages")
-    if isinstance(text, str):
-        # No tokenizer could read half of a surrogate pair.
-        check_unicode(text)
-        return text
-    if isinstance(messages, list):
-        return messages
-    keys = ", ".join(shorten(str(key)) for key in row) or "none"
-    raise ValueError(f"found an object with these keys: {keys}")
+    return Corpus(f"dataset {name}", spec, option, tokenizer, seed)
 
 
 def render(tokenizer: Any, messages: list[Mapping[str, Any]], reply: bool = False) -> str:
@@ -324,55 +278,31 @@ def calibration_texts(given: Sequence[str], chats: bool) -> list[str | None]:
 def check_sources(names: Iterable[str], option: str = "calibration") -> None:
     """Raise InputError if a file or dataset given with ``option`` does not exist or cannot be read
     as text.
-
-    Of a .jsonl file the first line is parsed too, so that a file of another form is refused before
-    models are read.
     """
     for name in names:
         if option == "calibration":
             name, _ = with_share(name)
-            if name == SELF:
-                continue
-        path = Path(name)
-        if fault := _source_fault(path):
+        if name != SELF and (fault := _source_fault(Path(name))):
             raise option_error(option, name, f": {fault}")
-        if path.suffix == _ROWS_SUFFIX and path.is_file():
-            with path.open("rb") as file:
-                first = file.readline(_SNIFFED)
-            try:
-                if first.strip() and len(first) < _SNIFFED:
-                    _text_or_messages(first.decode("utf-8-sig"))
-            except ValueError as error:
-                raise InputError(f"{path}, line 1: {error}; each line must be {_ROW}") from error
 
 
 def _source_fault(path: Path) -> str | None:
     """What is wrong with a text and what to do; None if nothing is."""
     try:
-        if not path.is_file():
-            return _not_a_file(path)
-        with path.open("rb") as file:
-            beginning = file.read(_SNIFFED)
+        if path.is_file():
+            with path.open("rb") as file:
+                beginning = file.read(_SNIFFED)
+            if not beginning:
+                return "the file is empty; give a file that contains text"
+            if path.suffix == ".json":
+                return f".json is not supported; write {_ROW} on each line of a .jsonl file"
+            if b"\0" in beginning:
+                return f"the file is not UTF-8 text (perhaps UTF-16); give {_KINDS}"
+            return None
+        is_folder = path.is_dir()
     except OSError as error:  # also for too long a name
         return f"cannot be read ({error.strerror}); check its path and permissions"
-    if not beginning:
-        return "the file is empty; give a file that contains text"
-    if path.suffix == ".json":
-        return f".json is not supported; write {_ROW} on each line of a .jsonl file"
-    # Plain text may have any suffix. Faults within a .txt or .jsonl are told with their line when
-    # it is read.
-    is_text = b"\0" not in beginning
-    if path.suffix not in (".txt", _ROWS_SUFFIX):
-        try:
-            # A character may be cut at the end.
-            codecs.getincrementaldecoder("utf-8")().decode(beginning)
-        except UnicodeDecodeError:
-            is_text = False
-    return None if is_text else f"the file is not UTF-8 text (perhaps UTF-16); give {_KINDS}"
-
-
-def _not_a_file(path: Path) -> str | None:
-    if path.suffix.partition(":")[0] in (".txt", _ROWS_SUFFIX) and not path.is_dir():
+    if path.suffix.partition(":")[0] in (".txt", _ROWS_SUFFIX) and not is_folder:
         return "no such file; check the path"
     if find_spec("datasets") is not None:
         return None

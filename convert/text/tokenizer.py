@@ -17,8 +17,6 @@ from kvfold.convert.text.corpus import Document
 # Chosen, not tuned: a tokenizer's records take many times the text's memory, so that batches are
 # small.
 _BLOCK = 1 << 16  # characters
-_RENDER_SECONDS = 5.0
-_RENDERED = 1 << 26  # characters
 _BLOCKS = 8  # at once
 
 
@@ -114,15 +112,10 @@ def check_teacher(
     own = tokenizer.get_vocab()
     other = load_tokenizer(teacher, trust_remote_code, "a teacher").get_vocab()
     if own != other:
-        token = min(
-            token for token in own.keys() | other.keys() if own.get(token) != other.get(token)
-        )
-        there, here = (ids.get(token, "no token") for ids in (other, own))
-        differs = (
-            f"its tokenizer differs from that of {student.origin}: {shorten(token)} is {there}"
-            f" there, {here} here"
-        )
-        raise option_error("teacher", teacher.origin, f": {differs}; {use}")
+        token = min(token for token, _ in own.items() ^ other.items())
+        differs = f"its tokenizer differs from that of {student.origin}"
+        ids = f"{shorten(token)} is {other.get(token)} there, {own.get(token)} here"
+        raise option_error("teacher", teacher.origin, f": {differs}: {ids}; {use}")
 
 
 def check_vocabulary(tokens: Tensor, vocabulary: int, model: str) -> None:

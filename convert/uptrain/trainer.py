@@ -39,7 +39,6 @@ from kvfold.convert.training.steps import (
     scale_steps,
     tensor_sizes,
 )
-from kvfold.convert.uptrain.training_folder import mark_complete
 from kvfold.convert.uptrain.uptrain_request import WARMUP_STEPS, UptrainRequest
 
 # A sixteenth of refinement's: all layers move at once, and the steps of all inputs add up. KL after
@@ -77,6 +76,11 @@ def training_arguments(
     warmup = max(WARMUP_STEPS, request.steps // 20)
     if request.warmup is not None:
         warmup = int(request.warmup * request.steps)
+    # The noise of Adam's steps falls with the root of the batch; above the largest the rate is
+    # limited by curvature.
+    rate = (
+        _AT_WIDTH_ONE / math.sqrt(width) * min(1.0, math.sqrt(request.batch_tokens / _FULL_BATCH))
+    )
     constant = request.schedule == "constant"
     return TrainingArguments(
         output_dir=str(request.work),
@@ -85,7 +89,7 @@ def training_arguments(
         per_device_eval_batch_size=most,
         gradient_accumulation_steps=accumulation,
         train_sampling_strategy="sequential",
-        learning_rate=request.relative_lr or default_rate(width, request.batch_tokens),
+        learning_rate=request.relative_lr or rate,
         lr_scheduler_type="constant_with_warmup" if constant else request.schedule,
         warmup_steps=warmup,
         weight_decay=request.weight_decay,
@@ -109,13 +113,6 @@ def training_arguments(
         disable_tqdm=True,
         report_to="none",
     )
-
-
-def default_rate(width: int, batch_tokens: int) -> float:
-    """The peak learning rate for hidden size ``width``, relative to each tensor's size."""
-    # The noise of Adam's steps falls with the root of the batch; above the largest the rate is
-    # limited by curvature.
-    return _AT_WIDTH_ONE / math.sqrt(width) * min(1.0, math.sqrt(batch_tokens / _FULL_BATCH))
 
 
 def divide_batch(sequences: int, micro_batch: int, replicas: int) -> tuple[int, int]:
@@ -242,10 +239,9 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if self._last_is_best():
             return self._state()
-        best = self._request.work / _BEST
-        state: dict[str, Tensor] = {}
-        if launched_as_rank0():
-            state = torch.load(best, weights_only=True)
+        if not launched_as_rank0():
+            return {}
+        state: dict[str, Tensor] = torch.load(self._request.work / _BEST, weights_only=True)
         return state
 
     def rows(self) -> list[dict[str, Any]]:
@@ -267,14 +263,11 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         state = self.accelerator.get_state_dict(model)
         return {name: value.detach().cpu() for name, value in (state or {}).items()}
 
-    def _named_parameters(self) -> dict[str, Tensor]:
-        # Asked when needed, because sharding replaces parameters.
-        return dict(self.model.named_parameters())
-
     def create_optimizer(self, *arguments: Any) -> Any:
         if self.optimizer is None:
             optimizer = super().create_optimizer(*arguments)
-            scale_steps(optimizer, self._named_parameters(), self._sizes, self.constant)
+            parameters = dict(self.model.named_parameters())
+            scale_steps(optimizer, parameters, self._sizes, self.constant)
         return self.optimizer
 
     def _get_learning_rate(self) -> float:
@@ -286,7 +279,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         loss: Tensor = super().training_step(*arguments)
         # The gradients of all micro-batches are there: what comes next is clipping.
         if self.accelerator.sync_gradients:
-            scale_gradients(self._named_parameters(), self.constant)
+            scale_gradients(dict(self.model.named_parameters()), self.constant)
         return loss
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
@@ -297,10 +290,17 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         if weight < 1:
             loss = loss + (1 - weight) * next_token_loss(logits, tokens)
         if weight > 0:
-            with torch.no_grad():
-                teacher = teacher_logits(self._teacher, tokens, logits.shape[-1])
+            teacher = self._teacher_logits(tokens, logits.shape[-1])
             loss = loss + weight * distillation_loss(logits, teacher, self._request.temperature)
         return loss
+
+    @torch.no_grad()
+    def _teacher_logits(self, tokens: Tensor, vocabulary: int) -> Tensor:
+        """The teacher's logits for the student's ``vocabulary``; a larger sibling may pad its own
+        further.
+        """
+        logits: Tensor = self._teacher(input_ids=tokens, use_cache=False).logits
+        return logits[..., :vocabulary]
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
@@ -314,7 +314,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
             logits = self.model(input_ids=tokens, use_cache=False).logits
             teacher = logits
             if self._teacher is not None:
-                teacher = teacher_logits(self._teacher, tokens, logits.shape[-1])
+                teacher = self._teacher_logits(tokens, logits.shape[-1])
             figures = [
                 torch.stack(
                     [next_token_loss(s, t), next_token_loss(e, t), distillation_loss(s, e, 1.0)]
@@ -341,16 +341,9 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         return metrics
 
 
-def teacher_logits(teacher: Any, tokens: Tensor, vocabulary: int) -> Any:
-    """The ``teacher``'s logits for the student's ``vocabulary``; a larger sibling may pad its own
-    further.
-    """
-    return teacher(input_ids=tokens, use_cache=False).logits[..., :vocabulary]
-
-
 class RunCallback(TrainerCallback):  # type: ignore[misc]
-    """Shows the progress and the rows of the log on stderr, ends a run whose loss is not finite,
-    and marks checkpoints complete.
+    """Shows the progress and the rows of the log on stderr, and ends a run whose loss is not
+    finite.
     """
 
     def __init__(self, request: UptrainRequest) -> None:
@@ -374,21 +367,14 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         row = state.log_history[-1]
         if not math.isfinite(row.get("loss", 0.0) + row.get("eval_loss", 0.0)):
-            advice = "lower --relative-lr or raise --warmup"
-            if state.global_step <= 1:
-                advice += "; if that does not help, the model is damaged: use another copy"
-            raise InputError(f"step {state.global_step}: the loss is NaN or infinite; {advice}")
+            raise InputError(
+                f"step {state.global_step}: the loss is NaN or infinite; lower --relative-lr or"
+                " raise --warmup; if neither helps, the model is damaged: use another copy"
+            )
         if not self._quiet and "train_runtime" not in row:
             shown = [f"{name} {row[name]:.4g}" for name in row if name not in ("epoch", "step")]
             line = f"step {row['step']}/{state.max_steps}: {', '.join(shown)}"
             tqdm.write(line, file=sys.stderr)
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if dist.is_initialized():
-            # Each process writes its random state before the checkpoint is complete.
-            dist.barrier()
-        if state.is_world_process_zero:
-            mark_complete(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._bar.close()

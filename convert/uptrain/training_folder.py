@@ -1,32 +1,30 @@
-"""The folder ``OUT.training``, which holds what an interrupted run continues from: the options, the
-tokens and the checkpoints of Trainer, each with the hashes of its files.
+"""The folder ``OUT.training``, from which an interrupted run continues: the options, the tokens and
+the checkpoints of Trainer.
 """
 
 import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+import zipfile
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kvfold.convert.checkpoint.atomic import replacing, write_file
-from kvfold.convert.checkpoint.digests import hash_file
-from kvfold.convert.checkpoint.members import list_files, parse_json, read_bytes, stamps
+from kvfold.convert.checkpoint.members import parse_json, read_bytes, stamps
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.errors import InputError, option_error, summarize_error
+from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import load_training
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
-# The last file of a checkpoint, with the hashes of the others.
-COMPLETE = "complete.json"
 TOKENS = "tokens.safetensors"
-_REQUEST = "request.json"
+# Trainer writes this file of a checkpoint last.
+STATE = "trainer_state.json"
 
 
 def resume_or_start(request: UptrainRequest, source: Checkpoint) -> Path | None:
@@ -37,81 +35,67 @@ def resume_or_start(request: UptrainRequest, source: Checkpoint) -> Path | None:
     what is read from it must have been written by a run of this request.
     """
     work = request.work
-    started = work / _REQUEST
+    started = work / "request.json"
     if link := next((path for path in (work, *work.rglob("*")) if path.is_symlink()), None):
         raise InputError(
             f"{link} is a link, but the run writes into this folder; remove it or choose"
             " another OUT"
         )
     before = parse_json(started, read_bytes(started)) if started.is_file() else {}
-    # A kill may have left only half of the first file.
-    is_own = before.keys() == {"options", "files"} or (work / f"{_REQUEST}.new").is_file()
+    is_own = before.keys() == {"options", "files"}
     if work.is_file() or (any(work.glob("*")) and not is_own):
         raise InputError(
             f"{work}: the run needs this folder, but it contains other files; choose another OUT"
         )
-    files = [*source.states, *source.extra_files(), Path(request.text)]
-    files += [Path(request.eval_text)] if request.eval_text else []
+    files = [*source.states, *source.extra_files()]
+    files += [Path(text) for text in (request.text, request.eval_text) if text]
     if request.teacher is not None:
         with closing(open_checkpoint(request.teacher)) as teacher:
             files += teacher.states
-    now = {"options": request.result_options(), "files": stamps(files)}
-    if before and not request.fresh:
-        trained = any(work.glob("checkpoint-*"))
-        if trained:
-            _check_same_options(work, before["options"], request.result_options())
-        if before == json.loads(json.dumps(now)):
+    now = json.dumps({"options": request.result_options(), "files": stamps(files)}, indent=1)
+    if any(work.glob("checkpoint-*")) and not request.fresh:
+        _check_same_options(request, before["options"])
+        if before == json.loads(now):
             return _last_checkpoint(work, request.steps)
-        if trained:
-            print(f"discarding {work}: the model or the text changed since then", file=sys.stderr)
+        print(f"discarding {work}: the model or the text changed since then", file=sys.stderr)
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    with replacing(started) as new:
-        write_file(new, json.dumps(now, indent=1))
+    write_file(started, now)
     return None
 
 
-def _check_same_options(work: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise InputError if the options of the run in ``work`` were others."""
+def _check_same_options(request: UptrainRequest, before: dict[str, object]) -> None:
+    """Raise InputError if the options of the run in ``OUT.training`` were others."""
+    now = request.result_options()
     for name in before.keys() | now.keys():
         if before.get(name) != now.get(name):
             raise option_error(
                 name,
                 now.get(name, "absent"),
-                f"differs from the interrupted run in {work}, which has {before.get(name)}; use the"
-                " same options to continue it, or --fresh to discard it",
+                f"differs from the interrupted run in {request.work}, which has {before.get(name)};"
+                " use the same options to continue it, or --fresh to discard it",
             )
 
 
 def _last_checkpoint(work: Path, steps: int) -> Path | None:
-    """The newest checkpoint that is as it was written; tells and removes damaged ones."""
+    """The newest checkpoint whose files can be loaded; tells and removes damaged ones."""
     checkpoints = work.glob("checkpoint-[0-9]*")
     for checkpoint in sorted(checkpoints, key=lambda path: int(path.name[11:]), reverse=True):
-        complete = checkpoint / COMPLETE
         try:
-            hashes = parse_json(complete, read_bytes(complete))
-            problem = None if hashes == _hash_files(checkpoint) else "its files changed"
-        except (InputError, OSError) as error:
-            problem = summarize_error(error)
-        if problem is None:
-            step = checkpoint.name.removeprefix("checkpoint-")
-            print(f"resuming after step {step} of {steps} (--fresh starts over)", file=sys.stderr)
-            return checkpoint
-        print(f"discarding {checkpoint.name}, which is damaged ({problem})", file=sys.stderr)
-        shutil.rmtree(checkpoint)
+            parse_json(checkpoint / STATE, read_bytes(checkpoint / STATE))
+            for weights in checkpoint.glob("*.safetensors"):
+                with safe_open(weights, "pt"):
+                    pass
+            for pickled in checkpoint.glob("*.pt"):
+                zipfile.ZipFile(pickled).close()
+        except (InputError, OSError, SafetensorError, zipfile.BadZipFile) as error:
+            print(f"discarding {checkpoint.name}, which is damaged ({error})", file=sys.stderr)
+            shutil.rmtree(checkpoint)
+            continue
+        step = checkpoint.name.removeprefix("checkpoint-")
+        print(f"resuming after step {step} of {steps} (--fresh starts over)", file=sys.stderr)
+        return checkpoint
     return None
-
-
-def _hash_files(checkpoint: Path) -> dict[str, str]:
-    names = [name for name in list_files(checkpoint) if name != COMPLETE]
-    return {name: hash_file(checkpoint / name) for name in names}
-
-
-def mark_complete(checkpoint: Path) -> None:
-    """Write the hashes of a checkpoint's files, which marks it complete."""
-    with replacing(checkpoint / COMPLETE) as new:
-        new.unlink(missing_ok=True)  # what a kill left of it is none of the files
-        write_file(new, json.dumps(_hash_files(checkpoint)))
 
 
 def draw_tokens(request: UptrainRequest, source: Checkpoint, vocabulary: int) -> None:

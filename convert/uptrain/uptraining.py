@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -39,17 +39,18 @@ from kvfold.convert.stream.stock import hide_bars, load_config
 from kvfold.convert.text.corpus import check_seq_len
 from kvfold.convert.training.steps import check_constant
 from kvfold.convert.uptrain.training_folder import (
-    COMPLETE,
+    STATE,
     TOKENS,
     draw_tokens,
     resume_or_start,
 )
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
-_CARD_ROWS = {
-    "eval_perplexity": ("perplexity", ".3f"),
-    "eval_excess": ("excess loss over the teacher's, nats", "+.4f"),
-    "eval_kl": ("KL from the teacher, nats", ".4f"),
+# The figures of an evaluation on held-out text, in nats per token.
+_FIGURES = {
+    "eval_loss": "loss",
+    "eval_excess": "excess loss over the teacher's",
+    "eval_kl": "KL from the teacher",
 }
 
 
@@ -103,9 +104,8 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
         try:
             return _train(request, source)
         except BaseException as error:
-            if request.work.exists():
-                checkpoints = len([*request.work.glob(f"checkpoint-*/{COMPLETE}")])
-                error.add_note(f"{request.work} is kept for the same request: {checkpoints} states")
+            if any(request.work.glob(f"checkpoint-*/{STATE}")):
+                error.add_note(f"{request.work} is kept: the same command continues from there")
             raise
 
 
@@ -137,7 +137,12 @@ def _train(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     def write() -> Uptrained:
         if trainer.constant:
             check_constant(state, source)
-        record = _make_record(request, trainer.rows()) | {"precision": dtype_name(precision)}
+        options = request.result_options()
+        for name in options.keys() & {"model", "text", "eval_text", "teacher"}:
+            options[name] = recorded_name(options[name])
+        record = {"request": options, "text": options["text"], "teacher": options.get("teacher")}
+        record |= _held_out_rows(request, trainer.rows())
+        record |= {"log": trainer.rows(), "precision": dtype_name(precision)}
         model = trainer.accelerator.unwrap_model(trainer.model)
         _write_checkpoint(request, source, side_files, model, state, record)
         shutil.rmtree(request.work)
@@ -146,35 +151,34 @@ def _train(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     return on_rank0(write) or Uptrained({})
 
 
-def _make_record(request: UptrainRequest, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The record of a run for ``kvfold.json``; local files and folders are recorded by name,
-    without their paths.
+def _held_out_rows(request: UptrainRequest, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The log's rows before training and of the state that is written, under ``held_out``; nothing
+    without evaluations.
     """
-    options = request.result_options()
-    for name in options.keys() & {"model", "text", "eval_text", "teacher"}:
-        options[name] = recorded_name(options[name])
-    record = {"request": options, "text": options["text"], "teacher": options.get("teacher")}
     measured = [row for row in rows if "eval_loss" in row]
-    if measured:
-        # As in `Uptrainer`, the first of equals is the best.
-        best = min(measured, key=lambda row: row.get("eval_kl", row["eval_loss"]))
-        sizes = {"sequences": request.eval_sequences, "length": request.seq_len}
-        record["held_out"] = {**sizes, "before": measured[0], "after": best}
-    return {**record, "log": rows}
+    if not measured:
+        return {}
+    # As in `Uptrainer`, the first of equals is the best.
+    best = min(measured, key=lambda row: row.get("eval_kl", row["eval_loss"]))
+    sizes = {"sequences": request.eval_sequences, "length": request.seq_len}
+    return {"held_out": {**sizes, "before": measured[0], "after": best}}
 
 
 def summary(request: UptrainRequest, uptrained: Uptrained) -> str:
-    """A summary of the result for users, one to three lines long."""
+    """A summary of the result for users, one to four lines long."""
     tokens = request.steps * request.batch_tokens
     lines = [f"wrote {request.out}: {request.steps} steps, {tokens} tokens"]
-    if drift := uptrained.record.get("held_out"):
-        # Distillation lowers the KL; the loss of few sequences says less.
-        names = {"eval_excess": "excess loss over the teacher's", "eval_kl": "KL from the teacher"}
-        for name, title in names.items() if request.teacher else [("eval_loss", "loss")]:
-            before = drift["before"][name]
-            after = drift["after"][name]
-            lines.append(f"held-out {title}: {before:.4f} -> {after:.4f} nats per token")
+    for title, before, after in _figures(uptrained.record):
+        lines.append(f"held-out {title}: {before} -> {after} nats per token")
     return "\n".join(lines)
+
+
+def _figures(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """The title of each held-out figure, and the figure before and after training."""
+    drift = record.get("held_out", {"before": {}})
+    for name, title in _FIGURES.items():
+        if name in drift["before"]:
+            yield title, f"{drift['before'][name]:.4f}", f"{drift['after'][name]:.4f}"
 
 
 def _read_side_files(source: Checkpoint) -> dict[str, bytes]:
@@ -193,11 +197,6 @@ def _read_side_files(source: Checkpoint) -> dict[str, bytes]:
     files = {name: read_member(source.folder, name) for name in dict.fromkeys(names)}
     if RECORD in files:
         parse_json(source.folder / RECORD, files[RECORD])
-    try:
-        files.get(CARD, b"").decode()
-    except UnicodeDecodeError as error:
-        problem = f"byte {error.start} is not UTF-8; save the file as UTF-8 or remove it"
-        raise InputError(f"{source.folder / CARD}: {problem}") from None
     return files
 
 
@@ -232,7 +231,7 @@ def _write_checkpoint(
             (folder / name).parent.mkdir(exist_ok=True)
             write_file(folder / name, data)
         card = trained_card(
-            side_files.get(CARD, b"").decode(),
+            side_files.get(CARD, b"").decode(errors="replace"),
             portable_name(Path(request.out)),
             _describe(request, training),
         )
@@ -257,14 +256,10 @@ def _describe(request: UptrainRequest, training: Mapping[str, Any]) -> str:
         f"A converted checkpoint, trained further by kvfold: {trained} trained for {request.steps}"
         f" steps of {request.batch_tokens} tokens of {training['text']}{teacher}."
     ]
-    if drift := training.get("held_out"):
-        tokens = f"{drift['sequences']} x {drift['length']} held-out tokens"
-        lines += ["", f"| on {tokens} | before | after |", "|---|---|---|"]
-        for name, (title, form) in _CARD_ROWS.items():
-            if name in drift["before"]:
-                before = format(drift["before"][name], form)
-                after = format(drift["after"][name], form)
-                lines.append(f"| {title} | {before} | {after} |")
+    if "held_out" in training:
+        tokens = f"{request.eval_sequences} x {request.seq_len} held-out tokens"
+        lines += ["", f"| nats per token on {tokens} | before | after |", "|---|---|---|"]
+        lines += [f"| {' | '.join(row)} |" for row in _figures(training)]
     return "\n".join(lines) + "\n"
 
 
@@ -272,14 +267,19 @@ def _check_written(source: Checkpoint, folder: Path, trained: Mapping[str, Tenso
     """Raise KvfoldError unless ``folder`` has the tensors of ``source``, with their dtypes and
     shapes.
     """
-    before = {name: (info.dtype, info.shape) for name, info in source.tensors.items()}
     with closing(open_checkpoint(folder)) as written:
         after = {name: (info.dtype, info.shape) for name, info in written.tensors.items()}
-    for name in before.keys() | after.keys():
-        # Tensors that transformers does not load, such as inv_freq of old models, may be missing.
-        dropped = name not in after and (name == "lm_head.weight" or name not in trained)
-        if before.get(name) != after.get(name) and not dropped:
-            raise KvfoldError(
-                f"{name}: written as {after.get(name)}, but {source.origin} has {before.get(name)};"
-                " OUT was not written, please report this"
-            )
+    # Tensors that transformers does not load, such as inv_freq of old models, may be missing.
+    before = {
+        name: (info.dtype, info.shape)
+        for name, info in source.tensors.items()
+        if name in after or (name in trained and name != "lm_head.weight")
+    }
+    if before != after:
+        name = min(
+            name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+        )
+        raise KvfoldError(
+            f"{name}: written as {after.get(name)}, but {source.origin} has {before.get(name)};"
+            " OUT was not written, please report this"
+        )

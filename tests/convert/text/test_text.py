@@ -250,12 +250,6 @@ def test_rows_that_give_no_text_are_named_with_their_line(
         load_calibration(str(path), byte_tokenizer(eos=False), 1, 32)
 
 
-def test_a_file_without_rows_is_refused_before_a_model_is_read(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("not json\n")
-    with pytest.raises(InputError, match="line 1: not JSON"):
-        check_sources([f"{tmp_path / 'rows.jsonl'}:3"])
-
-
 def test_sequences_that_cannot_be(tokenizer: Any, refused: Any) -> None:
     for work in (
         lambda: load_calibration(None, tokenizer, 1, 1),
@@ -476,11 +470,11 @@ def test_a_big_file_is_read_in_parts_from_all_over(
         )
     )
     seen = []
-    parse = corpus.TextFile.parse
+    parse = corpus.Corpus.parse
     monkeypatch.setattr(
-        corpus.TextFile,
+        corpus.Corpus,
         "parse",
-        lambda file, *cell: seen.append(len(cell[1])) or parse(file, *cell),
+        lambda text, *cell: seen.append(len(cell[2])) or parse(text, *cell),
     )
     found = load_calibration(str(path), tokenizer, 8, 61)
     assert sum(seen) <= 1 << 14 < path.stat().st_size / 10
