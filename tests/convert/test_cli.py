@@ -45,38 +45,29 @@ def test_help_fits_80_columns_and_shows_panels(kvfold, monkeypatch):
 
 def test_help_plans_and_wrong_inputs_import_nothing_heavy(tmp_path):
     """In one process: what a line imports shows at that line."""
-    (tmp_path / "binary").write_bytes(b"\0")
     (tmp_path / "words").write_text("some words")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").touch()
     (tmp_path / "neox").mkdir()  # a dry run needs no weights
     config = {**SIZES, "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]}
     (tmp_path / "neox" / "config.json").write_text(json.dumps(config))
     demo = str(demo_folder())
-    to = ["--to", "mqa"]
-    convert = ["convert", demo, "new", *to]
+    convert = ["convert", demo, "new", "--to", "mqa"]
     uptrain = ["uptrain", demo, "new", "--text"]
-    dry = [*convert, "--device", "cpu", "--dry-run"]
     right = [
         [],
         *([command, "--help"] for command in cli.kvfold.commands),
         ["inspect", demo, "--json"],
+        ["convert", demo, "new", "--to", "mla", "--budget", "32", "--dry-run"],
+        ["convert", "neox", "new", "--to", "mqa", "--method", "mean", "--dry-run"],
+        [*convert, "--polish", "50", "--calibration", "self", "--device", "cpu", "--dry-run"],
     ]
-    right += [["convert", demo, "new", "--to", "mla", "--budget", "32", "--dry-run"]]
-    right += [["convert", "neox", "new", *to, "--method", "mean", "--dry-run"]]
-    right += [[*dry, "--calibration", "self"], [*dry, "--polish", "50"]]
     wrong = {
-        "already exists": ["convert", demo, "out", *to],
+        "already exists": ["convert", demo, "neox", "--to", "mqa"],
         "--calibration nothing.txt: no such file": [*convert, "--calibration", "nothing.txt"],
-        "is not UTF-8 text": [*convert, "--calibration", "binary"],
-        "binary is not a writable folder": ["convert", demo, "binary/out", *to],
         "--text nothing.txt: no such file": ["drift", demo, demo, "--text", "nothing.txt"],
         "--text nothing.txt: no such file; check": [*uptrain, "nothing.txt"],
-        "/nope/drift: no such folder": ["drift", "/nope/drift", "/nope"],
         "/nope/out: no such folder": ["drift", demo, "/nope/out"],
         "/nope/eval: no such folder": ["eval", "/nope/eval", "/nope"],
         "/nope/sweep: no such folder": ["sweep", "/nope/sweep"],
-        "/nope/uptrain: no such folder": ["uptrain", "/nope/uptrain", "new", "--text", "words"],
         "/nope/teacher: no such folder": [*uptrain, "words", "--teacher", "/nope/teacher"],
     }
     script = f"""
@@ -156,15 +147,11 @@ def test_demo_converts_measures_and_writes_its_table(kvfold, monkeypatch, tmp_pa
     monkeypatch.setattr(demo_command, "CONVERSIONS", demo_command.CONVERSIONS[4:5])
     monkeypatch.setattr(demo_command, "_WINDOWS", 1)
     monkeypatch.setattr(demo_command, "_LENGTH", 16)
-    done = kvfold("demo", tmp_path / "kept", "--json", "-")
-    found = json.loads(done.stdout)
-    assert found["measured_on"] == "1 x 16 held-out tokens"
-    assert [row["cache_elements"] for row in found["targets"]] == [512, 64]
-    assert found["targets"][0]["perplexity"] < found["targets"][1]["perplexity"]
-    assert re.search(r"^MQA, mean +64 +87.5 % ", done.stderr, re.MULTILINE)
+    result = json.loads(kvfold("demo", tmp_path / "kept", "--json", "-").stdout)
+    assert [row["cache_elements"] for row in result["targets"]] == [512, 64]
+    assert result["targets"][0]["perplexity"] < result["targets"][1]["perplexity"]
     assert (tmp_path / "kept" / "mqa-mean" / "config.json").is_file()
-    again = kvfold("demo", tmp_path / "kept")
-    assert again.stderr.startswith(f"error: {tmp_path}/kept must be a new or empty folder")
+    assert kvfold("demo", tmp_path / "kept").returncode == 2
 
 
 def test_convert_prints_its_plan_and_its_result(kvfold, tmp_path):
@@ -186,13 +173,10 @@ def test_convert_prints_its_plan_and_its_result(kvfold, tmp_path):
 
 
 def test_recipes_lists_models_and_caches(kvfold):
-    lines = kvfold("recipes").stdout.splitlines()
-    assert lines[0].split() == ["recipe", "model", "cached", "before", "after"]
-    row = next(line for line in lines if line.startswith("llama-2-7b-mqa "))
+    row = next(line for line in kvfold("recipes").stdout.splitlines() if "llama-2-7b-mqa " in line)
     assert row.split() == ["llama-2-7b-mqa", "meta-llama/Llama-2-7b-hf", "8192", "256"]
-    assert len(lines) == len(recipe_names()) + 3
     listed = json.loads(kvfold("recipes", "--json", "-").stdout)
-    assert {recipe["name"]: recipe["cached_after"] for recipe in listed}["llama-2-7b-mqa"] == 256
+    assert [recipe["name"] for recipe in listed] == recipe_names()
 
 
 def test_drift_runs_a_tokenizers_code_only_when_allowed(kvfold, tmp_path, monkeypatch):

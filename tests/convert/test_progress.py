@@ -4,8 +4,6 @@ import io
 import re
 import sys
 
-import pytest
-
 from kvfold.convert import progress
 
 
@@ -15,14 +13,6 @@ def test_without_a_terminal_a_line_gives_the_stage_and_the_time_left(monkeypatch
         advance(1)
         advance(1)
     assert re.search(r"^fitting: +22%.* 7/32 \[00:00<00:0\d", capsys.readouterr().err, re.MULTILINE)
-
-
-def test_short_stages_print_no_lines(capsys):
-    with pytest.raises(KeyboardInterrupt), progress.Stages()("convert", 4, "layer"):
-        raise KeyboardInterrupt
-    with progress.Stages()("convert", 4, "layer") as advance, progress.Stages()("reading"):
-        advance(4)
-    assert capsys.readouterr().err == ""
 
 
 def test_a_terminal_has_bars(monkeypatch):

@@ -12,7 +12,7 @@ from helpers.checkpoints import hub_config
 
 from kvfold.convert import ConvertRequest, cli, convert_checkpoint, recipe_request
 from kvfold.convert.commands.uptrain_command import uptrain
-from kvfold.convert.conversion import convert as convert_module
+from kvfold.convert.conversion import convert
 from kvfold.convert.errors import InputError
 from kvfold.convert.recipes import read_recipe, recipe_names
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
@@ -51,12 +51,6 @@ def refused(recipe, **overrides):
     return str(caught.value)
 
 
-def run(*arguments):
-    with pytest.raises(SystemExit) as caught:
-        cli.main([str(argument) for argument in arguments])
-    return caught.value.code
-
-
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_shipped_recipe_plans_and_saves_what_it_says(name, shapes_of, tmp_path):
     text = (FOLDER / f"{name}.toml").read_text()
@@ -70,13 +64,8 @@ def test_a_shipped_recipe_plans_and_saves_what_it_says(name, shapes_of, tmp_path
     plan = convert_checkpoint(request).plan
     assert (plan.cache_elements, plan.layout.cache_elements) == (before, after)
     assert about["saving"] == 1 - after / before
-    assert request.refine == "auto"
     assert f"# kvfold convert {hub} OUT --recipe {name} " in text
     assert f"--teacher {hub} " in about["uptrain"]
-    assert all(
-        said in about["measured"]
-        for said in ("not measured by us on the full model", f"kvfold drift {hub}")
-    )
 
 
 @pytest.mark.parametrize(
@@ -89,11 +78,8 @@ def test_a_shipped_recipe_plans_and_saves_what_it_says(name, shapes_of, tmp_path
             {"to": "gqa", "kv_heads": 8, "samples": 7, "refine": 0},
         ),
         ("llama-2-7b-gqa-8", {"to": "mqa"}, {"to": "mqa"}),
-        ("llama-2-7b-gqa-8", {"to": "gqa"}, {"to": "gqa", "kv_heads": 8}),
         ("llama-2-7b-mqa", {"to": "gqa", "kv_heads": 4}, {"to": "gqa", "kv_heads": 4}),
-        ("llama-2-7b-mla-512-64", {"to": "mqa"}, {"to": "mqa"}),
         ("llama-2-7b-gqa-8", {"to": "mla", "budget": 64}, {"to": "mla", "budget": 64}),
-        ("llama-2-7b-mqa", {"calibration": "a.txt"}, {"to": "mqa", "calibration": "a.txt"}),
     ],
 )
 def test_an_override_displaces_what_cannot_stand_beside_it(name, overrides, expected):
@@ -111,7 +97,6 @@ def test_a_budget_gives_way_to_a_split_and_a_method_to_a_target(tmp_path):
     assert request_of(pooled, to="gqa", kv_heads=2).method == "mean"
     latent = request_of(pooled, to="mla", budget=64)
     assert (latent.method, latent.group) == (None, None)
-    assert "--to gqa needs --kv-heads" in refused("llama-2-7b-gqa-8", kv_heads=None)
     effort = write(tmp_path, 'to = "mqa"\neffort = "normal"')
     assert (request_of(effort).polish, request_of(effort, refine=10).polish) == ("100k", 0)
 
@@ -124,9 +109,7 @@ def test_a_budget_gives_way_to_a_split_and_a_method_to_a_target(tmp_path):
         ('to = "mqa"\nkv-heads = 8', "did you mean kv_heads"),
         ('to = "mqa"\nquiet = true', "quiet"),
         ('to = "mqa"\n[about]\nsamples = 3', "[about]"),
-        ('to = "mqa"\nabout = 3', "[about]"),
         ("samples = 3", "use --to"),
-        ('to = "mqa', "not valid TOML"),
         ("a = " + "[" * 5000, "not valid TOML"),
     ],
 )
@@ -139,14 +122,12 @@ def test_a_recipe_with_a_fault_is_refused(tmp_path, told, text, named):
 def test_only_a_file_or_the_name_of_a_recipe_is_accepted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.toml").mkdir()
-    (tmp_path / "binary.toml").write_bytes(b'to = "\xff"')
-    for name in ("folder.toml", "no/such.toml", "llama-2-7b-gqa8", "  ", "a" * 5000, "nul\0"):
+    for name in ("folder.toml", "llama-2-7b-gqa8", "  ", "a" * 5000, "nul\0"):
         error = refused(name)
         assert all(known in error for known in recipe_names())
         assert ("(did you mean llama-2-7b-gqa-8?)" in error) == (name == "llama-2-7b-gqa8")
+    (tmp_path / "binary.toml").write_bytes(b'to = "\xff"')
     assert "binary.toml is not valid TOML" in refused("binary.toml")
-    (tmp_path / "mark.toml").write_text('to = "mqa"', encoding="utf-8-sig")
-    assert request_of("mark.toml").to == "mqa"
 
 
 def test_a_file_needs_no_suffix_and_does_not_hide_a_name(tmp_path, monkeypatch):
@@ -157,36 +138,13 @@ def test_a_file_needs_no_suffix_and_does_not_hide_a_name(tmp_path, monkeypatch):
     assert request_of("llama-2-7b-mqa").to == "mqa"
 
 
-def test_the_command_line_and_the_request_have_the_same_defaults(monkeypatch):
-    """A recipe leaves what it does not name to the request; without one the command line's defaults
-    count.
-    """
+def test_options_that_are_given_override_a_recipe_at_their_defaults_too(tmp_path, monkeypatch):
     requests = []
-    monkeypatch.setattr(
-        convert_module, "convert_checkpoint", lambda request: requests.append(request) or 1 / 0
-    )
-    assert run("convert", "m", "o", "--to", "mqa") == 1
-    assert requests == [ConvertRequest(model="m", out="o", to="mqa")]
-
-
-@pytest.mark.slow
-def test_a_recipe_and_the_same_options_give_equal_bytes(tiny_reader, tmp_path):
-    """Options that are given count more than the recipe, at their defaults too."""
-    text = (
-        'to = "gqa"\nkv_heads = 2\nseed = 3\ngroup = "contiguous"\nsamples = 2\nseq_len ='
-        ' 32\n[about]\nmodel = "demo"'
-    )
-    options = ["--to", "gqa", "--group", "contiguous", "--samples", 2, "--seq-len", 32]
-    lines = {"a": ["--recipe", write(tmp_path, text)], "b": options}
-    written = {}
-    for name, line in lines.items():
-        further = ["--kv-heads", 4, "--seed", 0, "--quiet"]
-        assert run("convert", tiny_reader, tmp_path / name, *line, *further) == 0
-        written[name] = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
-    assert written["a"] == written["b"]
-    recorded = json.loads(written["a"]["kvfold.json"])["request"]
-    assert (recorded["kv_heads"], recorded["samples"]) == (4, 2)
-    assert "recipe" not in recorded
+    monkeypatch.setattr(convert, "convert_checkpoint", lambda request: requests.append(request))
+    path = write(tmp_path, 'to = "gqa"\nkv_heads = 2\nseed = 3\nsamples = 2')
+    with pytest.raises(SystemExit):
+        cli.main(["convert", "m", "o", "--recipe", path, "--kv-heads", "4", "--seed", "0"])
+    assert requests == [ConvertRequest("m", "o", to="gqa", kv_heads=4, samples=2)]
 
 
 # recipes/README.md

@@ -61,14 +61,6 @@ def test_a_signal_that_nohup_ignores_stays_ignored():
         signal.raise_signal(signal.SIGHUP)
 
 
-def test_a_handler_of_the_program_stays():
-    heard = []
-    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-    with interrupt_on_signals():
-        signal.raise_signal(signal.SIGTERM)
-    assert heard == [signal.SIGTERM]
-
-
 def test_a_signal_while_cleaning_up_waits(tmp_path, monkeypatch):
     removed = atomic.shutil.rmtree
 

@@ -19,7 +19,7 @@ MODULES = {
     "KVFOLD_VLLM_PYTHON": ["vllm"],
     "KVFOLD_MLX_PYTHON": ["mlx_lm"],
     "KVFOLD_LLAMA_CPP_PYTHON": ["llama_cpp_py_sync", "gguf"],
-    "KVFOLD_EVAL_PYTHON": ["lm_eval", "peft", "trl"],
+    "KVFOLD_EVAL_PYTHON": ["lm_eval", "peft"],
 }
 ENGINE = {"layout": "engine", "samples": 4, "seq_len": 64}
 FREE = {"layout": "free", "method": "svd"}

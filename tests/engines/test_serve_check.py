@@ -3,7 +3,6 @@ engine says.
 """
 
 import importlib
-import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -37,12 +36,6 @@ def test_verdicts(
         assert row["differences"] == [{"prompt": 1, "token": 31, "logits_apart": apart}]
 
 
-def test_prompts_are_windows_over_the_whole_text(script: ModuleType) -> None:
-    assert script.windows([*range(50)], 3) == [[*range(at, at + 16)] for at in (0, 17, 34)]
-    with pytest.raises(SystemExit, match="--prompts 4 need 64 tokens of text, which has 50"):
-        script.windows([*range(50)], 4)
-
-
 def test_a_dead_engine_is_a_refusal_with_its_message(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,11 +48,3 @@ def test_a_dead_engine_is_a_refusal_with_its_message(
     monkeypatch.setattr(script, "__file__", str(tmp_path / "serve_check.py"))
     monkeypatch.setitem(script.SCRIPTS, "mlx", "dead.py")
     assert script.ask("mlx", sys.executable, {}, 60) == {"error": "x.cpp: ASSERT(a < b) failed"}
-
-
-def test_rows_replace_those_of_the_same_run(script: ModuleType, tmp_path: Path) -> None:
-    row = {"engine": "mlx", "checkpoint": "a", "layout": None, "dtype": "float32", "options": {}}
-    script.merge(tmp_path / "rows.json", [row | {"verdict": "wrong"}])
-    script.merge(tmp_path / "rows.json", [row | {"verdict": "equal"}, row | {"engine": "vllm"}])
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [found.get("verdict") for found in rows] == ["equal", None]

@@ -75,16 +75,8 @@ def test_tokens_equal_or_refused_and_the_cache_as_promised(
             "no convert_hf_to_gguf.py; set KVFOLD_LLAMA_CPP to the folder of llama.cpp's sources"
         )
     folders = [str(demo_folder()), *(str(made(name)) for name in expected)]
-    call = [
-        sys.executable,
-        str(SCRIPT),
-        *folders,
-        "--engine",
-        engine,
-        "--python",
-        python,
-        *OPTIONS.get(case, []),
-    ]
+    options = ["--engine", engine, "--python", python, *OPTIONS.get(case, [])]
+    call = [sys.executable, str(SCRIPT), *folders, *options]
     done = subprocess.run([*call, "--json", str(out)], capture_output=True, text=True, check=False)
     assert out.exists(), done.stderr
     rows = {row["checkpoint"]: row for row in json.loads(out.read_text())["rows"]}
