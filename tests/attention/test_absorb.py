@@ -50,7 +50,7 @@ VARIANTS = {
 }
 
 
-def tiny(variant="deepseek_v3", dtype=torch.float32):
+def tiny(variant="deepseek_v3"):
     """A random model whose attention matters: weights of unit scale, norms and biases away from
     where they start.
     """
@@ -63,7 +63,7 @@ def tiny(variant="deepseek_v3", dtype=torch.float32):
                 parameter += 0.3 * torch.randn_like(parameter)
             else:
                 parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
-    return model.eval().to(dtype)
+    return model.eval()
 
 
 def pair(variant="deepseek_v3"):
@@ -176,18 +176,6 @@ def test_gradients_with_a_cache_are_those_of_stock():
         model(prompt(3, 1), past_key_values=cache).logits.square().mean().backward()
         grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
     torch.testing.assert_close(grads[1], grads[0], **precision.ACTIVATIONS)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_no_worse_than_stock(dtype):
-    tokens = prompt(4, 40)
-    splits = [32] + [1] * 8
-    exact, _ = decode(tiny(dtype=dtype).double(), tokens, splits)
-    errors = []
-    for model in (tiny(dtype=dtype), absorb(tiny(dtype=dtype))):
-        logits, _ = decode(model, tokens, splits)
-        errors.append((logits.double() - exact)[:, 32:].square().mean().sqrt())
-    assert errors[1] <= 2 * errors[0]
 
 
 def test_under_autocast_absorbed_models_are_the_stock_ones():

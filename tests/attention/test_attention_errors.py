@@ -7,11 +7,9 @@ from torch import nn
 from kvfold.attention import (
     GroupedAttention,
     KVCache,
-    LatentCache,
     absorb,
     apply_rotary,
     cache_bytes,
-    distance_profile,
     grouped_attention,
     latent_attention,
     rotary_frequencies,
@@ -30,14 +28,14 @@ def grouped(query=QUERY, key=KEY, value=KEY, **options):
     return grouped_attention(query, key, value, **options)
 
 
-def latent(rope=(2, 4, 3, 2), c=(2, 5, 9), up_value=(4, 5, 7)):
-    shapes = ((2, 4, 3, 6), rope, c, (4, 6, 7), up_value)
+def latent(rope):
+    shapes = [(2, 4, 3, 6), rope, (2, 5, 9), (4, 6, 7), (4, 5, 7)]
     return latent_attention(*map(torch.zeros, shapes), absorbed=True)
 
 
-def append(heads=2, tokens=1, learns=False, dtype=torch.float32):
+def append(heads=2, tokens=1, learns=False):
     token = torch.zeros(2, heads, tokens, 8, requires_grad=learns)
-    return KVCache(2, 2, 8, 4, growing=False, dtype=dtype).append(token, token)
+    return KVCache(2, 2, 8, 4, growing=False).append(token, token)
 
 
 def module(**options):
@@ -46,43 +44,34 @@ def module(**options):
         key=nn.Linear(8, 8),
         value=nn.Linear(8, 8),
         output=nn.Linear(16, 8),
+        heads=4,
+        kv_heads=2,
         head_dim=4,
-        **{"heads": 4, "kv_heads": 2, **options},
+        **options,
     )
 
 
 CASES = {
     "query dims": lambda: grouped(QUERY[0]),
-    "key dims": lambda: grouped(key=KEY[..., :6]),
     "key heads": lambda: grouped(QUERY[:, :3]),
     "few keys": lambda: grouped(key=KEY[:, :, :2], value=KEY[:, :, :2]),
     "dtype": lambda: grouped(key=KEY.double()),
     "device": lambda: grouped(key=KEY.to("meta")),
-    "window": lambda: grouped(window=0),
     "offset": lambda: grouped(offset=3),
-    "offsets": lambda: grouped(offset=torch.tensor([1])),
     "lengths": lambda: grouped(lengths=torch.zeros(2)),
     "bias": lambda: grouped(bias=torch.zeros(1, 2, 3, 5)),
     "rotary queries": lambda: latent(rope=(2, 4, 2, 2)),
-    "latent dims": lambda: latent(c=(2, 5, 8)),
-    "up-projections": lambda: latent(up_value=(4, 5, 6)),
     "absorb": lambda: absorb(nn.Linear(2, 2)),
     "odd dims": lambda: rotary_frequencies(5),
-    "rotary dims": lambda: apply_rotary(QUERY[..., :2], TABLES),
     "positions": lambda: apply_rotary(QUERY[:, :, :2], TABLES),
     "layout": lambda: apply_rotary(QUERY, TABLES, "mixed"),
     "cache heads": lambda: append(heads=3),
     "capacity": lambda: append(tokens=5),
-    "cache dtype": lambda: append(dtype=torch.bfloat16),
     "gradient": lambda: append(learns=True),
-    "cached latent": lambda: LatentCache(2, 6, 2).append(torch.zeros(2, 1, 9)),
     "missing size": lambda: cache_bytes("gqa", 1, 1, torch.half, head_dim=2),
     "variant": lambda: cache_bytes("mha2", 1, 1, torch.half),
-    "module heads": lambda: module(kv_heads=3),
     "causal cross attention": lambda: module(cross=True),
-    "no tokens": lambda: module()(torch.zeros(1, 0, 8)),
     "no memory": lambda: module(cross=True, causal=False)(torch.zeros(1, 2, 8)),
-    "profile": lambda: distance_profile(QUERY, KEY, 1.0),
     "row KL": lambda: row_kl(QUERY, QUERY, QUERY[:, :2], QUERY, 1.0, 1.0),
     "softcap": lambda: blockwise_attention(nn.Module(), QUERY, KEY, KEY, None, softcap=1.0),
     "model": lambda: as_stream(nn.Linear(2, 2)),

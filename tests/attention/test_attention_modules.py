@@ -76,17 +76,13 @@ def test_latent_module_equals_reference(query_rank, absorbed, x):
     torch.testing.assert_close(result[0], expected, **precision.EXACT)
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["memory once", "memory at every step"])
 @torch.no_grad()
-def test_cross_module_equals_reference_and_reads_the_memory_once(again, x):
+def test_cross_module_equals_reference_and_reads_the_memory_once(x):
     module = grouped_module(2, causal=False, cross=True).double()
     memory = x[1:, :5]
     x = x[:1]
     cache = module.new_cache(1, dtype=torch.float64)
-    steps = [
-        module(x[:, t : t + 1], memory=memory if again or t == 0 else None, cache=cache)
-        for t in range(T)
-    ]
+    steps = [module(x[:, :1], memory=memory, cache=cache), module(x[:, 1:], cache=cache)]
     weights = grouped_weights(module)
     masks = reference.BIDIRECTIONAL
     expected = reference.grouped_query_attention(x[0], weights, masks, memory=memory[0])
@@ -95,9 +91,8 @@ def test_cross_module_equals_reference_and_reads_the_memory_once(again, x):
     assert cache.length == 5
 
 
-@pytest.mark.parametrize("norm", [None, nn.RMSNorm(32)], ids=["plain", "normed"])
-def test_latent_attention_trains_under_autocast(norm, x):
-    module = latent_module(latent_norm=norm)
+def test_latent_attention_trains_under_autocast(x):
+    module = latent_module(latent_norm=nn.RMSNorm(32))
     with torch.autocast("cpu", torch.bfloat16):
         module(x.float()).float().sum().backward()
     assert module.up.weight.grad.dtype == torch.float32

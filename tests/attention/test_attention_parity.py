@@ -5,14 +5,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3Model,
-    LlamaConfig,
-    LlamaModel,
-    T5Config,
-    T5Model,
-)
+from transformers import DeepseekV3Config, DeepseekV3Model, LlamaConfig, LlamaModel
 
 from kvfold.attention import GroupedAttention, LatentAttention, rotary_frequencies
 
@@ -44,18 +37,17 @@ def initialize(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def record(module: nn.Module, model: nn.Module, **inputs) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The hidden states, the memory and the output of ``module`` inside ``model(**inputs)``."""
-    calls: list = []
+def record(module: nn.Module, model: nn.Module, **inputs) -> tuple[Tensor, Tensor]:
+    """The hidden states and the output of ``module`` inside ``model(**inputs)``."""
+    calls = []
 
     def hook(_, args, kwargs, output):
-        hidden = args[0] if args else kwargs["hidden_states"]
-        calls.append((hidden, kwargs.get("key_value_states"), output[0]))
+        calls.append((kwargs["hidden_states"], output[0]))
 
     handle = module.register_forward_hook(hook, with_kwargs=True)
     model(**inputs)
     handle.remove()
-    return calls[-1]
+    return calls[0]
 
 
 def tokens() -> Tensor:
@@ -71,7 +63,7 @@ def test_llama(kv_heads, padding):
     mask = torch.ones(B, T, dtype=torch.long)
     mask[1, :padding] = 0
     positions = (mask.cumsum(1) - 1).clamp(0)
-    x, _, expected = record(
+    x, expected = record(
         stock,
         model,
         input_ids=tokens(),
@@ -92,52 +84,6 @@ def test_llama(kv_heads, padding):
     assert_equal(result[mask.bool()], expected[mask.bool()])
 
 
-@pytest.mark.parametrize("part", ["encoder", "decoder", "cross"])
-@torch.no_grad()
-def test_t5_with_its_relative_bias_and_its_cross_attention(part):
-    config = T5Config(
-        vocab_size=64,
-        d_model=E,
-        d_kv=D,
-        d_ff=64,
-        num_layers=2,
-        num_heads=H,
-        dropout_rate=0.0,
-    )
-    model = initialize(T5Model(config))
-    mask = torch.ones(B, T, dtype=torch.long)
-    if part == "cross":
-        mask[1, 6:] = 0
-        stock = model.decoder.block[1].layer[1].EncDecAttention
-    else:
-        stock = getattr(model, part).block[0].layer[0].SelfAttention
-    ids = tokens()
-    x, memory, expected = record(
-        stock,
-        model,
-        input_ids=ids,
-        attention_mask=mask,
-        decoder_input_ids=ids,
-    )
-    module = GroupedAttention(
-        query=stock.q,
-        key=stock.k,
-        value=stock.v,
-        output=stock.o,
-        heads=H,
-        kv_heads=H,
-        head_dim=D,
-        scale=1.0,
-        causal=part == "decoder",
-        cross=part == "cross",
-    )
-    if part == "cross":
-        result = module(x, memory=memory, lengths=mask.sum(1))
-    else:
-        result = module(x, bias=stock.compute_bias(T, T))
-    assert_equal(result, expected)
-
-
 @pytest.mark.parametrize("query_rank", [None, 12])
 @torch.no_grad()
 def test_deepseek_v3(query_rank):
@@ -153,7 +99,7 @@ def test_deepseek_v3(query_rank):
     )
     model = initialize(DeepseekV3Model(config))
     stock = model.layers[1].self_attn
-    x, _, expected = record(stock, model, input_ids=tokens())
+    x, expected = record(stock, model, input_ids=tokens())
     if query_rank is None:
         query = stock.q_proj
     else:

@@ -25,17 +25,16 @@ B = 2
 H = 4
 T = 9
 S = 40
-D = 64
-R = 96
-P = 32
-DN = 64
-DV = 48
-COUNTS = (
-    {"starts": torch.tensor([0, 7])},
-    {"lengths": torch.tensor([40, 33])},
-    {"offset": torch.tensor([31, 20])},
-)
-MASKS = [{}, {"causal": False}, {"window": 5}, {"window": 5, "causal": False}, *COUNTS]
+CASES = {
+    "causal": Case(),
+    "both ways": Case(causal=False),
+    "window": Case(window=5),
+    "window both ways": Case(window=5, causal=False),
+    "starts": Case(starts=torch.tensor([0, 7])),
+    "lengths": Case(lengths=torch.tensor([40, 33])),
+    "offset": Case(offset=torch.tensor([31, 20])),
+}
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 pytestmark = pytest.mark.gpu
 
@@ -50,50 +49,45 @@ def normal(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape).to("cuda", dtype)
 
 
-def on_device(options: dict) -> dict:
+def on_device(case: Case) -> dict:
     return {
         name: value.cuda() if isinstance(value, Tensor) else value
-        for name, value in options.items()
+        for name, value in case.options.items()
     }
 
 
-@pytest.mark.parametrize("options", MASKS, ids=lambda options: ", ".join(options) or "causal")
-@pytest.mark.parametrize("queries", [1, T, S])
+@each_case
+@pytest.mark.parametrize("queries", [1, T])
 @pytest.mark.parametrize("groups", [H, 2, 1])
-def test_grouped_attention(dtype, groups, queries, options):
-    if queries == S and "offset" in options:
-        options = {"offset": torch.zeros(B, dtype=torch.long)}
-    query = normal(B, H, queries, D, dtype=dtype)
-    key, value = (normal(B, groups, S, D, dtype=dtype) for _ in range(2))
-    found = grouped_attention(query, key, value, **on_device(options))
-    case = Case(**options)
-    assert_precise(found, naive(query, key, value, case), exact(query, key, value, case))
+def test_grouped_attention(dtype, groups, queries, case):
+    query = normal(B, H, queries, 64, dtype=dtype)
+    key = normal(B, groups, S, 64, dtype=dtype)
+    value = normal(B, groups, S, 64, dtype=dtype)
+    result = grouped_attention(query, key, value, **on_device(case))
+    assert_precise(result, naive(query, key, value, case), exact(query, key, value, case))
 
 
-@pytest.mark.parametrize("options", MASKS[:3], ids=["causal", "both ways", "window"])
-def test_gradients_of_grouped_attention(dtype, options):
-    leaves = [normal(B, heads, S, D, dtype=dtype).requires_grad_() for heads in (H, 2, 2)]
-    probe = normal(B, H, S, D, dtype=dtype)
-    found = torch.autograd.grad(grouped_attention(*leaves, **options), leaves, probe)
-    plain = torch.autograd.grad(naive(*leaves, Case(**options)), leaves, probe)
+@pytest.mark.parametrize("case", [Case(), Case(causal=False), Case(window=5)])
+def test_gradients_of_grouped_attention(dtype, case):
+    leaves = [normal(B, heads, S, 64, dtype=dtype).requires_grad_() for heads in (H, 2, 2)]
+    probe = normal(B, H, S, 64, dtype=dtype)
+    grads = torch.autograd.grad(grouped_attention(*leaves, **case.options), leaves, probe)
+    plain = torch.autograd.grad(naive(*leaves, case), leaves, probe)
     wide = [leaf.detach().cpu().double().requires_grad_() for leaf in leaves]
-    expected = torch.autograd.grad(naive(*wide, Case(**options)), wide, probe.cpu().double())
-    for triple in zip(found, plain, expected, strict=True):
+    expected = torch.autograd.grad(naive(*wide, case), wide, probe.cpu().double())
+    for triple in zip(grads, plain, expected, strict=True):
         assert_precise(*triple)
 
 
+@each_case
 @pytest.mark.parametrize("absorbed", [False, True])
 @pytest.mark.parametrize("queries", [1, T])
-@pytest.mark.parametrize(
-    "options", [{}, {"window": 5}, *COUNTS], ids=lambda options: ", ".join(options) or "causal"
-)
-def test_latent_attention(dtype, absorbed, queries, options):
-    shapes = (B, H, queries, DN), (B, H, queries, P), (B, S, R + P), (H, DN, R), (H, DV, R)
+def test_latent_attention(dtype, absorbed, queries, case):
+    shapes = [(B, H, queries, 64), (B, H, queries, 32), (B, S, 128), (H, 64, 96), (H, 48, 96)]
     inputs = [normal(*shape, dtype=dtype) for shape in shapes]
-    inputs[3:] = [weight / R**0.5 for weight in inputs[3:]]
-    found = latent_attention(*inputs, absorbed=absorbed, **on_device(options))
-    case = Case(**options)
-    assert_precise(found, naive_latent(*inputs, case, absorbed), exact_latent(*inputs, case))
+    inputs[3:] = [weight / 96**0.5 for weight in inputs[3:]]
+    result = latent_attention(*inputs, absorbed=absorbed, **on_device(case))
+    assert_precise(result, naive_latent(*inputs, case, absorbed), exact_latent(*inputs, case))
 
 
 @pytest.mark.parametrize("variant", ["mha", "gqa", "mqa window", "mla"])

@@ -1,6 +1,4 @@
-"""Drift against stock models with plain hooks, of models against themselves, and with one layer
-disturbed.
-"""
+"""Drift against stock models with plain hooks, and of models against themselves."""
 
 import copy
 import json
@@ -14,8 +12,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvfold.attention import measure_drift
 from kvfold.attention.drift.compare import margin, stretch_bounds
-
-COMPARED = ("llama", "gemma2", "deepseek_v3")
 
 
 @torch.no_grad()
@@ -40,21 +36,6 @@ def test_a_model_against_itself_is_exactly_zero_and_the_floor_is_not():
 
 
 @torch.no_grad()
-def test_a_disturbed_layer_stands_out():
-    model = tiny_decoder()
-    student = copy.deepcopy(model)
-    student.model.layers[1].self_attn.q_proj.weight[16:24] *= 1.1
-    report = measure_drift(model, student, random_tokens())
-    first, second, third = report.measured.layers
-    assert first.attention_local == first.residual_propagated == 0
-    assert second.attention_local > 1e-3
-    assert second.row_kl > 0
-    assert third.attention_local == third.residual_local == third.row_kl == 0
-    assert third.attention_propagated > 1e-3
-    assert report.kl > 1e3 * report.floor.measured.kl > 0
-
-
-@torch.no_grad()
 def test_rows_of_relabeled_heads_are_compared_with_their_own():
     model = tiny_decoder(num_key_value_heads=4)
     student = copy.deepcopy(model)
@@ -67,67 +48,54 @@ def test_rows_of_relabeled_heads_are_compared_with_their_own():
     assert max(layer.row_kl for layer in layers) < 1e-5
 
 
-class Hooked:
-    """A stock eager model run once with plain hooks: arguments of layers, outputs and maps of their
-    attention, hidden states, and logits.
-    """
-
-    def __init__(self, model: PreTrainedModel, tokens: Tensor) -> None:
-        self.calls = []
-        self.attentions = []
-        handles = []
-        for layer in model.model.layers:
-            attention = layer.self_attn
-            handles.append(layer.register_forward_pre_hook(self.enter, with_kwargs=True))
-            handles.append(attention.register_forward_hook(self.leave))
-        self.logits = model(tokens, use_cache=False).logits
-        for handle in handles:
-            handle.remove()
-
-    def enter(self, layer, args, kwargs) -> None:
-        self.calls.append((args[0], kwargs))
-
-    def leave(self, attention, args, output) -> None:
-        self.attentions.append(output)
+def run_stock(model: PreTrainedModel, tokens: Tensor):
+    """The model's output, and output and maps of each layer's attention."""
+    attentions = []
+    handles = [
+        layer.self_attn.register_forward_hook(lambda _, args, output: attentions.append(output))
+        for layer in model.model.layers
+    ]
+    output = model(tokens, output_hidden_states=True)
+    for handle in handles:
+        handle.remove()
+    return output, attentions
 
 
 def relative_error(expected: Tensor, actual: Tensor) -> float:
     return ((actual - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("family", COMPARED)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
 @torch.no_grad()
-def test_numbers_are_those_of_two_stock_models_with_hooks(family):
+def test_numbers_are_those_of_stock_models_with_hooks(family):
     source = tiny_decoder(family, attn_implementation="eager").double()
     tokens = random_tokens()
     student = disturb(source)
-    teacher = Hooked(source, tokens)
-    own = Hooked(student, tokens)
     measured = measure_drift(source, student, tokens, batch=2, floor=False).measured
+    teacher, attentions = run_stock(source, tokens)
+    own, own_attentions = run_stock(student, tokens)
     for index, layer in enumerate(measured.layers):
-        local = []
-        module = student.model.layers[index]
-        handle = module.self_attn.register_forward_hook(
-            lambda _, args, out, to=local: to.append(out)
-        )
-        hidden, arguments = teacher.calls[index]
-        after = module(hidden, **arguments)
-        handle.remove()
-        output, maps = teacher.attentions[index]
-        other, other_maps = local[0]
+        # local errors are those of the source with this layer of the student
+        hybrid = copy.deepcopy(source)
+        hybrid.model.layers[index] = student.model.layers[index]
+        local, local_attentions = run_stock(hybrid, tokens)
+        output, maps = attentions[index]
+        local_output, local_maps = local_attentions[index]
         expected = {
-            "attention_local": relative_error(output, other),
-            "attention_propagated": relative_error(output, own.attentions[index][0]),
+            "attention_local": relative_error(output, local_output),
+            "attention_propagated": relative_error(output, own_attentions[index][0]),
         }
         # the last layer's result is hidden behind the final norm
         if index < 2:
-            states = teacher.calls[index + 1][0]
-            expected["residual_local"] = relative_error(states, after)
-            expected["residual_propagated"] = relative_error(states, own.calls[index + 1][0])
+            states, local_states, own_states = (
+                model.hidden_states[index + 1] for model in (teacher, local, own)
+            )
+            expected["residual_local"] = relative_error(states, local_states)
+            expected["residual_propagated"] = relative_error(states, own_states)
         for name, error in expected.items():
             assert getattr(layer, name) == pytest.approx(error, rel=1e-9, abs=1e-12)
         # eager attention rounds its maps to float32
-        rows = torch.where(other_maps > 0, maps * (maps / other_maps).log(), 0).sum(-1)
+        rows = (torch.xlogy(maps, maps) - torch.xlogy(maps, local_maps)).sum(-1)
         assert layer.row_kl == pytest.approx(rows.mean().item(), rel=1e-4)
     log_p = teacher.logits[:, :-1].log_softmax(-1)
     log_q = own.logits[:, :-1].log_softmax(-1)
@@ -156,21 +124,14 @@ def test_rows_are_compared_where_they_correspond(student, comparable):
     assert layer.attention_local > 0
 
 
-def test_the_floor_tells_rounding_from_conversion(tmp_path):
+def test_the_floor_of_a_model_cast_to_bfloat16_is_its_drift(tmp_path):
     source = tiny_decoder()
-    student = disturb(source, 0.3)
-    half = torch.bfloat16
-    report = measure_drift(source, student, random_tokens(), dtype=half, floor_sequences=2)
-    assert report.source_dtype == report.floor.dtype == "bfloat16"
-    assert report.floor.sequences == 2
-    for layer, floor in zip(report.measured.layers, report.floor.measured.layers, strict=True):
-        assert 1e-3 < floor.attention_local < 0.05 < layer.attention_local
-    # the source cast to bfloat16 is the student: drift and floor are the same thing
     source.save_pretrained(tmp_path)
-    student = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=half)
+    student = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     report = measure_drift(source, student, random_tokens())
     assert (report.floor.dtype, report.floor.reference_dtype) == ("bfloat16", "float32")
     assert report.kl == pytest.approx(report.floor.measured.kl, rel=1e-6)
+    assert 1e-3 < report.floor.measured.layers[0].attention_local < 0.05
 
 
 def test_reports_are_deterministic_and_valid_json():
@@ -188,8 +149,6 @@ def test_reports_are_deterministic_and_valid_json():
     # batches do not change the numbers
     single = measure_drift(source, student, tokens, batch=1, floor=False)
     assert single.kl == pytest.approx(report.kl, rel=1e-4)
-    rows = [each.measured.layers[1].row_kl for each in (single, report)]
-    assert rows[0] == pytest.approx(rows[1], rel=1e-4)
     with torch.no_grad():
         student.model.layers[1].self_attn.o_proj.weight[0, 0] = math.nan
     broken = measure_drift(source, student, tokens, floor=False)
@@ -258,6 +217,3 @@ def test_a_loaded_model_is_measured_on_the_gpu_when_there_is_one():
     assert (on_cpu.device, on_gpu.device) == ("cpu", "cuda")
     assert next(source.parameters()).device.type == "cpu"
     assert on_gpu.kl == pytest.approx(on_cpu.kl, rel=1e-3)
-    for layer, other in zip(on_cpu.measured.layers, on_gpu.measured.layers, strict=True):
-        assert other.attention_local == pytest.approx(layer.attention_local, rel=1e-3)
-        assert other.row_kl == pytest.approx(layer.row_kl, rel=1e-3)
