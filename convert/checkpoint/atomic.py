@@ -9,7 +9,6 @@ treats them as stale.
 import ctypes
 import errno
 import fcntl
-import hashlib
 import os
 import re
 import secrets
@@ -29,7 +28,6 @@ _TOKEN = re.compile(r"-[0-9a-f]{8}(\.old)?$")
 _ASIDE = ".old"
 # of Linux's renameat2
 _AT_FDCWD = -100
-_NOREPLACE = 1
 _EXCHANGE = 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
@@ -50,15 +48,9 @@ def check_output(
     """
     try:
         target = Path(out).resolve()
-        os.lstat(target)
-        exists = True
-    except (FileNotFoundError, NotADirectoryError):
-        exists = False
-    except (OSError, RuntimeError, ValueError) as error:
-        # too long a name, links in a circle, a NUL character
-        reason = error.strerror if isinstance(error, OSError) else str(error)
+    except (RuntimeError, ValueError) as error:  # links in a circle, a NUL character
         raise InputError(
-            f"{out} cannot be an output folder ({reason}); choose another OUT"
+            f"{out} cannot be an output folder ({error}); choose another OUT"
         ) from None
     if model is not None and os.path.isdir(model):
         source = Path(model).resolve()
@@ -69,8 +61,8 @@ def check_output(
                 f"OUT ({target}) must not be MODEL ({source}), inside it or around it; choose"
                 " another OUT"
             )
-    if exists:
-        _check_replaceable(target, overwrite, model)
+    if os.path.lexists(target):
+        _check_replaceable(target, overwrite)
     parent = next(path for path in target.parents if os.path.lexists(path))
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise InputError(
@@ -79,9 +71,7 @@ def check_output(
     return target
 
 
-def _check_replaceable(
-    target: Path, overwrite: bool | None, model: str | os.PathLike[str] | None = None
-) -> None:
+def _check_replaceable(target: Path, overwrite: bool | None) -> None:
     """Raise InputError unless ``target`` is an empty folder or, with ``overwrite``, a checkpoint
     that kvfold wrote and nothing else.
     """
@@ -99,12 +89,9 @@ def _check_replaceable(
         return
     recorded = recorded_files(target)
     if recorded is None:
-        # Trained weights are lost for good where OUT and MODEL were swapped.
-        swapped = model is not None and recorded_files(Path(model)) is not None
         raise InputError(
             f"{target} already exists, and kvfold did not write it (no {RECORD} with a list of"
-            f" files), so it is never replaced; choose another OUT"
-            f"{' (are MODEL and OUT swapped?)' if swapped else ''}"
+            " files), so it is never replaced; choose another OUT (are MODEL and OUT swapped?)"
         )
     if not overwrite:
         way_out = "remove it" if overwrite is None else "use --overwrite"
@@ -161,7 +148,7 @@ def output_folder(
     """
     target = check_output(out, overwrite=overwrite, model=model)
     with DeferredSignals() as signals, _parents(target), output_lock(target) as locked:
-        pattern = re.compile(re.escape(_prefix(target)) + _TOKEN.pattern)
+        pattern = re.compile(re.escape(f".{target.name}.kvfold") + _TOKEN.pattern)
         # without locks, the folder of a run at work could not be told from that of a killed one
         stale = [
             Path(entry.path)
@@ -222,7 +209,7 @@ def output_lock(target: Path) -> Iterator[bool]:
     """
     # The package filelock would not do: it leaves its file behind, and without locks puts a file in
     # their place that blocks every run after a killed one.
-    path = target.parent / f"{_prefix(target)}.lock"
+    path = target.parent / f".{target.name}.kvfold.lock"
     with DeferredSignals() as signals:
         handle = _locked(path, target)
         try:
@@ -267,15 +254,6 @@ def _not_writable(target: Path, error: OSError) -> InputError:
     )
 
 
-def _prefix(target: Path) -> str:
-    """The prefix of temporary names. A digest replaces a long OUT name, because file names are
-    limited to 255 bytes.
-    """
-    name = os.fsencode(target.name)
-    short = target.name if len(name) <= 200 else hashlib.sha256(name).hexdigest()[:32]
-    return f".{short}.kvfold"
-
-
 def _work_folder(target: Path, stale: list[Path], resume: Callable[[Path], bool] | None) -> Path:
     """Return the first ``stale`` folder that ``resume`` accepts, or else a new one; remove the
     other stale folders.
@@ -287,7 +265,7 @@ def _work_folder(target: Path, stale: list[Path], resume: Callable[[Path], bool]
         else:
             shutil.rmtree(path, ignore_errors=True)
     if chosen is None:
-        chosen = target.parent / f"{_prefix(target)}-{secrets.token_hex(4)}"
+        chosen = target.parent / f".{target.name}.kvfold-{secrets.token_hex(4)}"
         try:
             chosen.mkdir()
         except OSError as error:
@@ -311,36 +289,30 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
     if overwrite and os.path.lexists(target):
         _check_replaceable(target, overwrite)  # another program may have put something there
         # Without an atomic exchange, a run that finds the old OUT aside but no OUT moves it back.
-        if not _renameat2(folder, target, _EXCHANGE):
+        if not _exchange(folder, target):
             os.rename(target, folder.with_name(folder.name + _ASIDE))
             sync_path(target.parent)
             os.rename(folder, target)
-        sync_path(target.parent)
-        return
-    try:
-        with suppress(OSError):
-            target.rmdir()  # an empty folder gives way
-        if not _renameat2(folder, target, _NOREPLACE):
-            if os.path.lexists(target):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
-            os.rename(folder, target)
-        sync_path(target.parent)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
-        raise InputError(
-            f"{target} was created by another program during the run; choose another OUT"
-        ) from None
+    else:
+        try:
+            os.rename(folder, target)  # an empty folder gives way, nothing else does
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+            raise InputError(
+                f"{target} was created by another program during the run; choose another OUT"
+            ) from None
+    sync_path(target.parent)
 
 
-def _renameat2(source: Path, target: Path, flags: int) -> bool:
-    """Call Linux's renameat2. Returns False if the C library, kernel or file system lacks it or
-    these ``flags``.
+def _exchange(source: Path, target: Path) -> bool:
+    """Exchange two folders with Linux's renameat2. Returns False if the C library, kernel or file
+    system lacks it.
     """
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False
-    if function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+    if function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
     if code in _UNSUPPORTED:

@@ -6,18 +6,17 @@ data_offsets}}`` padded with spaces, then the bytes of all tensors without gaps
 """
 
 import math
-import struct
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.checkpoint.members import load_json, read_bytes
-from kvfold.convert.errors import shorten, summarize_error
+from kvfold.convert.checkpoint.members import load_json, raise_problems, read_bytes
+from kvfold.convert.errors import InputError, shorten, summarize_error
 
 # Bits per element of every dtype the format knows
 DTYPE_BITS = {
@@ -61,79 +60,57 @@ class TensorInfo:
         return self.end - self.start
 
 
-@dataclass
-class Header:
-    """The header of one file: its tensors in byte order, and the problems found."""
-
-    tensors: list[TensorInfo] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """The size of a tensor in bytes; for sub-byte dtypes, it is rounded up to whole bytes."""
     return -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
 
 
-def read_header(path: Path, file: str) -> Header:
-    """Read the header of a local safetensors file. Raises InputError if the file cannot be read."""
+def read_header(path: Path, file: str) -> list[TensorInfo]:
+    """The tensors of a local safetensors file, in byte order. Raises InputError with all its
+    problems.
+    """
     return parse_header(file, path.stat().st_size, partial(read_bytes, path))
 
 
-def parse_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Header:
-    """Parse and check the header of ``file``, which has ``size`` bytes. ``read(start, length)``
-    returns its bytes.
+def parse_header(file: str, size: int, read: Callable[[int, int], bytes]) -> list[TensorInfo]:
+    """The tensors of ``file``, which has ``size`` bytes, in byte order. ``read(start, length)``
+    returns its bytes. Raises InputError with all its problems.
     """
     try:
         if size < LENGTH_BYTES:
-            raise ValueError(
-                f"truncated to {size} bytes, but a header takes at least {LENGTH_BYTES}"
-            )
-        (length,) = struct.unpack("<Q", read(0, LENGTH_BYTES))
-        if length > MAX_HEADER:
-            raise ValueError(
-                f"its header would take {length} bytes, but at most {MAX_HEADER} are allowed"
-            )
-        if LENGTH_BYTES + length > size:
-            raise ValueError(
-                f"truncated to {size} bytes, but its header alone takes {LENGTH_BYTES + length}"
-            )
+            raise ValueError(f"it has {size} bytes, but a header takes at least {LENGTH_BYTES}")
+        length = int.from_bytes(read(0, LENGTH_BYTES), "little")
+        most = min(MAX_HEADER, size - LENGTH_BYTES)
+        if length > most:
+            raise ValueError(f"its header would take {length} bytes, but at most {most} can be")
         raw = read(LENGTH_BYTES, length)
-        entries = load_json(raw, object_pairs_hook=_unique)
+        entries = load_json(raw, object_pairs_hook=_refuse_duplicates)
         if not raw.startswith(b"{"):
             raise ValueError("its header must be a JSON object")
+        # null is what the safetensors library takes for no metadata
+        metadata = entries.pop("__metadata__", None)
+        if metadata is not None and not (
+            isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
+        ):
+            raise ValueError(f"__metadata__ must map names to strings, but is {shorten(metadata)}")
     except (ValueError, RecursionError) as error:
-        return Header(
-            problems=[
-                f"{file}: not a valid safetensors file: {summarize_error(error)};"
-                " download the file again"
-            ]
-        )
-    header = Header()
-    metadata = entries.pop(
-        "__metadata__", None
-    )  # null is what the safetensors library takes for no metadata
-    if metadata is not None and not (
-        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-    ):
-        header.problems.append(
-            f"{file}: __metadata__ must map names to strings, but is {shorten(metadata)}; download"
-            " the file again"
-        )
+        problem = f"{file}: not a valid safetensors file: {summarize_error(error)}"
+        raise InputError(f"{problem}; download the file again") from None
+    base = LENGTH_BYTES + length
+    tensors = []
+    problems = []
     for name, entry in entries.items():
         if problem := _entry_problem(entry):
-            header.problems.append(
-                f"{file}: tensor {shorten(name)}: {problem}; download the file again"
-            )
-            continue
-        start, end = (LENGTH_BYTES + length + offset for offset in entry["data_offsets"])
-        header.tensors.append(
-            TensorInfo(name, entry["dtype"], tuple(entry["shape"]), file, start, end)
-        )
-    header.tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
+            problems.append(f"{file}: tensor {shorten(name)}: {problem}; download the file again")
+        else:
+            start, end = entry["data_offsets"]
+            shape = tuple(entry["shape"])
+            tensors.append(TensorInfo(name, entry["dtype"], shape, file, base + start, base + end))
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
     # an entry that was refused above would look like a gap
-    if not header.problems:
-        header.problems = _layout_problems(file, header.tensors, LENGTH_BYTES + length, size)
-    return header
+    raise_problems(problems)
+    raise_problems(_layout_problems(file, tensors, base, size))
+    return tensors
 
 
 def _entry_problem(entry: Any) -> str:
@@ -147,25 +124,21 @@ def _entry_problem(entry: Any) -> str:
     for key, value in (("shape", shape), ("data_offsets", offsets)):
         # not isinstance: JSON's true would pass for 1
         if not isinstance(value, list) or not all(
-            type(item) is int and item >= 0 for item in value
+            type(item) is int and 0 <= item <= _LARGEST for item in value
         ):
-            return f"{key} {shorten(value)} must be a list of non-negative integers"
+            return f"{key} {shorten(value)} must be a list of integers from 0 to 2**63 - 1"
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         return f"data_offsets {shorten(offsets)} must be [begin, end] with begin <= end"
     # multiplied one by one, up to the limit: the product of a hostile header's numbers could take
     # minutes
-    counts = accumulate([0] if 0 in shape else shape, mul)
-    if max([*shape, *offsets]) > _LARGEST or any(count > _LARGEST for count in counts):
-        return (
-            f"shape {shorten(shape)} and data_offsets {shorten(offsets)} must stay below 2**63"
-            " elements and bytes"
-        )
+    if any(count > _LARGEST for count in accumulate([0] if 0 in shape else shape, mul)):
+        return f"shape {shorten(shape)} must have fewer than 2**63 elements"
     needed = tensor_bytes(dtype, tuple(shape))
-    found = offsets[1] - offsets[0]
-    if needed != found:
+    size = offsets[1] - offsets[0]
+    if needed != size:
         return (
             f"dtype {dtype} and shape {shorten(shape)} need {needed} bytes, but data_offsets span"
-            f" {found}"
+            f" {size}"
         )
     return ""
 
@@ -178,30 +151,22 @@ def _layout_problems(file: str, tensors: list[TensorInfo], base: int, size: int)
     position = base
     for tensor in tensors:
         if tensor.start != position:
-            fault = (
-                "overlaps the tensor before it"
-                if tensor.start < position
-                else "leaves a gap before it"
-            )
-            place = f"it starts at byte {tensor.start}, but must start at {position}"
             problems.append(
-                f"{file}: tensor {shorten(tensor.name)} {fault}: {place}; download the file again"
+                f"{file}: tensor {shorten(tensor.name)} starts at byte {tensor.start}, but the one"
+                f" before it ends at {position}; download the file again"
             )
         position = max(position, tensor.end)
-    if position > size:
-        problems.append(f"{file}: truncated to {size} of {position} bytes; download the file again")
-    elif position < size:
+    if position != size:
         problems.append(
-            f"{file}: no tensor uses the last {size - position} of {size} bytes; download the file"
-            " again"
+            f"{file}: its tensors end at byte {position}, but it has {size} bytes; download the"
+            " file again"
         )
     return problems
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        twice = next(name for name, _ in pairs if counts[name] > 1)
-        raise ValueError(f"its header contains the name {shorten(twice)} twice")
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"its header contains the name {shorten(name)} twice")
     return result

@@ -4,14 +4,12 @@ when needed.
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from kvfold.convert.checkpoint.headers import MAX_HEADER, Header, parse_header
+from kvfold.convert.checkpoint.headers import MAX_HEADER, TensorInfo, parse_header
 from kvfold.convert.checkpoint.members import (
     CHAT_FILES,
     CONFIG,
@@ -30,7 +28,6 @@ _SMALL = [CONFIG, "adapter_config.json", "*.py", *EXTRA_PATTERNS]
 _SAFETENSORS = [SINGLE, INDEX, "model-*-of-*.safetensors"]
 _LEGACY = [LEGACY_SINGLE, LEGACY_INDEX, "pytorch_model-*-of-*.bin"]
 _FIRST_BYTES = 1 << 17  # nearly every header fits, so that one request per file is enough
-_HUB_THREADS = 8
 _TIMEOUT = 30  # seconds without an answer
 _HUB_ADVICE = {
     "GatedRepoError": (
@@ -112,18 +109,15 @@ def remote_files(model: str) -> RemoteFiles:
     return RemoteFiles(model, info.sha, names, Path(paths[0]).parent.resolve())
 
 
-def remote_headers(files: RemoteFiles, shards: Collection[str]) -> dict[str, Header]:
-    """Fetch the headers of safetensors files with range requests, several at a time."""
+def remote_header(files: RemoteFiles, name: str) -> list[TensorInfo]:
+    """The tensors of a safetensors file on the hub, whose header is fetched with range requests.
+    Raises InputError if that fails or the header is not valid.
+    """
     # The hub library's parse_safetensors_file_metadata does not give the file's size (a truncated
     # file would pass), does not check for gaps, overlaps and repeated names, and reads a whole
     # shard from a server that ignores the range.
-    with ThreadPoolExecutor(_HUB_THREADS) as pool:
-        return dict(zip(shards, pool.map(partial(_remote_header, files), shards), strict=True))
-
-
-def _remote_header(files: RemoteFiles, name: str) -> Header:
     if name not in files.names:
-        return Header(problems=[f"{files.model}: the file {name} is missing"])
+        raise InputError(f"{files.model}: the file {name} is missing; choose another model")
 
     def read(start: int, length: int) -> bytes:
         if start + length <= len(first):
@@ -175,30 +169,17 @@ def upload(folder: Path, names: Iterable[str], repository: str, private: bool = 
 
     if not sys.stderr.isatty():
         disable_progress_bars()
+    files = [huggingface_hub.CommitOperationAdd(name, str(paths[name])) for name in sorted(paths)]
     try:
         api = huggingface_hub.HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
-        done = api.create_commit(
-            repository,
-            [
-                huggingface_hub.CommitOperationAdd(name, str(path))
-                for name, path in sorted(paths.items())
-            ],
-            commit_message="Converted by kvfold",
-        )
+        commit = api.create_commit(repository, files, commit_message="Converted by kvfold")
     except Exception as error:  # as in `_asking`
-        why = (
-            f"the upload failed ({summarize_error(error)}); check the network and the name"
-            " (owner/name)"
-        )
-        if isinstance(error, huggingface_hub.errors.HfHubHTTPError):
-            login = (
-                "log in with `hf auth login` and a token that may write, and check the name"
-                " (owner/name)"
-            )
-            why = f"the hub refused the upload ({summarize_error(error)}); {login}"
-        raise InputError(f"{repository}: {why}") from None
-    return str(done.commit_url)
+        raise InputError(
+            f"{repository}: the upload failed ({summarize_error(error)}); check the network and the"
+            " name (owner/name), and log in with `hf auth login` and a token that may write"
+        ) from None
+    return str(commit.commit_url)
 
 
 @contextmanager

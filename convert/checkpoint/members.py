@@ -377,26 +377,18 @@ def list_files(folder: Path) -> list[str]:
     return sorted(names)
 
 
-def extra_names(names: Iterable[str]) -> list[str]:
-    """The sorted files among ``names`` that an output needs besides the weights, such as tokenizers
-    and licenses.
+def extra_names(folder: Path, names: Iterable[str]) -> list[str]:
+    """The sorted files among ``names``, those of ``folder``, that an output needs besides the
+    weights, such as tokenizers and licenses; and those in its folder of chat templates.
     """
-    fitting = {
+    extra = [
         name
-        for name in names
+        for name in sorted(names)
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in EXTRA_PATTERNS)
-    }
-    return sorted(name for name in fitting if Path(name).suffix not in (".py", *WEIGHT_SUFFIXES))
-
-
-def with_templates(folder: Path, names: Iterable[str]) -> list[str]:
-    """The ``extra_names`` among ``names``, the files of ``folder``, and those in its folder of chat
-    templates.
-    """
-    return [
-        *extra_names(names),
-        *(f"{TEMPLATES}/{path.name}" for path in sorted((folder / TEMPLATES).glob("*.jinja"))),
+        and Path(name).suffix not in (".py", *WEIGHT_SUFFIXES)
     ]
+    templates = sorted((folder / TEMPLATES).glob("*.jinja"))
+    return extra + [f"{TEMPLATES}/{path.name}" for path in templates]
 
 
 def weight_file(names: Collection[str], where: object) -> str:

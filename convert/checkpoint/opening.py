@@ -9,15 +9,16 @@ import hashlib
 import os
 import re
 import stat
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint import hub
-from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, Header, TensorInfo, read_header
+from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TensorInfo, read_header
 from kvfold.convert.checkpoint.members import (
     CARD,
     CHAT_FILES,
@@ -27,6 +28,7 @@ from kvfold.convert.checkpoint.members import (
     LEGACY,
     LEGACY_INDEX,
     copy_range,
+    extra_names,
     file_states,
     json_beside,
     open_source,
@@ -38,7 +40,6 @@ from kvfold.convert.checkpoint.members import (
     read_member,
     resolve_member,
     weight_file,
-    with_templates,
     write_all,
 )
 from kvfold.convert.errors import ADVICE, InputError, KvfoldError, shorten
@@ -58,6 +59,7 @@ _SHARD_NAMES = {
 }
 # Ends of the names of integer tensors that are weights; buffers such as masks and positions are not
 _PACKED = (".weight", ".qweight", ".qzeros", ".weight_packed", ".SCB")
+_HUB_THREADS = 8
 # Bytes copied at once. A thread that imports torch gives the interpreter's lock away every 5 ms or
 # later, so that a copy beside it in smaller steps mostly waits for the lock.
 _STEP = 8 << 20
@@ -194,26 +196,18 @@ class Checkpoint:
         """Paths of the tokenizer, generation, chat template and license files in ``folder``; no
         Python, no weights.
         """
-        return [self.folder / name for name in with_templates(self.folder, os.listdir(self.folder))]
+        return [self.folder / name for name in extra_names(self.folder, os.listdir(self.folder))]
 
     def check_unchanged(self) -> None:
         """Raise InputError if a file has changed since the checkpoint was opened. Call this before
         publishing.
         """
-        changes = []
         after = file_states(self.states)
-        for path, state in self.states.items():
-            if path not in after:
-                changes.append(f"{path.name}: removed")
-            elif after[path][:2] != state[:2]:  # device and inode
-                changes.append(f"{path.name}: replaced by another file")
-            elif after[path] != state:
-                changes.append(f"{path.name}: written to")
-        if changes:
+        changed = [path.name for path, state in self.states.items() if after.get(path) != state]
+        if changed:
             raise InputError(
-                f"{self.origin}: {len(changes)} of its files changed during the run, so no output"
-                " was kept; run again when nothing writes to them",
-                changes,
+                f"{self.origin}: {', '.join(changed)} changed during the run, so no output was"
+                " kept; run again when nothing writes to it"
             )
 
     def close(self) -> None:
@@ -264,10 +258,21 @@ def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
     if entry in LEGACY:
         return open_checkpoint(place)
     config, digest = read_config(files.folder)
+    weight_map = _read_index(files.folder, entry)
+    with ThreadPoolExecutor(_HUB_THREADS) as pool:
+        headers = {
+            file: pool.submit(hub.remote_header, files, file) for file in _shards(weight_map, entry)
+        }
+    tensors = {}
+    problems: list[str] = []
+    for file, header in headers.items():
+        with _collect_problems(problems):
+            tensors[file] = header.result()
     # no states: a commit on the hub does not change
-    origin = f"{place.partition('@')[0]}@{files.commit}"
-    opened = Checkpoint(files.folder, config, {}, origin, digest)
-    return _with_tensors(opened, files.names, entry, partial(hub.remote_headers, files))
+    opened = Checkpoint(
+        files.folder, config, {}, f"{place.partition('@')[0]}@{files.commit}", digest
+    )
+    return _add_tensors(opened, tensors, entry, weight_map, files.names, problems)
 
 
 def _locate(model: str | os.PathLike[str]) -> Path | str:
@@ -295,72 +300,80 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
         raise InputError(
             f"{folder}: its files cannot be listed ({error.strerror}); {way_out}"
         ) from None
-    extra = with_templates(folder, names)
+    extra = extra_names(folder, names)
     # states are taken before anything is read: a change in between must not go unseen
     states = file_states(folder / name for name in (CONFIG, *extra))
     config, digest = read_config(folder)
     entry = weight_file(names, folder)
     states |= file_states([folder / entry])
-    paths: dict[str, Path] = {}
+    problems: list[str] = []
+    # a tokenizer that cannot be copied is told now, not after hours of converting
+    for name in (*extra, *({CARD} & {*names})):
+        with _collect_problems(problems):
+            read_member(folder, name, length=1)
+    read = read_header
     legacy = None
-    read: Callable[[Path, str], Header] = read_header
     if entry in LEGACY:
         from kvfold.convert.checkpoint.tensors import LegacyFiles, read_legacy_header
 
         legacy = LegacyFiles()
         read = read_legacy_header
-
-    def read_headers(files: Collection[str]) -> dict[str, Header]:
-        headers = {}
-        for file in files:
-            try:
-                paths[file] = resolve_member(folder, file, entry)
-                states.update(file_states([paths[file]]))
-                if read_bytes(paths[file], length=len(_LFS_POINTER)) == _LFS_POINTER:
-                    raise InputError(
-                        f"{file}: a Git LFS pointer, not the file itself; fetch it with `git lfs"
-                        " pull`"
-                    )
-                headers[file] = read(paths[file], file)
-            except InputError as error:
-                headers[file] = Header(problems=[error.message])
-        return headers
-
-    problems = []
-    # a tokenizer that cannot be copied is told now, not after hours of converting
-    for name in (*extra, *({CARD} & {*names})):
-        try:
-            read_member(folder, name, length=1)
-        except InputError as error:
-            problems.append(error.message)
+    weight_map = _read_index(folder, entry)
+    paths = {}
+    tensors = {}
+    for file in _shards(weight_map, entry):
+        with _collect_problems(problems):
+            path = paths[file] = resolve_member(folder, file, entry)
+            states |= file_states([path])
+            if read_bytes(path, length=len(_LFS_POINTER)) == _LFS_POINTER:
+                raise InputError(
+                    f"{file}: a Git LFS pointer, not the file itself; fetch it with `git lfs pull`"
+                )
+            tensors[file] = read(path, file)
     opened = Checkpoint(folder, config, {}, origin, digest, paths, states, legacy)
-    return _with_tensors(opened, names, entry, read_headers, problems)
+    return _add_tensors(opened, tensors, entry, weight_map, names, problems)
 
 
-def _with_tensors(
+@contextmanager
+def _collect_problems(problems: list[str]) -> Iterator[None]:
+    """Append the lines of an InputError in the block to ``problems``."""
+    try:
+        yield
+    except InputError as error:
+        problems += [error.message, *error.details]
+
+
+def _add_tensors(
     opened: Checkpoint,
-    names: Collection[str],
+    tensors: dict[str, list[TensorInfo]],
     entry: str,
-    read_headers: Callable[[Collection[str]], dict[str, Header]],
-    problems: Collection[str] = (),
+    weight_map: dict[str, str],
+    names: Iterable[str],
+    problems: list[str],
 ) -> Checkpoint:
-    """Add the tensors of ``entry``, an index or a weight file, to ``opened``. Raises InputError
-    with all problems.
+    """Add the ``tensors`` of each readable file to ``opened``. Raises InputError with ``problems``
+    and the contradictions between the index ``entry``, the files it lists and the ``names`` in the
+    folder.
     """
-    weight_map = _read_index(opened.folder, entry) if entry.endswith(".json") else {}
-    headers = read_headers(sorted(set(weight_map.values())) or [entry])
-    found = [*problems, *(problem for header in headers.values() for problem in header.problems)]
     if weight_map:
-        found += _index_problems(entry, weight_map, headers, names)
-    raise_problems(found)
-    tensors = {tensor.name: tensor for header in headers.values() for tensor in header.tensors}
-    _refuse_quantized(opened, tensors.values())
-    return replace(opened, tensors=tensors)
+        problems += _index_problems(entry, weight_map, tensors, names)
+    raise_problems(problems)
+    infos = [info for file in tensors.values() for info in file]
+    _refuse_quantized(opened, infos)
+    return replace(opened, tensors={info.name: info for info in infos})
 
 
-def _read_index(folder: Path, name: str) -> dict[str, str]:
-    """The ``weight_map`` of the index ``name``: file names by tensor name."""
-    weight_map = parse_json(folder / name, read_member(folder, name)).get("weight_map")
+def _shards(weight_map: dict[str, str], entry: str) -> list[str]:
+    return sorted(set(weight_map.values())) or [entry]
+
+
+def _read_index(folder: Path, entry: str) -> dict[str, str]:
+    """The ``weight_map`` of the index ``entry``: file names by tensor name. Empty if ``entry`` is
+    the only weight file.
+    """
+    if not entry.endswith(".json"):
+        return {}
+    weight_map = parse_json(folder / entry, read_member(folder, entry)).get("weight_map")
     if (
         isinstance(weight_map, dict)
         and weight_map
@@ -368,40 +381,30 @@ def _read_index(folder: Path, name: str) -> dict[str, str]:
     ):
         return weight_map
     raise InputError(
-        f"{folder / name} needs a 'weight_map' from tensor names to file names; download the file"
+        f"{folder / entry} needs a 'weight_map' from tensor names to file names; download the file"
         " again"
     )
 
 
 def _index_problems(
-    index: str, weight_map: dict[str, str], headers: dict[str, Header], names: Iterable[str]
+    index: str,
+    weight_map: dict[str, str],
+    tensors: dict[str, list[TensorInfo]],
+    names: Iterable[str],
 ) -> list[str]:
-    """List the contradictions between an index, its shards' headers, and the ``names`` of all files
-    in the folder.
-    """
     listed = set(weight_map.values())
     problems = [
         f"{name}: {index} does not mention this shard; remove it or fix the index"
         for name in sorted(names)
         if _SHARD_NAMES[index].fullmatch(name) and name not in listed  # of another save
     ]
-    files_of = defaultdict[str, list[str]](list)
-    for file, header in headers.items():
-        for info in header.tensors:
-            files_of[info.name].append(file)
+    stored = {(info.name, file) for file, infos in tensors.items() for info in infos}
     for name, file in weight_map.items():
-        # a shard with a faulty header has been reported as such
-        if not headers[file].problems and file not in files_of[name]:
+        # a file that could not be read has been reported
+        if file in tensors and (name, file) not in stored:
             problems.append(f"{index}: {file} lacks the listed tensor {name!r}; fetch both again")
-    for name, files in files_of.items():
-        if files and name not in weight_map:
-            problems.append(
-                f"{files[0]}: {index} does not list the tensor {name!r}; fetch both again"
-            )
-        if len(files) > 1:
-            problems.append(
-                f"tensor {name!r} is stored more than once, in {' and '.join(sorted(files))}"
-            )
+    for name, file in sorted(stored - weight_map.items()):
+        problems.append(f"{file}: {index} does not list its tensor {name!r}; fetch both again")
     return problems
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvfold.convert.checkpoint.headers import Header, TensorInfo
+from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.checkpoint.members import check_unicode, open_source, read_into
 from kvfold.convert.errors import InputError, shorten, summarize_error
 
@@ -141,22 +141,22 @@ def load_state(path: Path) -> dict[Any, Any]:
     return state
 
 
-def read_legacy_header(path: Path, file: str) -> Header:
-    """List the tensors of a legacy file."""
-    header = Header()
+def read_legacy_header(path: Path, file: str) -> list[TensorInfo]:
+    """The tensors of a legacy file. Raises InputError if it contains anything else."""
+    tensors = []
     position = 0
     try:
         for name, tensor in load_state(path).items():
             _check_legacy_tensor(name, tensor)
-            end = position + tensor.numel() * tensor.element_size()
+            end = position + tensor.nbytes
             dtype = DTYPE_NAMES[tensor.dtype]
-            header.tensors.append(TensorInfo(name, dtype, tuple(tensor.shape), file, position, end))
+            tensors.append(TensorInfo(name, dtype, tuple(tensor.shape), file, position, end))
             position = end
     except ValueError as error:
-        header.problems.append(
+        raise InputError(
             f"{file}: {error}; download the file again, or save the model with save_pretrained"
-        )
-    return header
+        ) from None
+    return tensors
 
 
 def _check_legacy_tensor(name: Any, tensor: Any) -> None:

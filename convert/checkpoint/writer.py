@@ -188,17 +188,10 @@ class ShardWriter:
         self._copies: list[Future[None]] = []
         self._progress: Callable[[int], object] | None = None
         self._stopped = threading.Event()
-        if unknown := sorted(self.written - set(self._places)):
-            raise KvfoldError(
-                f"{folder}: resumed tensor {unknown[0]!r} is not in this plan; start over"
-            )
-        for shard in self._shards:
-            if resume_written is None:
-                with self._open(shard.file, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
-                    os.ftruncate(file, shard.nbytes)
-                    write_all(file, memoryview(shard.header), 0)
-            elif not is_laid_out(folder / shard.file, shard):
-                raise KvfoldError(f"{folder / shard.file} does not match this plan; start over")
+        for shard in self._shards if resume_written is None else ():
+            with self._open(shard.file, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
+                os.ftruncate(file, shard.nbytes)
+                write_all(file, memoryview(shard.header), 0)
 
     def write(self, tensors: Mapping[str, "torch.Tensor"]) -> int:
         """Write the computed ``tensors`` that are in this process's shards, cast as planned, and

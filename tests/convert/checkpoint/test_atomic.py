@@ -25,7 +25,6 @@ from kvfold.convert.checkpoint.members import RECORD
 from kvfold.convert.errors import InputError
 
 WEIGHTS = "model.safetensors"
-Told = Callable[[object], None]
 
 
 def fill(folder: Path, text: str) -> None:
@@ -61,11 +60,11 @@ def out(tmp_path: Path) -> Path:
 @pytest.fixture(params=["exchange", "aside"])
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "aside":  # a system without renameat2
-        monkeypatch.setattr(atomic, "_renameat2", lambda *_: False)
+        monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
 
 
 @pytest.mark.usefixtures("either")
-@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("before", ["absent", "empty", "old", "missing parents"])
 def test_the_new_is_there_whole_or_not_at_all(
     tmp_path: Path, before: str, error: type[BaseException] | None
@@ -92,11 +91,20 @@ def test_the_new_is_there_whole_or_not_at_all(
         assert before != "old" or content(out) == "old"
 
 
-def test_a_file_in_place_of_the_folder_made_meanwhile(
+def test_what_another_program_makes_of_out_meanwhile_is_kept(
     tmp_path: Path, out: Path, either: None, refused: Any
 ) -> None:
+    with refused(), output_folder(out) as folder:
+        fill(folder, "new")
+        out.touch()
+    assert out.is_file()
+    out.unlink()
     with refused(), output_folder(out):
         fill(out, "theirs")
+    assert content(out) == "theirs"
+    with refused(), output_folder(out, overwrite=True) as folder:
+        fill(folder, "new")
+        (out / RECORD).unlink()
     assert content(out) == "theirs"
     assert names(tmp_path) == ["out"]
 
@@ -106,58 +114,54 @@ def test_everything_is_synced_before_it_gets_its_name(
 ) -> None:
     events: list[str] = []
     sync = os.fsync
-    rename = atomic._renameat2
+    rename = os.rename
 
-    def synced(handle: int) -> None:
+    def record_sync(handle: int) -> None:
         events.append(os.readlink(f"/proc/self/fd/{handle}"))
         sync(handle)
 
-    def renamed(source: Path, target: Path, flags: int) -> bool:
+    def record_rename(source: Path, target: Path) -> None:
         events.append("rename")
-        return rename(source, target, flags)
+        rename(source, target)
 
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(atomic, "_renameat2", renamed)
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "rename", record_rename)
     with output_folder(tmp_path / "out") as folder:
         fill(folder, "new")
     before = events[: events.index("rename")]
-    assert sorted(before) == sorted(
-        str(folder / part) for part in (WEIGHTS, "config.json", RECORD, "")
-    )
+    assert {*before} == {str(folder / name) for name in (WEIGHTS, "config.json", RECORD, "")}
     assert events[-1] == str(tmp_path)
 
 
-def refusal(out: Path | str, **options: Any) -> str:
+def refusal(out: Path, **options: Any) -> str:
     """The error's text, the same before and at the start of a run; nothing is made."""
-    before = set(Path(out).parent.parent.rglob("*"))
+    before = set(out.parent.parent.rglob("*"))
     with pytest.raises(InputError) as checked:
         check_output(out, **options)
     with pytest.raises(InputError) as started, output_folder(out, **options):
         pytest.fail("the run must not begin")
     assert str(started.value) == str(checked.value)
-    assert set(Path(out).parent.parent.rglob("*")) == before
+    assert set(out.parent.parent.rglob("*")) == before
     return str(checked.value)
 
 
-def test_out_exists(out: Path, told: Told) -> None:
+def test_out_exists(out: Path) -> None:
     out.touch()
-    for overwrite in (False, True):
-        told(refusal(out, overwrite=overwrite))
+    assert "choose another OUT" in refusal(out, overwrite=True)
     out.unlink()
     out.mkdir()
     assert check_output(out) == out
     fill(out, "old")
     assert "--overwrite" in refusal(out)
     assert check_output(out, overwrite=True) == out
+    with pytest.raises(InputError, match="or remove it"):
+        check_output(out, overwrite=None)
 
 
-@pytest.mark.parametrize(
-    "record",
-    [None, "link", "", "{}", "[]", '{"files": []}', '{"files": {}}', '{"files": {"a": 1}}'],
-)
+@pytest.mark.parametrize("record", [None, "link", "", "[]", '{"files": {}}', '{"files": {"a": 1}}'])
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_a_checkpoint_that_kvfold_did_not_write_is_never_replaced(
-    tmp_path: Path, out: Path, record: str | None, overwrite: bool, told: Told
+    tmp_path: Path, out: Path, record: str | None, overwrite: bool
 ) -> None:
     fill(out, "trained")
     (out / RECORD).rename(tmp_path / "record")
@@ -165,15 +169,10 @@ def test_a_checkpoint_that_kvfold_did_not_write_is_never_replaced(
         (out / RECORD).symlink_to(tmp_path / "record")
     elif record is not None:
         (out / RECORD).write_text(record)
-    converted = tmp_path / "converted"
-    converted.mkdir()
-    for model in (None, "owner/name", converted):
+    for model in (None, "owner/name"):
         text = refusal(out, overwrite=overwrite, model=model)
-        told(text)
+        assert "choose another OUT" in text
         assert "--overwrite" not in text
-        assert "swapped" not in text
-    fill(converted, "converted")
-    assert "swapped" in refusal(out, overwrite=overwrite, model=converted)
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".git/HEAD", "sub/thesis.tex", "link"])
@@ -186,68 +185,45 @@ def test_files_of_others_in_a_checkpoint_are_not_lost(out: Path, name: str) -> N
     assert name in refusal(out, overwrite=True)
 
 
-def test_what_another_program_puts_in_place_of_out_meanwhile_is_kept(
-    out: Path, either: None, refused: Any
-) -> None:
-    fill(out, "old")
-    with refused(), output_folder(out, overwrite=True) as folder:
-        fill(folder, "new")
-        (out / RECORD).unlink()
-    assert content(out) == "old"
-
-
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_out_and_model_inside_each_other(tmp_path: Path, overwrite: bool, told: Told) -> None:
+def test_out_and_model_inside_each_other(tmp_path: Path, overwrite: bool) -> None:
     model = tmp_path / "root" / "model"
     model.mkdir(parents=True)
     (tmp_path / "link").symlink_to(model)
     for out in (model / "x", tmp_path / "link" / "x", model, tmp_path / "root"):
-        told(refusal(out, model=tmp_path / "link", overwrite=overwrite))
-    assert (
-        check_output(tmp_path / "root" / "model-gqa", model=model)
-        == tmp_path / "root" / "model-gqa"
-    )
+        refusal(out, model=tmp_path / "link", overwrite=overwrite)
+    assert check_output(tmp_path / "root" / "model-gqa", model=model)
 
 
 def test_parents_that_cannot_hold_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told, refused
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
 ) -> None:
     (tmp_path / "file").touch()
-    told(refusal(tmp_path / "file" / "out"))
-    told(refusal(tmp_path / "file" / "further" / "out"))
+    refusal(tmp_path / "file" / "further" / "out")
     with monkeypatch.context() as patched:
         patched.setattr(os, "access", lambda path, mode: False)  # permissions do not stop root
-        told(refusal(tmp_path / "out"))
+        refusal(tmp_path / "out")
+    (tmp_path / "circle").symlink_to("circle")
+    for path in (tmp_path / ("x" * 256), tmp_path / "circle" / "out", "\0"):
+        with refused(), output_folder(path):
+            pytest.fail("the run must not begin")
     monkeypatch.setattr(atomic.os, "open", failing(OSError(30, "Read-only file system")))
     with refused(), output_folder(tmp_path / "out"):
         pytest.fail("the run must not begin")
 
 
-def test_names_that_no_folder_can_have(tmp_path: Path, told: Told) -> None:
-    (tmp_path / "circle").symlink_to("circle")
-    for path in (tmp_path / ("x" * 256), tmp_path / "circle" / "out", "\0"):
-        with pytest.raises(InputError) as caught:
-            check_output(path)
-        told(str(caught.value).partition(" (")[0].replace("\0", "NUL"))  # Python words the reason
-
-
-@pytest.mark.parametrize(
-    "name", ["\N{LATIN SMALL LETTER U WITH DIAERESIS}" * 127, "link"], ids=["longest", "link"]
-)
-def test_the_longest_name_and_a_link_and_the_umask(tmp_path: Path, name: str) -> None:
-    if name == "link":
-        (tmp_path / "disk").mkdir()
-        (tmp_path / name).symlink_to(tmp_path / "disk" / "real")
+def test_a_link_and_the_umask(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "real")
     old = os.umask(0o027)
     try:
-        with output_folder(tmp_path / name) as folder:
+        with output_folder(tmp_path / "link") as folder:
             fill(folder, "new")
     finally:
         os.umask(old)
-    assert content(tmp_path / name) == "new"
-    assert (tmp_path / name).stat().st_mode & 0o777 == 0o750
-    assert names(tmp_path) == ([name] if name != "link" else ["disk", "link"])
-    assert (tmp_path / name).is_symlink() == (name == "link")
+    assert content(tmp_path / "disk" / "real") == "new"
+    assert (tmp_path / "link").stat().st_mode & 0o777 == 0o750
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_a_live_run_is_left_alone_and_a_killed_one_cleaned_up(

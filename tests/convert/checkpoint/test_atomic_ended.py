@@ -22,7 +22,7 @@ from kvfold.convert.checkpoint.atomic import output_folder
 from kvfold.convert.console import run_command
 from kvfold.convert.errors import InputError
 
-CALLS = (*forked.CALLS, "rmdir", "scandir", (fcntl, "flock"), (atomic, "_renameat2"))
+CALLS = (*forked.CALLS, "rmdir", "scandir", (fcntl, "flock"), (atomic, "_exchange"))
 RECORD = b'{"files": {"config.json": "", "model.safetensors": ""}}'
 FILES = {"config.json": b"{}", "kvfold.json": RECORD, "model.safetensors": b"new"}
 OLD = {**FILES, "model.safetensors": b"old"}
@@ -58,13 +58,13 @@ def write(out: Path, kind: str, number: int, ending: signal.Signals, after: bool
             if kind == "failing":
                 raise InputError("refused")
 
-    if kind in ("aside", "renamed"):  # a system without renameat2
-        atomic._renameat2 = lambda *arguments: False
+    if kind == "aside":  # a system without renameat2
+        atomic._exchange = lambda *arguments: False
     forked.at_call(number, lambda: os.kill(os.getpid(), ending), CALLS, after=after)
     run_command(command, "command", [])
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["new", "renamed", "exchange", "aside"], 4))
+@pytest.mark.parametrize("kind", mostly_slow(["new", "exchange", "aside"], 3))
 def test_killed_at_every_call(tmp_path: Path, kind: str) -> None:
     """OUT is old, new or absent, never half; the next run cleans up. After a call is as before the
     next one here.

@@ -254,12 +254,7 @@ def test_plans_that_are_not_followed(checkpoint: Checkpoint, out: Path, refused:
     for names in ("ab", "aa"):  # no existing file is overwritten; no tensor is written twice
         with refused(KvfoldError):
             ShardWriter(out, plan_of(names))
-    for written in ("a", "z"):
-        with refused(KvfoldError):
-            ShardWriter(out, plan_of("ac"), resume_written={written})
     (out / "model.safetensors").unlink()
-    with refused(KvfoldError):
-        ShardWriter(out, plan_of("ab"), resume_written={"a"})
     output = OutputTensor("a", "BF16", (16, 8), ("a", "b"))
     with refused(KvfoldError):
         copy(ShardWriter(out, assign_shards([output], GB)), checkpoint)

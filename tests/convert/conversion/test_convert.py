@@ -322,10 +322,10 @@ def link_elsewhere(model):
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (exchange, ".safetensors: replaced by another file"),
-        (overwrite, ".safetensors: written to"),
-        (link_elsewhere, "generation_config.json: replaced by another file"),
-        (lambda model: (model / "generation_config.json").unlink(), "generation_config.json: "),
+        (exchange, ".safetensors"),
+        (overwrite, ".safetensors"),
+        (link_elsewhere, "generation_config.json"),
+        (lambda model: (model / "generation_config.json").unlink(), "generation_config.json"),
     ],
     ids=["replaced", "overwritten", "linked", "removed"],
 )
