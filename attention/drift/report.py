@@ -77,11 +77,6 @@ class DriftReport:
         return self.measured.excess
 
     @property
-    def perplexity(self) -> float:
-        """Perplexity of the student."""
-        return self.perplexities[1]
-
-    @property
     def perplexities(self) -> tuple[float, float]:
         """Perplexity of the source and of the student."""
         return perplexity(self.measured.teacher_loss), perplexity(self.measured.student_loss)
@@ -119,14 +114,17 @@ class DriftReport:
         floor = self.floor
         low = None if floor is None else floor.measured
         source, student = self.perplexities
-        values: dict[str, Any] = {name: dict(entries) for name, entries in self.about.items()}
-        values |= {
+        layers = itertools.zip_longest(measured.layers, () if low is None else low.layers)
+        return {
+            **self.about,
             "sequences": self.sequences,
             "length": self.length,
             "predictions": measured.predictions,
             "device": self.device,
             "dtype": {"source": self.source_dtype, "student": self.student_dtype},
-            "floor": None,
+            "floor": None
+            if floor is None
+            else {name: value for name, value in vars(floor).items() if name != "measured"},
             "identical": self.identical,
             **metrics_dict(measured, low),
             "excess_by_position": [
@@ -146,24 +144,16 @@ class DriftReport:
                 "source": self.source_cache_bytes,
                 "student": self.student_cache_bytes,
             },
-            "layers": [],
+            "layers": [_layer_dict(layer, rounding) for layer, rounding in layers],
         }
-        if floor is not None:
-            values["floor"] = {
-                "dtype": floor.dtype,
-                "reference_dtype": floor.reference_dtype,
-                "sequences": floor.sequences,
-            }
-        lowest = () if low is None else low.layers
-        for layer, rounding in itertools.zip_longest(measured.layers, lowest):
-            figures: dict[str, Any] = {"layer": layer.layer}
-            for name in _LAYER_NUMBERS:
-                figures[name] = {
-                    "value": finite(getattr(layer, name)),
-                    "floor": finite(getattr(rounding, name, None)),
-                }
-            values["layers"].append(figures)
-        return values
+
+
+def _layer_dict(layer: LayerDrift, floor: LayerDrift | None) -> dict[str, Any]:
+    values: dict[str, Any] = {"layer": layer.layer}
+    for name in _LAYER_NUMBERS:
+        value = finite(getattr(layer, name))
+        values[name] = {"value": value, "floor": finite(getattr(floor, name, None))}
+    return values
 
 
 def measure_drift(
@@ -189,33 +179,22 @@ def measure_drift(
     ``floor``. Cache bytes are for the models as passed. Raises ValueError for tokens of the wrong
     shape or dtype, or models of different depth or vocabulary.
     """
-    if (
-        tokens.dim() != 2
-        or not len(tokens)
-        or tokens.shape[1] < 2
-        or tokens.dtype not in (torch.int32, torch.int64)
-    ):
+    shaped = tokens.dim() == 2 and len(tokens) > 0 and tokens.shape[1] > 1
+    if not shaped or tokens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"tokens has shape {list(tokens.shape)} and dtype {tokens.dtype}; it must be [N, T]"
             " with N >= 1, T >= 2 and dtype torch.int64 or torch.int32"
         )
-    for name, number in (("batch", batch), ("floor_sequences", floor_sequences)):
-        if number is not None:
-            expect_at_least(name, number, 1)
-    # a loaded model goes to the GPU by default, a stream stays where it is
-    default = "cuda" if torch.cuda.is_available() else None
-    teacher, compared = (
-        as_stream(
-            model, device=device or (default if isinstance(model, nn.Module) else None), dtype=dtype
-        )
-        for model in (source, student)
-    )
+    size = max(1, TOKENS_AT_ONCE // tokens.shape[1]) if batch is None else batch
+    expect_at_least("batch", size, 1)
+    expect_at_least("floor_sequences", floor_sequences, 1)
+    teacher = _open_stream(source, device, dtype)
+    compared = _open_stream(student, device, dtype)
     if teacher.layers != compared.layers:
         raise ValueError(
             f"the student has {compared.layers} layers, but the source has {teacher.layers};"
             " compare a converted model with its source"
         )
-    size = batch or max(1, TOKENS_AT_ONCE // tokens.shape[1])
 
     def report_steps(stage: str) -> Callable[[], None]:
         done = itertools.count()
@@ -224,17 +203,19 @@ def measure_drift(
 
     with torch.no_grad():
         measured = compare(teacher, compared, tokens, size, report_steps("compare"))
-    some = tokens[: floor_sequences if floor else 0]
-    step = report_steps("floor") if floor else lambda: None
-    return make_report(measured, teacher, compared, tokens, some, size, step)
+    if not floor:
+        return make_report(measured, teacher, compared, tokens, tokens[:0])
+    some = tokens[:floor_sequences]
+    return make_report(measured, teacher, compared, tokens, some, size, report_steps("floor"))
 
 
-def floor_count(tokens: Tensor) -> int:
-    """Number of sequences of ``tokens [N, T]`` for the rounding floor: about 512 tokens, at least
-    one sequence.
-    """
-    # twice as many gave the same floor
-    return max(1, min(len(tokens), _FLOOR_TOKENS // tokens.shape[1]))
+def _open_stream(
+    model: nn.Module | LayerStream, device: torch.device | str | None, dtype: torch.dtype | None
+) -> LayerStream:
+    # a loaded model goes to the GPU by default, a stream stays where it is
+    if device is None and isinstance(model, nn.Module) and torch.cuda.is_available():
+        device = "cuda"
+    return as_stream(model, device=device, dtype=dtype)
 
 
 @torch.no_grad()
@@ -250,12 +231,13 @@ def make_report(
     """The report on ``measured``, a comparison over ``tokens [N, T]``, with its rounding floor and
     the bytes of the caches.
 
-    The floor is measured on ``floor_tokens`` (not at all if empty), by default the first
-    ``floor_count(tokens)`` sequences, ``batch`` of them at a time; ``progress`` is called after
-    each of its layers.
+    The floor is measured on ``floor_tokens`` (not at all if empty), by default about 512 tokens in
+    at least one sequence, ``batch`` of them at a time; ``progress`` is called after each of its
+    layers.
     """
     if floor_tokens is None:
-        floor_tokens = tokens[: floor_count(tokens)]
+        # twice as many gave the same floor
+        floor_tokens = tokens[: max(1, _FLOOR_TOKENS // tokens.shape[1])]
     coarse = max(source.dtype, student.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     floor = None
     # no dtype is wider than float64
@@ -281,7 +263,10 @@ def make_report(
 
 def perplexity(loss: float) -> float:
     """``e^loss``, or infinity if that exceeds the range of a float."""
-    return math.exp(loss) if loss < 700 else math.inf if loss == loss else loss
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def dtype_name(dtype: torch.dtype) -> str:

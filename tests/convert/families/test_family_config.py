@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 import tiny_models
+import torch
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvfold.convert.families.family import family_of, supported
+from kvfold.convert.families.layer_io import layer_rotary
 from kvfold.convert.families.model import model_of
 
 LLAMA = {
@@ -63,7 +66,19 @@ def test_missing_keys_have_the_defaults_of_the_stock_class(name):
         ):
             assert values[key] == (getattr(stock, key) or values[key]), key
     types = getattr(stock, "layer_types", None) or [None] * geometry.layers
-    assert [model.layers[index].type for index in range(geometry.layers)] == types
+    assert [layer.type for layer in model.layers] == types
+    for index in [layer.index for layer in model.layers if layer.rotates]:
+        # gptj has a number of its own, and no parameters
+        tables = getattr(stock, "rope_parameters", {"rope_type": "default", "rope_theta": 1e4})
+        rope = tables[types[index]] if model.family.rotary.by_type else tables
+        share = rope.get("partial_rotary_factor", 1.0)
+        dims = getattr(stock, "rotary_dim", int(geometry.head_dim * share))
+        expected = rope["rope_theta"] ** -(torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+        if rope["rope_type"] != "default":
+            expected, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](stock, None)
+        # transformers computes them in float32
+        rotary = layer_rotary(model, index)
+        torch.testing.assert_close(rotary.theta, expected.double(), rtol=2e-6, atol=0.0)
 
 
 @pytest.mark.parametrize(

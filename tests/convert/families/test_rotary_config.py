@@ -8,7 +8,6 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvfold.convert.families.family import supported
 from kvfold.convert.families.layer_io import layer_rotary
 from kvfold.convert.families.model import model_of
 
@@ -54,32 +53,6 @@ def check(config: dict, frequencies: torch.Tensor, amplitude: float) -> None:
     torch.testing.assert_close(rotary.theta, frequencies.double(), **FREQUENCIES)
     assert rotary.amplitude == pytest.approx(amplitude, rel=1e-12)
     assert model_of(config).geometry.rotary_dims == rotary.dims
-
-
-@pytest.mark.parametrize("name", supported())
-def test_without_a_word_in_the_config_the_class_decides(name):
-    tiny_models.skip_unknown(name)
-    config = {"model_type": name, **SIZES, "pad_token_id": 0, "sliding_window_pattern": 2}
-    config["num_hidden_layers"] = 2
-    if name != "falcon":  # which computes it
-        config["head_dim"] = 64
-    stock = AutoConfig.for_model(**json.loads(json.dumps(config)))
-    model = model_of(config)
-    for layer in range(2):
-        kind = model.layers[layer].type
-        if not model.layers[layer].rotates:
-            continue
-        parameters = getattr(
-            stock, "rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}
-        )  # gptj has none
-        table = parameters[kind] if model.family.rotary.by_type else parameters
-        dims = int(64 * table.get("partial_rotary_factor", 1.0))
-        expected = table["rope_theta"] ** -(torch.arange(0, dims, 2, dtype=torch.float64) / dims)
-        if table["rope_type"] != "default":
-            expected, _ = ROPE_INIT_FUNCTIONS[table["rope_type"]](stock, None)
-        torch.testing.assert_close(
-            layer_rotary(model, layer).theta, expected.double(), **FREQUENCIES
-        )
 
 
 HALF = {"partial_rotary_factor": 0.5}
