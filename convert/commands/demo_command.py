@@ -4,51 +4,34 @@ and measure it.
 
 import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
+from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.commands.inspect_command import format_inspection
 from kvfold.convert.console import STDOUT, check_files, json_option, print_result
-from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_table
 from kvfold.convert.options import to_argv
 
 _WINDOWS = 32
 _LENGTH = 256
 _TEXT = {"samples": 16, "seq_len": 256}
-# As options of `kvfold convert`.
-CONVERSIONS: tuple[dict[str, Any], ...] = (
-    {"to": "gqa", "kv_heads": 4, "method": "mean"},
-    {"to": "gqa", "kv_heads": 4, "method": "principal", **_TEXT},
-    {"to": "gqa", "kv_heads": 2, "method": "mean"},
-    {"to": "gqa", "kv_heads": 2, "method": "principal", **_TEXT},
-    {"to": "mqa", "method": "mean"},
-    {"to": "mqa", "method": "principal", **_TEXT},
-    {"to": "mla", "kv_rank": 32, "rope_dim": 32, "method": "svd"},
-    {"to": "mla", "kv_rank": 32, "rope_dim": 32, "method": "principal", **_TEXT},
-    {
-        "to": "mla",
-        "kv_rank": 32,
-        "rope_dim": 32,
-        "method": "principal",
-        "layout": "engine",
-        **_TEXT,
-    },
-)
-
-
-@dataclass(frozen=True)
-class DemoRow:
-    """A row of the table: one target."""
-
-    target: str
-    cache_elements: int
-    perplexity: float
+_MLA = {"to": "mla", "kv_rank": 32, "rope_dim": 32}
+# As options of `kvfold convert`, by folder: published baselines beside kvfold's own method.
+CONVERSIONS: dict[str, dict[str, Any]] = {
+    "gqa-4-mean": {"to": "gqa", "kv_heads": 4, "method": "mean"},
+    "gqa-4-principal": {"to": "gqa", "kv_heads": 4, **_TEXT},
+    "gqa-2-mean": {"to": "gqa", "kv_heads": 2, "method": "mean"},
+    "gqa-2-principal": {"to": "gqa", "kv_heads": 2, **_TEXT},
+    "mqa-mean": {"to": "mqa", "method": "mean"},
+    "mqa-principal": {"to": "mqa", **_TEXT},
+    "mla-32-32-svd": {**_MLA, "method": "svd"},
+    "mla-32-32-principal": {**_MLA, **_TEXT},
+    "mla-32-32-principal-engine": {**_MLA, "layout": "engine", **_TEXT},
+}
 
 
 @click.command(short_help="Convert the small shipped model to every target and measure.")
@@ -63,7 +46,7 @@ def demo(folder: str | None, json_file: str | None) -> None:
     """
     check_files(json_file)
     if folder is not None:
-        _create_empty(Path(folder))
+        check_output(folder, overwrite=None)
     measured_on = f"{_WINDOWS} x {_LENGTH} held-out tokens"
     with (
         redirect_stdout(sys.stderr if json_file == STDOUT else sys.stdout),
@@ -73,29 +56,15 @@ def demo(folder: str | None, json_file: str | None) -> None:
         print("", *_format_rows(rows), sep="\n")
         print(f"\nMeasured on {measured_on}, which no conversion was calibrated on.")
         if folder is not None:
-            print(
-                f"\nThe converted checkpoints are in {folder}: load them with transformers'"
-                " AutoModelForCausalLM."
-            )
+            print(f"The converted checkpoints are in {folder}: AutoModelForCausalLM loads them.")
         print("next: kvfold sweep MODEL compares suitable targets of a model of your own")
-    print_result(
-        json_file, lambda: {"measured_on": measured_on, "targets": list(map(asdict, rows))}, ""
-    )
+    print_result(json_file, lambda: {"measured_on": measured_on, "targets": rows}, "")
 
 
-def _create_empty(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} must be a new or empty folder; name another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"{folder}: cannot be created ({error.strerror}); name another folder"
-        ) from error
-
-
-def _convert_and_measure(folder: Path) -> list[DemoRow]:
-    """Rows of the original and of every conversion, written to ``folder``; prints each command."""
+def _convert_and_measure(folder: Path) -> list[dict[str, Any]]:
+    """Rows with target, cache elements and perplexity of the original and of every conversion,
+    which are written to ``folder``; prints each command.
+    """
     import torch
     from transformers import AutoTokenizer
     from transformers.utils import logging
@@ -112,45 +81,48 @@ def _convert_and_measure(folder: Path) -> list[DemoRow]:
         f" takes about\ntwo minutes on one core: {len(CONVERSIONS)} conversions, with a measurement"
         " of each.\n"
     )
-    facts = inspect_checkpoint(str(model))
-    print(format_inspection(facts) + "\n")
+    inspection = inspect_checkpoint(model)
+    print(format_inspection(inspection) + "\n")
     logging.disable_progress_bar()
     threads = torch.get_num_threads()
     # The model is so small that several threads would mostly wait for one another.
     torch.set_num_threads(1)
-    try:
-        tokens = token_windows(
-            AutoTokenizer.from_pretrained(model), read_text("held_out"), _WINDOWS, _LENGTH
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokens = token_windows(tokenizer, read_text("held_out"), _WINDOWS, _LENGTH)
+    rows: list[dict[str, Any]] = [
+        {
+            "target": "the original (MHA)",
+            "cache_elements": inspection.cache.cache_elements,
+            "perplexity": checkpoint_perplexity(model, tokens),
+        }
+    ]
+    for name, options in CONVERSIONS.items():
+        print(f"kvfold convert MODEL {name} {' '.join(to_argv(options))}", flush=True)
+        request = ConvertRequest(model=str(model), out=str(folder / name), quiet=True, **options)
+        layout = convert_checkpoint(request).plan.layout
+        label = f"{layout.kind}, {request.resolved_method}"
+        if request.layout:
+            label += f", layout {request.layout}"
+        rows.append(
+            {
+                "target": label,
+                "cache_elements": layout.cache_elements,
+                "perplexity": checkpoint_perplexity(folder / name, tokens),
+            }
         )
-        elements = facts.cache.cache_elements
-        rows = [DemoRow("the original (MHA)", elements, checkpoint_perplexity(model, tokens))]
-        for options in CONVERSIONS:
-            name = "-".join(str(value) for option, value in options.items() if option not in _TEXT)
-            print(f"kvfold convert MODEL {name} {' '.join(to_argv(options))}", flush=True)
-            request = ConvertRequest(
-                model=str(model), out=str(folder / name), quiet=True, **options
-            )
-            layout = convert_checkpoint(request).plan.layout
-            label = f"{layout.kind}, {request.resolved_method}"
-            if request.layout:
-                label += f", layout {request.layout}"
-            perplexity = checkpoint_perplexity(folder / name, tokens)
-            rows.append(DemoRow(label, layout.cache_elements, perplexity))
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads)
     return rows
 
 
-def _format_rows(rows: Sequence[DemoRow]) -> list[str]:
+def _format_rows(rows: list[dict[str, Any]]) -> list[str]:
     """The rows as lines of a table; savings and perplexities are relative to the first row, the
     original model.
     """
-    source_elements = rows[0].cache_elements
-    before = f"{rows[0].perplexity:.2f}"
+    before = f"{rows[0]['perplexity']:.2f}"
     cells = [["target", "cache elements per", "cache", "held-out", "perplexity"]]
     cells += [["", "token per layer", "saving", "before", "after"]]
     for row in rows:
-        elements = row.cache_elements
-        saving = f"{100 * (1 - elements / source_elements):.1f} %"
-        cells.append([row.target, str(elements), saving, before, f"{row.perplexity:.2f}"])
+        elements = row["cache_elements"]
+        saving = f"{100 * (1 - elements / rows[0]['cache_elements']):.1f} %"
+        cells.append([row["target"], str(elements), saving, before, f"{row['perplexity']:.2f}"])
     return format_table(cells)

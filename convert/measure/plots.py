@@ -20,8 +20,6 @@ _COLORS = ["#4C7FB8", "#D0703C", "#4F9E5F", "#9A6DB8"]
 _GRAY = "#7C828C"
 _STYLE: dict[str, Any] = {
     "axes.prop_cycle": f"cycler(color={_COLORS})",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.facecolor": "none",
@@ -29,12 +27,7 @@ _STYLE: dict[str, Any] = {
     "axes.edgecolor": _GRAY,
     "errorbar.capsize": 3,
     "font.size": 9,
-    "font.sans-serif": ["DejaVu Sans"],
     "grid.alpha": 0.3,
-    "grid.color": _GRAY,
-    "legend.fontsize": 8,
-    "legend.frameon": False,
-    "lines.linewidth": 1.5,
     "lines.markersize": 3.5,
     "text.color": _GRAY,
     "xtick.color": _GRAY,
@@ -120,17 +113,12 @@ def plot_drift_by_layer(drift: "DriftReport") -> Plot:
     if drift.floor is not None:
         rounding = max(layer.residual_propagated for layer in drift.floor.measured.layers)
         caption += f" Rounding alone causes at most {rounding:.0e}."
-    names = {
-        "attention_local": "attention, local",
-        "attention_propagated": "attention, propagated",
-        "residual_propagated": "residual, propagated",
-    }
     with _new_plot("Drift by layer", caption) as (plot, axes):
-        for name, label in names.items():
+        for name in ("attention_local", "attention_propagated", "residual_propagated"):
             errors = [getattr(layer, name) for layer in drift.measured.layers]
             # A logarithmic axis has no place for 0: nan leaves a gap.
             values = [error if error and math.isfinite(error) else math.nan for error in errors]
-            axes.plot(range(len(values)), values, marker="o", label=label)
+            axes.plot(range(len(values)), values, marker="o", label=name.replace("_", ", "))
         axes.set(xlabel="layer", ylabel="relative error", yscale="log")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend()
@@ -145,22 +133,12 @@ def plot_loss_by_position(drift: "DriftReport") -> Plot:
         f" {stretches[0].sequences} sequences. Good: both lines are low and flat; if both rise, the"
         " converted model makes less of a long context than its source."
     )
-    positions = range(len(stretches))
     with _new_plot("Loss by position", caption) as (plot, axes):
-        axes.errorbar(
-            positions,
-            [stretch.excess for stretch in stretches],
-            [stretch.excess_margin or 0.0 for stretch in stretches],
-            marker="o",
-            label="excess loss",
-        )
-        axes.errorbar(
-            positions,
-            [stretch.kl for stretch in stretches],
-            [stretch.kl_margin or 0.0 for stretch in stretches],
-            marker="s",
-            label="KL",
-        )
+        positions = range(len(stretches))
+        for name, label in (("excess", "excess loss"), ("kl", "KL")):
+            values = [getattr(stretch, name) for stretch in stretches]
+            margins = [getattr(stretch, f"{name}_margin") or 0.0 for stretch in stretches]
+            axes.errorbar(positions, values, margins, marker="o", label=label)
         axes.axhline(0, color=_GRAY, linewidth=0.8)
         axes.set_xticks(positions, [f"{stretch.start}-{stretch.end}" for stretch in stretches])
         axes.set(xlabel="position, tokens", ylabel="nats per token")
@@ -188,8 +166,7 @@ def plot_loss_by_cache(sweep: "Sweep", within: float) -> Plot:
         savings = [f"{size}\n{100 * (1 - size / source_elements):.3g} %" for size in sizes]
         axes.set_xticks(sizes, savings)
         axes.minorticks_off()
-        # Descending: a larger saving is further to the right. The margin on the right holds the
-        # last name.
+        # Descending: a larger saving is further to the right, where a margin holds the last name.
         axes.set_xlim(source_elements * 1.15, min(sizes) / 1.6)
         axes.margins(y=0.15)
         axes.set_xlabel("KV-cache elements per token per layer, and the saving")
@@ -201,28 +178,25 @@ def plot_loss_by_cache(sweep: "Sweep", within: float) -> Plot:
 def _draw_targets(axes: Any, sweep: "Sweep", label: str, latent: bool) -> None:
     """Points with intervals and names, and a line through the best target of each size."""
     color = _COLORS[latent]
-    rows = [row for row in sweep.rows if (row.request.to == "mla") == latent]
-    rows = [row for row in rows if math.isfinite(row.excess)]
-    best: dict[int, float] = {}
-    for size in sorted({row.cache_elements for row in rows}):
-        same_size = [row for row in rows if row.cache_elements == size]
-        same_size.sort(key=lambda row: row.excess)
-        best[size] = same_size[0].excess
-        for index, row in enumerate(same_size):
+    by_size: dict[int, list[Any]] = {}
+    for row in sorted(sweep.rows, key=lambda row: (row.cache_elements, row.excess)):
+        if (row.request.to == "mla") == latent and math.isfinite(row.excess):
+            by_size.setdefault(row.cache_elements, []).append(row)
+    for size, rows in by_size.items():
+        margins = [row.measured.excess_margin or 0.0 for row in rows]
+        for index, row in enumerate(rows):
             x = size * 2 ** (-_SPACING * (index + latent))
-            margin = row.measured.excess_margin or 0.0
-            axes.errorbar(x, row.excess, margin, fmt="so"[latent], color=color)
+            axes.errorbar(x, row.excess, margins[index], fmt="so"[latent], color=color)
         # The names stand above all error bars, the worst on top.
-        top = max(row.excess + (row.measured.excess_margin or 0.0) for row in same_size)
-        names = "\n".join(row.kind for row in reversed(same_size))
         axes.annotate(
-            names,
-            (size, top),
+            "\n".join(row.kind for row in reversed(rows)),
+            (size, max(row.excess + margin for row, margin in zip(rows, margins, strict=True))),
             (0, 4),
             textcoords="offset points",
             ha="left" if latent else "right",
             color=color,
             fontsize=8,
         )
-    if best:
-        axes.plot(list(best), list(best.values()), color=color, label=label)
+    if by_size:
+        best = [rows[0].excess for rows in by_size.values()]
+        axes.plot(list(by_size), best, color=color, label=label)
