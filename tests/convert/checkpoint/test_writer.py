@@ -163,8 +163,8 @@ def test_copying_and_hashing_beside_computing(
     assert torch.equal(written["joined"], torch.stack([read("d"), read("a")]))
     assert not written["zeros"].any()
     check_copied(out, checkpoint, "c")
-    assert sum(steps) == sum(tensor.nbytes for tensor in outputs if tensor.name != "c")
-    assert max(steps) <= 100
+    assert sum(steps) == sum(tensor.nbytes for tensor in outputs)
+    assert sorted(steps)[-2] <= 100  # "c", which was computed, was written at once
 
 
 def test_an_error_beside_the_copy_stops_it(

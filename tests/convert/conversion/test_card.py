@@ -149,13 +149,6 @@ def test_a_calibrated_conversion_ends_with_a_block(tiny_reader, tmp_path, monkey
     assert f"\nVerdict: {done.verdict} " in (out / "README.md").read_text()
 
 
-def test_a_conversion_without_text_has_no_verdict(tiny_reader, tmp_path):
-    request = ConvertRequest(tiny_reader, tmp_path / "out", to="mqa", method="mean", quiet=True)
-    done = convert_checkpoint(request)
-    assert done.verdict is None
-    assert "verdict" not in done.summary()
-
-
 def test_a_block_keeps_an_option_with_its_value_and_quotes_words(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     command = ["kvfold", "convert", "my model", "OUT", "--to", "mla", "--budget", "192"]
@@ -190,22 +183,6 @@ def test_a_dry_run_of_a_budget_names_no_split(tmp_path):
     # Its shape would be that of a split.
     assert "model.layers.0.self_attn.kv_b_proj.weight BF16 new" in lines
     assert "sha256" not in done.to_dict()["source"]  # no weights were read
-
-
-def test_a_dry_run_tells_the_text_and_the_training(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")
-    monkeypatch.setattr("kvfold.convert.conversion.summary._COLUMNS", 1000)
-    texts = [tmp_path / "prose.txt", tmp_path / "code.txt"]
-    for text in texts:
-        text.write_text("A list of words. " * 40)
-    training = {"refine": 50, "polish": "200k"}
-    mixture = [f"{texts[0]}:3", str(texts[1])]
-    said = dry_run(
-        tmp_path, to="mqa", calibration=mixture, samples=128, seq_len=256, **training
-    ).summary()
-    assert f"text     128 x 256 tokens of {texts[0]} (75 %) + {texts[1]} (25 %)\n" in said
-    assert "refine   50 steps of 2048 tokens, in each layer\n" in said
-    assert "polish   196 steps of 1024 tokens, 201k tokens in all\n" in said
 
 
 def test_a_limit_holds_where_its_error_is_swallowed_once():

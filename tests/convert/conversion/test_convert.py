@@ -127,17 +127,6 @@ def test_tied_weights_stay_tied_in_plain_safetensors(pooled):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_stored_dtype(source, tmp_path):
-    convert(source, tmp_path / "out", dtype="float16")
-    assert {value.dtype for value in tensors(tmp_path / "out").values()} == {torch.float16}
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["torch_dtype"], "dtype" in config) == ("float16", False)
-    assert (
-        "Everything else comes from the source, stored as float16."
-        in (tmp_path / "out" / "README.md").read_text()
-    )
-
-
 def test_equal_requests_give_equal_bytes(source, pooled, tmp_path):
     moved = shutil.copytree(source, tmp_path / "elsewhere" / source.name)
     convert(moved, tmp_path / "b", overwrite=True)
@@ -218,24 +207,20 @@ def test_plain_transformers_uses_it(tmp_path):
 # What is wrong with a request or a checkpoint: exit 2, nothing written.
 
 
-def test_numbers_of_heads(source, tmp_path, told):
+def test_numbers_of_heads_that_a_source_cannot_have(source, tmp_path):
     for heads in (3, 16, 8):
-        told(refused(source, tmp_path / "out", kv_heads=heads))
+        assert f"--kv-heads {heads} must divide" in refused(
+            source, tmp_path / "out", kv_heads=heads
+        )
     convert(source, tmp_path / "one", to="mqa")
-    for options in ({"to": "mqa"}, {"kv_heads": 2}):
-        told(refused(tmp_path / "one", tmp_path / "out", **options))
+    assert "already MQA" in refused(tmp_path / "one", tmp_path / "out", to="mqa")
 
 
-def test_places_and_models_that_cannot_be(tmp_path, model):
-    (tmp_path / "there" / "something").mkdir(parents=True)
-    assert "kvfold did not write it" in refused(model, tmp_path / "there")
-    assert "inside it or around it" in refused(model, model / "out")
-    assert "no such folder" in refused(tmp_path / "nothing", tmp_path / "out")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "model_type": "whale"}))
-    assert "model_type 'whale' is not supported" in refused(model, tmp_path / "out")
-    (model / "config.json").unlink()
-    assert "config.json" in refused(model, tmp_path / "out")
+def test_stored_dtype(source, tmp_path):
+    convert(source, tmp_path / "out", dtype="float16")
+    assert {value.dtype for value in tensors(tmp_path / "out").values()} == {torch.float16}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["torch_dtype"], "dtype" in config) == ("float16", False)
 
 
 def test_damaged_tensors_are_all_listed(tmp_path, model, told):
@@ -252,12 +237,6 @@ def test_damaged_tensors_are_all_listed(tmp_path, model, told):
     }
     save_file(values, model / "model.safetensors")
     told(refused(model, tmp_path / "out"))
-
-
-def test_too_small_a_disk(source, tmp_path, monkeypatch):
-    real = shutil.disk_usage
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
-    assert "too little disk space" in refused(source, tmp_path / "out")
 
 
 @pytest.mark.slow

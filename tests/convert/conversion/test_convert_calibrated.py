@@ -129,12 +129,8 @@ def test_a_calibrated_run_records_its_groups_and_its_drift(folded):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"samples": 100_000}, "too little text"),
         ({"seq_len": 4096}, "--seq-len 4096 exceeds the 512 positions"),
-        ({"calibration": "nowhere.txt"}, "--calibration nowhere.txt: no such file"),
         ({"device": "cuda"}, "--device cuda: torch finds no CUDA device"),
-        # targets/test_mla_config.py has the other sizes
-        ({**LATENT, "kv_rank": 256, "rope_dim": 256}, "no fewer than the source's 512"),
     ],
 )
 def test_requests_that_cannot_be(tmp_path, options, message):
@@ -145,21 +141,9 @@ def test_requests_that_cannot_be(tmp_path, options, message):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "message"),
-    [
-        ("llama", {"to": "mqa"}, "calibration needs the model's tokenizer"),
-        (
-            "qwen3",
-            {**LATENT, "kv_rank": 8, "rope_dim": 8},
-            r"fewer than the context .* use --layout kvfold instead",
-        ),
-        ("stablelm", {**LATENT, "kv_rank": 8, "rope_dim": 8}, "LayerNorm"),
-    ],
-)
-def test_models_that_cannot_be_converted_so(tmp_path, tiny_family, family, options, message):
-    with pytest.raises(InputError, match=message):
-        convert(tmp_path / "out", model=tiny_family(family), **options)
+def test_a_model_without_tokenizer_is_refused(tmp_path, tiny_family):
+    with pytest.raises(InputError, match="calibration needs the model's tokenizer"):
+        convert(tmp_path / "out", model=tiny_family("llama"), to="mqa")
 
 
 def test_latent_checkpoints_are_of_a_stock_class(latent, held_out):
@@ -282,16 +266,6 @@ def test_engine_layout_has_no_attention_bias_and_plain_rope(engine):
     assert re.search(
         r"\| llama.cpp .* \| yes \| 28 \| with \"q_lora_rank\": 0",
         (engine / "README.md").read_text(),
-    )
-
-
-@pytest.mark.slow
-def test_layout_engine_loses_little_more_than_free(tmp_path, held_out, latent):
-    convert(tmp_path / "out", **LATENT, layout="engine")
-    stored = tensors(tmp_path / "out")
-    assert torch.equal(stored["lm_head.weight"], stored["model.embed_tokens.weight"])
-    assert checkpoint_perplexity(tmp_path / "out", held_out) < 2 * checkpoint_perplexity(
-        latent, held_out
     )
 
 

@@ -136,20 +136,6 @@ def test_text_that_the_source_cannot_write_is_said_before_anything_is_written(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
-def test_what_only_a_resumed_run_needs_is_removed_half_written_files_too(tmp_path):
-    for name in (
-        "config.json",
-        ".journal.json",
-        ".journal.json.new",
-        ".text.pt.new",
-        ".precision",
-        ".polish.pt.new",
-    ):
-        (tmp_path / name).touch()
-    journal.forget(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-
-
 def test_only_an_equal_request_for_the_same_model_goes_on(
     tmp_path, request_of, monkeypatch, capsys
 ):

@@ -14,7 +14,7 @@ from helpers.checkpoints import tensors
 from kvfold.convert import ConvertRequest, InputError, cli, convert_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.methods import registry
-from kvfold.convert.methods.registry import methods_of, objectives, quick_method
+from kvfold.convert.methods.registry import methods_of
 
 WAYS = ("command line", "python")
 FEW = {"to": "mqa", "samples": 4, "seq_len": 32, "group": "contiguous"}
@@ -48,18 +48,6 @@ def converted(way: str, out: Path, **options: Any) -> None:
         cli.kvfold, ["convert", str(demo_folder()), str(out), *words], catch_exceptions=False
     )
     assert done.exit_code == 0, done.output
-
-
-def test_the_methods_that_ship() -> None:
-    for to, shipped in (
-        ("gqa", {"mean", "first", "random"}),
-        ("mqa", {"mean", "first", "random"}),
-        ("mla", {"svd"}),
-    ):
-        assert methods_of(to)[0] == "principal"  # the default
-        assert shipped <= {*methods_of(to)}
-    assert [quick_method(to) for to in ("gqa", "mla")] == ["mean", "svd"]
-    assert "scores" in objectives()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -134,10 +122,6 @@ def test_an_objective_of_a_module(usual: Path, tmp_path, way: str) -> None:
             r"--objective score is not a known objective; use one of scores .did you mean scores",
         ),
         ({"objective": "scores", "method": "mean"}, "--objective has no effect with --method mean"),
-        (
-            {"objective": "scores", "to": "mla", "budget": 48},
-            "--objective needs --to gqa or --to mqa",
-        ),
     ],
 )
 def test_names_are_checked_with_the_request(options: dict[str, Any], message: str) -> None:
