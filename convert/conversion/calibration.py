@@ -75,12 +75,6 @@ def open_source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
         return None if chosen == torch.float32 else chosen
 
     autocast = processes.broadcast_from_rank0(choose)
-    if autocast is not None and not request.quiet:
-        print(
-            f"calibration passes and training in bfloat16, which this {device.type} multiplies"
-            " faster (--precision float32 turns it off); held-out text in float32",
-            file=sys.stderr,
-        )
     # On a GPU too: held-out text is judged in float32.
     return CheckpointStream(
         checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, autocast=autocast

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvfold.convert.conversion.memory import free_bytes, needs_of
 from kvfold.convert.conversion.plan import Plan, possible_kv_heads
 from kvfold.convert.formatting import parse_tokens
-from kvfold.convert.options import AUTO_LENGTH, to_argv
+from kvfold.convert.options import to_argv
 from kvfold.convert.request import EFFORTS, SELF, ConvertRequest
 from kvfold.convert.targets.engines import propose_budgets, propose_kernel_splits
 from kvfold.convert.text.corpus import with_share
@@ -69,7 +69,7 @@ def next_command(plan: Plan, drift: "Loss | DriftReport | None") -> list[str]:
     """The words of the command that helps most after a conversion with this ``drift``; it measures
     the result if that is near the source, or if nothing was measured.
     """
-    request = _restore_auto_length(plan)
+    request = plan.request
     verdict = None if drift is None else judge(drift)
     if drift is None or verdict == NEAR:
         return ["kvfold", "drift", request.model, request.out]
@@ -124,16 +124,6 @@ def _polish_longer(plan: Plan, request: ConvertRequest) -> ConvertRequest | None
     free = free_bytes(plan)
     needed = needs_of(replace(plan, request=replace(plan.request, **effort))).memory
     return None if free is not None and needed > free else replace(request, **effort)
-
-
-def _restore_auto_length(plan: Plan) -> ConvertRequest:
-    """The request of ``plan`` with ``auto`` in place of the length and the number of sequences that
-    it stands for.
-    """
-    request = plan.request
-    samples = max(1, request.samples * request.length // AUTO_LENGTH)
-    restored = replace(request, samples=samples, seq_len="auto")
-    return restored if restored.resolve_length(plan.geometry.positions) == request else request
 
 
 def _convert_words(request: ConvertRequest, out: str) -> list[str]:

@@ -86,17 +86,12 @@ def needs_of(plan: Plan) -> Needs:
     length = request.length
     tokens = ceil(request.samples / processes.world_size()) * length
     held_out = held_out_count(request.samples) * length
-    # Calibration states before and after the source's layer, its attention's, the student's, the
-    # targets of refinement; held-out states once more, because the drift takes a copy further.
-    fitted = request.chosen_method.reads_text
+    # States before and after the source's layer, its attention's, the student's, the targets of
+    # refinement; the student's heads, and of held-out text the source's queries, keys and heads.
     refined = int(bool(request.refine))
-    learned = 4 + refined if fitted or refined else 0
-    states = width * (learned * tokens + (4 + refined) * held_out) + refined * (tokens + held_out)
-    outputs = held_out * (
-        2 * width + (2 * shape.heads + shape.kv_heads) * shape.head_dim
-    )  # of the source's attention
-    outputs += fitted * tokens * shape.heads * shape.head_dim  # of the student's heads, unpadded
-    held = _FLOAT * (states + outputs)
+    states = (4 + refined) * width * (tokens + held_out) + 2 * width * held_out
+    heads = shape.heads * (tokens + 2 * held_out) + shape.kv_heads * held_out
+    held = _FLOAT * (states + heads * shape.head_dim)
     # One layer of each model, then the embedding and the head with the logits.
     sizes = [prod(tensor.shape) for tensor in plan.model.tensors.values()]
     ends = 2 * shape.vocabulary * width
@@ -173,13 +168,9 @@ def check_memory(plan: Plan) -> None:
 
 def free_disk(plan: Plan) -> int:
     """The free bytes on OUT's disk."""
-    return shutil.disk_usage(_existing(plan.request.out)).free
-
-
-def _existing(out: str) -> Path:
-    """``out``, or its nearest parent folder that exists."""
-    folder = Path(out).absolute()
-    return next(path for path in (folder, *folder.parents) if path.exists())
+    folder = Path(plan.request.out).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 def free_bytes(plan: Plan) -> int | None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfold.convert.conversion.judgment import judge
 from kvfold.convert.conversion.memory import free_disk, needs_of
@@ -17,15 +17,12 @@ from kvfold.convert.conversion.summary import (
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
 
-Value = TypeVar("Value")
 
-
-@dataclass(frozen=True)
-class Change(Generic[Value]):
+class Change(NamedTuple):
     """A value of the source, and of the result."""
 
-    before: Value
-    after: Value
+    before: Any
+    after: Any
 
 
 @dataclass(frozen=True)
@@ -46,12 +43,12 @@ class Conversion:
     drift: "DriftReport | None" = None
 
     @property
-    def attention(self) -> Change[str]:
+    def attention(self) -> Change:
         """The kinds of attention, such as MHA and GQA-4."""
         return Change(self.plan.source_kind, self.plan.layout.kind)
 
     @property
-    def cache_elements(self) -> Change[int]:
+    def cache_elements(self) -> Change:
         """The KV-cache elements per token per layer."""
         return Change(self.plan.cache_elements, self.plan.layout.cache_elements)
 

@@ -104,13 +104,6 @@ def test_a_result_near_the_source_or_unmeasured_is_measured(planned):
     assert next_command(plan, GOOD) == next_command(plan, None) == drift
 
 
-def test_a_length_that_was_left_to_the_model_stays_so(tmp_path):
-    request = ConvertRequest(demo_folder(), tmp_path / "out", to="mqa", samples=65, dry_run=True)
-    words = next_command(convert_checkpoint(request).plan, POOR)
-    assert words[words.index("--samples") + 1] == "65"
-    assert "--seq-len" not in words
-
-
 def test_without_a_larger_target_or_more_polishing_the_result_is_trained(planned, monkeypatch):
     words = next_command(planned(to="gqa", kv_heads=4, **POLISHED), AWFUL)
     assert words[:2] == ["kvfold", "uptrain"]
