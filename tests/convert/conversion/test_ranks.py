@@ -131,8 +131,8 @@ def test_processes_that_were_killed_go_on_after_the_last_finished_layer(requests
     def killed():
         noted = Journal.add_layer
 
-        def note(journal, notes):
-            noted(journal, notes)
+        def note(journal, *layer):
+            noted(journal, *layer)
             if processes.is_rank0():
                 os.kill(os.getpid(), signal.SIGKILL)
 
