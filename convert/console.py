@@ -177,18 +177,17 @@ def run_command(
     # folder.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     logging.setLogRecordFactory(_PrintableRecord)
-    argv = sys.argv[1:] if arguments is None else list(arguments)
     left_behind = ""
     message: str | None = None
     status: int | None = None  # None: interrupted
     with suppress(KeyboardInterrupt), interrupt_on_signals():
         try:
-            command.main(args=argv, prog_name=name, standalone_mode=False)
+            command.main(args=arguments, prog_name=name, standalone_mode=False)
             status = 0
         except (KeyboardInterrupt, click.Abort) as error:
             left_behind = _notes(error)
         except Exception as error:
-            message, status = _explain(error, command, name, argv)
+            message, status = _explain(error, name)
         if status is None:
             # A signal may arrive between a context manager's ``yield`` and its block. The manager
             # then cleans up when it is freed, together with the exception; managers in cycles are
@@ -205,14 +204,12 @@ def run_command(
     raise SystemExit(status)
 
 
-def _explain(
-    error: Exception, command: click.Command, name: str, argv: Sequence[str]
-) -> tuple[str | None, int]:
+def _explain(error: Exception, name: str) -> tuple[str | None, int]:
     """What to print about an error, None for nothing, and the exit status."""
     if isinstance(error, KvfoldError):
         return str(error), error.exit_status
     if isinstance(error, click.ClickException):
-        return _explain_usage(error, command, name, argv), 2
+        return _explain_usage(error, name), 2
     if isinstance(error, BrokenPipeError):
         # The interpreter flushes stdout once more at its end, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -234,23 +231,14 @@ def _notes(error: BaseException) -> str:
     return "; ".join(notes)
 
 
-def _explain_usage(
-    error: click.ClickException, command: click.Command, name: str, argv: Sequence[str]
-) -> str:
+def _explain_usage(error: click.ClickException, name: str) -> str:
     """A sentence about an invalid command line that refers to the right command's ``--help``."""
     text = escape_text(error.format_message().replace("\n", " ").rstrip("."))
-    called = next(iter(argv), "")
-    if isinstance(error, click.UsageError) and error.ctx:
-        name = error.ctx.command_path
-    elif isinstance(command, click.Group) and called in command.commands:
-        name = f"{name} {called}"
     if isinstance(error, click.NoSuchOption) and error.option_name in WITHDRAWN:
         text = f"{error.option_name} was withdrawn; {WITHDRAWN[error.option_name]}"
-    if "unexpected extra argument" in text:
-        text += "; a value with spaces, such as a list of targets, needs quotes"
-    # A capital that begins a name in capitals, as REPO, stays.
-    text = text if text[1:2].isupper() else f"{text[:1].lower()}{text[1:]}"
-    return f"{name}: {text}; see `{name} --help`"
+    if isinstance(error, click.UsageError) and error.ctx:
+        name = error.ctx.command_path
+    return f"{name}: {text[:1].lower()}{text[1:]}; see `{name} --help`"
 
 
 def check_files(json_file: str | None, plot: str | None = None, report: str | None = None) -> None:

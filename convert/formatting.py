@@ -32,14 +32,13 @@ def parse_size(text: str | int) -> int | None:
     return int(float(match[1]) * _SIZES[unit]) or None
 
 
-def check_size(value: str | int) -> str | None:
-    """The rule that ``value`` breaks as a file size, in words that follow "must be"; None if it is
-    valid.
-    """
+SIZE_RULE = "a size with its unit, such as 5GB, 500MB or 2GiB"
+
+
+def is_size(value: str | int) -> bool:
+    """True for a file size; text needs a unit, because "5" probably means 5GB."""
     size = parse_size(value)
-    if size is None or (isinstance(value, str) and size < 1000):  # "5" probably means 5GB
-        return "a size with its unit, such as 5GB, 500MB or 2GiB"
-    return None
+    return size is not None and (isinstance(value, int) or size >= 1000)
 
 
 def parse_tokens(text: str | int) -> int | None:

@@ -42,7 +42,7 @@ class Option:
         aliases: Further spellings on the command line.
         minimum: Smallest number.
         maximum: Largest number. Products of a few defaults fit the 63 bits of torch's sizes.
-        check: Returns the rule that a value of the right type breaks, or None.
+        check: Whether a value of the right type is valid.
         rule: The valid types and range in words that follow "must be".
         targets: Values of ``to`` that allow this option; empty for all.
         runs: The option only says where and how to run: it is not in recipes and records.
@@ -61,7 +61,7 @@ class Option:
     aliases: tuple[str, ...] = ()
     minimum: float = 0
     maximum: float = 2**31
-    check: Callable[[Any], str | None] | None = None
+    check: Callable[[Any], object] | None = None
     rule: str | None = None
     targets: tuple[str, ...] = ()
     runs: bool = False
@@ -108,7 +108,7 @@ class Option:
             return rule
         if type(value) in (int, float) and not self.minimum <= value <= self.maximum:
             return f"at most {self.maximum}" if value > self.maximum else rule
-        return None if self.check is None else self.check(value)
+        return None if self.check is None or self.check(value) else rule
 
 
 def option(default: Any = MISSING, help: str = "", **details: Any) -> Any:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from kvfold.convert.errors import format_option
-from kvfold.convert.formatting import check_size, parse_size, parse_tokens
+from kvfold.convert.formatting import SIZE_RULE, is_size, parse_size, parse_tokens
 from kvfold.convert.methods import registry
 from kvfold.convert.methods.registry import DEFAULT, Method
 from kvfold.convert.options import (
@@ -62,19 +62,10 @@ def held_out_count(samples: int) -> int:
     return max(8, math.ceil(samples / 8))
 
 
-def _blank(path: str) -> str | None:
-    # An empty path, as from an unset shell variable, would mean the current folder, which
-    # ``overwrite`` replaces.
-    return None if path.strip() else "a path that is not blank (is a shell variable unset?)"
-
-
-def _token_count(value: int | str) -> str | None:
-    return None if isinstance(value, int) or parse_tokens(value) else _POLISH_RULE
-
-
-_POLISH_RULE = "a number of steps, a number of tokens above 0 such as 200k or 1M, or 'auto'"
 # Options of several requests; keywords replace what differs in one of them.
-_source = partial(option, argument=True, rule="a folder or a hub id", check=_blank)
+# An empty path, as from an unset shell variable, would mean the current folder, which ``overwrite``
+# replaces.
+_source = partial(option, argument=True, rule="a folder or a hub id", check=str.strip)
 _texts = partial(
     option,
     (),
@@ -106,7 +97,9 @@ class ConvertRequest(Request):
     """
 
     model: str = _source(runs=True)
-    out: str = option(argument=True, rule="the path of an output folder", check=_blank, runs=True)
+    out: str = option(
+        argument=True, rule="the path of an output folder", check=str.strip, runs=True
+    )
     to: AttentionKind = option(
         help="Attention kind to convert to; required without --recipe.", panel="Target"
     )
@@ -172,8 +165,8 @@ class ConvertRequest(Request):
         "Then steps of about 1024 tokens (or a number of tokens: 200k, 1M) of training all layers"
         " against MODEL's predictions; needs memory for the whole model.",
         metavar="STEPS|TOKENS|auto",
-        rule=_POLISH_RULE,
-        check=_token_count,
+        rule="a number of steps, a number of tokens above 0 such as 200k or 1M, or 'auto'",
+        check=lambda value: isinstance(value, int) or parse_tokens(value),
     )
     repeat_text: bool = option(
         False, "Polish on the text again where it has fewer tokens than --polish."
@@ -182,7 +175,7 @@ class ConvertRequest(Request):
     precision: TrainingDtype = precision_option()
     dtype: Dtype = dtype_option(help="Stored dtype; auto keeps the source's dtype.")
     max_shard_size: int | str = option(
-        "5GB", "Maximum size of a weight file.", metavar="SIZE", check=check_size
+        "5GB", "Maximum size of a weight file.", metavar="SIZE", rule=SIZE_RULE, check=is_size
     )
     dry_run: bool = option(
         False, "Print the plan, memory and disk space; write nothing.", runs=True

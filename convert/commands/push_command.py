@@ -28,9 +28,7 @@ def push(out: str, repo: str, private: bool) -> None:
     from kvfold.convert.measure.verify import check_verified, verify_checkpoint
 
     if "@" in repo or not HUB_ID.fullmatch(repo):
-        raise click.UsageError(
-            f"REPO must be owner/name, not {repo!r}", click.get_current_context()
-        )
+        raise InputError(f"REPO must be owner/name, not {repo!r}", field="repo")
     recorded = recorded_files(Path(out))
     if recorded is None:
         raise InputError(

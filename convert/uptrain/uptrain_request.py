@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kvfold.convert.formatting import check_size
+from kvfold.convert.formatting import SIZE_RULE, is_size
 from kvfold.convert.options import (
     Request,
     device_option,
@@ -67,7 +67,8 @@ class UptrainRequest(Request):
     temperature: float = option(
         1.0,
         "Temperature of both distributions in the distillation loss.",
-        check=lambda value: None if value > 0 else "above 0",
+        rule="a number above 0",
+        check=lambda value: value > 0,
     )
     train: Trained = option(
         "all", "Train all weights, or only those of the attention.", panel="Training"
@@ -82,7 +83,8 @@ class UptrainRequest(Request):
         " and the batch.",
         metavar="RATE",
         aliases=("--lr",),
-        check=lambda value: None if 0 < value < 1 else "a number between 0 and 1",
+        rule="a number between 0 and 1",
+        check=lambda value: 0 < value < 1,
     )
     schedule: Schedule = option("cosine", "Learning-rate schedule.")
     warmup: float | None = option(
@@ -90,7 +92,8 @@ class UptrainRequest(Request):
         f"Warmup, as a fraction of the steps; default: 0.05, at least {WARMUP_STEPS} steps, even of"
         " a shorter run.",
         metavar="FRACTION",
-        check=lambda value: None if 0 <= value < 1 else "at least 0 and below 1",
+        rule="a number of at least 0 and below 1",
+        check=lambda value: 0 <= value < 1,
     )
     weight_decay: float = option(
         0.0, "Weight decay (except biases and norms), times the learning rate.", maximum=100
@@ -119,7 +122,12 @@ class UptrainRequest(Request):
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
     save_every: int = option(200, "Steps between checkpoints; 0 disables them.", runs=True)
     max_shard_size: int | str = option(
-        "5GB", "Maximum size per shard.", metavar="SIZE", check=check_size, runs=True
+        "5GB",
+        "Maximum size per shard.",
+        metavar="SIZE",
+        rule=SIZE_RULE,
+        check=is_size,
+        runs=True,
     )
     fresh: bool = option(False, "Discard an interrupted run and start over.", runs=True)
     overwrite: bool = option(False, "Replace OUT.", runs=True)
