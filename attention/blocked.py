@@ -33,10 +33,10 @@ from kvfold.attention.mask import Visibility
 # --budgets). On a GPU 2^26 take 256 MB.
 _CPU_SCORES = 1 << 20
 _GPU_SCORES = 1 << 26
-# Weights that a call keeps for its backward pass, 32 MB in bfloat16. Recomputing them made training
-# steps of 8 x 256 and 8 x 512 tokens up to a quarter slower (bench_refine_constants.py
-# --attention); the limit is chosen, not measured.
-_KEPT_WEIGHTS = 1 << 24
+# Weights that a call keeps for its backward pass: 64 MB in bfloat16, of which causal calls use
+# half. Recomputing them made training steps of 8 x 256 and 8 x 512 tokens up to a quarter slower
+# (bench_refine_constants.py --attention); the limit is chosen, not measured.
+_KEPT_WEIGHTS = 1 << 25
 # Queries of a block: enough rows for fast matrix products, and few enough that causal blocks skip
 # most later keys. Steps of 8 x 512 tokens, ms for 32, 64, 128, 256: MLA 242, 175, 168, 162, MQA 74,
 # 78, 76, 94; 8 x 256: 73, 52, 49, 57 and 29, 23, 28, 36
@@ -336,22 +336,10 @@ _ARGUMENTS = (
 _TENSORS = 8  # of the arguments, at their beginning
 
 
-def _scores(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    sinks: Tensor | None,
-    offsets: Tensor | None,
-    starts: Tensor | None,
-    lengths: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    causal: bool,
-    offset: int,
-    window: int | None,
-    learns: bool,
-) -> AttentionScores:
+def _scores(*arguments: Any) -> AttentionScores:
+    """The scores that an operator's arguments describe."""
+    query, key, _, bias, sinks, offsets, starts, lengths = arguments[:_TENSORS]
+    scale, softcap, causal, offset, window, _ = arguments[_TENSORS:]
     rule = Visibility(causal, offset if offsets is None else offsets, window, starts, lengths)
     return AttentionScores((query,), (key,), scale, rule, bias, softcap, sinks)
 
@@ -369,16 +357,9 @@ def _operator(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _allocate_kept(*arguments: Any) -> Tensor:
-    scores = _scores(*arguments)
-    batch, groups, members, queries, _ = arguments[0].shape
-    keys = arguments[1].shape[2]
-    if scores.rule.causal and isinstance(scores.rule.offset, int | torch.SymInt):
-        # a causal block ends with its last query, rounded up to a step of widths: about half of all
-        # scores
-        reach = scores.rule.offset + (queries + _MOST_ROWS) // 2
-        keys = min(keys, reach + keys // 16 + _FEWEST_IN_STEP)
-    count = batch * groups * members * queries * keys
-    return scores.allocate(count if arguments[-1] and count <= _KEPT_WEIGHTS else 0)
+    count = math.prod(arguments[0].shape[:-1]) * arguments[1].shape[2]
+    learns = arguments[-1]
+    return _scores(*arguments).allocate(count if learns and count <= _KEPT_WEIGHTS else 0)
 
 
 @_operator.register_fake

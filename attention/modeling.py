@@ -111,9 +111,16 @@ class GroupedAttention(nn.Module):
         """
         offset, slots = _number_slots(x, cache)
         query = _split_heads(self.query(x), self.heads)
-        # a filled cache has the memory already
-        source = x if not self.cross else memory if cache is None or cache.length == 0 else None
-        if source is not None:
+        if self.cross and cache is not None and cache.length > 0:
+            # the cache has the memory already
+            key, value = (buffer[..., : cache.length, :] for buffer in cache.buffers)
+        else:
+            source = memory if self.cross else x
+            if source is None:
+                raise ValueError(
+                    "memory is None; cross attention needs memory [B, S, E'] or a cache filled"
+                    " from it"
+                )
             expect_shape("memory", source, "B S E'", {"B": x.shape[0]})
             key = _split_heads(self.key(source), self.kv_heads)
             value = _split_heads(self.value(source), self.kv_heads)
@@ -121,12 +128,6 @@ class GroupedAttention(nn.Module):
                 query, key = self.rotation(slots if positions is None else positions, query, key)
             if cache is not None:
                 key, value = cache.append(key, value)
-        elif cache is None or cache.length == 0:
-            raise ValueError(
-                "memory is None; cross attention needs memory [B, S, E'] or a cache filled from it"
-            )
-        else:
-            key, value = (buffer[..., : cache.length, :] for buffer in cache.buffers)
         offset = None if self.cross else offset
         z = grouped_attention(
             query,

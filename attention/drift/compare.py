@@ -130,7 +130,6 @@ def compare_layer(
     """
     errors = []
     rows = []
-    order = None
     sequences = 0
     for batch, (hidden, student_hidden) in enumerate(zip(expected, actual, strict=True)):
         shown = hidden.to(student.device, student.dtype)
@@ -145,15 +144,15 @@ def compare_layer(
             (output.states, propagated.states),
         ]
         errors.append(torch.stack([_squared_error(*pair) for pair in pairs]))
-        if sequences * hidden.shape[1] < _ROW_TOKENS and has_comparable_rows(output, local):
-            order = match_heads(output, local) if order is None else order
-            rows.append(compare_rows(output, local, order) * len(hidden))
+        if sequences * hidden.shape[1] < _ROW_TOKENS:
+            kl = compare_rows(output, local)
+            rows += [] if kl is None else [kl * len(hidden)]
             sequences += len(hidden)
         expected[batch] = output.states
         actual[batch] = propagated.states
     sums = torch.stack(errors).sum(0).tolist()
     attention, attention_propagated, residual, residual_propagated = (relative(*x) for x in sums)
-    mean_kl = float(torch.stack(rows).sum(0).mean()) / sequences if rows else None
+    mean_kl = float(torch.stack(rows).sum()) / sequences if rows else None
     return LayerDrift(
         layer=index,
         attention_local=attention,
@@ -164,16 +163,39 @@ def compare_layer(
     )
 
 
-def has_comparable_rows(teacher: LayerOutput, student: LayerOutput) -> bool:
-    """Whether both recordings have the rows of as many heads, under the same mask and without
-    sinks.
+def compare_rows(teacher: LayerOutput, student: LayerOutput) -> Tensor | None:
+    """Mean KL between the attention rows of both models, over all heads and positions.
+
+    None unless both have recorded the rows of as many heads, under the same mask and without sinks.
     """
-    for output in (teacher, student):
-        if output.query is None or output.context is None or output.sinks is not None:
-            return False
-    assert teacher.query is not None
-    assert student.query is not None
-    return teacher.query.shape[1] == student.query.shape[1] and teacher.window == student.window
+    query = student.query
+    key = student.key
+    if teacher.query is None or teacher.key is None or query is None or key is None:
+        return None
+    if query.shape[1] != teacher.query.shape[1] or student.window != teacher.window:
+        return None
+    if teacher.sinks is not None or student.sinks is not None:
+        return None
+    if teacher.context is None or student.context is None:
+        return None
+    order = match_heads(teacher, student)
+    # copies are made only where heads have moved
+    if not torch.equal(order, torch.arange(len(order))):
+        order = order.to(query.device)
+        key = key[:, order // (query.shape[1] // key.shape[1])]
+        query = query[:, order]
+    return row_kl(
+        teacher.query,
+        teacher.key,
+        query.to(teacher.query.device),
+        key.to(teacher.query.device),
+        teacher.scale,
+        student.scale,
+        window=teacher.window,
+        causal=teacher.causal,
+        softcap=teacher.softcap,
+        other_softcap=student.softcap,
+    ).mean()
 
 
 def match_heads(teacher: LayerOutput, student: LayerOutput) -> Tensor:
@@ -207,33 +229,6 @@ def match_heads(teacher: LayerOutput, student: LayerOutput) -> Tensor:
         left[:, column] = -torch.inf
     difference = 1 - similarity
     return order if difference[same, order].sum() < 0.5 * difference[same, same].sum() else same
-
-
-def compare_rows(teacher: LayerOutput, student: LayerOutput, order: Tensor) -> Tensor:
-    """Row KL ``[H]`` of each teacher head and the student head that ``order`` names."""
-    assert teacher.query is not None
-    assert teacher.key is not None
-    assert student.query is not None
-    assert student.key is not None
-    query = student.query.to(teacher.query.device)
-    key = student.key.to(teacher.query.device)
-    # copies are made only where heads have moved
-    if not torch.equal(order, torch.arange(len(order))):
-        order = order.to(query.device)
-        key = key[:, order // (query.shape[1] // key.shape[1])]
-        query = query[:, order]
-    return row_kl(
-        teacher.query,
-        teacher.key,
-        query,
-        key,
-        teacher.scale,
-        student.scale,
-        window=teacher.window,
-        causal=teacher.causal,
-        softcap=teacher.softcap,
-        other_softcap=student.softcap,
-    )
 
 
 def compare_predictions(
