@@ -73,19 +73,16 @@ class ServedModel:
 
     def per_rank(self) -> dict[str, int]:
         """`cache_elements` by number of ranks, for each of ``RANKS`` that divides the heads."""
-        counts = {}
-        for ranks in RANKS:
+        return {
+            str(ranks): self.cache_elements(ranks)
+            for ranks in RANKS
+            if self.query_heads % ranks == 0
             # Fewer key/value heads than ranks are repeated, if each rank gets a whole number.
-            divides = self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0
-            if self.query_heads % ranks == 0 and divides:
-                counts[str(ranks)] = self.cache_elements(ranks)
-        return counts
+            and (self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0)
+        }
 
     def conditions(self) -> set[str]:
         """The conditions of ``engines.toml`` that this model meets."""
-        grouped = self.kind == "fold" and self.kv_heads != self.query_heads
-        # llama.cpp takes models of these sizes for a DeepSeek-V2-Lite.
-        lite = self.layers in (26, 27) or (self.layers, self.vocabulary) == (48, 128256)
         conditions = {
             self.kind: True,
             self.family: True,
@@ -93,36 +90,15 @@ class ServedModel:
             "deepseek": self.kind == "engine" and not self.experts,
             "wrapper": self.family in WRAPPERS,
             "plugged": self.family in _PLUGGED and not any(self.split),
-            "grouped": grouped,
+            "grouped": self.kind == "fold" and self.kv_heads != self.query_heads,
             "kernel cache": self.cache_elements() in KERNEL_CACHES,
             "kernel heads": self.heads in KERNEL_HEADS,
             "512+64": self.split == (512, 64),
-            "lite": lite,
+            # llama.cpp takes models of these sizes for a DeepSeek-V2-Lite.
+            "lite": self.layers in (26, 27) or (self.layers, self.vocabulary) == (48, 128256),
             "no rope_theta": not self.older_rope,
         }
         return {name for name, met in conditions.items() if met}
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A row of ``engines.toml``: what an engine answers for models that meet the conditions.
-
-    when: conditions (`ServedModel.conditions`) separated by commas; ``not`` negates one
-    kind: ``ran``: it serves them, confirmed by a run whose greedy tokens equal those of
-        transformers in float32; ``read``: it serves them according to its sources; ``no``
-    sentence: notes on serving the model, or the reason why the engine cannot
-    """
-
-    when: str
-    kind: Literal["ran", "read", "no"]
-    sentence: str
-
-    def applies(self, conditions: set[str]) -> bool:
-        """Whether a model that meets ``conditions`` gets this answer."""
-        for term in filter(None, self.when.split(", ")):
-            if (term.removeprefix("not ") in conditions) == term.startswith("not "):
-                return False
-        return True
 
 
 @cache
@@ -131,11 +107,18 @@ def load_engines() -> dict[str, dict[str, Any]]:
     return tomllib.loads(Path(__file__).with_name("engines.toml").read_text(encoding="utf-8"))
 
 
-def check(engine: str, model: ServedModel) -> Answer:
-    """What ``engine`` answers for ``model``: the first of its rows that applies."""
-    conditions = model.conditions()
-    answers = (Answer(*row) for row in load_engines()[engine]["answers"])
-    return next(answer for answer in answers if answer.applies(conditions))
+def find_answer(engine: str, model: ServedModel) -> tuple[str, str]:
+    """What ``engine`` answers for ``model``: ``ran``, ``read`` or ``no``, and a sentence. The first
+    row that applies counts.
+    """
+    met = model.conditions()
+
+    def applies(when: str) -> bool:
+        terms = filter(None, when.split(", "))
+        return all((term.removeprefix("not ") in met) != term.startswith("not ") for term in terms)
+
+    rows = load_engines()[engine]["answers"]
+    return next((answer, sentence) for when, answer, sentence in rows if applies(when))
 
 
 @dataclass(frozen=True)
@@ -174,25 +157,26 @@ def support_for(
     produce them, the best first.
     """
     size = model.cache_elements()
-    support = []
+    result = []
     for engine, table in load_engines().items():
-        answer = check(engine, model)
-        serves = answer.kind != "no"
+        answer, how = find_answer(engine, model)
+        serves = answer != "no"
         instead = None
-        for options, other in () if serves else (alternatives or {}).items():
+        if not serves and alternatives is not None:
             # A model with a larger cache is not what was asked for.
-            if other.cache_elements() <= size and check(engine, other).kind != "no":
-                instead = options
-                break
+            served = (
+                options
+                for options, other in alternatives.items()
+                if other.cache_elements() <= size and find_answer(engine, other)[0] != "no"
+            )
+            instead = next(served, None)
+        how = how.replace("{cache}", str(size))
+        how = how.replace("{heads}", "{}+{}/{}".format(*model.heads))
         # Folds were run with llama alone.
-        ran = answer.kind == "ran" and (model.kind == "own" or model.family in ("", "llama"))
-        how = answer.sentence.replace("{cache}", str(size)).replace(
-            "{heads}", "{}+{}/{}".format(*model.heads)
-        )
-        support.append(
-            Support(engine, table["version"], serves, size if serves else None, how, instead, ran)
-        )
-    return support
+        ran = answer == "ran" and (model.kind == "own" or model.family in ("", "llama"))
+        cache = size if serves else None
+        result.append(Support(engine, table["version"], serves, cache, how, instead, ran))
+    return result
 
 
 def describe_fold(model: Model, kv_heads: int | None = None) -> ServedModel:
@@ -267,7 +251,7 @@ def propose_alternatives(model: Model, spec: MlaSpec | None = None) -> dict[str,
         same = replace(spec, layout="engine")
         if not latent_problems(model, same, allow_growth=True):
             specs = [same, *specs]
-    served = {format_mla_options(each): describe_mla(model, each) for each in specs}
+    served = {format_mla_options(spec): describe_mla(model, spec) for spec in specs}
     if model.geometry.kv_heads > 1:
         served["--to mqa"] = describe_fold(model, 1)
     return served
@@ -288,11 +272,11 @@ def propose_budgets(model: Model, layout: Layout | None = None) -> list[MlaSpec]
     Each is a spec in ``layout``, by default that of a conversion, with one of the splits that
     ``--budget`` chooses from; those that the layout cannot express are left out.
     """
-    stored = layout or ("kvfold" if needs_own_code(model) else "free")
+    layout = layout or ("kvfold" if needs_own_code(model) else "free")
     rope = 2 if model.geometry.rotary_dims else 0
-    budgets = (cache_elements(model.geometry) // divisor for divisor in _CACHE_DIVISORS)
+    budgets = [cache_elements(model.geometry) // divisor for divisor in _CACHE_DIVISORS]
     specs = [
-        MlaSpec(budget - rope, rope, layout=stored)
+        MlaSpec(budget - rope, rope, layout=layout)
         for budget in budgets
         if budget not in KERNEL_CACHES
     ]

@@ -8,7 +8,6 @@ import torch
 from helpers.checkpoints import hub_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvfold.convert import inspect_checkpoint
 from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import model_of
 from kvfold.convert.targets import engines as en
@@ -41,7 +40,7 @@ def refusals(source, kv_heads):
     }
 
 
-def test_folds_of_families_that_an_engine_reads_in_another_way():
+def test_folds_of_families_that_an_engine_reads_in_another_support():
     phi = {
         "model_type": "phi",
         "num_key_value_heads": 32,
@@ -51,8 +50,6 @@ def test_folds_of_families_that_an_engine_reads_in_another_way():
     assert refusals(model(**phi), 32) == set()
     assert refusals(model(**phi), 8) == {"SGLang", "llama.cpp"}
     assert refusals(model(model_type="olmo"), 4) == {"SGLang", "mlx-lm"}
-    for family in ("nemotron", "smollm3"):
-        assert refusals(model(model_type=family), 4) == {"SGLang"}
     assert not any(each.ran for each in en.support_for(en.describe_fold(model(QWEN), 4)))
 
 
@@ -93,7 +90,7 @@ def test_who_refuses_which_split_and_layout(split, layout, refused):
     assert {verdict.cache for verdict in found.values() if verdict.serves} == {sum(split)}
 
 
-def way(engine, result):
+def support(engine, result):
     return next(each for each in en.support_for(result) if each.engine == engine)
 
 
@@ -107,34 +104,25 @@ def test_what_is_proposed_instead_is_served_and_possible(source, layout, split):
             continue
         offered = en.propose_alternatives(source, MlaSpec(*split, layout=layout))
         if verdict.instead is None:  # what it would serve has a larger cache
-            served = [other for other in offered.values() if way(name, other).serves]
+            served = [other for other in offered.values() if support(name, other).serves]
             assert all(other.cache_elements() > sum(split) for other in served)
             continue
         other = offered[verdict.instead]
         assert other.cache_elements() <= sum(split)
-        assert way(name, other).serves
+        assert support(name, other).serves
         assert source is not QWEN or "engine" not in verdict.instead
 
 
 def test_the_heads_of_a_layout_free_checkpoint_decide_where_vllm_serves_it():
-    assert answers(model(), 512, 64, "free")["vLLM"].how.startswith(
-        "through its Transformers backend, on CPUs with AMX"
-    )
     narrow = model(num_attention_heads=64, num_key_value_heads=16)
     on_cpu = answers(narrow, 512, 64, "free")["vLLM"]
     assert on_cpu.serves
-    assert (
-        "on CPUs only: on GPUs its MLA prefill supports head dims 128+64/128, 64+64/128"
-        in on_cpu.how
-    )
-    assert on_cpu.how.endswith("this model has 64+64/64")
+    assert "64+64/64" in on_cpu.how
     ran = {rank: answers(model(), rank, 64, "free")["vLLM"].ran for rank in (512, 448, 256)}
     assert ran == {512: True, 448: False, 256: False}  # what it serves on GPUs only was not run
     refused = answers(narrow, 448, 64, "free")["vLLM"]
-    assert (refused.serves, refused.instead) == (
-        False,
-        "--to mla --kv-rank 448 --rope-dim 64 --layout engine",
-    )
+    assert not refused.serves
+    assert refused.instead == "--to mla --kv-rank 448 --rope-dim 64 --layout engine"
 
 
 def test_mlx_lm_needs_the_older_spelling_of_the_rotary_base():
@@ -144,25 +132,11 @@ def test_mlx_lm_needs_the_older_spelling_of_the_rotary_base():
     saved = {
         name: value for name, value in config.items() if name not in ("rope_theta", "rope_scaling")
     }
-    for each, serves in (
-        (config, True),
-        (saved, False),
-    ):  # as kvfold writes it, and as transformers saves it
-        result = en.describe_latent_config(each)
+    # as kvfold writes it, and as transformers saves it
+    for written, serves in ((config, True), (saved, False)):
+        result = en.describe_latent_config(written)
         assert result.kind == "engine"
-        assert {verdict.engine: verdict.serves for verdict in en.support_for(result)}[
-            "mlx-lm"
-        ] is serves
-
-
-def test_llama_cpp_needs_an_edit_where_queries_have_no_latent():
-    assert '"q_lora_rank": 0' in answers(model(), 96, 32, "engine")["llama.cpp"].how
-    assert (
-        "q_lora_rank" not in answers(model(num_hidden_layers=27), 96, 32, "engine")["llama.cpp"].how
-    )
-    assert (
-        "q_lora_rank" not in answers(model(num_hidden_layers=48), 96, 32, "engine")["llama.cpp"].how
-    )
+        assert support("mlx-lm", result).serves is serves
 
 
 def test_a_latent_is_whole_on_every_rank_and_heads_are_shared_out():
@@ -172,15 +146,6 @@ def test_a_latent_is_whole_on_every_rank_and_heads_are_shared_out():
     assert en.describe_fold(model(), 2).per_rank()["8"] == 256  # a head at least
     odd = model(num_attention_heads=9, num_key_value_heads=3, head_dim=64)
     assert list(en.describe_fold(odd).per_rank()) == ["1"]
-
-
-def test_inspection_proposes_the_splits_that_engines_serve():
-    targets = {target.options: target for target in inspect_checkpoint(demo_folder()).targets}
-    split = targets["--to mla --kv-rank 256 --rope-dim 64 --layout engine"]
-    served = [(support.engine, support.ran) for support in split.engines if support.serves]
-    run = {"transformers": True, "vLLM": False, "SGLang": False, "llama.cpp": True, "mlx-lm": True}
-    assert dict(served) == run
-    assert split.per_rank == dict.fromkeys(["1", "2", "4", "8"], 320)
 
 
 @pytest.mark.parametrize("layout", ["free", "engine"])

@@ -28,14 +28,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.attention import register_models
 from kvfold.attention.checkpoints import modeling_kvfold
-from kvfold.attention.checkpoints.registered import SOURCES
 from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.plan import mla_specs
 from kvfold.convert.data import read_documents
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.family import load_family, supported
 from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.verify import verify_checkpoint
 from kvfold.convert.targets.own_code import CODE
@@ -183,14 +181,6 @@ def latents(tiny_family, tmp_path_factory) -> Callable[[str], tuple[Path, Path]]
 
 def tokens() -> torch.Tensor:
     return torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(5))
-
-
-def test_the_registered_families_are_those_with_their_own_code():
-    own = sorted(SOURCES)
-    assert set(own) <= {*supported()}
-    assert sorted(CLASSICS) == [
-        name for name in supported() if load_family(name).sizes.kv_heads is None
-    ]
 
 
 # two fresh processes, which import transformers and load the models of many families
