@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvfold.attention.checkpoints import SOURCES
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.members import with_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
@@ -74,9 +73,8 @@ def own_folded_layout(
         "frequencies": frequencies,
         "amplitude": amplitude,
     }
-    clip = source.layers[0].clip
-    if clip is not None:
-        facts["clip"] = clip
+    if source.layers[0].clip is not None:
+        facts["clip"] = source.layers[0].clip
     target = grouped_model(source, kv_heads)
     names = tuple(target.attention_names(layer) for layer in range(target.geometry.layers))
     shapes = [{name: target.tensors[name].shape for name in layer} for layer in names]
@@ -100,11 +98,50 @@ class OwnLatentLayout(OutputLayout):
     spec: MlaSpec
 
     def encode(self, layer: int, weights: "LatentWeights") -> dict[str, "Tensor"]:
-        from kvfold.convert.transforms.latent.variants import mix_channels  # needs torch
+        import torch
 
-        return _latent_tensors(
-            self.model, layer, mix_channels(weights) if self.spec.rotated else weights
-        )
+        from kvfold.convert.transforms.latent.variants import mix_channels
+
+        latent = mix_channels(weights) if self.spec.rotated else weights
+        tensors: dict[str, Tensor | None] = {
+            "kv_down_proj.weight": torch.cat([latent.down, latent.rope_key]),
+            "kv_down_proj.bias": torch.cat(
+                [
+                    rows.new_zeros(len(rows)) if bias is None else bias
+                    for rows, bias in (
+                        (latent.down, latent.down_bias),
+                        (latent.rope_key, latent.rope_key_bias),
+                    )
+                ]
+            ),
+            "k_up_proj.weight": latent.uk,
+            "v_up_proj.weight": latent.uv,
+            "o_proj.weight": latent.o,
+            "o_proj.bias": latent.o_bias,
+        }
+        norms = latent.norms
+        if norms is not None:
+            tensors |= {
+                "q_proj.weight": norms.q,
+                "q_proj.bias": norms.q_bias,
+                "q_norm.weight": norms.q_norm.weight,
+                "k_proj.weight": norms.k,
+                "k_proj.bias": norms.k_bias,
+                "k_up_proj.bias": norms.constant,
+                "q_rope_proj.weight": norms.rope,
+            }
+        else:
+            tensors["q_proj.weight"] = torch.cat([latent.q_nope, latent.q_rope], 1)
+            if latent.q_nope_bias is not None and latent.q_rope_bias is not None:
+                tensors["q_proj.bias"] = torch.cat([latent.q_nope_bias, latent.q_rope_bias], 1)
+        encoded = {}
+        module = f"{self.model.family.attention.module_of(layer)}."
+        for name, shape in latent_shapes(self.model, layer, self.spec).items():
+            tensor = tensors.get(name.removeprefix(module))
+            # The class has biases that a layer may lack.
+            tensor = latent.o.new_zeros(shape) if tensor is None else tensor.reshape(shape)
+            encoded[name] = tensor.contiguous()
+        return encoded
 
 
 def own_latent_layout(
@@ -138,8 +175,7 @@ def own_latent_layout(
             "eps": float(evaluate(norm.eps, source.values)),
             "offset": norm.offset,
         }
-    layers = range(source.geometry.layers)
-    shapes = [latent_shapes(source, layer, spec.kv_rank, spec.rope_dim) for layer in layers]
+    shapes = [latent_shapes(source, layer, spec) for layer in range(source.geometry.layers)]
     return OwnLatentLayout(
         kind=f"MLA {spec.kv_rank}+{spec.rope_dim}" + (f"+{divisors}" if divisors else ""),
         config=own_config(source, checkpoint, facts, dtype, theta),
@@ -162,14 +198,11 @@ def own_config(
     """Build ``config.json``; ``facts`` are the entries of the block ``kvfold`` that depend on the
     variant.
 
-    ``theta [layers][P/2]``: each layer's frequencies, if they may differ. Raises ValueError for an
-    unsupported family.
+    ``theta [layers][P/2]``: each layer's frequencies, if they may differ.
     """
     family = source.family
     size = source.geometry
     file = CODE.rpartition(".")[2]
-    if family.model_type not in SOURCES:
-        raise ValueError(f"layout kvfold does not support model_type {family.model_type!r}")
     attention_class, classes = family.stock_classes
     columns: dict[str, list[Any]] = {
         "scale": [layer.scale for layer in source.layers],
@@ -226,15 +259,15 @@ def grouped_model(source: Model, kv_heads: int) -> Model:
     return Model(family, source.config, source.tower)
 
 
-def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of the attention tensors in ``layer`` for ``rank`` latent channels and ``rope``
-    dims, by name.
-    """
+def latent_shapes(source: Model, layer: int, spec: MlaSpec) -> dict[str, tuple[int, ...]]:
+    """The shapes of the attention tensors in ``layer``, by name."""
     size = source.geometry
     module = source.family.attention.module_of(layer)
     width = size.model_dim
     heads = size.heads
     dim = size.head_dim
+    rank = spec.kv_rank
+    rope = spec.rope_dim
     # Kept norms act on whole queries, so their rotary part is a map of the normalized query.
     queries = heads * dim if source.qk_norm is not None else heads * (dim + rope)
     shapes: dict[str, tuple[int, ...]] = {
@@ -262,50 +295,6 @@ def latent_shapes(source: Model, layer: int, rank: int, rope: int) -> dict[str, 
     return {f"{module}.{name}": shape for name, shape in shapes.items()}
 
 
-def _latent_tensors(source: Model, layer: int, latent: "LatentWeights") -> dict[str, "Tensor"]:
-    """The tensors of `latent_shapes`, from the weights ``latent`` of ``layer``; zeros for a bias
-    that ``latent`` lacks.
-    """
-    import torch
-
-    tensors: dict[str, Tensor | None] = {
-        "kv_down_proj.weight": torch.cat([latent.down, latent.rope_key]),
-        "k_up_proj.weight": latent.uk,
-        "v_up_proj.weight": latent.uv,
-        "o_proj.weight": latent.o,
-        "o_proj.bias": latent.o_bias,
-    }
-    biases = [
-        rows.new_zeros(len(rows)) if bias is None else bias
-        for rows, bias in (
-            (latent.down, latent.down_bias),
-            (latent.rope_key, latent.rope_key_bias),
-        )
-    ]
-    tensors["kv_down_proj.bias"] = torch.cat(biases)
-    norms = latent.norms
-    if norms is not None:
-        tensors |= {
-            "q_proj.weight": norms.q,
-            "q_proj.bias": norms.q_bias,
-            "q_norm.weight": norms.q_norm.weight,
-            "k_proj.weight": norms.k,
-            "k_proj.bias": norms.k_bias,
-            "k_up_proj.bias": norms.constant,
-            "q_rope_proj.weight": norms.rope,
-        }
-    else:
-        tensors["q_proj.weight"] = torch.cat([latent.q_nope, latent.q_rope], 1)
-        if latent.q_nope_bias is not None and latent.q_rope_bias is not None:
-            tensors["q_proj.bias"] = torch.cat([latent.q_nope_bias, latent.q_rope_bias], 1)
-    encoded = {}
-    for name, shape in latent_shapes(source, layer, latent.rank, latent.rope_dim).items():
-        tensor = tensors[name.removeprefix(f"{source.family.attention.module_of(layer)}.")]
-        zeros = latent.o.new_zeros(shape)
-        encoded[name] = zeros if tensor is None else tensor.reshape(shape).contiguous()
-    return encoded
-
-
 def _output_tensors(
     source: Model,
     checkpoint: Checkpoint,
@@ -320,19 +309,13 @@ def _output_tensors(
     computed = output_dtype(checkpoint.tensors[source.attention_names(0)[0]].dtype, dtype)
     # Modules are replaced whole: what the source keeps in them besides weights has no place in the
     # new ones.
-    inner = f"{source.family.attention.module}."
-    pattern = re.compile(re.escape(inner).replace(r"\{layer\}", r"(\d+)"))
-    tensors: list[OutputTensor] = []
-    made: set[int] = set()
-    for info in checkpoint.tensors.values():
-        inside = pattern.match(info.name)
+    pattern = re.escape(source.family.attention.module).replace(r"\{layer\}", r"(\d+)")
+    tensors: dict[str, OutputTensor] = {}
+    for name, info in checkpoint.tensors.items():
+        inside = re.match(rf"{pattern}\.", name)
         if inside is None:
-            tensors.append(
-                OutputTensor(info.name, output_dtype(info.dtype, dtype), info.shape, info.name)
-            )
-        elif (layer := int(inside[1])) not in made:
-            made.add(layer)
-            tensors += [
-                OutputTensor(name, computed, shape, None) for name, shape in shapes[layer].items()
-            ]
-    return tuple(tensors)
+            tensors[name] = OutputTensor(name, output_dtype(info.dtype, dtype), info.shape, name)
+            continue
+        for new, shape in shapes[int(inside[1])].items():
+            tensors[new] = OutputTensor(new, computed, shape, None)
+    return tuple(tensors.values())

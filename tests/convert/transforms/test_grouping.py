@@ -39,13 +39,8 @@ def alike(groups: tuple[tuple[int, ...], ...], repeat: int = 1) -> AttentionWeig
 
 def statistics(heads: int) -> LayerStatistics:
     mix = rows(4, E, E)
-    profile = (
-        torch.rand(heads, TOKENS, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-        ** 4
-    )
-    return LayerStatistics(
-        mix @ mix.T + torch.eye(E) / 50, rows(6, E), 1000, profile / profile.sum(1, keepdim=True)
-    )
+    profile = (3 * normal(5, heads, TOKENS)).softmax(1)
+    return LayerStatistics(mix @ mix.T + torch.eye(E) / 50, rows(6, E), 1000, profile)
 
 
 def pairs_of(weights: AttentionWeights, context: int = 0) -> grouping.Pairs:

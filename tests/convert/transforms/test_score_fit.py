@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.layers import dense_distances, plain_rotary
+from helpers.layers import dense_distances, normal, plain_rotary
 from torch import Tensor
 
 from kvfold.convert.transforms.fold import score_fit
@@ -18,11 +18,10 @@ D = 8
 CONTEXT = 40
 
 
-def moments(count: int, members: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def moments(count: int, members: int) -> tuple[Tensor, Tensor]:
     """``keys [m, D, m, D]`` and ``queries [n, D, D]`` of correlated random heads."""
-    draw = torch.Generator().manual_seed(seed)
-    keys = torch.randn(members * D, members * D, generator=draw, dtype=torch.float64)
-    queries = torch.randn(count, D, D, generator=draw, dtype=torch.float64)
+    keys = normal(0, members * D, members * D)
+    queries = normal(1, count, D, D)
     return (keys @ keys.T).reshape(members, D, members, D), queries @ queries.mT
 
 
@@ -57,13 +56,7 @@ def case(
     """
     rot = plain_rotary(dims, 50.0)
     keys, queries = moments(members * repeat, members)
-    profile = (
-        torch.rand(
-            len(queries), 10, generator=torch.Generator().manual_seed(4), dtype=torch.float64
-        )
-        ** 3
-    )
-    profile = profile / profile.sum(1, keepdim=True)
+    profile = (2 * normal(4, len(queries), 10)).softmax(1)
     phi = score_fit.distance_moments(profile, CONTEXT, rot, D)
     metric = torch.eye(D, dtype=torch.float64).expand(members, D, D)
     group = GroupMoments(keys, queries, values=keys, phi=phi, metric=metric, pairs=dims // 2)
