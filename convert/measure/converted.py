@@ -97,11 +97,12 @@ def converted_model(checkpoint: Checkpoint) -> tuple[Model, ServedModel]:
     }
     layers = range(source.geometry.layers)
     if block.get("variant") in (LATENT, NORMED):
-        split = _number(block, "kv_rank", "size"), _number(block, "rope_dim", "count")
+        rank = _number(block, "kv_rank", "size")
+        spec = MlaSpec(rank, _number(block, "rope_dim", "count"), layout="kvfold")
         for layer in layers:
-            shapes |= latent_shapes(source, layer, *split)
+            shapes |= latent_shapes(source, layer, spec)
         _check_shapes(checkpoint, shapes)
-        return source, describe_mla(source, MlaSpec(*split, layout="kvfold"))
+        return source, describe_mla(source, spec)
     kv_heads = _number(block, "kv_heads", "size")
     if source.geometry.heads % kv_heads:
         raise InputError(
