@@ -78,29 +78,13 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def backward(self, batch: list[int]) -> None:
-        """Store the gradients of the training sequences ``batch`` in the masters, summed over all
-        processes.
+        """Store the gradients of this process's share of the training sequences ``batch`` in the
+        masters.
         """
 
     @abstractmethod
     def error(self) -> float:
         """The error on held-out sequences, equal on all processes."""
-
-    def round_masters(self) -> dict[str, Tensor]:
-        """Copies of the masters on the CPU, in the dtypes in which they will be saved."""
-        return {
-            name: master.detach().to("cpu", self.stored[name], copy=True)
-            for name, master in self.masters.items()
-        }
-
-    def reduce_gradients(self) -> None:
-        """Replace the gradients by their sums over all processes; some may have had no sequence of
-        the batch.
-        """
-        for master in self.trained.values():
-            if master.grad is None and processes.world_size() > 1:
-                master.grad = torch.zeros_like(master)
-        processes.all_reduce(m.grad for m in self.trained.values() if m.grad is not None)
 
 
 @dataclass
@@ -148,6 +132,11 @@ def train(
             group["lr"] = rate * group["size"]
         optimizer.zero_grad(set_to_none=True)
         task.backward(next(batches))
+        if processes.world_size() > 1:
+            for master in task.trained.values():
+                if master.grad is None:  # none of this batch's sequences are this process's
+                    master.grad = torch.zeros_like(master)
+        processes.all_reduce(m.grad for m in task.trained.values() if m.grad is not None)
         optimizer.step()
         result.steps += 1
         if result.steps % every and task.learning_rate(result.steps, result.errors) > 0:
@@ -155,7 +144,10 @@ def train(
         error = task.error()
         if error < min(result.errors):
             result.best_step = result.steps
-            result.tensors = task.round_masters()
+            result.tensors = {
+                name: master.detach().to("cpu", task.stored[name], copy=True)
+                for name, master in task.masters.items()
+            }
         # Weights that are no longer finite give no number to compare with.
         result.errors.append(error if math.isfinite(error) else math.inf)
         yield result

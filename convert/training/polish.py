@@ -230,7 +230,6 @@ class ModelTask(TrainingTask):
                 loss = divergence(logits.flatten(0, 1), expected.flatten(0, 1))
                 (loss / (len(batch) * tokens.shape[1])).backward()  # type: ignore[no-untyped-call]
             hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
-        self.reduce_gradients()
 
     def error(self) -> float:
         """The mean KL from the teacher's next-token distributions, in nats per token; leaves all

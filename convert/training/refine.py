@@ -193,7 +193,6 @@ class LayerTask(TrainingTask):
             count = math.sqrt(missing.numel())
             scale = count * (training.energy * math.sqrt(len(batch) / len(own)) or 1.0)
             (missing.square().sum() / scale).backward()  # type: ignore[no-untyped-call]
-        self.reduce_gradients()
 
     @torch.no_grad()
     def error(self) -> float:
@@ -255,8 +254,6 @@ def make_examples(
     targets: list[Tensor] = []
     weights: list[Tensor] = []
     energy = torch.zeros((), dtype=torch.float64)
-    elements = 0
-    count = 0
     for inputs, attention, student_inputs in chunks:
         student_hidden.append(student_inputs)
         added = update.of(layer, attention)
@@ -268,13 +265,12 @@ def make_examples(
         weights.append(weight)
         targets.append((added + (residual - student_residual)).to(student_inputs.dtype))
         energy = energy.to(added.device) + squares(added * weight)
-        elements += added.numel()
-        count += len(added)
-    own = range(count)
-    size = float(energy)
+    count = sum(map(len, targets))
+    elements = sum(target.numel() for target in targets)
+    sums = torch.tensor([float(energy), elements, count], dtype=torch.float64)
     if shared:
-        sums = torch.tensor([size, elements, count], dtype=torch.float64)
         processes.all_reduce([sums])
-        size, elements, count = float(sums[0]), int(sums[1]), int(sums[2])
-        own = processes.shard_range(count)
-    return Examples(student_hidden, targets, weights, size / elements, elements, count, own)
+        count = int(sums[2])
+    own = processes.shard_range(count) if shared else range(count)
+    energy_per_element = float(sums[0] / sums[1])
+    return Examples(student_hidden, targets, weights, energy_per_element, int(sums[1]), count, own)

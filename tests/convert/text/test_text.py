@@ -6,8 +6,6 @@ import hashlib
 import json
 import sys
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from kvfold.convert.text import corpus
 from kvfold.convert.text import tokenizer as tokens_of
 from kvfold.convert.text import windows as text
 from kvfold.convert.text.corpus import (
-    BUILT_IN,
     calibration_texts,
     check_seq_len,
     check_sources,
@@ -29,7 +26,6 @@ from kvfold.convert.text.corpus import (
 )
 from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens
 from kvfold.convert.text.windows import (
-    CalibrationTokens,
     load_calibration,
     load_training,
 )
@@ -38,9 +34,7 @@ BOS = 256
 EOS = 257
 
 
-def byte_tokenizer(
-    bos: bool = True, eos: bool = True, closes: bool = False, chat: bool = False
-) -> Any:
+def byte_tokenizer(bos=True, eos=True, closes=False, chat=False):
     """One token per byte; ``closes`` also ends every text with EOS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: index for index, char in enumerate(alphabet)} | {"<s>": BOS, "</s>": EOS}
@@ -66,29 +60,29 @@ def byte_tokenizer(
     return tokenizer
 
 
-def numbers(count: int, start: int = 0) -> str:
+def numbers(count, start=0):
     """Text in which every stretch of six characters occurs once."""
     return " ".join(f"{number:05d}" for number in range(start, start + count))
 
 
-def decoded(tokens: CalibrationTokens, tokenizer: Any) -> list[str]:
+def decoded(tokens, tokenizer):
     rows = torch.cat([tokens.calibration, tokens.held_out])
     return [tokenizer.decode(row[1:]) for row in rows]
 
 
 @pytest.fixture
-def tokenizer() -> Any:
+def tokenizer():
     return byte_tokenizer()
 
 
-def lines(path: Path, rows: list[Any]) -> str:
+def lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
 def test_sequences_begin_with_bos_and_are_pieces_of_the_text_that_never_overlap(
-    tmp_path: Path, tokenizer: Any
-) -> None:
+    tmp_path, tokenizer
+):
     path = tmp_path / "some.txt"
     path.write_text(numbers(400))
     found, again, other = (
@@ -168,9 +162,7 @@ def test_long_sequences_are_further_text_and_leave_the_others_as_they_are(tmp_pa
 @pytest.mark.parametrize(
     ("options", "prefix"), [({}, [BOS]), ({"closes": True}, [BOS]), ({"bos": False}, [])]
 )
-def test_windows_for_perplexity_begin_with_the_prefix_alone(
-    options: dict[str, bool], prefix: list[int]
-) -> None:
+def test_windows_for_perplexity_begin_with_the_prefix_alone(options, prefix):
     tokenizer = byte_tokenizer(**options)
     words = numbers(100)
     assert prefix_tokens(tokenizer) == prefix
@@ -184,14 +176,14 @@ def test_windows_for_perplexity_begin_with_the_prefix_alone(
     assert token_windows(tokenizer, words, 99, 41).shape == (len(words) // (41 - len(prefix)), 41)
 
 
-def test_sequences_of_long_documents_stay_inside_them(tmp_path: Path) -> None:
+def test_sequences_of_long_documents_stay_inside_them(tmp_path):
     tokenizer = byte_tokenizer(eos=False)
     rows = [{"text": numbers(30, start=1000 * index)} for index in range(10)]
     found = load_calibration(lines(tmp_path / "rows.jsonl", rows), tokenizer, 10, 61)
     assert all(any(piece in row["text"] for row in rows) for piece in decoded(found, tokenizer))
 
 
-def test_short_documents_are_packed_with_eos_between(tmp_path: Path, tokenizer: Any) -> None:
+def test_short_documents_are_packed_with_eos_between(tmp_path, tokenizer):
     rows = [{"text": f"document {index:03d}"} for index in range(60)]
     found = load_calibration(lines(tmp_path / "rows.jsonl", rows), tokenizer, 6, 41)
     joined = "</s>".join(row["text"] for row in rows) + "</s>"
@@ -200,16 +192,7 @@ def test_short_documents_are_packed_with_eos_between(tmp_path: Path, tokenizer: 
         assert 2 <= piece.count("</s>") <= 4
 
 
-def test_the_rest_of_a_long_document_is_packed_too(tokenizer: Any) -> None:
-    long = torch.arange(25)
-    short = torch.arange(100, 103)
-    windows = text.cut([long, short], 10, EOS)
-    assert windows[:2].tolist() == [list(range(10)), list(range(10, 20))]
-    assert windows[2:].tolist() == [[20, 21, 22, 23, 24, EOS, 100, 101, 102, EOS]]
-    assert text.cut([long, short], 10, None).tolist() == windows[:2].tolist()
-
-
-def test_messages_go_through_the_chat_template_and_get_one_bos(tmp_path: Path) -> None:
+def test_messages_go_through_the_chat_template_and_get_one_bos(tmp_path):
     tokenizer = byte_tokenizer(chat=True)
     rows = [{"messages": [{"role": "user", "content": numbers(4, 10 * n)}]} for n in range(40)]
     found = load_calibration(lines(tmp_path / "chats.jsonl", rows), tokenizer, 10, 21)
@@ -241,16 +224,14 @@ def test_messages_go_through_the_chat_template_and_get_one_bos(tmp_path: Path) -
         "short",
     ],
 )
-def test_rows_that_give_no_text_are_named_with_their_line(
-    tmp_path: Path, content: bytes, refused: Any
-) -> None:
+def test_rows_that_give_no_text_are_named_with_their_line(tmp_path, content, refused):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     with refused():
         load_calibration(str(path), byte_tokenizer(eos=False), 1, 32)
 
 
-def test_sequences_that_cannot_be(tokenizer: Any, refused: Any) -> None:
+def test_sequences_that_cannot_be(tokenizer, refused):
     for work in (
         lambda: load_calibration(None, tokenizer, 1, 1),
         lambda: load_calibration([None, None], tokenizer, 1, 31),
@@ -277,9 +258,7 @@ def test_sequences_that_cannot_be(tokenizer: Any, refused: Any) -> None:
         "utf16.txt",
     ],
 )
-def test_refused_texts_name_the_option_that_gave_them(
-    tmp_path, monkeypatch, tokenizer, name, told
-) -> None:
+def test_refused_texts_name_the_option_that_gave_them(tmp_path, monkeypatch, tokenizer, name, told):
     """Only calibration texts have shares."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.chdir(tmp_path)
@@ -304,9 +283,7 @@ def test_refused_texts_name_the_option_that_gave_them(
     told(raised.value)
 
 
-def test_plain_text_may_have_any_suffix_and_a_byte_order_mark(
-    tmp_path: Path, tokenizer: Any
-) -> None:
+def test_plain_text_may_have_any_suffix_and_a_byte_order_mark(tmp_path, tokenizer):
     content = (numbers(200) + " ü" * (1 << 16)).encode()  # a character is cut where the look ends
     (tmp_path / "some.md").write_bytes(content)
     (tmp_path / "some.txt").write_bytes(b"\xef\xbb\xbf" + content)
@@ -317,9 +294,7 @@ def test_plain_text_may_have_any_suffix_and_a_byte_order_mark(
 
 
 @pytest.mark.parametrize(("share", "counts"), [("", (11, 4, 2)), (":3", (16, 6, 3))])
-def test_texts_are_mixed_in_their_shares(
-    tmp_path: Path, tokenizer: Any, share: str, counts: tuple[int, ...]
-) -> None:
+def test_texts_are_mixed_in_their_shares(tmp_path, tokenizer, share, counts):
     (tmp_path / "a.txt").write_text(numbers(2000))
     (tmp_path / "b:c.txt").write_text(numbers(2000, start=50_000))
     names = [f"{tmp_path}/a.txt{share}", f"{tmp_path}/b:c.txt"]
@@ -337,38 +312,18 @@ def test_texts_are_mixed_in_their_shares(
 
 
 @pytest.mark.parametrize("share", ["x", "0", "1e3"])
-def test_shares_that_are_no_weights_are_refused(tmp_path, tokenizer, share) -> None:
+def test_shares_that_are_no_weights_are_refused(tmp_path, tokenizer, share):
     (tmp_path / "a.txt").write_text(numbers(100))
     with pytest.raises(InputError, match="the share after the colon must be") as raised:
         load_calibration([f"{tmp_path}/a.txt:{share}"], tokenizer, 1, 31)
     assert raised.value.field == "calibration"
 
 
-@pytest.mark.parametrize(
-    ("given", "chats", "texts"),
-    [
-        ((), False, [None]),
-        ((), True, [None, "self:0.5"]),
-        (("a.txt", "b:3"), False, ["a.txt", "b:3"]),
-        (("a", "b"), True, ["a", "b", "self:1"]),
-        (("a", "self:0"), True, ["a"]),
-        (("self:0",), True, [None]),
-        (("self:2",), False, ["self"]),
-        (("self", "a", "b"), True, ["a", "b", "self:1"]),
-    ],
-    ids=str,
-)
-def test_a_chat_model_writes_a_third_of_the_text_unless_told_otherwise(
-    given: Any, chats: bool, texts: Any
-) -> None:
-    assert calibration_texts(given, chats) == texts
-
-
-def test_written_sequences_take_their_share_of_every_set(tmp_path: Path, tokenizer: Any) -> None:
+def test_written_sequences_take_their_share_of_every_set(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text(numbers(1000))
-    asked: list[int] = []
+    asked = []
 
-    def write(count: int) -> torch.Tensor:
+    def write(count):
         asked.append(count)
         return torch.full((count, 31), 7)
 
@@ -385,9 +340,7 @@ def test_written_sequences_take_their_share_of_every_set(tmp_path: Path, tokeniz
     assert asked[1] == 10 + -(-others // 2)
 
 
-def test_a_text_that_is_too_short_is_told_with_all_that_was_asked_of_it(
-    tmp_path: Path, tokenizer: Any
-) -> None:
+def test_a_text_that_is_too_short_is_told_with_all_that_was_asked_of_it(tmp_path, tokenizer):
     path = tmp_path / "short.txt"
     path.write_text(numbers(100))
     with pytest.raises(InputError, match=r"of 113 sequences of 8 tokens; give more text, or lower"):
@@ -396,7 +349,7 @@ def test_a_text_that_is_too_short_is_told_with_all_that_was_asked_of_it(
         load_calibration(str(path), tokenizer, 100, 8, further=400, fewer=False)
 
 
-def test_held_out_text_of_uptraining_is_never_trained_on(tmp_path: Path, tokenizer: Any) -> None:
+def test_held_out_text_of_uptraining_is_never_trained_on(tmp_path, tokenizer):
     path = tmp_path / "some.txt"
     path.write_text(numbers(400))
     other = tmp_path / "other.txt"
@@ -413,31 +366,23 @@ def test_held_out_text_of_uptraining_is_never_trained_on(tmp_path: Path, tokeniz
             load_training(*texts, tokenizer, 31, 9, 99, seed=0)
 
 
-def test_the_built_in_text_is_enough_for_the_default_request(tokenizer: Any) -> None:
-    found = load_calibration(None, tokenizer, 128, 512)
-    assert found.source == BUILT_IN
-    assert found.calibration.shape == (128, 512)
-
-
 class FakeDatasets(list):
     """The part of the datasets package that is used, over rows in memory."""
 
     __spec__ = "datasets"
 
-    def load_dataset(self, *asked: Any, **options: Any) -> "FakeDatasets":
+    def load_dataset(self, *asked, **options):
         self.asked = (*asked, options)
         if not self:
             raise FileNotFoundError("Couldn't find it\nsecond line")
         return self
 
-    def shuffle(self, seed: int, buffer_size: int) -> "FakeDatasets":
+    def shuffle(self, seed, buffer_size):
         self.seed = seed
         return self
 
 
-def test_a_dataset_is_streamed_shuffled_by_the_seed(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_is_streamed_shuffled_by_the_seed(tokenizer, monkeypatch):
     fake = FakeDatasets({"text": numbers(20, 100 * n)} for n in range(50))
     monkeypatch.setitem(sys.modules, "datasets", fake)
     found = load_calibration("someone/something:v2", tokenizer, 4, 31, seed=7)
@@ -448,18 +393,14 @@ def test_a_dataset_is_streamed_shuffled_by_the_seed(
 
 
 @pytest.mark.parametrize("rows", [[], [{"body": 1}]], ids=["no dataset", "other fields"])
-def test_a_dataset_that_is_not_there_or_has_other_fields(
-    tokenizer: Any, monkeypatch, rows, refused
-) -> None:
+def test_a_dataset_that_is_not_there_or_has_other_fields(tokenizer, monkeypatch, rows, refused):
     monkeypatch.setitem(sys.modules, "datasets", FakeDatasets(rows))
     with refused():
         load_calibration("someone/something", tokenizer, 1, 8)
 
 
 @pytest.mark.parametrize("name", ["big.txt", "big.jsonl"])
-def test_a_big_file_is_read_in_parts_from_all_over(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_big_file_is_read_in_parts_from_all_over(tmp_path, tokenizer, monkeypatch, name):
     monkeypatch.setattr(corpus, "_CELL", 4096)
     monkeypatch.setattr(text, "_READ_AT_LEAST", 1 << 14)
     path = tmp_path / name
@@ -486,22 +427,38 @@ def test_a_big_file_is_read_in_parts_from_all_over(
     assert max(places) - min(places) > 0.3
 
 
+def test_long_texts_are_tokenized_in_blocks_without_loss(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokens_of, "_BLOCK", 50)
+    for whole in (numbers(100), "x" * 333, "line\n" * 77):
+        blocks = list(tokens_of._blocks(whole))
+        assert "".join(blocks) == whole
+        assert max(map(len, blocks)) <= 50 < len(whole) / 6
+
+
+@pytest.mark.parametrize(
+    ("given", "chats", "texts"),
+    [
+        ((), False, [None]),
+        ((), True, [None, "self:0.5"]),
+        (("a.txt", "b:3"), False, ["a.txt", "b:3"]),
+        (("a", "b"), True, ["a", "b", "self:1"]),
+        (("a", "self:0"), True, ["a"]),
+        (("self:0",), True, [None]),
+        (("self:2",), False, ["self"]),
+        (("self", "a", "b"), True, ["a", "b", "self:1"]),
+    ],
+    ids=str,
+)
+def test_a_chat_model_writes_a_third_of_the_text_unless_told_otherwise(given, chats, texts):
+    assert calibration_texts(given, chats) == texts
+
+
 def test_more_of_a_big_file_is_read_when_the_first_parts_are_too_little(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, tokenizer, monkeypatch
+):
     monkeypatch.setattr(corpus, "_CELL", 64)
     monkeypatch.setattr(text, "_READ_AT_LEAST", 64)
     monkeypatch.setattr(text, "_BYTES_PER_TOKEN", 0)
     path = tmp_path / "big.txt"
     path.write_text("\n".join(numbers(1, n) for n in range(2000)))
     assert load_calibration(str(path), tokenizer, 40, 31).calibration.shape == (40, 31)
-
-
-def test_long_texts_are_tokenized_in_blocks_without_loss(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokens_of, "_BLOCK", 50)
-    for whole in (numbers(100), "x" * 333, "line\n" * 77):
-        blocks = list(tokens_of._blocks(whole))
-        assert "".join(blocks) == whole
-        assert max(map(len, blocks)) <= 50 < len(whole) / 6

@@ -57,7 +57,7 @@ def task_of(folder, stored=torch.float32, change=lambda name, tensor: tensor, st
 
 
 def test_states_are_computed_for_blocks_of_steps_when_one_is_trained_on(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):
     computed = []
     states = torch.randn(8, 3, 2)
@@ -124,19 +124,6 @@ def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_fami
         found[dtype] = (ours.hidden(TOKENS).detach() - before).abs().max()
     assert found[torch.bfloat16] <= 1e-6
     assert found[torch.float32] > 1e-5
-
-
-def test_each_round_takes_the_rate_that_the_rounds_before_leave(
-    tiny_family, monkeypatch: pytest.MonkeyPatch
-):
-    ours = task_of(tiny_family("llama"))
-    monkeypatch.setattr(module, "POLISH_ROUND", 5)
-    monkeypatch.setattr(
-        module, "slowdown", lambda errors, steps: 1.0 if len(errors) == 1 else 1e-30
-    )
-    *_, found = polish(ours, seed=0)
-    assert found.errors[1] != found.errors[0]
-    assert found.errors[1] == found.errors[2] == found.errors[3]
 
 
 def test_small_rows_move_in_proportion(tiny_family):

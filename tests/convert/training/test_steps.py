@@ -8,7 +8,7 @@ from kvfold.convert.targets.mla.encode import CONSTANT, ConstantSlice
 from kvfold.convert.training.steps import channel_scales, scale_steps, tensor_sizes
 
 
-def outer(rows: list[float], columns: list[float]) -> torch.Tensor:
+def outer(rows, columns):
     signs = torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, 1.0]])
     return torch.outer(torch.tensor(rows), torch.tensor(columns)) * signs
 

@@ -18,12 +18,10 @@ from helpers.checkpoints import stock_model, tensors
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert import ConvertRequest, convert_checkpoint, device
 from kvfold.convert.cli import main
 from kvfold.convert.data import demo_folder, read_documents
 from kvfold.convert.errors import InputError, KvfoldError
-from kvfold.convert.stream.stock import attend_in_blocks
 from kvfold.convert.targets.mla.encode import CONSTANT
 from kvfold.convert.training.loop import distillation_loss, next_token_loss
 from kvfold.convert.uptrain import trainer as uptrain_trainer
@@ -198,15 +196,6 @@ def test_the_weight_mixes_both_losses(source, converted, weight):
     torch.testing.assert_close(found, expected)
 
 
-def test_a_teacher_may_pad_its_vocabulary_further(source, converted, text, tmp_path):
-    teacher = shutil.copytree(source, tmp_path / "teacher")
-    model = stock_model(source)
-    model.resize_token_embeddings(model.config.vocab_size + 7)
-    model.save_pretrained(teacher)
-    record = train(converted("mqa"), tmp_path / "out", text, steps=1, teacher=str(teacher)).record
-    assert record["held_out"]["before"]["eval_kl"] > 0
-
-
 @pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_path, monkeypatch):
     """Killed in a step, then while OUT is written, after which no step is trained twice."""
@@ -360,12 +349,6 @@ def test_errors_of_the_command_leave_nothing(converted, text, tmp_path, tiny_fam
         assert not [path for path in tmp_path.iterdir() if not path.name.endswith(".training")]
 
 
-def test_without_accelerate_the_extra_is_named(converted, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(uptraining, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=re.escape("not installed: pip install 'kvfold[train]'")):
-        train(converted("gqa"), tmp_path / "out", text)
-
-
 def test_what_is_written_is_the_best_state_even_that_before_training(
     source, converted, text, tmp_path
 ):
@@ -402,34 +385,6 @@ def test_arguments_for_the_trainer(options, expected):
     arguments = training_arguments(request, 256, torch.float32)
     for name, value in expected.items():
         assert getattr(arguments, name) == pytest.approx(value), name
-
-
-def test_a_batch_that_does_not_divide():
-    assert divide_batch(24, 5, 2) == (4, 3)
-    with pytest.raises(InputError, match=r"--batch-tokens: 6 sequences .* among 4"):
-        divide_batch(6, 1, 4)
-
-
-@pytest.mark.parametrize("on", ["cpu", "cuda"])
-def test_on_a_cpu_attention_goes_in_blocks_and_stays_what_it_is(converted, tiny_family, on):
-    tokens = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(0))
-    for folder, in_blocks in ((converted("free"), on == "cpu"), (tiny_family("bloom"), False)):
-        model = stock_model(folder)
-        expected = stock_model(folder)
-        attend_in_blocks(model, torch.device(on))
-        assert (model.config._attn_implementation == BLOCKWISE) == in_blocks
-        padded = {
-            "input_ids": tokens,
-            "attention_mask": torch.tensor([[1] * 24, [0] * 5 + [1] * 19]),
-        }
-        written = [
-            each.generate(**padded, max_new_tokens=6, do_sample=False) for each in (model, expected)
-        ]
-        assert torch.equal(*written)
-        for each in (model, expected):
-            each(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad)
 
 
 @pytest.mark.slow
@@ -475,3 +430,24 @@ def test_two_processes_give_the_losses_of_one(source, converted, text, tmp_path)
     after = tensors(tmp_path / "two")
     for name, value in before.items():
         torch.testing.assert_close(after[name], value, rtol=0, atol=1e-3, msg=name)
+
+
+def test_a_teacher_may_pad_its_vocabulary_further(source, converted, text, tmp_path):
+    teacher = shutil.copytree(source, tmp_path / "teacher")
+    model = stock_model(source)
+    model.resize_token_embeddings(model.config.vocab_size + 7)
+    model.save_pretrained(teacher)
+    record = train(converted("mqa"), tmp_path / "out", text, steps=1, teacher=str(teacher)).record
+    assert record["held_out"]["before"]["eval_kl"] > 0
+
+
+def test_without_accelerate_the_extra_is_named(converted, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(uptraining, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=re.escape("not installed: pip install 'kvfold[train]'")):
+        train(converted("gqa"), tmp_path / "out", text)
+
+
+def test_a_batch_that_does_not_divide():
+    assert divide_batch(24, 5, 2) == (4, 3)
+    with pytest.raises(InputError, match=r"--batch-tokens: 6 sequences .* among 4"):
+        divide_batch(6, 1, 4)
