@@ -41,11 +41,8 @@ def rope_table(values: Values, layer_type: str | None = None) -> dict[str, Any]:
         raise InputError(f"config.json: rope_type must be a string, not {kind!r}")
     table["rope_type"] = rotary.renamed.get(kind, kind)
     read_number(table, "rope_theta")
-    if table["rope_type"] in (
-        "llama3",
-        "yarn",
-        "longrope",
-    ):  # the class's key wins over the table's
+    if table["rope_type"] in ("llama3", "yarn", "longrope"):
+        # The class's key wins over the table's.
         if (positions := config.get(original, rotary.original_positions)) is not None:
             table[original] = positions
         table.setdefault(original, evaluate(values.family.sizes.positions, values))
@@ -126,30 +123,20 @@ def rotary_dims(values: Values) -> int:
         rotary.rotates, values
     ):
         return 0
-    head_dim = evaluate(values.family.sizes.head_dim, values)
-    dims = _table_dims(values, rope_table(values), head_dim)
-    if dims % 2 or not dims:
+    head_dim: int = evaluate(values.family.sizes.head_dim, values)
+    table = rope_table(values)
+    dims = head_dim
+    if rotary.dims is not None:
+        dims = int(evaluate(rotary.dims, values))
+    elif rotary.fraction is not None:
+        table.setdefault("partial_rotary_factor", rotary.fraction)
+        dims = int(head_dim * read_number(table, "partial_rotary_factor"))
+    if dims % 2 or not 0 < dims <= head_dim:
         raise InputError(
-            f"config.json: a head has {dims} rotary dims (of {head_dim}), but the number must be"
-            " even and above 0; check head_dim and partial_rotary_factor"
+            f"config.json: a head has {dims} rotary dims, but the number must be even, above 0 and"
+            f" at most its size, {head_dim}; check head_dim and partial_rotary_factor"
         )
     return dims
-
-
-def _table_dims(values: Values, table: Table, head_dim: int) -> int:
-    """The number of rotary dims per head with the rope parameters ``table``."""
-    rotary = values.family.rotary
-    if rotary.dims is not None:
-        return int(evaluate(rotary.dims, values))
-    if rotary.fraction is None:
-        return head_dim
-    fraction = table.get("partial_rotary_factor", rotary.fraction)
-    if not is_number(fraction) or not 0 < fraction <= 1:
-        raise InputError(
-            "config.json: partial_rotary_factor must be a number above 0 and at most 1, not"
-            f" {fraction!r}"
-        )
-    return int(head_dim * fraction)
 
 
 def frequencies(
@@ -162,10 +149,9 @@ def frequencies(
     ``context`` must select one. Raises ``InputError`` for unknown rope types, types without fixed
     frequencies (dynamic) and invalid parameters.
     """
-    sizes = values.family.sizes
     table = rope_table(values, layer_type)
-    dims = _table_dims(values, table, evaluate(sizes.head_dim, values))
-    positions = evaluate(sizes.positions, values)
+    dims = rotary_dims(values)
+    positions = evaluate(values.family.sizes.positions, values)
     kind = table["rope_type"]
     try:
         theta = [read_number(table, "rope_theta") ** (-pair / dims) for pair in range(0, dims, 2)]
@@ -181,10 +167,8 @@ def frequencies(
                 return _yarn(table, theta, positions)
             case "longrope":
                 return _longrope(table, theta, positions, context)
-    except (
-        ArithmeticError,
-        ValueError,
-    ) as error:  # a quotient by 0, a number beyond float64, the logarithm of none
+    # A quotient by 0, a number beyond float64, the logarithm of none.
+    except (ArithmeticError, ValueError) as error:
         raise InputError(
             f"config.json: the parameters of rope_type {kind!r} are invalid: {error}"
         ) from None
@@ -252,13 +236,11 @@ def _longrope(
     divisors = {}
     for name in ("short", "long"):
         factors: Any = table.get(f"{name}_factor")
-        whole = isinstance(factors, list) and len(factors) == len(theta)
-        if not whole or not all(map(is_number, factors)):
-            entries = isinstance(factors, list)
-            shown = f"a list of {len(factors)} entries" if entries else repr(factors)
+        numbers = isinstance(factors, list) and all(map(is_number, factors))
+        if not numbers or len(factors) != len(theta):
             raise InputError(
                 f"config.json: {name}_factor must be a list of {len(theta)} numbers, one per rotary"
-                f" pair, not {shown}"
+                f" pair, not {str(factors)[:80]}"
             )
         divisors[name] = [float(factor) for factor in factors]
     if context is None and divisors["short"] != divisors["long"]:
