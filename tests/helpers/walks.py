@@ -24,6 +24,15 @@ SHAPE = {
 }
 
 
+def run_stream(stream: CheckpointStream, tokens: Tensor) -> Tensor:
+    """The logits ``[B, T, V]`` of a stream for ``tokens [B, T]``."""
+    hidden = stream.embed(tokens)
+    for index in range(stream.layers):
+        with stream.open_layer(index) as layer, torch.no_grad():
+            hidden = layer(hidden).hidden
+    return stream.logits(hidden)
+
+
 class Case:
     """A source with four key/value heads and a student, unrelated in their attention weights; 7 or
     more sequences.

@@ -204,7 +204,6 @@ def check(folder: Path) -> None:
     ).eval()
     tokens = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(6))
     decoder = Decoder(folder, stock)
-    assert decoder.model.tensor_problems(decoder.tensors) == []
     with torch.no_grad():
         torch.testing.assert_close(decoder(tokens), stock(tokens).logits, rtol=1e-4, atol=2e-5)
 

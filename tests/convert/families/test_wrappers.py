@@ -12,6 +12,7 @@ import torch
 from helpers import precision, wrappers
 from helpers.cases import mostly_slow
 from helpers.checkpoints import add_demo_tokenizer, tensors
+from helpers.walks import run_stream
 from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -106,11 +107,7 @@ def test_the_stream_is_the_wrapper_on_text(name, wrapper):
     checkpoint = open_checkpoint(str(wrapper(name)))
     read = Mock(side_effect=checkpoint.read)
     stream = CheckpointStream(checkpoint.config, read, list(checkpoint.tensors))
-    hidden = stream.embed(tokens)
-    for index in range(stream.layers):
-        with stream.open_layer(index) as layer, torch.no_grad():
-            hidden = layer(hidden).hidden
-    found = stream.logits(hidden)
+    found = run_stream(stream, tokens)
     checkpoint.close()
     stock = AutoModelForImageTextToText.from_pretrained(
         wrapper(name), dtype=torch.float32, attn_implementation="eager"

@@ -11,6 +11,7 @@ import tiny_models
 import torch
 from helpers import precision
 from helpers.cases import mostly_slow
+from helpers.walks import run_stream
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
@@ -62,14 +63,6 @@ def tiny(family: str, **changes: Any) -> tuple[Any, dict[str, Any], dict[str, Te
     return model, config.to_dict(), {name: tensor.clone() for name, tensor in stored.items()}
 
 
-def run(stream: CheckpointStream, tokens: Tensor) -> Tensor:
-    hidden = stream.embed(tokens)
-    for index in range(stream.layers):
-        with stream.open_layer(index) as layer, torch.no_grad():
-            hidden = layer(hidden).hidden
-    return stream.logits(hidden)
-
-
 @pytest.fixture
 def tokens() -> Tensor:
     return torch.randint(
@@ -98,7 +91,9 @@ def test_logits_of_every_family_equal_the_stock_forward(
     with torch.no_grad():
         expected = stock(tokens).logits
     checkpoint = open_checkpoint(str(folder))
-    found = run(CheckpointStream(checkpoint.config, checkpoint.read, checkpoint.tensors), tokens)
+    found = run_stream(
+        CheckpointStream(checkpoint.config, checkpoint.read, checkpoint.tensors), tokens
+    )
     checkpoint.close()
     assert expected.std() > 0.05
     torch.testing.assert_close(found, expected, **precision.LOGITS)
@@ -115,9 +110,9 @@ def test_logits_and_cache_of_latent_and_expert_models(family: str, tokens: Tenso
         expected = model(tokens).logits
         cache = model(short, use_cache=True).past_key_values
     stream = CheckpointStream({**config, "dtype": "float32"}, stored.__getitem__, stored)
-    found = run(stream, tokens)
+    found = run_stream(stream, tokens)
     torch.testing.assert_close(found, expected, **precision.LOGITS)
-    exact = run(stream.to(dtype=torch.float64), tokens)
+    exact = run_stream(stream.to(dtype=torch.float64), tokens)
     assert exact.dtype == torch.float64
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
     held = sum(
@@ -134,7 +129,9 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_stock_model(toke
     model, config, stored = tiny("llama", rope_parameters=rope, max_position_embeddings=8)
     stream = CheckpointStream(config, stored.__getitem__, stored)
     with torch.no_grad():
-        torch.testing.assert_close(run(stream, tokens), model(tokens).logits, **precision.LOGITS)
+        torch.testing.assert_close(
+            run_stream(stream, tokens), model(tokens).logits, **precision.LOGITS
+        )
 
 
 def test_only_the_open_layer_is_in_memory(tokens: Tensor) -> None:
@@ -175,7 +172,7 @@ def test_a_student_reads_its_own_tensors_first_and_shares_the_rest(
             if "self_attn" not in name:
                 parameter.copy_(others[name])
         torch.testing.assert_close(
-            run(student, tokens), expected_model(tokens).logits, **precision.LOGITS
+            run_stream(student, tokens), expected_model(tokens).logits, **precision.LOGITS
         )
 
 
@@ -184,7 +181,9 @@ def test_a_longer_text_after_a_shorter_one_gets_its_own_masks(tokens: Tensor) ->
     stream = CheckpointStream(config, stored.__getitem__, stored)
     for part in (tokens[:, :6], tokens, tokens[:1, :3]):
         with torch.no_grad():
-            torch.testing.assert_close(run(stream, part), model(part).logits, **precision.LOGITS)
+            torch.testing.assert_close(
+                run_stream(stream, part), model(part).logits, **precision.LOGITS
+            )
 
 
 def test_lower_precision_is_the_stock_model_loaded_in_that_precision(
@@ -197,7 +196,7 @@ def test_lower_precision_is_the_stock_model_loaded_in_that_precision(
         expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)(
             tokens
         ).logits
-    torch.testing.assert_close(run(stream, tokens), expected)
+    torch.testing.assert_close(run_stream(stream, tokens), expected)
 
 
 def test_missing_tensors_and_unknown_models_are_named(refused: Any) -> None:
