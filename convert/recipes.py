@@ -64,10 +64,11 @@ def format_recipes() -> str:
     and after.
     """
     keys = ("name", "model", "cached_before", "cached_after")
-    rows = [["recipe", "model", "cached before", "after"]]
+    rows = [["recipe", "model", "before", "after"]]
     rows += [[str(recipe.get(key, "")) for key in keys] for recipe in list_recipes()]
-    note = "kvfold convert MODEL OUT --recipe NAME; cached: KV-cache elements per token per layer"
-    return "\n".join([*format_table(rows, left=(0, 1)), "", note])
+    note = "before, after: KV-cache elements per token per layer"
+    command = "kvfold convert MODEL OUT --recipe NAME uses one"
+    return "\n".join([*format_table(rows, left=(0, 1)), "", note, command])
 
 
 def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:

@@ -39,16 +39,6 @@ SHAPES = {
     "llama-2-70b": (8192, 28672, 64, 80, 32000, 4096),
     "tiny": (64, 128, 8, 2, 256, 256),
 }
-_SETTINGS = (
-    "contexts",
-    "batches",
-    "device",
-    "dtype",
-    "cache",
-    "prefill_tokens",
-    "seconds",
-    "threads",
-)
 # Targets of a shape: eight key/value heads as in Llama 3, the latent of DeepSeek's models.
 _KV_HEADS = 8
 _RANK = 512
@@ -190,7 +180,11 @@ def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -
         transformers=str(installed["transformers"]),
         dtype=dtype,
         cache=request.cache,
-        options={name: getattr(request, name) for name in _SETTINGS},
+        options={
+            name: value
+            for name, value in vars(request).items()
+            if name not in ("models", "shape", "layers", "quiet")
+        },
         rows=rows,
         device=read_processor_name(device),
         threads=threads,

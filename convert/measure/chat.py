@@ -31,7 +31,7 @@ class Speaker:
 
     name: what the user called it.
     model, tokenizer: transformers' own.
-    messages: its side of the conversation so far.
+    messages: its side of the conversation so far, which only a chat template reads.
     """
 
     name: str
@@ -65,12 +65,6 @@ class Speaker:
         text = self.tokenizer.decode(reply, skip_special_tokens=True).strip()
         return text, len(reply) / (time.perf_counter() - started)
 
-    def remember(self, prompt: str, answer: str) -> None:
-        """Make the turn a part of the conversation, which only a chat template has."""
-        if self.tokenizer.chat_template is not None:
-            self.messages.append({"role": "user", "content": prompt})
-            self.messages.append({"role": "assistant", "content": answer})
-
 
 def load_speaker(name: str, request: ChatRequest) -> Speaker:
     """Load the model ``name``; an MLA model of a stock class decodes over its latent cache."""
@@ -92,12 +86,10 @@ def format_columns(texts: Sequence[str], width: int) -> str:
     """
     separators = len(_SEPARATOR) * (len(texts) - 1)
     column_width = max(16, (width - separators) // len(texts))
-    columns = []
-    for text in texts:
-        lines = []
+    columns: list[list[str]] = [[] for _ in texts]
+    for text, column in zip(texts, columns, strict=True):
         for paragraph in text.splitlines():
-            lines += textwrap.wrap(paragraph, column_width) or [""]
-        columns.append(lines)
+            column += textwrap.wrap(paragraph, column_width) or [""]
     rows = [
         _SEPARATOR.join(cell.ljust(column_width) for cell in cells).rstrip()
         for cells in zip_longest(*columns, fillvalue="")
@@ -109,9 +101,8 @@ def chat_models(request: ChatRequest, prompts: IO[str]) -> None:
     """Answer every line of ``prompts`` on stdout, until the end; on a terminal also until an empty
     line or Ctrl-C.
     """
-    speakers = [load_speaker(request.model, request)]
-    if request.against is not None:
-        speakers.append(load_speaker(request.against, request))
+    names = [name for name in (request.model, request.against) if name is not None]
+    speakers = [load_speaker(name, request) for name in names]
     if speakers[0].tokenizer.chat_template is None:
         click.echo("the model has no chat template: it continues each prompt", err=True)
     if prompts.isatty():
@@ -131,7 +122,8 @@ def chat_models(request: ChatRequest, prompts: IO[str]) -> None:
             continue
         heads = []
         for speaker, (text, speed) in zip(speakers, answers, strict=True):
-            speaker.remember(prompt, text)
+            speaker.messages.append({"role": "user", "content": prompt})
+            speaker.messages.append({"role": "assistant", "content": text})
             heads.append(f"{speaker.name} ({speed:.1f} tokens/s)")
         click.echo(format_columns(heads, width) + "\n")
         click.echo(format_columns([text for text, _ in answers], width) + "\n")

@@ -95,7 +95,7 @@ class Corpus:
         return taken, True
 
     def _read_dataset(self, spec: str) -> Iterator[Document]:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports]
 
         name, _, config = spec.partition(":")
         try:

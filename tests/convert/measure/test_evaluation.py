@@ -103,11 +103,10 @@ def test_batches_write_what_single_prompts_write(tokenizer, model, encode):
     assert ended.tolist() == first[: first.index(first[2]) + 1]
 
 
-def test_prompts_use_the_chat_template(tokenizer):
-    plain = list(map(tokenizer.decode, evaluation.draw_prompts(tokenizer, 32, 0)))
-    assert len(set(plain)) == 32
-    assert plain[0] != tokenizer.decode(evaluation.draw_prompts(tokenizer, 1, 1)[0])
+def test_prompts_use_the_chat_template():
     chat = AutoTokenizer.from_pretrained(demo_folder())
+    prompts = evaluation.draw_prompts(chat, 32, 0)
+    assert len({tuple(prompt.tolist()) for prompt in prompts}) == 32
     chat.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     chat.chat_template += "{% if add_generation_prompt %}[assistant] {% endif %}"
     (prompt,) = evaluation.draw_prompts(chat, 1, 0)
@@ -131,14 +130,6 @@ def test_replies_are_compared_with_those_of_the_source():
         "repetition": (pytest.approx(1 / 3), pytest.approx(1 / 6)),
         "length": (6, 5.5),
     }
-
-
-def test_next_token_probabilities_are_the_models(model):
-    windows = torch.arange(5, 85).view(2, 40)
-    probabilities = evaluation.next_token_probabilities(model, windows)
-    assert probabilities.shape == (2, 32, 2048)
-    exact = model(windows).logits[:, [0, 39]].softmax(-1)
-    assert (probabilities[:, [0, -1]].float() - exact).abs().max() < 1e-3
 
 
 def test_scores_of_the_harness_are_paired_by_document():
