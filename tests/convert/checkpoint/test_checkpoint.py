@@ -66,26 +66,15 @@ def write_index(folder: Path, weight_map: Any) -> None:
     )
 
 
-def check_all(told: Any, problems: list[str]) -> None:
-    for problem in problems:
-        told(problem)
-
-
 def problems_of(model: Path | str) -> list[str]:
-    """All lines of the error; opening whole and opening headers must agree."""
-    with pytest.raises(InputError) as whole:
-        open_checkpoint(model)
-    with pytest.raises(InputError) as headers:
+    with pytest.raises(InputError) as caught:
         open_headers(model)
-    found = [whole.value.message, *whole.value.details]
-    assert found == [headers.value.message, *headers.value.details]
-    assert all("\n" not in line and len(line) < 2000 for line in found)
-    return found
+    problems = [caught.value.message, *caught.value.details]
+    assert all("\n" not in line and len(line) < 2000 for line in problems)
+    return problems
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float16", "bfloat16", "float32", "float64", "int64", "uint8", "bool", "complex64"]
-)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64", "bool", "complex64"])
 def test_reads_what_safetensors_reads_whole_and_in_chunks(folder: Path, dtype: str) -> None:
     torch.manual_seed(1)
     made = (torch.randn(7, 5) * 9).to(getattr(torch, dtype))
@@ -106,12 +95,10 @@ def test_reads_what_safetensors_reads_whole_and_in_chunks(folder: Path, dtype: s
 
 def test_tensor_positions_are_those_of_the_file(sharded: Path) -> None:
     checkpoint = open_headers(sharded)
-    assert list(checkpoint.tensors) == ["a", "b", "c"]
     info = checkpoint.tensors["a"]
     assert (info.dtype, info.shape, info.nbytes) == ("F32", (2, 3), 24)
     raw = (sharded / info.file).read_bytes()[info.start : info.end]
     assert np.frombuffer(raw, "<f4").tolist() == [0, 1, 2, 3, 4, 5]
-    assert checkpoint.origin == "model"
     with pytest.raises(KvfoldError, match="model has no tensor 'nope'"):
         checkpoint.read("nope")
 
@@ -144,20 +131,10 @@ def test_model_digest_is_of_config_and_tensors_however_they_are_sharded(sharded:
 
 
 def test_extra_files(sharded: Path) -> None:
-    tokenizers = (
-        "sentencepiece.bpe.model special_tokens_map.json tokenizer.json tokenizer.model"
-        " tokenizer_config.json"
-    )
-    others = (
-        "LICENSE LICENSE.txt NOTICE.md added_tokens.json chat_template.jinja generation_config.json"
-        " merges.txt"
-    )
-    passed_on = [*others.split(), "preprocessor_config.json", *tokenizers.split(), "vocab.json"]
-    left = "README.md pytorch_model.bin tokenizer.py modeling_x.py tf_model.h5 notes.txt"
-    for name in [*passed_on, *left.split()]:
+    passed_on = ["LICENSE", "chat_template.jinja", "tokenizer.json", "tokenizer.model"]
+    for name in (*passed_on, "README.md", "pytorch_model.bin", "tokenizer.py", "notes.txt"):
         (sharded / name).write_text("x")
-    checkpoint = open_checkpoint(sharded)
-    assert [path.name for path in checkpoint.extra_files()] == passed_on
+    assert [path.name for path in open_checkpoint(sharded).extra_files()] == passed_on
 
 
 def test_a_single_file_goes_before_an_index_as_in_transformers(sharded: Path) -> None:
@@ -165,62 +142,53 @@ def test_a_single_file_goes_before_an_index_as_in_transformers(sharded: Path) ->
     assert list(open_checkpoint(sharded).tensors) == ["only"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "none",
-        "x" * 300,
-        "nul\0character",
-        "../..x/y",
-        "owner/name/more",
-        "config.json",
-        "model.gguf",
-        "empty",
-    ],
-)
+@pytest.mark.parametrize("name", ["x" * 300, "nul\0", "../..x/y", "config.json", "empty"])
 def test_what_is_no_checkpoint_folder(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, told: Any, name: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, refused: Any, name: str
 ) -> None:
     (folder / "empty").mkdir()
-    (folder / "model.gguf").touch()
     monkeypatch.chdir(folder)
-    check_all(told, problems_of(name))
+    with refused():
+        open_checkpoint(name)
 
 
 @pytest.mark.parametrize(
-    "made",
-    ["weights.safetensors", "weights.gguf", "adapter_config.json", "snapshots/0123/config.json"],
+    ("file", "advice"),
+    [
+        ("weights.gguf", "dequantize"),
+        ("adapter_config.json", "LoRA"),
+        ("snapshots/0123/config.json", "did you mean .*0123"),
+    ],
 )
-def test_folder_without_config(tmp_path: Path, told: Any, made: str) -> None:
-    (tmp_path / made).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / made).touch()
-    check_all(told, problems_of(tmp_path))
+def test_folders_without_a_config(tmp_path: Path, file: str, advice: str) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(InputError, match=advice):
+        open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("made", ["config.json", "consolidated.00.pth", "model.gguf"])
-def test_folder_without_weights(folder: Path, told: Any, made: str) -> None:
-    (folder / made).open("a").close()
-    check_all(told, problems_of(folder))
+@pytest.mark.parametrize("file", ["config.json", "consolidated.00.pth", "model.gguf"])
+def test_folders_without_weights(folder: Path, refused: Any, file: str) -> None:
+    (folder / file).open("a").close()
+    with refused():
+        open_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
     ("file", "text"),
     [
         ("config.json", "{"),
-        ("config.json", "[1]"),
         ("config.json", "\udcff"),
         ("config.json", '{"a": "\\ud800"}'),
         ("model.safetensors.index.json", '{"weight_map": {"t": "\\ud800"}}'),
-        ("model.safetensors.index.json", "{}"),
-        ("model.safetensors.index.json", '{"weight_map": []}'),
         ("model.safetensors.index.json", '{"weight_map": {"a": 1}}'),
         ("model.safetensors.index.json", '{"weight_map": {}}'),
     ],
     ids=lambda value: value[:40],
 )
-def test_invalid_json(folder: Path, told: Any, file: str, text: str) -> None:
+def test_invalid_json(folder: Path, file: str, text: str) -> None:
     (folder / file).write_bytes(text.encode(errors="surrogateescape"))
-    check_all(told, problems_of(folder))
+    assert file in problems_of(folder)[0]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +204,6 @@ def test_invalid_json(folder: Path, told: Any, file: str, text: str) -> None:
         ({"t": entry(0, 8), "u": entry(4, 12)}, 12),
         ({"t": entry(0, 8)}, 7),
         ({"t": entry(0, 8)}, 9),
-        ({"t": entry(0, 8, "F31"), "u": entry(8, 16, shape=[1]), "v": entry(16, 24)}, 24),
         ({"t": entry(0, 8), "__metadata__": {"a": 1}}, 8),
         ({"t": entry(0, 0, shape=[2**63])}, 0),
         ({"t": entry(0, 0, shape=[2**32, 2**32])}, 0),
@@ -249,12 +216,12 @@ def test_invalid_json(folder: Path, told: Any, file: str, text: str) -> None:
         (b'{"\\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}', 0),
         (b"{%b}" % b",".join(b'"%d": %b' % (i % 19_999, EMPTY) for i in range(20_000)), 0),
     ],
-    ids=range(22),
+    ids=range(21),
 )
-def test_faulty_headers(folder: Path, told: Any, header: Any, size: int) -> None:
+def test_faulty_headers(folder: Path, header: Any, size: int) -> None:
     raw_file(folder / "model.safetensors", header, bytes(size))
     began = time.process_time()
-    check_all(told, problems_of(folder))
+    assert "download the file again" in problems_of(folder)[0]
     assert time.process_time() - began < 2  # also where numbers are huge, or names many
 
 
@@ -263,52 +230,22 @@ def test_faulty_headers(folder: Path, told: Any, header: Any, size: int) -> None
     [b"", b"12345", struct.pack("<Q", 500) + b"{", b"version https://git-lfs.github.com/spec/v1\n"],
     ids=["empty", "short", "cut", "git-lfs"],
 )
-def test_files_without_a_header(folder: Path, told: Any, content: bytes) -> None:
+def test_files_without_a_header(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
-    check_all(told, problems_of(folder))
+    assert "model.safetensors" in problems_of(folder)[0]
 
 
-def test_index_and_shards_that_disagree_are_reported_at_once(sharded: Path, told: Any) -> None:
+def test_index_and_shards_that_disagree_are_reported_at_once(sharded: Path) -> None:
     first = "model-00001-of-00002.safetensors"
     second = "model-00002-of-00002.safetensors"
     save_file({"b": torch.ones(1), "c": torch.ones(1), "extra": torch.ones(1)}, sharded / second)
     (sharded / "model-00003-of-00009.safetensors").touch()
-    write_index(
-        sharded, {"a": first, "b": first, "c": second, "gone": second, "d": "model-7.safetensors"}
-    )
-    check_all(told, problems_of(sharded))
-
-
-def test_side_files_that_cannot_be_read(
-    sharded: Path, monkeypatch: pytest.MonkeyPatch, told: Any
-) -> None:
-    opened = os.open
-
-    def denied(path: str | Path, *arguments: Any, **options: Any) -> Any:
-        if (
-            Path(path).name == "tokenizer.json"
-        ):  # by its mode it could be: tests may run as root, who reads everything
-            raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, *arguments, **options)
-
-    (sharded / "tokenizer.json").touch()
-    monkeypatch.setattr(os, "open", denied)
-    check_all(told, problems_of(sharded))
-
-
-def test_a_folder_whose_name_is_no_text(sharded: Path) -> None:
-    odd = Path(os.fsdecode(os.fsencode(sharded.parent) + b"/caf\xe9"))
-    sharded.rename(odd)
-    assert open_checkpoint(odd).origin == "caf\N{REPLACEMENT CHARACTER}"
-
-
-def test_header_without_metadata_and_with_padding(folder: Path) -> None:
-    raw_file(
-        folder / "model.safetensors",
-        b'{"t":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}     ',
-        bytes(8),
-    )
-    assert open_checkpoint(folder).read("t").tolist() == [0, 0]
+    listed = {"a": first, "b": first, "c": second, "gone": second, "d": "model-7.safetensors"}
+    write_index(sharded, listed)
+    problems = problems_of(sharded)
+    assert len(problems) == 5
+    for name in ("model-7", "00009", "'gone'", "'b'", "'extra'"):
+        assert any(name in problem for problem in problems)
 
 
 def test_integer_buffers_are_not_quantized_weights(folder: Path) -> None:
@@ -327,7 +264,7 @@ def test_a_file_that_shrinks_after_it_was_opened(folder: Path) -> None:
         checkpoint.read("t")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_values_that_are_not_finite_are_counted(dtype: torch.dtype) -> None:
     values = torch.full((10,), torch.finfo(dtype).max, dtype=dtype)
     for count, (position, value) in enumerate([(0, "nan"), (4, "inf"), (9, "-inf")]):
