@@ -96,12 +96,11 @@ def _check_replaceable(target: Path, overwrite: bool | None) -> None:
     if not overwrite:
         way_out = "remove it" if overwrite is None else "use --overwrite"
         raise InputError(f"{target} already exists; choose another OUT or {way_out}")
-    foreign = sorted({*list_files(target)} - {*recorded, RECORD, ".gitattributes"})
+    foreign = {*list_files(target)} - {*recorded, RECORD, ".gitattributes"}
     if foreign:
-        shown = f"{', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}"
         raise InputError(
-            f"{target} contains {shown}, which kvfold did not write; move what you need elsewhere,"
-            " or choose another OUT"
+            f"{target} contains {min(foreign)}, which kvfold did not write; move what you need"
+            " elsewhere, or choose another OUT"
         )
 
 

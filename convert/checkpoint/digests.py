@@ -3,7 +3,7 @@ files whole. Together they cover every byte of a checkpoint that kvfold wrote.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,19 @@ from kvfold.convert.errors import InputError, shorten
 _STEP = 1 << 20
 
 
-def hash_file(path: Path, ranges: Iterable[tuple[int, int]] | None = None) -> str:
-    """The SHA-256 of a file, or of the bytes in each of ``ranges`` in turn. InputError if it ends
-    before that.
+def hash_file(path: Path, start: int = 0, end: int | None = None) -> str:
+    """The SHA-256 of a file, or of its bytes ``start`` to ``end``. InputError if it ends before
+    that.
     """
     with open_source(path) as file:
-        if ranges is None:
+        if end is None:
             return hashlib.file_digest(file, "sha256").hexdigest()
         digest = hashlib.sha256()
         buffer = memoryview(bytearray(_STEP))
-        for start, end in ranges:
-            for position in range(start, end, _STEP):
-                part = buffer[: end - position]
-                read_into(part, file, position)
-                digest.update(part)
+        for position in range(start, end, _STEP):
+            part = buffer[: end - position]
+            read_into(part, file, position)
+            digest.update(part)
         return digest.hexdigest()
 
 
@@ -113,8 +112,7 @@ def _hash_member(path: Path) -> str:
     if path.suffix != ".safetensors":
         return hash_file(path)
     length = int.from_bytes(read_bytes(path, length=LENGTH_BYTES), "little")
-    header = read_bytes(path, length=LENGTH_BYTES + min(length, MAX_HEADER))
-    return hashlib.sha256(header).hexdigest()
+    return hash_file(path, end=LENGTH_BYTES + min(length, MAX_HEADER))
 
 
 def _names(folder: Path) -> list[str]:

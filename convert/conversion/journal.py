@@ -131,7 +131,7 @@ class Journal:
         """True if the tensors with these ``digests`` by name have them in their files."""
         for name, digest in digests.items():
             place = self._places[name]
-            if hash_file(self.folder / place.shard, [(place.start, place.end)]) != digest:
+            if hash_file(self.folder / place.shard, place.start, place.end) != digest:
                 return False
         return True
 
