@@ -29,7 +29,7 @@ from kvfold.convert.errors import (
 )
 from kvfold.convert.formatting import to_json_values
 from kvfold.convert.host import may_have_gpu, set_threads
-from kvfold.convert.options import Option, Request, missing_gpu_error, specs
+from kvfold.convert.options import Option, Request, collect_options, missing_gpu_error
 from kvfold.convert.signals import interrupt_on_signals
 
 REPORT = "report.html"
@@ -80,7 +80,7 @@ def request_options(
     ``build``, for which no option is required, ``build(values, further)``. It may remove some of
     the ``further`` options of the function. A flag that is set by default has a form ``--no-NAME``.
     """
-    options = specs(request)
+    options = collect_options(request)
 
     def decorate(function: Callable[..., None]) -> Any:
         @functools.wraps(function)

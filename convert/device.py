@@ -8,7 +8,7 @@ import torch
 
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
-from kvfold.convert.host import host_memory
+from kvfold.convert.host import measure_host_memory
 from kvfold.convert.options import missing_gpu_error
 
 _COMPUTED = ("F32", "BF16", "F16")
@@ -74,11 +74,15 @@ def training_autocast(
         if len(tensor.shape) == 2:
             bytes_by_shape[tensor.shape] += tensor.nbytes
     outputs, inputs = bytes_by_shape.most_common(1)[0][0]
-    return torch.bfloat16 if bfloat16_speed(device, outputs, inputs) >= BFLOAT16_PAYS else None
+    return (
+        torch.bfloat16
+        if measure_bfloat16_speedup(device, outputs, inputs) >= BFLOAT16_PAYS
+        else None
+    )
 
 
 @cache
-def bfloat16_speed(device: torch.device, outputs: int, inputs: int) -> float:
+def measure_bfloat16_speedup(device: torch.device, outputs: int, inputs: int) -> float:
     """The measured time of a product ``[n, inputs] [inputs, outputs]`` in float32, relative to
     bfloat16.
     """
@@ -102,8 +106,8 @@ def bfloat16_speed(device: torch.device, outputs: int, inputs: int) -> float:
     return seconds[0] / seconds[1]
 
 
-def free_memory(device: torch.device) -> int | None:
+def measure_free_memory(device: torch.device) -> int | None:
     """Free memory on ``device`` in bytes; None if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return host_memory()
+    return measure_host_memory()

@@ -21,8 +21,8 @@ _WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
 
 
 def set_threads() -> None:
-    """Set as many threads as `usable_cores`, which sleep while they wait, unless the user chose.
-    Before torch's import.
+    """Set as many threads as there are usable cores, which sleep while they wait, unless the user
+    chose. To be called before torch is imported.
 
     By default OpenMP's threads spin while they wait for one another. If another process has their
     core meanwhile, they burn the time of this one.
@@ -30,13 +30,13 @@ def set_threads() -> None:
     if "torch" in sys.modules:  # too late
         return
     if not _THREADS & os.environ.keys():
-        os.environ["OMP_NUM_THREADS"] = str(usable_cores())
+        os.environ["OMP_NUM_THREADS"] = str(count_usable_cores())
     if not _WAITING & os.environ.keys():
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         os.environ["KMP_BLOCKTIME"] = "0"
 
 
-def usable_cores() -> int:
+def count_usable_cores() -> int:
     """Cores that this process may run on (its affinity), each counted once, and at most its
     cgroups' CPU quota.
 
@@ -72,7 +72,7 @@ def may_have_gpu() -> bool:
     return platform.system() != "Darwin"
 
 
-def host_memory() -> int | None:
+def measure_host_memory() -> int | None:
     """Free memory of the host in bytes; None if the system does not report it."""
     try:
         fields = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())

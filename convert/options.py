@@ -1,9 +1,9 @@
 """Options of commands and functions, declared once as fields of a frozen dataclass.
 
 A request such as ``ConvertRequest`` is a ``Request`` whose fields are created by ``option``. A
-field's annotation sets its type and its choices, its metadata everything else. The ``specs`` of a
-request define the command line (``console.request_options``), the validation of values, recipes,
-records and the keywords of public functions.
+field's annotation sets its type and its choices, its metadata everything else. From these options
+(``collect_options``) come the command line (``console.request_options``), the validation of values,
+recipes, records and the keywords of public functions.
 
     samples: int = option(128, "Calibration sequences.", minimum=1)
 """
@@ -32,8 +32,8 @@ _TYPE_RULES = {
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a request. Its field sets the first attributes by `option`; `specs` derives the
-    others from the annotation and the default.
+    """One option of a request. Its field sets the first attributes by `option`; `collect_options`
+    derives the others from the annotation and the default.
 
     Attributes:
         help: Text for ``--help``.
@@ -148,7 +148,7 @@ precision_option = partial(
 )
 
 
-def specs(request: type[Any]) -> dict[str, Option]:
+def collect_options(request: type[Any]) -> dict[str, Option]:
     """The options of a request by name, in field order."""
     hints = get_type_hints(request)
     options: dict[str, Option] = {}
@@ -168,9 +168,9 @@ def specs(request: type[Any]) -> dict[str, Option]:
     return options
 
 
-def run_options(request: type) -> frozenset[str]:
+def list_run_options(request: type) -> frozenset[str]:
     """Names of the options that only say where and how to run and do not change the result."""
-    return frozenset(name for name, spec in specs(request).items() if spec.runs)
+    return frozenset(name for name, spec in collect_options(request).items() if spec.runs)
 
 
 class Request:
@@ -179,7 +179,7 @@ class Request:
     """
 
     def __post_init__(self) -> None:
-        options = specs(type(self))
+        options = collect_options(type(self))
         for name, spec in options.items():
             object.__setattr__(self, name, spec.normalize(getattr(self, name)))
         problems = list(value_problems(options, vars(self))) or list(self.problems())
@@ -195,7 +195,7 @@ class Request:
         """The options whose values differ from their defaults."""
         return {
             name: vars(self)[name]
-            for name, spec in specs(type(self)).items()
+            for name, spec in collect_options(type(self)).items()
             if vars(self)[name] != spec.default
         }
 
@@ -217,7 +217,7 @@ def missing_gpu_error() -> InputError:
     return option_error("device", "cuda", rule)
 
 
-def to_argv(values: Mapping[str, Any]) -> list[str]:
+def format_argv(values: Mapping[str, Any]) -> list[str]:
     """Option values as words of a command line, such as ``["--to", "gqa", "--kv-heads", "4"]``."""
     argv: list[str] = []
     for name, value in values.items():

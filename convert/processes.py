@@ -170,7 +170,7 @@ def all_reduce(tensors: Iterable["Tensor"]) -> None:
                 tensor.copy_(dense)
 
 
-def first_rows(rows: "Tensor", limit: int) -> "Tensor":
+def gather_first_rows(rows: "Tensor", limit: int) -> "Tensor":
     """The first ``limit`` of all processes' ``rows [n, ...]``, concatenated in rank order."""
     if _distributed() is None:
         return rows[:limit]

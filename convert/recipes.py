@@ -14,7 +14,7 @@ from typing import Any
 from kvfold.convert.errors import InputError, shorten, suggest_name, summarize_error
 from kvfold.convert.formatting import format_table
 from kvfold.convert.methods.registry import methods_of
-from kvfold.convert.options import specs, value_problems
+from kvfold.convert.options import collect_options, value_problems
 from kvfold.convert.request import ConvertRequest
 
 _RECIPE_FOLDER = Path(__file__).resolve().parent / "data" / "recipes"
@@ -43,7 +43,7 @@ class Recipe:
     about: Mapping[str, Any]
 
 
-def recipe_names() -> list[str]:
+def list_recipe_names() -> list[str]:
     """Sorted names of the shipped recipes."""
     return sorted(path.stem for path in _RECIPE_FOLDER.glob("*.toml"))
 
@@ -53,7 +53,7 @@ def list_recipes() -> list[dict[str, Any]]:
     ``about``.
     """
     listed = []
-    for name in recipe_names():
+    for name in list_recipe_names():
         recipe = read_recipe(name)
         listed.append({"name": name, "options": dict(recipe.options), **recipe.about})
     return listed
@@ -87,7 +87,7 @@ def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
     displaced = {name for override in given for name in _DISPLACES.get(override, ())} - given
     to = overrides.get("to")
     if to not in (None, read.options.get("to")):
-        for name, spec in specs(ConvertRequest).items():
+        for name, spec in collect_options(ConvertRequest).items():
             if spec.targets and to not in spec.targets:
                 displaced.add(name)
         if read.options.get("method") not in methods_of(to):
@@ -107,7 +107,7 @@ def read_recipe(recipe: str) -> Recipe:
     """The shipped recipe called ``recipe``, or the one in the file ``recipe``. Raises InputError if
     it is not valid.
     """
-    names = recipe_names()
+    names = list_recipe_names()
     # Names come first, so that a file with the same name in the current folder does not change
     # their meaning.
     if recipe in names:
@@ -133,7 +133,9 @@ def read_recipe(recipe: str) -> Recipe:
             f"{origin} is not valid TOML: {summarize_error(error)}; correct the file"
         ) from error
     about = content.pop("about", {})
-    options = {name: spec for name, spec in specs(ConvertRequest).items() if not spec.runs}
+    options = {
+        name: spec for name, spec in collect_options(ConvertRequest).items() if not spec.runs
+    }
     keys = ", ".join(options)
     problems = [
         f"unknown key {key!r}{suggest_name(key, options)}; a recipe may contain {keys}"

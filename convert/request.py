@@ -13,15 +13,15 @@ from kvfold.convert.methods.registry import DEFAULT, Method
 from kvfold.convert.options import (
     AUTO_LENGTH,
     Request,
+    collect_options,
     device_option,
     dtype_option,
     length_option,
+    list_run_options,
     option,
     precision_option,
-    run_options,
     seed_option,
     seq_len_option,
-    specs,
     steps_option,
     trust_option,
 )
@@ -57,7 +57,7 @@ SELF = "self"  # --calibration self or self:SHARE: the source generates the text
 SELF_TOKENS = 24_576  # ... so many tokens at once: chosen, not tuned; memory grows with them
 
 
-def held_out_count(samples: int) -> int:
+def count_held_out(samples: int) -> int:
     """Held-out sequences for ``samples`` calibration sequences: an eighth, at least 8."""
     return max(8, math.ceil(samples / 8))
 
@@ -239,7 +239,7 @@ class ConvertRequest(Request):
 
     def result_options(self) -> dict[str, Any]:
         """The options that determine the result."""
-        left_out = {"calibration", *run_options(type(self))}
+        left_out = {"calibration", *list_run_options(type(self))}
         if not self.calibrated:
             left_out |= {"samples", "seq_len", "refine", "polish"}
             if not self.chosen_method.seeded:
@@ -256,7 +256,7 @@ class ConvertRequest(Request):
         method = self.chosen_method
         if self.objective is not None:
             registry.find_objective(self.objective)
-        for name, spec in specs(type(self)).items():
+        for name, spec in collect_options(type(self)).items():
             # Layout kvfold also allows GQA and MQA, for families whose stock class cannot represent
             # them.
             given = getattr(self, name) not in (None, False, "kvfold")

@@ -14,7 +14,7 @@ from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.commands.inspect_command import format_inspection
 from kvfold.convert.console import STDOUT, check_files, json_option, print_result
 from kvfold.convert.formatting import format_table
-from kvfold.convert.options import to_argv
+from kvfold.convert.options import format_argv
 
 _WINDOWS = 32
 _LENGTH = 256
@@ -97,7 +97,7 @@ def _convert_and_measure(folder: Path) -> list[dict[str, Any]]:
         }
     ]
     for name, options in CONVERSIONS.items():
-        print(f"kvfold convert MODEL {name} {' '.join(to_argv(options))}", flush=True)
+        print(f"kvfold convert MODEL {name} {' '.join(format_argv(options))}", flush=True)
         request = ConvertRequest(model=str(model), out=str(folder / name), quiet=True, **options)
         layout = convert_checkpoint(request).plan.layout
         label = f"{layout.kind}, {request.resolved_method}"

@@ -22,7 +22,7 @@ from kvfold.convert.conversion.record import text_name
 from kvfold.convert.conversion.summary import losses_by_text
 from kvfold.convert.errors import escape_text
 from kvfold.convert.families.family import WRAPPERS
-from kvfold.convert.options import run_options, to_argv
+from kvfold.convert.options import format_argv, list_run_options
 from kvfold.convert.request import SELF, ConvertRequest
 from kvfold.convert.signals import limit_resources
 from kvfold.convert.text.corpus import with_share
@@ -163,7 +163,7 @@ def _reproducing_command(plan: Plan) -> str:
     given = {
         name: value
         for name, value in plan.request.non_defaults().items()
-        if name not in run_options(ConvertRequest)
+        if name not in list_run_options(ConvertRequest)
     }
     if plan.request.calibration:
         # Files by their names alone: no path of this machine is in the card.
@@ -176,7 +176,7 @@ def _reproducing_command(plan: Plan) -> str:
             )
             for text, name in named
         )
-    return f"kvfold convert {source_name(plan)} {shlex.join(['converted', *to_argv(given)])}"
+    return f"kvfold convert {source_name(plan)} {shlex.join(['converted', *format_argv(given)])}"
 
 
 def trained_card(card: str, name: str, section: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvfold.convert.conversion.memory import free_bytes, needs_of
 from kvfold.convert.conversion.plan import Plan, possible_kv_heads
 from kvfold.convert.formatting import parse_tokens
-from kvfold.convert.options import to_argv
+from kvfold.convert.options import format_argv
 from kvfold.convert.request import EFFORTS, SELF, ConvertRequest
 from kvfold.convert.targets.engines import propose_budgets, propose_kernel_splits
 from kvfold.convert.text.corpus import with_share
@@ -88,7 +88,7 @@ def next_command(plan: Plan, drift: "Loss | DriftReport | None") -> list[str]:
     text = next((name for name in names if name != SELF), "FILE")
     trained = f"{request.out}-trained"
     uptrain = ["kvfold", "uptrain", request.out, trained, "--teacher", request.model]
-    return [*uptrain, "--text", text, *to_argv(_UPTRAIN)]
+    return [*uptrain, "--text", text, *format_argv(_UPTRAIN)]
 
 
 def larger_target(plan: Plan) -> dict[str, Any] | None:
@@ -134,4 +134,4 @@ def _convert_words(request: ConvertRequest, out: str) -> list[str]:
     if effort.items() <= given.items():
         given = {name: value for name, value in given.items() if name not in effort}
         given["effort"] = _THOROUGH
-    return ["kvfold", "convert", request.model, out, *to_argv(given)]
+    return ["kvfold", "convert", request.model, out, *format_argv(given)]

@@ -11,8 +11,8 @@ from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_bytes
-from kvfold.convert.host import host_memory, may_have_gpu
-from kvfold.convert.request import SELF, SELF_TOKENS, ConvertRequest, held_out_count
+from kvfold.convert.host import may_have_gpu, measure_host_memory
+from kvfold.convert.request import SELF, SELF_TOKENS, ConvertRequest, count_held_out
 from kvfold.convert.text.corpus import calibration_texts, with_share
 from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, batch_size, steps_of
 
@@ -85,7 +85,7 @@ def needs_of(plan: Plan) -> Needs:
 
     length = request.length
     tokens = ceil(request.samples / processes.world_size()) * length
-    held_out = held_out_count(request.samples) * length
+    held_out = count_held_out(request.samples) * length
     # States before and after the source's layer, its attention's, the student's, the targets of
     # refinement; the student's heads, and of held-out text the source's queries, keys and heads.
     refined = int(bool(request.refine))
@@ -178,11 +178,11 @@ def free_bytes(plan: Plan) -> int | None:
     them.
     """
     if _on_cpu(plan.request):
-        return host_memory()
+        return measure_host_memory()
     # Only here: it imports torch, which takes seconds.
-    from kvfold.convert.device import choose_device, free_memory
+    from kvfold.convert.device import choose_device, measure_free_memory
 
-    return free_memory(choose_device(plan.request.device))
+    return measure_free_memory(choose_device(plan.request.device))
 
 
 def _on_cpu(request: ConvertRequest) -> bool:

@@ -23,7 +23,7 @@ from transformers import AutoConfig, DynamicCache, StaticCache
 from kvfold.attention.deepseek import absorb
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.record import versions
-from kvfold.convert.device import choose_device, free_memory
+from kvfold.convert.device import choose_device, measure_free_memory
 from kvfold.convert.errors import option_error, suggest_name
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import BenchRequest
@@ -264,7 +264,7 @@ def _time_model(
     torch.manual_seed(_SEED)
     weights = dtype.itemsize * sum(p.numel() for p in empty_model(subject.config).parameters())
     # Measured before the model is loaded: its weights are part of what a combination needs.
-    free = free_memory(device)
+    free = measure_free_memory(device)
     model = None
     if free is None or weights < free:
         model = load_subject(subject, dtype, device)

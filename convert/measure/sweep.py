@@ -63,7 +63,7 @@ from kvfold.convert.measure.sweep_targets import (
     format_target,
     parse_targets,
 )
-from kvfold.convert.options import to_argv
+from kvfold.convert.options import format_argv
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import ConvertRequest, SweepRequest
 from kvfold.convert.transforms.fold.grouping import Pairs
@@ -133,7 +133,7 @@ class SweepRow:
         """The words of the command that converts ``model`` to the target, into ``out``."""
         given = self.request.non_defaults()
         options = {name: value for name, value in given.items() if name not in _NOT_REPEATED}
-        return ["kvfold", "convert", model, out, *to_argv(options)]
+        return ["kvfold", "convert", model, out, *format_argv(options)]
 
     def to_dict(self, source: SweepSource) -> dict[str, Any]:
         """JSON values, with None for numbers that are not finite."""

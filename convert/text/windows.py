@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.errors import InputError, format_option, option_error
-from kvfold.convert.request import SELF, held_out_count
+from kvfold.convert.request import SELF, count_held_out
 from kvfold.convert.text.corpus import Corpus, TextSplit, open_corpus, permutation, with_share
 from kvfold.convert.text.tokenizer import prefix_tokens, tokenize
 
@@ -87,7 +87,7 @@ def load_calibration(
     long_length: int = 0,
 ) -> CalibrationTokens:
     """Draw ``samples`` calibration sequences of ``seq_len`` tokens each, and ``held_out`` sequences
-    for evaluation, by default ``held_out_count(samples)``.
+    for evaluation, by default ``count_held_out(samples)``.
 
     ``further`` additional sequences are drawn; with ``fewer``, as many of them as the text contains
     that was read for the others. If ``long_length`` exceeds ``seq_len``, four more sequences of so
@@ -107,7 +107,7 @@ def load_calibration(
     shares = [with_share(s) if s and option == "calibration" else (s, 1.0) for s in specs]
     weights = [weight for _, weight in shares]
     foreign = [weight * (name != SELF) for name, weight in shares]
-    held_out = held_out_count(samples) if held_out is None else held_out
+    held_out = count_held_out(samples) if held_out is None else held_out
     long_count = _LONG_SEQUENCES if long_length > seq_len and any(foreign) else 0
     counts = [share_counts(count, weights) for count in (samples, held_out, further)]
     counts.append(share_counts(long_count, foreign if any(foreign) else weights))

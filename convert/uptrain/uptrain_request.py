@@ -9,8 +9,8 @@ from kvfold.convert.formatting import SIZE_RULE, is_size
 from kvfold.convert.options import (
     Request,
     device_option,
+    list_run_options,
     option,
-    run_options,
     seed_option,
     seq_len_option,
     trust_option,
@@ -169,7 +169,7 @@ class UptrainRequest(Request):
         """The options that affect the result, without unset ones and those that only affect how the
         run proceeds.
         """
-        left_out = run_options(UptrainRequest)
+        left_out = list_run_options(UptrainRequest)
         return {
             name: value
             for name, value in vars(self).items()

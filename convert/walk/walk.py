@@ -412,7 +412,9 @@ def gather_statistics(
     statistics = accumulator.result()
     check_finite(states, source, layer.index)
     length = states[0].shape[1]
-    return statistics, processes.first_rows(inputs, length * chunk_size(source.device, length))
+    return statistics, processes.gather_first_rows(
+        inputs, length * chunk_size(source.device, length)
+    )
 
 
 @torch.no_grad()

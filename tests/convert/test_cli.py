@@ -15,7 +15,7 @@ from tiny_models import SIZES
 from kvfold.convert import cli
 from kvfold.convert.commands import demo_command
 from kvfold.convert.data import demo_folder
-from kvfold.convert.recipes import recipe_names
+from kvfold.convert.recipes import list_recipe_names
 
 HEAVY = ("torch", "transformers", "numpy", "huggingface_hub", "safetensors")
 
@@ -177,7 +177,7 @@ def test_recipes_lists_models_and_caches(kvfold):
     row = next(line for line in kvfold("recipes").stdout.splitlines() if "llama-2-7b-mqa " in line)
     assert row.split() == ["llama-2-7b-mqa", "meta-llama/Llama-2-7b-hf", "8192", "256"]
     listed = json.loads(kvfold("recipes", "--json", "-").stdout)
-    assert [recipe["name"] for recipe in listed] == recipe_names()
+    assert [recipe["name"] for recipe in listed] == list_recipe_names()
 
 
 def test_drift_runs_a_tokenizers_code_only_when_allowed(kvfold, tmp_path, monkeypatch):

@@ -58,7 +58,7 @@ def test_cores_count_once_and_within_quotas(tmp_path, monkeypatch, files, own, e
     for name, content in files.items():
         (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "groups" / name).write_text(content)
-    assert host.usable_cores() == expected
+    assert host.count_usable_cores() == expected
 
 
 def test_threads_are_set_before_torch_unless_the_user_chose_them(monkeypatch):
@@ -68,7 +68,7 @@ def test_threads_are_set_before_torch_unless_the_user_chose_them(monkeypatch):
     host.set_threads()  # torch is imported: too late
     assert dict(os.environ) == before
     monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.setattr(host, "usable_cores", lambda: 3)
+    monkeypatch.setattr(host, "count_usable_cores", lambda: 3)
     monkeypatch.setattr(host.os, "environ", {"GOMP_SPINCOUNT": "5"})
     host.set_threads()
     assert host.os.environ == {"GOMP_SPINCOUNT": "5", "OMP_NUM_THREADS": "3"}

@@ -75,7 +75,7 @@ INT8 = {
 }
 
 
-@pytest.mark.parametrize("tool", ["compressed-tensors", "fp8 blocks", "fp8 in transformers"])
+@pytest.mark.parametrize("tool", ["compressed-tensors", "fp8 blocks"])
 def test_a_dequantized_model_converts(model: Path, tool: str) -> None:
     pytest.importorskip("compressed_tensors", minversion="0.20")
     stored = {}
@@ -97,20 +97,16 @@ def test_a_dequantized_model_converts(model: Path, tool: str) -> None:
     quantize(model, INT8 if int8 else FP8, stored)
     if int8:
         recipe(0)
-    elif tool == "fp8 blocks":
-        call = 'FP8BlockDequantizer.from_pretrained("MODEL", weight_block_size=(16, 16))'
-        recipe(0, ('CompressedTensorsDequantizer("MODEL", ignore=dense)', call), IMPORTED)
     else:
-        recipe(1, ("Mxfp4Config", "FineGrainedFP8Config"))
+        call = 'FP8BlockDequantizer.from_pretrained("MODEL", weight_block_size=(16, 16))'
+        imported = ("import CompressedTensorsDequantizer", "import FP8BlockDequantizer")
+        recipe(0, ('CompressedTensorsDequantizer("MODEL", ignore=dense)', call), imported)
     dense = tensors(Path("DENSE"))
     assert {*dense} == {*meant}
     for name, value in meant.items():
         torch.testing.assert_close(dense[name], value, msg=name)
     convert_checkpoint(ConvertRequest("DENSE", "OUT", to="mqa", method="mean", quiet=True))
     assert list(Path("OUT").glob("tokenizer*"))
-
-
-IMPORTED = ("import CompressedTensorsDequantizer", "import FP8BlockDequantizer")
 
 
 def test_mxfp4_experts_are_dequantized_by_transformers(model: Path, tiny_family: Any) -> None:

@@ -14,7 +14,7 @@ from kvfold.convert import ConvertRequest, cli, convert_checkpoint, recipe_reque
 from kvfold.convert.commands.uptrain_command import uptrain
 from kvfold.convert.conversion import convert
 from kvfold.convert.errors import InputError
-from kvfold.convert.recipes import read_recipe, recipe_names
+from kvfold.convert.recipes import list_recipe_names, read_recipe
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -51,7 +51,7 @@ def refused(recipe, **overrides):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", list_recipe_names())
 def test_a_shipped_recipe_plans_and_saves_what_it_says(name, shapes_of, tmp_path):
     text = (FOLDER / f"{name}.toml").read_text()
     about = read_recipe(name).about
@@ -124,7 +124,7 @@ def test_only_a_file_or_the_name_of_a_recipe_is_accepted(tmp_path, monkeypatch):
     (tmp_path / "folder.toml").mkdir()
     for name in ("folder.toml", "llama-2-7b-gqa8", "  ", "a" * 5000, "nul\0"):
         error = refused(name)
-        assert all(known in error for known in recipe_names())
+        assert all(known in error for known in list_recipe_names())
         assert ("(did you mean llama-2-7b-gqa-8?)" in error) == (name == "llama-2-7b-gqa8")
     (tmp_path / "binary.toml").write_bytes(b'to = "\xff"')
     assert "binary.toml is not valid TOML" in refused("binary.toml")
@@ -151,10 +151,10 @@ def test_options_that_are_given_override_a_recipe_at_their_defaults_too(tmp_path
 
 
 def test_the_table_of_the_readme_lists_every_recipe():
-    assert re.findall(r"^\| `([a-z0-9.-]+)` \|.*% \|$", README, re.MULTILINE) == recipe_names()
+    assert re.findall(r"^\| `([a-z0-9.-]+)` \|.*% \|$", README, re.MULTILINE) == list_recipe_names()
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", list_recipe_names())
 def test_an_uptraining_line_is_one_that_the_script_takes(name):
     about = read_recipe(name).about
     line = shlex.split(about["uptrain"])

@@ -14,12 +14,11 @@ from kvfold.convert import (
     ConvertRequest,
     DriftRequest,
     EvalRequest,
-    recipes,
 )
 from kvfold.convert.console import PanelCommand, request_options
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import parse_size
-from kvfold.convert.options import option, specs
+from kvfold.convert.options import collect_options, option
 
 
 def refused(request=ConvertRequest, **options):
@@ -121,7 +120,7 @@ def test_an_invalid_conversion_is_refused(field, options, told):
     ],
 )
 def test_an_invalid_measurement_is_refused(request_type, field, options, told):
-    paths = {name: "m" for name in ("model", "out") if name in specs(request_type)}
+    paths = {name: "m" for name in ("model", "out") if name in collect_options(request_type)}
     error = refused(request_type, **paths, **options)
     assert error.field == field
     told(error)
@@ -148,7 +147,7 @@ class Extended(ConvertRequest):
     sharpness: int = option(3, help="How sharp.", panel="Target", minimum=1)
 
 
-def test_a_field_is_an_option_a_key_of_recipes_and_a_rule(monkeypatch, tmp_path):
+def test_a_field_is_an_option_and_a_rule():
     requests = []
 
     @click.command(cls=PanelCommand)
@@ -162,6 +161,3 @@ def test_a_field_is_an_option_a_key_of_recipes_and_a_rule(monkeypatch, tmp_path)
     CliRunner().invoke(command, line, catch_exceptions=False)
     assert requests[0].sharpness == requests[0].result_options()["sharpness"] == 5
     assert refused(Extended, model="m", out="o", to="mqa", sharpness=0).field == "sharpness"
-    monkeypatch.setattr(recipes, "ConvertRequest", Extended)
-    (tmp_path / "sharp.toml").write_text('to = "mqa"\nsharpness = 7')
-    assert recipes.recipe_request(str(tmp_path / "sharp.toml"), model="m", out="o").sharpness == 7

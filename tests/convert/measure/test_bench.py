@@ -58,12 +58,12 @@ def test_a_static_cache_is_measured_without_its_spare_slots():
 
 def test_a_combination_that_does_not_fit_is_a_row_that_says_so(monkeypatch):
     options = {"shape": "tiny", "layers": 1, "contexts": [32, 64]}
-    monkeypatch.setattr(bench, "free_memory", lambda device: 0)
+    monkeypatch.setattr(bench, "measure_free_memory", lambda device: 0)
     (weights,) = {row.needed_bytes for row in measure(**options).rows[:2]}
-    monkeypatch.setattr(bench, "free_memory", lambda device: weights + 1)
+    monkeypatch.setattr(bench, "measure_free_memory", lambda device: weights + 1)
     small, large = (row.needed_bytes for row in measure(**options).rows[:2])
     assert weights < small < large
-    monkeypatch.setattr(bench, "free_memory", lambda device: small)
+    monkeypatch.setattr(bench, "measure_free_memory", lambda device: small)
     benchmark = measure(**options)
     first, second = benchmark.rows[:2]
     assert (first.ratio, second.ratio) == (1.0, None)

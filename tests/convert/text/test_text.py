@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.losses import token_windows
-from kvfold.convert.request import held_out_count
+from kvfold.convert.request import count_held_out
 from kvfold.convert.text import corpus
 from kvfold.convert.text import tokenizer as tokens_of
 from kvfold.convert.text import windows as text
@@ -89,7 +89,7 @@ def test_sequences_begin_with_bos_and_are_pieces_of_the_text_that_never_overlap(
         load_calibration(str(path), tokenizer, 20, 62, seed=seed) for seed in (1, 1, 2)
     )
     everything = torch.cat([found.calibration, found.held_out])
-    assert everything.shape == (20 + held_out_count(20), 62)
+    assert everything.shape == (20 + count_held_out(20), 62)
     assert everything.dtype == torch.int64
     assert (everything[:, 0] == BOS).all()
     assert found.source == "some.txt"

@@ -55,7 +55,7 @@ def test_the_faster_arithmetic_is_measured_and_taken_only_for_weights_stored_in_
 ):
     stored = in_bfloat16(tiny_family("llama"), tmp_path / "llama")
     cpu = torch.device("cpu")
-    assert 0.001 < device.bfloat16_speed(cpu, 96, 64) < 1000
+    assert 0.001 < device.measure_bfloat16_speedup(cpu, 96, 64) < 1000
     timed = []
     with (
         closing(open_checkpoint(stored)) as half,
@@ -63,7 +63,9 @@ def test_the_faster_arithmetic_is_measured_and_taken_only_for_weights_stored_in_
     ):
         for speed, expected in ((4.0, torch.bfloat16), (1.1, None)):
             monkeypatch.setattr(
-                device, "bfloat16_speed", lambda *shape, speed=speed: timed.append(shape) or speed
+                device,
+                "measure_bfloat16_speedup",
+                lambda *shape, speed=speed: timed.append(shape) or speed,
             )
             assert training_autocast(half, cpu) == expected
             assert training_autocast(single, cpu) is None
@@ -77,7 +79,7 @@ def test_a_resumed_run_uses_the_arithmetic_that_was_measured_first(
 ):
     plan = plan_of(in_bfloat16(tiny_family("llama"), tmp_path / "llama"), quiet=False)
     for speed in (4.0, 0.5):
-        monkeypatch.setattr(device, "bfloat16_speed", lambda *shape, speed=speed: speed)
+        monkeypatch.setattr(device, "measure_bfloat16_speedup", lambda *shape, speed=speed: speed)
         assert open_source_stream(plan, tmp_path).autocast == torch.bfloat16
     assert capsys.readouterr().err.count("calibration passes and training in bfloat16") == 2
     assert (
@@ -114,7 +116,7 @@ def test_steps_in_bfloat16_reach_what_those_in_float32_do(
     )
     for fast in (False, True):
         monkeypatch.setattr(
-            device, "bfloat16_speed", lambda *shape, fast=fast: 4.0 if fast else 1.0
+            device, "measure_bfloat16_speedup", lambda *shape, fast=fast: 4.0 if fast else 1.0
         )
         _steps, step, tensors = first_step(plan)
         refined = refine_layer(step, tensors, task_of(plan))

@@ -269,7 +269,7 @@ def test_distillation_closes_the_drift_and_the_record_and_the_card_say_so(
 def test_a_cpu_trains_in_the_faster_dtype_and_the_stored_one_is_kept(
     text, tmp_path, monkeypatch, speed, expected
 ):
-    monkeypatch.setattr(device, "bfloat16_speed", lambda *shape: speed)
+    monkeypatch.setattr(device, "measure_bfloat16_speedup", lambda *shape: speed)
     start = tmp_path / "mqa"
     out = tmp_path / "out"
     convert_checkpoint(ConvertRequest(str(demo_folder()), str(start), **TARGETS["mqa"], quiet=True))
