@@ -47,11 +47,8 @@ class StatisticsAccumulator:
             normed, divisors = project(self._weights, inputs)
             parts = torch.stack([divisors, divisors.square(), normed.square().sum(-1)], -1).sum(0)
             self._sum("divisors", inputs, *parts.shape).add_(parts)
-        if output.query is None or output.key is None:
-            raise ValueError(
-                "output: a distance profile needs the layer's queries and keys; use"
-                " compute_queries_and_keys"
-            )
+        assert output.query is not None  # else `compute_queries_and_keys` gives both
+        assert output.key is not None
         profile, received = attention_sums(
             output.query,
             output.key,
@@ -88,11 +85,7 @@ class StatisticsAccumulator:
         return self._sums[name]
 
     def result(self) -> LayerStatistics:
-        """Return the averages over the batches of all processes. Raises ValueError if no batch was
-        added.
-        """
-        if not self._sums:
-            raise ValueError("statistics: no batch was added; call add at least once before result")
+        """Return the averages over the batches of all processes; there must be at least one."""
         processes.all_reduce(self._sums.values())
         sums = self._sums
         # Divide by the sum of weights: attention rows sum to 1 only in float32, and no covariance

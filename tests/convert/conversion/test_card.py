@@ -18,7 +18,7 @@ from kvfold.convert.cli import kvfold
 from kvfold.convert.conversion import card
 from kvfold.convert.conversion.card import front_matter, make_safe, trained_card
 from kvfold.convert.conversion.judgment import judge
-from kvfold.convert.conversion.summary import format_block, losses_by_text
+from kvfold.convert.conversion.summary import format_block
 from kvfold.convert.data import demo_folder
 from kvfold.convert.signals import limit_resources
 
@@ -158,17 +158,6 @@ def test_a_block_keeps_an_option_with_its_value_and_quotes_words(monkeypatch):
     assert any(line.split() == ["--to", "mla", "--budget", "192"] for line in lines)
     _, _, shown = "\n".join(lines).partition("next ")
     assert shlex.split(shown.replace("\\\n", "")) == command
-
-
-def test_the_loss_is_told_for_each_text_of_a_mixture():
-    rows = [
-        {"text": "code.py", "sequences": 3, "kl": 0.1, "excess": 0.2},
-        {"text": "self:1", "sequences": 5, "kl": None, "excess": 0.1},
-    ]
-    code, written = losses_by_text({"drift": {"texts": rows}})
-    assert code == "code.py: excess +0.2000 nats, KL 0.1000 nats (3 sequences)"
-    assert written.startswith("text that the source wrote itself: excess +0.1000 nats, KL - nats")
-    assert losses_by_text({"drift": {}}) == []
 
 
 def dry_run(tmp_path, **options):

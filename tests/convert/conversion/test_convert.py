@@ -168,15 +168,6 @@ def test_a_fold_has_the_rope_in_the_older_spelling_too(model, tmp_path):
         assert torch.equal(AutoModelForCausalLM.from_pretrained(out)(tokens).logits, both)
 
 
-def test_the_seed_decides_random_heads(source, tmp_path):
-    name = "model.layers.2.self_attn.v_proj.weight"
-    for seed, folder in ((1, "a"), (1, "b"), (2, "c")):
-        convert(source, tmp_path / folder, method="random", seed=seed)
-    a, b, c = (tensors(tmp_path / folder)[name] for folder in "abc")
-    assert torch.equal(a, b)
-    assert not torch.equal(a, c)
-
-
 def test_gqa_sources_fold_further_and_as_many_heads_as_before_are_bit_identical(source, tmp_path):
     convert(source, tmp_path / "four", kv_heads=4)
     convert(tmp_path / "four", tmp_path / "one", to="mqa")

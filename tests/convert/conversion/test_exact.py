@@ -12,7 +12,6 @@ from helpers.checkpoints import add_demo_tokenizer, stock_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
-from kvfold.convert.commands.inspect_command import format_inspection
 from kvfold.convert.measure.verify import verify_checkpoint
 
 WIDTH = 32
@@ -100,16 +99,12 @@ def test_the_record_says_what_the_norms_cost(normed, tmp_path, layout):
         assert 0 < layer["key_missed"] < 2 * layer["key_spread"] ** 2
     names = stock_model(out).state_dict()
     assert not any("q_norm" in name or "k_norm" in name for name in names)
-    spread = [layer["key_spread"] for layer in layers]
     facts = inspect_checkpoint(out)
     assert facts.head_norms is not None
+    spread = [layer["key_spread"] for layer in layers]
     assert facts.head_norms["key_spread"] == pytest.approx(
         (min(spread), sum(spread) / 2, max(spread))
     )
-    assert f"{100 * min(spread):.1f} to {100 * max(spread):.1f} %" in format_inspection(facts)
-    huge = dict.fromkeys(("query_spread", "key_spread", "query_missed", "key_missed"), 10**400)
-    (out / "kvfold.json").write_text(json.dumps({"head_norms": [huge]}))
-    assert inspect_checkpoint(out).head_norms is None
 
 
 def test_identical_heads_fold_exactly_behind_their_norms(tmp_path):

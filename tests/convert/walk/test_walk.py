@@ -21,15 +21,6 @@ def case(monkeypatch: pytest.MonkeyPatch) -> Case:
     return Case()
 
 
-def test_statistics_are_taken_only_when_requested(case: Case) -> None:
-    source = case.stream()
-    full = case.walk()
-    bare = Walk(Teacher(source, case.held_out), case.converted(source))
-    assert all(step.statistics is None for step in case.run(bare))
-    assert all(step.statistics.profile.numel() > 0 for step in case.run(full))
-    assert bare.measurement() == full.measurement()
-
-
 def test_students_that_share_a_teacher_are_what_each_would_be_alone(case: Case) -> None:
     source = case.stream()
     alone = case.walk(keep_calibration=True)
