@@ -8,7 +8,12 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfold.attention.cache import KVCache, LatentCache, cache_bytes, cache_numbers
+    from kvfold.attention.cache import (
+        KVCache,
+        LatentCache,
+        cache_bytes,
+        cache_numbers,
+    )
     from kvfold.attention.checkpoints.registered import register_models
     from kvfold.attention.deepseek import absorb, unabsorb
     from kvfold.attention.drift.profile import distance_profile, row_kl
@@ -17,7 +22,11 @@ if TYPE_CHECKING:
     from kvfold.attention.grouped import grouped_attention
     from kvfold.attention.latent import latent_attention
     from kvfold.attention.modeling import GroupedAttention, LatentAttention
-    from kvfold.attention.rotary import apply_rotary, rotary_frequencies, rotary_tables
+    from kvfold.attention.rotary import (
+        apply_rotary,
+        rotary_frequencies,
+        rotary_tables,
+    )
 
 _MODULES = {
     "DriftReport": "drift.report",

@@ -149,7 +149,13 @@ class AttentionScores:
             for row, group in product(range(0, batch, sequences), range(0, groups, heads)):
                 row_end = min(row + sequences, batch)
                 group_end = min(group + heads, groups)
-                shape = (row_end - row, group_end - group, members, last - first, high - low)
+                shape = (
+                    row_end - row,
+                    group_end - group,
+                    members,
+                    last - first,
+                    high - low,
+                )
                 yield Block(
                     slice(row, row_end),
                     slice(group, group_end),
@@ -183,7 +189,11 @@ class AttentionScores:
         scores = memory.view(block.matrix_shape)
         for part, (query, key) in enumerate(zip(self.queries, self.keys, strict=True)):
             _multiply_keys(
-                block.query_rows(query), block.key_rows(key), self.scale, scores, add=part > 0
+                block.query_rows(query),
+                block.key_rows(key),
+                self.scale,
+                scores,
+                add=part > 0,
             )
         return scores
 
@@ -288,7 +298,10 @@ def blocked_attention(
         result: Tensor = _operator(*tensors, *counts, *numbers)[0]
         return result
     # calling an operator takes longer than a short decoding step
-    return weigh_values(AttentionScores((query,), (key,), scale, rule, bias, softcap, sinks), value)
+    return weigh_values(
+        AttentionScores((query,), (key,), scale, rule, bias, softcap, sinks),
+        value,
+    )
 
 
 def weigh_values(scores: AttentionScores, value: Tensor, kept: Tensor | None = None) -> Tensor:
@@ -318,7 +331,11 @@ def largest_size(blocks: Iterable[Block]) -> int:
 
 
 def _store_rows(
-    result: Tensor, block: Block, weights: Tensor, values: Tensor, scale: float = 1.0
+    result: Tensor,
+    block: Block,
+    weights: Tensor,
+    values: Tensor,
+    scale: float = 1.0,
 ) -> None:
     """Write ``scale * weights values`` to the block's rows of ``result [B, G, M, T, D]``."""
     rows = result[block.batch, block.groups, :, block.queries]
@@ -345,7 +362,9 @@ def _scores(*arguments: Any) -> AttentionScores:
 
 
 @torch.library.custom_op(
-    "kvfold::blocked_attention", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
+    "kvfold::blocked_attention",
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)",
 )
 def _operator(*arguments: Any) -> tuple[Tensor, Tensor]:
     """The result, and the weights of all blocks for the backward pass (empty if they will be

@@ -102,7 +102,11 @@ class KVCache(SlotCache):
         value_dim: int | None = None,
         **options: Unpack[CacheOptions],
     ) -> None:
-        for name, size in (("batch", batch), ("kv_heads", kv_heads), ("head_dim", head_dim)):
+        for name, size in (
+            ("batch", batch),
+            ("kv_heads", kv_heads),
+            ("head_dim", head_dim),
+        ):
             expect_at_least(name, size, 1)
         widths = (head_dim, head_dim if value_dim is None else value_dim)
         super().__init__([(batch, kv_heads, capacity, width) for width in widths], **options)
@@ -115,9 +119,17 @@ class KVCache(SlotCache):
         """
         keys, values = self.buffers
         expect_shape(
-            "key", key, "B G T D", {"B": keys.shape[0], "G": keys.shape[1], "D": keys.shape[3]}
+            "key",
+            key,
+            "B G T D",
+            {"B": keys.shape[0], "G": keys.shape[1], "D": keys.shape[3]},
         )
-        sizes = {"B": keys.shape[0], "G": keys.shape[1], "T": key.shape[2], "Dv": values.shape[3]}
+        sizes = {
+            "B": keys.shape[0],
+            "G": keys.shape[1],
+            "T": key.shape[2],
+            "Dv": values.shape[3],
+        }
         expect_shape("value", value, "B G T Dv", sizes)
         keys, values = self._append(key=key, value=value)
         return keys, values
@@ -187,7 +199,10 @@ def cache_numbers(
     if variant == "mla":
         return sum(sizes.values())
     width = sizes.pop("head_dim")
-    return math.prod(sizes.values(), start=width + (width if value_dim is None else value_dim))
+    return math.prod(
+        sizes.values(),
+        start=width + (width if value_dim is None else value_dim),
+    )
 
 
 def cache_bytes(

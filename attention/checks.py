@@ -35,7 +35,12 @@ def expect_at_least(name: str, value: int, minimum: int) -> None:
 
 
 def expect_alike(
-    name: str, tensor: Tensor, other_name: str, other: Tensor, *, dtype: bool = True
+    name: str,
+    tensor: Tensor,
+    other_name: str,
+    other: Tensor,
+    *,
+    dtype: bool = True,
 ) -> None:
     """Check that both tensors are on the same device and, if ``dtype`` is true, have the same
     dtype.

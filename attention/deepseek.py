@@ -27,7 +27,12 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.mistral4 import modeling_mistral4 as mistral4
 from transformers.models.youtu import modeling_youtu as youtu
 
-from kvfold.attention.latent import absorb_query, absorption_pays, expand_value, latent_decode
+from kvfold.attention.latent import (
+    absorb_query,
+    absorption_pays,
+    expand_value,
+    latent_decode,
+)
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
@@ -59,7 +64,12 @@ class _Absorbed:
             )
             return result
         return _decode(
-            self, hidden_states, position_embeddings, attention_mask, past_key_values, kwargs
+            self,
+            hidden_states,
+            position_embeddings,
+            attention_mask,
+            past_key_values,
+            kwargs,
         )
 
 

@@ -52,14 +52,25 @@ def grouped_attention(
     _check(query, key, value, bias)
     keys = key.shape[2]
     rule = visibility(
-        query, keys, causal=causal, offset=offset, window=window, starts=starts, lengths=lengths
+        query,
+        keys,
+        causal=causal,
+        offset=offset,
+        window=window,
+        starts=starts,
+        lengths=lengths,
     )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return attend(query, key, value, rule, scale, bias)
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, rule: Visibility, scale: float, bias: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rule: Visibility,
+    scale: float,
+    bias: Tensor | None,
 ) -> Tensor:
     """``grouped_attention`` for checked arguments, with the mask arguments combined in ``rule``."""
     batch, heads, queries, _ = query.shape
@@ -92,7 +103,12 @@ def attend(
     triangle = rule.causal and not rule.ragged and rule.offset == 0 and queries == keys
     if fused and triangle and (rule.window is None or rule.window >= keys):
         result: Tensor = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=heads != groups
+            query,
+            key,
+            value,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=heads != groups,
         )
         return result
     return blocked_attention(grouped, key, value, rule, scale, bias).flatten(1, 2)
@@ -104,13 +120,21 @@ def _check(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> No
     expect_shape("key", key, "B G S D", {"B": batch, "D": width})
     groups, keys = key.shape[1:3]
     expect_shape("value", value, "B G S Dv", {"B": batch, "G": groups, "S": keys})
-    expect_divides("the number of key heads G", groups, "the number of query heads H", heads)
+    expect_divides(
+        "the number of key heads G",
+        groups,
+        "the number of query heads H",
+        heads,
+    )
     expect_alike("key", key, "query", query)
     expect_alike("value", value, "query", query)
     if bias is None:
         return
     expect_shape("bias", bias, "B H T S", {"T": queries, "S": keys})
-    for dim, size, total in (("B", bias.shape[0], batch), ("H", bias.shape[1], heads)):
+    for dim, size, total in (
+        ("B", bias.shape[0], batch),
+        ("H", bias.shape[1], heads),
+    ):
         if size not in (1, total):
             raise ValueError(f"bias has shape {list(bias.shape)}; {dim} must be 1 or {total}")
     expect_alike("bias", bias, "query", query, dtype=False)

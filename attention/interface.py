@@ -54,7 +54,14 @@ def blockwise_attention(
     plain = attention_mask is None and options.get("position_bias") is None and not dropout
     if softcap is None and s_aux is None and not (slow and plain):
         z, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, **options
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout,
+            scaling,
+            **options,
         )
         return z, None
     # rotary tables are float32 and widen queries and keys
@@ -72,7 +79,10 @@ def blockwise_attention(
 
 
 def _mask(
-    *args: Any, config: Any = None, allow_is_causal_skip: bool = True, **options: Any
+    *args: Any,
+    config: Any = None,
+    allow_is_causal_skip: bool = True,
+    **options: Any,
 ) -> Tensor | None:
     """The mask for ``scaled_dot_product_attention``; None only if causality alone suffices and
     there is no softcap.

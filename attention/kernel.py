@@ -154,13 +154,21 @@ def _split_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton
         mask=head_mask[:, None] & (r < R)[None, :],
     )
     tl.store(
-        log_sums + index, tl.where(total > 0, top + tl.log2(divisor), float("-inf")), mask=head_mask
+        log_sums + index,
+        tl.where(total > 0, top + tl.log2(divisor), float("-inf")),
+        mask=head_mask,
     )
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _merge_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton's
-    z, log_sums, result, splits, R: tl.constexpr, SPLITS: tl.constexpr, CHANNELS: tl.constexpr
+    z,
+    log_sums,
+    result,
+    splits,
+    R: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
     """Average the parts of one head of one sequence, weighted by their sums, for some channels."""
     row = tl.program_id(0).to(tl.int64)

@@ -79,7 +79,12 @@ def latent_attention(
             if not rule.sees_all(1, slots):
                 seen = rule.block(slice(0, 1), slice(0, slots), latent.device)[:, None]
             z = latent_decode(
-                query, query_rope, latent[..., :rank], latent[..., rank:], scale, seen
+                query,
+                query_rope,
+                latent[..., :rank],
+                latent[..., rank:],
+                scale,
+                seen,
             )
         else:
             keys = latent[:, None]
@@ -122,7 +127,12 @@ def latent_decode(
         from kvfold.attention.kernel import decode_latent
 
         return decode_latent(
-            query, query_rope, latent, key_rope, scale, mask=None if mask is None else mask[:, 0, 0]
+            query,
+            query_rope,
+            latent,
+            key_rope,
+            scale,
+            mask=None if mask is None else mask[:, 0, 0],
         )
     # all heads are members of one key head, and nothing of the cache is copied
     queries = (query.unsqueeze(1), query_rope.unsqueeze(1))
@@ -187,16 +197,30 @@ def expand_value(z: Tensor, up_value: Tensor) -> Tensor:
 
 
 def _check(
-    query_nope: Tensor, query_rope: Tensor, latent: Tensor, up_key: Tensor, up_value: Tensor
+    query_nope: Tensor,
+    query_rope: Tensor,
+    latent: Tensor,
+    up_key: Tensor,
+    up_value: Tensor,
 ) -> None:
     expect_shape("query_nope", query_nope, "B H T Dn", {})
     batch, heads, queries, nope = query_nope.shape
-    expect_shape("query_rope", query_rope, "B H T P", {"B": batch, "H": heads, "T": queries})
+    expect_shape(
+        "query_rope",
+        query_rope,
+        "B H T P",
+        {"B": batch, "H": heads, "T": queries},
+    )
     expect_shape("up_key", up_key, "H Dn R", {"H": heads, "Dn": nope})
     rank = up_key.shape[2]
     rope = query_rope.shape[3]
     expect_shape("up_value", up_value, "H Dv R", {"H": heads, "R": rank})
     expect_shape("latent", latent, "B S R+P", {"B": batch, "R+P": rank + rope})
-    others = {"query_rope": query_rope, "latent": latent, "up_key": up_key, "up_value": up_value}
+    others = {
+        "query_rope": query_rope,
+        "latent": latent,
+        "up_key": up_key,
+        "up_value": up_value,
+    }
     for name, tensor in others.items():
         expect_alike(name, tensor, "query_nope", query_nope)

@@ -109,7 +109,11 @@ def visibility(
     batch, _, queries, _ = query.shape
     if window is not None:
         expect_at_least("window", window, 1)
-    for name, counts in (("starts", starts), ("lengths", lengths), ("offset", offset)):
+    for name, counts in (
+        ("starts", starts),
+        ("lengths", lengths),
+        ("offset", offset),
+    ):
         if isinstance(counts, Tensor):
             expect_shape(name, counts, "B", {"B": batch})
             expect_alike(name, counts, "query", query, dtype=False)

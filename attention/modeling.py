@@ -12,7 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.attention.cache import CacheOptions, KVCache, LatentCache, SlotCache
-from kvfold.attention.checks import expect_at_least, expect_divides, expect_shape
+from kvfold.attention.checks import (
+    expect_at_least,
+    expect_divides,
+    expect_shape,
+)
 from kvfold.attention.grouped import grouped_attention
 from kvfold.attention.latent import absorption_pays, latent_attention
 from kvfold.attention.rotary import RotaryLayout, apply_rotary, rotary_tables
@@ -37,7 +41,9 @@ class Rotation(nn.Module):
         """Rotate each of ``tensors [B, heads, T, D]`` by ``positions [T]`` or ``[B, T]``."""
         dtype = torch.promote_types(tensors[0].dtype, torch.float32)
         tables = rotary_tables(
-            positions.to(tensors[0].device), self.bits.view(torch.float64), dtype
+            positions.to(tensors[0].device),
+            self.bits.view(torch.float64),
+            dtype,
         )
         return [apply_rotary(x, tables, self.layout) for x in tensors]
 
@@ -83,12 +89,21 @@ class GroupedAttention(nn.Module):
         self.head_dim = head_dim
         self.value_dim = head_dim if value_dim is None else value_dim
         self.cross = cross
-        self.rules: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+        self.rules: dict[str, Any] = {
+            "causal": causal,
+            "window": window,
+            "scale": scale,
+        }
 
     def new_cache(self, batch: int, capacity: int = 0, **options: Unpack[CacheOptions]) -> KVCache:
         """Create an empty cache for this layer; arguments as in ``KVCache``."""
         return KVCache(
-            batch, self.kv_heads, self.head_dim, capacity, value_dim=self.value_dim, **options
+            batch,
+            self.kv_heads,
+            self.head_dim,
+            capacity,
+            value_dim=self.value_dim,
+            **options,
         )
 
     def forward(
@@ -197,7 +212,11 @@ class LatentAttention(nn.Module):
         self.rope_dim = rope_dim
         self.nope_dim = nope_dim
         self.value_dim = value_dim
-        self.rules: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+        self.rules: dict[str, Any] = {
+            "causal": causal,
+            "window": window,
+            "scale": scale,
+        }
 
     def new_cache(
         self, batch: int, capacity: int = 0, **options: Unpack[CacheOptions]
@@ -222,7 +241,12 @@ class LatentAttention(nn.Module):
         """
         offset, slots = _number_slots(x, cache)
         query = _split_heads(self.query(x), self.heads)
-        expect_shape("query(x)", query, "B H T Dn+P", {"Dn+P": self.nope_dim + self.rope_dim})
+        expect_shape(
+            "query(x)",
+            query,
+            "B H T Dn+P",
+            {"Dn+P": self.nope_dim + self.rope_dim},
+        )
         nope, rope = torch.split(query, [self.nope_dim, self.rope_dim], -1)
         down: Tensor = self.down(x)
         expect_shape("down(x)", down, "B T R+P", {"R+P": self.kv_rank + self.rope_dim})

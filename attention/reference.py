@@ -116,7 +116,11 @@ BIDIRECTIONAL = Masks(causal=False)
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, masks: Masks, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masks: Masks,
+    scale: float | None = None,
 ) -> Tensor:
     """Scaled dot-product attention of one head, ``softmax(mask(q k^T / sqrt(d_head))) v`` (Vaswani
     2017, 3.2.1).
@@ -137,7 +141,12 @@ def attention(
         # a common factor of all powers cancels; without it they would overflow
         powers = torch.exp(row - row.detach().max())
         weights = powers / powers.sum()
-        result.append(sum((a * v for a, v in zip(weights, value, strict=True)), torch.zeros(())))
+        result.append(
+            sum(
+                (a * v for a, v in zip(weights, value, strict=True)),
+                torch.zeros(()),
+            )
+        )
     return torch.stack(result)
 
 
@@ -233,7 +242,11 @@ def latent_heads(
             key = project(c, w.up_key[h])
             value = project(c, w.up_value[h])
         z = attention(
-            torch.cat([query, rope[h]], -1), torch.cat([key, rope_key], -1), value, masks, scale
+            torch.cat([query, rope[h]], -1),
+            torch.cat([key, rope_key], -1),
+            value,
+            masks,
+            scale,
         )
         heads.append(project(z, w.up_value[h]) if absorbed else z)
     return torch.stack(heads)

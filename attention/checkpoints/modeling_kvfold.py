@@ -70,7 +70,9 @@ class SelfAttention(nn.Module):
         self.heads: int = values["heads"]
         self.head_dim: int = values["head_dim"]
         self.o_proj = nn.Linear(
-            self.heads * self.head_dim, values["model_dim"], bias=values["o_bias"]
+            self.heads * self.head_dim,
+            values["model_dim"],
+            bias=values["o_bias"],
         )
         self.rotation: FixedRotation | None = None
         self.scaling: float = values["scale"]
@@ -216,7 +218,9 @@ class LatentSelfAttention(SelfAttention):
         rope_query_dim = self.heads * self.rope_dim
         # with a norm, rotary queries are computed from the normed queries
         self.q_proj = nn.Linear(
-            model_dim, query_dim + (0 if self.norm else rope_query_dim), bias=bias
+            model_dim,
+            query_dim + (0 if self.norm else rope_query_dim),
+            bias=bias,
         )
         self.kv_down_proj = nn.Linear(model_dim, self.rank + self.rope_dim, bias=True)
         # with a norm, a constant key does not move all scores of a query alike: divisors make it
@@ -272,7 +276,12 @@ class LatentSelfAttention(SelfAttention):
         if self.norm is not None:
             key = key * key_scales[..., None]
         return apply_attention(
-            self, torch.cat([query, rope_query], -1), key, value, mask, **options
+            self,
+            torch.cat([query, rope_query], -1),
+            key,
+            value,
+            mask,
+            **options,
         )
 
     def project_queries(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -369,7 +378,12 @@ def add_alibi(mask: Tensor | None, query: Tensor, options: dict[str, Any]) -> Te
 
 
 def apply_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Apply the attention function named in the config (sdpa, flash_attention_2, eager, ...): ``[B,
     T, H, D]``.
@@ -453,7 +467,10 @@ def __getattr__(name: str) -> type:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     attributes: dict[str, Any] = {"__module__": __name__}
     if issubclass(stock, transformers.PretrainedConfig):
-        attributes |= {"model_type": f"kvfold_{stock.model_type}", "base_model_tp_plan": None}
+        attributes |= {
+            "model_type": f"kvfold_{stock.model_type}",
+            "base_model_tp_plan": None,
+        }
         built = type(name, (stock,), attributes)
     else:
         stock_config = stock.config_class

@@ -24,7 +24,11 @@ class ServedSelfAttention(modeling_kvfold.GroupedSelfAttention):
     """
 
     def forward(
-        self, hidden_states: Tensor, *args: Any, position_ids: Tensor | None = None, **options: Any
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        position_ids: Tensor | None = None,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         """``hidden_states [1, T, E]``, new tokens of all sequences one after the other, to ``[1, T,
         E]``.

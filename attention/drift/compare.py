@@ -110,7 +110,10 @@ def compare(
     actual = [student.embed(rows) for rows in batches]
     layers = []
     for index in range(teacher.layers):
-        with teacher.open_layer(index) as layer, student.open_layer(index) as student_layer:
+        with (
+            teacher.open_layer(index) as layer,
+            student.open_layer(index) as student_layer,
+        ):
             layers.append(compare_layer(index, layer, student_layer, expected, actual, student))
         progress()
     measured = compare_predictions(teacher, student, expected, actual, batches)
@@ -258,7 +261,11 @@ def compare_predictions(
         budget = _CPU_LOGITS if teacher.device.type == "cpu" else _GPU_LOGITS
         step = max(1, budget // (len(tokens) * vocabulary))
         by_stretch = torch.zeros(
-            len(bounds), 4, len(tokens), dtype=torch.float64, device=teacher.device
+            len(bounds),
+            4,
+            len(tokens),
+            dtype=torch.float64,
+            device=teacher.device,
         )
         for stretch, (first, last) in enumerate(bounds):
             for start in range(first - 1, last - 1, step):

@@ -35,7 +35,14 @@ class Metric:
 
 
 METRICS = (
-    Metric("excess", "excess", "excess loss, nats per token", "+z.4f", " nats", interval=True),
+    Metric(
+        "excess",
+        "excess",
+        "excess loss, nats per token",
+        "+z.4f",
+        " nats",
+        interval=True,
+    ),
     Metric("kl", "KL", "KL of next-token distributions, nats", "z.4f", " nats"),
     Metric("agreement", "top-1", "top-1 agreement", ".1%"),
 )

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from kvfold.attention.blocked import AttentionScores, largest_size
-from kvfold.attention.checks import expect_alike, expect_at_least, expect_divides, expect_shape
+from kvfold.attention.checks import (
+    expect_alike,
+    expect_at_least,
+    expect_divides,
+    expect_shape,
+)
 from kvfold.attention.mask import Visibility
 
 # a log probability whose p is below what float32 adds up, and whose 1/p would soon overflow it
@@ -59,7 +64,14 @@ def attention_sums(
     """
     scores = _scores(query, key, scale, **options)
     batch, groups, share, length = scores.queries[0].shape[:4]
-    total = torch.zeros(batch, groups, share, 2 * length, dtype=torch.float64, device=query.device)
+    total = torch.zeros(
+        batch,
+        groups,
+        share,
+        2 * length,
+        dtype=torch.float64,
+        device=query.device,
+    )
     received = torch.zeros(batch, groups, length, dtype=torch.float64, device=query.device)
     blocks = list(scores.blocks(buffers=2))
     memory = scores.allocate(largest_size(blocks))
@@ -74,7 +86,10 @@ def attention_sums(
     # column T holds distance 0, columns before it the keys behind a query
     folded = total[..., 1 : length + 1].flip(-1)
     if not scores.rule.causal:
-        folded = torch.cat([folded[..., :1], folded[..., 1:] + total[..., length + 1 :]], dim=-1)
+        folded = torch.cat(
+            [folded[..., :1], folded[..., 1:] + total[..., length + 1 :]],
+            dim=-1,
+        )
     profile = folded.flatten(1, 2).sum(0)
     return profile / profile.sum(-1, keepdim=True), received.sum(1) / (groups * share)
 
@@ -107,7 +122,15 @@ def row_kl(
         )
     batch, heads, length, _ = query.shape
     models = (
-        _scores(query, key, scale, True, window=window, causal=causal, softcap=softcap),
+        _scores(
+            query,
+            key,
+            scale,
+            True,
+            window=window,
+            causal=causal,
+            softcap=softcap,
+        ),
         _scores(
             other_query,
             other_key,
@@ -146,7 +169,11 @@ def divergence_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _scores(
-    query: Tensor, key: Tensor, scale: float, expand: bool = False, **options: Unpack[ScoreOptions]
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    expand: bool = False,
+    **options: Unpack[ScoreOptions],
 ) -> AttentionScores:
     """Check the inputs and return their scores, in float32 or wider; ``expand`` repeats key heads
     to ``H``.
@@ -154,7 +181,12 @@ def _scores(
     expect_shape("query", query, "B H T D", {})
     batch, heads, length, dim = query.shape
     expect_shape("key", key, "B G T D", {"B": batch, "T": length, "D": dim})
-    expect_divides("the number of key heads G", key.shape[1], "the number of query heads H", heads)
+    expect_divides(
+        "the number of key heads G",
+        key.shape[1],
+        "the number of query heads H",
+        heads,
+    )
     expect_alike("key", key, "query", query)
     if (window := options.get("window")) is not None:
         expect_at_least("window", window, 1)
@@ -166,7 +198,13 @@ def _scores(
     grouped = torch.unflatten(query, 1, (key.shape[1], -1))
     rule = Visibility(options.get("causal", True), 0, window)
     return AttentionScores(
-        (grouped,), (key,), scale, rule, None, options.get("softcap"), options.get("sinks")
+        (grouped,),
+        (key,),
+        scale,
+        rule,
+        None,
+        options.get("softcap"),
+        options.get("sinks"),
     )
 
 

@@ -113,7 +113,11 @@ class OpenLayer:
         return self.run(hidden, whole=False)
 
     def run(
-        self, hidden: Tensor, *, whole: bool = True, context: Tensor | None = None
+        self,
+        hidden: Tensor,
+        *,
+        whole: bool = True,
+        context: Tensor | None = None,
     ) -> LayerOutput:
         """Run the layer as the stock model would; ``whole=False`` stops at the attention output.
 
@@ -134,7 +138,10 @@ class OpenLayer:
                 recording.compute = lambda *_, **__: (context, None)
             try:
                 result = functional_call(
-                    layer, self.tensors or {}, (hidden, *arguments.args), arguments.kwargs
+                    layer,
+                    self.tensors or {},
+                    (hidden, *arguments.args),
+                    arguments.kwargs,
                 )
             except Stop:
                 result = None
@@ -185,7 +192,10 @@ def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
     )
 
     def record_output(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
     ) -> None:
         recording.input = args[0] if args else kwargs["hidden_states"]
         result: Tensor = output[0] if isinstance(output, tuple) else output

@@ -121,7 +121,10 @@ class DriftReport:
             "length": self.length,
             "predictions": measured.predictions,
             "device": self.device,
-            "dtype": {"source": self.source_dtype, "student": self.student_dtype},
+            "dtype": {
+                "source": self.source_dtype,
+                "student": self.student_dtype,
+            },
             "floor": None
             if floor is None
             else {name: value for name, value in vars(floor).items() if name != "measured"},
@@ -139,7 +142,10 @@ class DriftReport:
                 }
                 for stretch in measured.stretches
             ],
-            "perplexity": {"source": finite(source), "student": finite(student)},
+            "perplexity": {
+                "source": finite(source),
+                "student": finite(student),
+            },
             "cache_bytes_per_token": {
                 "source": self.source_cache_bytes,
                 "student": self.student_cache_bytes,
@@ -152,7 +158,10 @@ def _layer_dict(layer: LayerDrift, floor: LayerDrift | None) -> dict[str, Any]:
     values: dict[str, Any] = {"layer": layer.layer}
     for name in _LAYER_NUMBERS:
         value = finite(getattr(layer, name))
-        values[name] = {"value": value, "floor": finite(getattr(floor, name, None))}
+        values[name] = {
+            "value": value,
+            "floor": finite(getattr(floor, name, None)),
+        }
     return values
 
 
@@ -210,7 +219,9 @@ def measure_drift(
 
 
 def _open_stream(
-    model: nn.Module | LayerStream, device: torch.device | str | None, dtype: torch.dtype | None
+    model: nn.Module | LayerStream,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
 ) -> LayerStream:
     # a loaded model goes to the GPU by default, a stream stays where it is
     if device is None and isinstance(model, nn.Module) and torch.cuda.is_available():

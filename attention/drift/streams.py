@@ -63,7 +63,10 @@ class LayerStream(Protocol):
         """
 
     def to(
-        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> "LayerStream":
         """The same model, computed on another device or in another dtype."""
 
@@ -158,7 +161,10 @@ class LoadedStream:
         return cache_bytes_per_token(self._frame.layers, enter)
 
     def to(
-        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> "LoadedStream":
         return LoadedStream(self.model, device or self.device, dtype or self.dtype)
 
@@ -199,7 +205,12 @@ class Frame:
         stand_ins = (_StandIn(index, layer, self) for index, layer in enumerate(layers))
         setattr(model.get_submodule(parent), name, nn.ModuleList(stand_ins))
 
-    def run(self, visit: Visit, tensors: Mapping[str, Tensor] | None = None, **inputs: Any) -> Any:
+    def run(
+        self,
+        visit: Visit,
+        tensors: Mapping[str, Tensor] | None = None,
+        **inputs: Any,
+    ) -> Any:
         """The stock forward's output for ``inputs``, or None if ``visit`` raised ``Stop``.
 
         ``tensors`` replace the parameters and buffers with the same names.
@@ -232,7 +243,10 @@ class Frame:
         return entered[0], recorded
 
     def logits(
-        self, hidden: Tensor, tensors: Mapping[str, Tensor] | None = None, **inputs: Any
+        self,
+        hidden: Tensor,
+        tensors: Mapping[str, Tensor] | None = None,
+        **inputs: Any,
     ) -> Tensor:
         """Logits ``[B, T, V]`` for the residual stream after the last layer; only the shape of
         ``inputs`` matters.
@@ -295,7 +309,8 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def cache_bytes_per_token(
-    layers: Sequence[nn.Module], enter: Callable[[int], tuple[Tensor, Sequence[Arguments]]]
+    layers: Sequence[nn.Module],
+    enter: Callable[[int], tuple[Tensor, Sequence[Arguments]]],
 ) -> int:
     """Growth of the generation cache in bytes per token, summed over all layers.
 

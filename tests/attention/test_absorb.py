@@ -10,7 +10,12 @@ import torch
 from accelerate import cpu_offload, dispatch_model
 from helpers import precision
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    StaticCache,
+)
 
 from kvfold.attention import absorb, deepseek, unabsorb
 
@@ -43,7 +48,10 @@ YARN = {
 }
 VARIANTS = {
     "deepseek_v3": {"attention_bias": True},
-    "deepseek_v3 half": {"q_lora_rank": None, "rope_interleave": False},
+    "deepseek_v3 half": {
+        "q_lora_rank": None,
+        "rope_interleave": False,
+    },
     "deepseek_v2": {"rope_parameters": YARN},
     "youtu": {"attention_bias": True},
     "mistral4": {"rope_parameters": YARN},
@@ -72,7 +80,12 @@ def pair(variant="deepseek_v3"):
 
 
 def prompt(batch=3, length=9):
-    return torch.randint(3, 61, (batch, length), generator=torch.Generator().manual_seed(2))
+    return torch.randint(
+        3,
+        61,
+        (batch, length),
+        generator=torch.Generator().manual_seed(2),
+    )
 
 
 @torch.no_grad()
@@ -114,7 +127,11 @@ def test_decoding_equals_stock(variant, attention, calls):
         caches.append([layer.keys for layer in cache.layers])
         assert cache.layers[0].values.shape == (3, 1, 14, 8)
         if attention == "eager":
-            step = model(prompt(3, 1), past_key_values=cache, output_attentions=True)
+            step = model(
+                prompt(3, 1),
+                past_key_values=cache,
+                output_attentions=True,
+            )
             maps.append(step.attentions)
     torch.testing.assert_close(logits[1], logits[0], **precision.LOGITS)
     torch.testing.assert_close(caches[1], caches[0], **precision.LOGITS)
@@ -229,7 +246,9 @@ def test_an_adapter_on_the_up_projection_is_obeyed():
     torch.testing.assert_close(logits[1], logits[0], **precision.LOGITS)
 
 
-def test_absorbed_models_are_pickled_saved_and_restored(tmp_path):
+def test_absorbed_models_are_pickled_saved_and_restored(
+    tmp_path,
+):
     stock, absorbed = pair()
     assert absorb(absorbed) is absorbed
     assert absorbed.state_dict().keys() == stock.state_dict().keys()

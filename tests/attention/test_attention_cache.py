@@ -5,18 +5,45 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.attention import KVCache, LatentCache, cache_bytes, cache_numbers
+from kvfold.attention import (
+    KVCache,
+    LatentCache,
+    cache_bytes,
+    cache_numbers,
+)
 
-SIZES = {"heads": 8, "kv_heads": 2, "head_dim": 16, "kv_rank": 24, "rope_dim": 4}
+SIZES = {
+    "heads": 8,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "kv_rank": 24,
+    "rope_dim": 4,
+}
 
 
 @pytest.mark.parametrize(
     ("variant", "cache", "numbers"),
     [
-        ("mha", KVCache(2, 8, 16, 10, dtype=torch.bfloat16), 256),
-        ("gqa", KVCache(2, 2, 16, 10, dtype=torch.bfloat16), 64),
-        ("mqa", KVCache(2, 1, 16, 10, dtype=torch.bfloat16), 32),
-        ("mla", LatentCache(2, 24, 4, 10, dtype=torch.bfloat16), 28),
+        (
+            "mha",
+            KVCache(2, 8, 16, 10, dtype=torch.bfloat16),
+            256,
+        ),
+        (
+            "gqa",
+            KVCache(2, 2, 16, 10, dtype=torch.bfloat16),
+            64,
+        ),
+        (
+            "mqa",
+            KVCache(2, 1, 16, 10, dtype=torch.bfloat16),
+            32,
+        ),
+        (
+            "mla",
+            LatentCache(2, 24, 4, 10, dtype=torch.bfloat16),
+            28,
+        ),
     ],
 )
 def test_bytes_of_the_formula_are_bytes_of_the_cache(variant, cache, numbers):
@@ -34,7 +61,10 @@ def test_values_may_be_narrower_than_keys():
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.integers(0, 6))
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=8),
+    st.integers(0, 6),
+)
 def test_growing_keeps_every_token(pieces, capacity):
     cache = LatentCache(2, 3, 1, capacity)
     tokens = torch.arange(2 * sum(pieces) * 4.0).view(2, -1, 4)

@@ -11,7 +11,8 @@ PROBE = r"""
 import ctypes, re, torch
 from kvfold.attention import distance_profile, grouped_attention, latent_attention, row_kl
 T = 6144
-def peak():  # of this process alone: what the operating system reports as a child's maximum includes its parent's
+def peak():
+    # of this process alone: a child's maximum, as the system reports it, includes its parent's
     return int(re.search(r"VmHWM:\s*(\d+) kB", open("/proc/self/status").read())[1]) / 1024
 def make(length, dtype=torch.float32, heads=1):
     return [torch.randn(1, heads, length, 16, dtype=dtype) for _ in range(3)]
@@ -21,13 +22,15 @@ def calls(length):
     yield "causal", lambda: grouped_attention(q, k, v)
     yield "cached prefix", lambda: grouped_attention(q[:, :, length // 2 :], k, v)
     yield "window", lambda: grouped_attention(q, k, v, window=length // 16)
-    yield "window, both ways", lambda: grouped_attention(q, k, v, window=length // 16, causal=False)
+    window = length // 16
+    yield "window, both ways", lambda: grouped_attention(q, k, v, window=window, causal=False)
     yield "left padding", lambda: grouped_attention(q, k, v, starts=starts)
-    yield "right padding", lambda: grouped_attention(q, k, v, lengths=starts + length // 2, causal=False)
+    lengths = starts + length // 2
+    yield "right padding", lambda: grouped_attention(q, k, v, lengths=lengths, causal=False)
     yield "bfloat16", lambda: grouped_attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
-    ups = torch.randn(1, 4, 12), torch.randn(1, 4, 12)
+    mla = q[..., :4], q[..., :4], k[:, 0], torch.randn(1, 4, 12), torch.randn(1, 4, 12)
     for absorbed in (False, True):
-        yield f"latent, {absorbed=}", lambda: latent_attention(q[..., :4], q[..., :4], k[:, 0], *ups, absorbed=absorbed)
+        yield f"latent, {absorbed=}", lambda: latent_attention(*mla, absorbed=absorbed)
     for window in (None, length // 16):
         yield f"profile, {window=}", lambda: distance_profile(q, k, 0.5, window=window)
         yield f"row KL, {window=}", lambda: row_kl(q, k, q, v, 0.5, 0.5, window=window)
@@ -37,9 +40,12 @@ for _, call in calls(64):
     call()
 for name, call in calls(T):
     if name == "bfloat16":
-        call()  # oneDNN compiles a program for each shape at its first call, which takes memory of its own
-        ctypes.CDLL(None).malloc_trim(0)  # or the measured call would reuse what this one freed
-    open("/proc/self/clear_refs", "w").write("5")  # the peak is again what is held now
+        # oneDNN compiles a program for each shape at its first call, which takes memory of its own
+        call()
+        # or the measured call would reuse what this one freed
+        ctypes.CDLL(None).malloc_trim(0)
+    # the peak is again what is held now
+    open("/proc/self/clear_refs", "w").write("5")
     before = peak()
     call()
     print(name, peak() - before, sep=": ")

@@ -7,7 +7,11 @@ from functools import partial
 import pytest
 import torch
 from helpers import precision
-from helpers.attention import grouped_module, latent_module, small_modules
+from helpers.attention import (
+    grouped_module,
+    latent_module,
+    small_modules,
+)
 from torch import Tensor, nn
 
 from kvfold.attention import reference, rotary_frequencies
@@ -42,13 +46,20 @@ def grouped_weights(module) -> reference.GroupedProjections:
     )
 
 
-@pytest.mark.parametrize(("groups", "layout"), [(4, "half"), (2, "interleaved"), (1, "half")])
+@pytest.mark.parametrize(
+    ("groups", "layout"),
+    [(4, "half"), (2, "interleaved"), (1, "half")],
+)
 def test_grouped_module_equals_reference(groups, layout, x):
     frequencies = rotary_frequencies(8)
     module = grouped_module(groups, frequencies=frequencies, layout=layout).double()
     weights = grouped_weights(module)
     interleaved = layout == "interleaved"
-    rotary = partial(reference.rotate, frequencies=frequencies, interleaved=interleaved)
+    rotary = partial(
+        reference.rotate,
+        frequencies=frequencies,
+        interleaved=interleaved,
+    )
     expected = [reference.grouped_query_attention(row, weights, rotary=rotary) for row in x]
     torch.testing.assert_close(module(x), torch.stack(expected), **precision.EXACT)
 
@@ -58,7 +69,10 @@ def test_grouped_module_equals_reference(groups, layout, x):
 def test_latent_module_equals_reference(query_rank, absorbed, x):
     module = latent_module(query_rank).double()
     down = module.query[0].weight if query_rank else None
-    query = split((module.query[1] if query_rank else module.query).weight, 4)
+    query = split(
+        (module.query[1] if query_rank else module.query).weight,
+        4,
+    )
     up = split(module.up.weight, 4)
     weights = reference.LatentProjections(
         query[:, :16],
@@ -70,19 +84,28 @@ def test_latent_module_equals_reference(query_rank, absorbed, x):
         module.output.weight.unflatten(1, (4, -1)),
         query_down=down,
     )
-    rotary = partial(reference.rotate, frequencies=rotary_frequencies(8), interleaved=True)
+    rotary = partial(
+        reference.rotate,
+        frequencies=rotary_frequencies(8),
+        interleaved=True,
+    )
     expected = reference.latent_attention(x[0], weights, rotary, absorbed=not absorbed)
     result = module(x, absorbed=absorbed)
     torch.testing.assert_close(result[0], expected, **precision.EXACT)
 
 
 @torch.no_grad()
-def test_cross_module_equals_reference_and_reads_the_memory_once(x):
+def test_cross_module_equals_reference_and_reads_the_memory_once(
+    x,
+):
     module = grouped_module(2, causal=False, cross=True).double()
     memory = x[1:, :5]
     x = x[:1]
     cache = module.new_cache(1, dtype=torch.float64)
-    steps = [module(x[:, :1], memory=memory, cache=cache), module(x[:, 1:], cache=cache)]
+    steps = [
+        module(x[:, :1], memory=memory, cache=cache),
+        module(x[:, 1:], cache=cache),
+    ]
     weights = grouped_weights(module)
     masks = reference.BIDIRECTIONAL
     expected = reference.grouped_query_attention(x[0], weights, masks, memory=memory[0])
@@ -146,5 +169,8 @@ def test_frequencies_survive_a_cast_to_low_precision(x):
     module = small_modules()["gqa"].to(torch.bfloat16)
     ones = torch.ones(1, 1, 1, 16).index_fill(3, torch.arange(8, 16), 0.0)
     (rotated,) = module.rotation(torch.tensor([9001]), ones)
-    assert torch.equal(rotated[0, 0, 0, :8], (9001 * rotary_frequencies(16)).cos().float())
+    assert torch.equal(
+        rotated[0, 0, 0, :8],
+        (9001 * rotary_frequencies(16)).cos().float(),
+    )
     assert module(x.bfloat16()).dtype == torch.bfloat16

@@ -5,9 +5,18 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DeepseekV3Config, DeepseekV3Model, LlamaConfig, LlamaModel
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3Model,
+    LlamaConfig,
+    LlamaModel,
+)
 
-from kvfold.attention import GroupedAttention, LatentAttention, rotary_frequencies
+from kvfold.attention import (
+    GroupedAttention,
+    LatentAttention,
+    rotary_frequencies,
+)
 
 B = 2
 T = 11
@@ -57,7 +66,11 @@ def tokens() -> Tensor:
 @pytest.mark.parametrize(("kv_heads", "padding"), [(4, 0), (2, 4), (1, 4)])
 @torch.no_grad()
 def test_llama(kv_heads, padding):
-    config = LlamaConfig(**SIZES, num_key_value_heads=kv_heads, attention_bias=True)
+    config = LlamaConfig(
+        **SIZES,
+        num_key_value_heads=kv_heads,
+        attention_bias=True,
+    )
     model = initialize(LlamaModel(config))
     stock = model.layers[1].self_attn
     mask = torch.ones(B, T, dtype=torch.long)
@@ -80,7 +93,11 @@ def test_llama(kv_heads, padding):
         head_dim=D,
         frequencies=rotary_frequencies(D),
     )
-    result = module(x, starts=torch.tensor([0, padding]), positions=positions)
+    result = module(
+        x,
+        starts=torch.tensor([0, padding]),
+        positions=positions,
+    )
     assert_equal(result[mask.bool()], expected[mask.bool()])
 
 

@@ -9,12 +9,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.attention import Case, assert_precise, exact, naive, naive_latent
+from helpers.attention import (
+    Case,
+    assert_precise,
+    exact,
+    naive,
+    naive_latent,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvfold.attention import blocked, grouped_attention, latent_attention
+from kvfold.attention import (
+    blocked,
+    grouped_attention,
+    latent_attention,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # enough rows for an error to be an average
@@ -58,7 +68,12 @@ def grouped_problems(draw) -> tuple[list[Tensor], Case]:
         # as a projection's output comes
         key = key.transpose(1, 2).contiguous().transpose(1, 2)
     case = draw(cases(batch, queries, keys))
-    shape = (draw(st.sampled_from([1, batch])), draw(st.sampled_from([1, heads])), queries, keys)
+    shape = (
+        draw(st.sampled_from([1, batch])),
+        draw(st.sampled_from([1, heads])),
+        queries,
+        keys,
+    )
     bias = draw(st.sampled_from([None, None, torch.randn(shape).to(dtype)]))
     return [x.to(dtype) for x in (query, key, value)], replace(case, bias=bias)
 
@@ -102,7 +117,11 @@ def compare(fast, plain, wide_formula, tensors: list[Tensor]) -> None:
         wide = [tensor.double() for tensor in tensors]
         with torch.no_grad():
             probe = torch.randn_like(fast(*tensors))
-        calls = [(fast, tensors), (plain, tensors), (wide_formula, wide)]
+        calls = [
+            (fast, tensors),
+            (plain, tensors),
+            (wide_formula, wide),
+        ]
         draws.append([differentiate(*call, probe) for call in calls])
         # other numbers in the same layout
         tensors = [torch.randn_like(x) * x.square().mean().sqrt().nan_to_num() for x in tensors]
@@ -115,13 +134,18 @@ def differentiate(function, tensors: list[Tensor], probe: Tensor) -> list[Tensor
     """The result and its gradient with respect to every tensor."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     result = function(*leaves)
-    return [result.detach(), *torch.autograd.grad(result, leaves, probe.to(result.dtype))]
+    return [
+        result.detach(),
+        *torch.autograd.grad(result, leaves, probe.to(result.dtype)),
+    ]
 
 
 @pytest.mark.usefixtures("block_size")
 @FEW
 @given(grouped_problems())
-def test_grouped_attention_and_gradients_are_as_precise_as_the_naive_formula(problem):
+def test_grouped_attention_and_gradients_are_as_precise_as_the_naive_formula(
+    problem,
+):
     tensors, case = problem
     wide = case if case.bias is None else replace(case, bias=case.bias.double())
     compare(
@@ -154,7 +178,10 @@ def test_yardstick_is_the_reference(data):
     query = torch.randn(2, 4, queries, 8, dtype=torch.float64)
     key, value = torch.randn(2, 2, 2, 9, 8, dtype=torch.float64)
     torch.testing.assert_close(
-        naive(query, key, value, case), exact(query, key, value, case), rtol=0, atol=1e-12
+        naive(query, key, value, case),
+        exact(query, key, value, case),
+        rtol=0,
+        atol=1e-12,
     )
 
 
@@ -165,5 +192,18 @@ def test_the_operators_keep_their_contract_with_torch():
     key = torch.randn(2, 1, 9, 4, requires_grad=True)
     value = torch.randn(2, 1, 9, 3, requires_grad=True)
     counts = (None, None, torch.tensor([9, 6]))
-    arguments = (query, key, value, None, torch.randn(2), *counts, 0.5, 3.0, True, 4, 3, False)
+    arguments = (
+        query,
+        key,
+        value,
+        None,
+        torch.randn(2),
+        *counts,
+        0.5,
+        3.0,
+        True,
+        4,
+        3,
+        False,
+    )
     torch.library.opcheck(torch.ops.kvfold.blocked_attention.default, arguments)

@@ -20,8 +20,18 @@ def test_code_runs():
 
 
 def test_table_of_cached_numbers():
-    rows = re.findall(r"^\| (MHA|GQA|MQA|MLA) \| `[^`]*` \| (\d+)", README, re.MULTILINE)
-    sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, "kv_rank": 512, "rope_dim": 64}
+    rows = re.findall(
+        r"^\| (MHA|GQA|MQA|MLA) \| `[^`]*` \| (\d+)",
+        README,
+        re.MULTILINE,
+    )
+    sizes = {
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "kv_rank": 512,
+        "rope_dim": 64,
+    }
     assert len(rows) == 4
     for variant, number in rows:
         assert int(number) == cache_numbers(variant.lower(), **sizes)

@@ -39,7 +39,10 @@ each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.fixture(
+    params=[torch.bfloat16, torch.float16, torch.float32],
+    ids=str,
+)
 def dtype(request) -> torch.dtype:
     torch.manual_seed(0)
     return request.param
@@ -64,14 +67,22 @@ def test_grouped_attention(dtype, groups, queries, case):
     key = normal(B, groups, S, 64, dtype=dtype)
     value = normal(B, groups, S, 64, dtype=dtype)
     result = grouped_attention(query, key, value, **on_device(case))
-    assert_precise(result, naive(query, key, value, case), exact(query, key, value, case))
+    assert_precise(
+        result,
+        naive(query, key, value, case),
+        exact(query, key, value, case),
+    )
 
 
 @pytest.mark.parametrize("case", [Case(), Case(causal=False), Case(window=5)])
 def test_gradients_of_grouped_attention(dtype, case):
     leaves = [normal(B, heads, S, 64, dtype=dtype).requires_grad_() for heads in (H, 2, 2)]
     probe = normal(B, H, S, 64, dtype=dtype)
-    grads = torch.autograd.grad(grouped_attention(*leaves, **case.options), leaves, probe)
+    grads = torch.autograd.grad(
+        grouped_attention(*leaves, **case.options),
+        leaves,
+        probe,
+    )
     plain = torch.autograd.grad(naive(*leaves, case), leaves, probe)
     wide = [leaf.detach().cpu().double().requires_grad_() for leaf in leaves]
     expected = torch.autograd.grad(naive(*wide, case), wide, probe.cpu().double())
@@ -83,11 +94,21 @@ def test_gradients_of_grouped_attention(dtype, case):
 @pytest.mark.parametrize("absorbed", [False, True])
 @pytest.mark.parametrize("queries", [1, T])
 def test_latent_attention(dtype, absorbed, queries, case):
-    shapes = [(B, H, queries, 64), (B, H, queries, 32), (B, S, 128), (H, 64, 96), (H, 48, 96)]
+    shapes = [
+        (B, H, queries, 64),
+        (B, H, queries, 32),
+        (B, S, 128),
+        (H, 64, 96),
+        (H, 48, 96),
+    ]
     inputs = [normal(*shape, dtype=dtype) for shape in shapes]
     inputs[3:] = [weight / 96**0.5 for weight in inputs[3:]]
     result = latent_attention(*inputs, absorbed=absorbed, **on_device(case))
-    assert_precise(result, naive_latent(*inputs, case, absorbed), exact_latent(*inputs, case))
+    assert_precise(
+        result,
+        naive_latent(*inputs, case, absorbed),
+        exact_latent(*inputs, case),
+    )
 
 
 @pytest.mark.parametrize("variant", ["mha", "gqa", "mqa window", "mla"])
@@ -111,7 +132,11 @@ def test_peak_memory_at_16k_is_far_below_a_score_matrix():
     query, key, value = (normal(1, 2, 16384, 64, dtype=torch.bfloat16) for _ in range(3))
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    for options in ({}, {"window": 1024}, {"starts": torch.tensor([100], device="cuda")}):
+    for options in (
+        {},
+        {"window": 1024},
+        {"starts": torch.tensor([100], device="cuda")},
+    ):
         grouped_attention(query, key, value, **options)
     grouped_attention(query[:, :, 8192:], key, value)
     assert torch.cuda.max_memory_allocated() - before < 16384**2 * 2

@@ -9,12 +9,22 @@ pytestmark = pytest.mark.gpu
 
 
 def test_trained_conversions(tmp_path):
-    found = {}
+    results = {}
     for device in ("cpu", "cuda"):
         request = ConvertRequest(
-            model=str(demo_folder()), out=str(tmp_path / device), to="mla", kv_rank=24, rope_dim=8, method="svd",
-            samples=4, seq_len=64, refine=2, polish=2, device=device, quiet=True,
-        )  # fmt: skip
-        found[device] = convert_checkpoint(request)
-    assert found["cuda"].record["precision"]["held_out"] == "float32"
-    assert found["cuda"].drift.kl == pytest.approx(found["cpu"].drift.kl, abs=0.005)
+            model=str(demo_folder()),
+            out=str(tmp_path / device),
+            to="mla",
+            kv_rank=24,
+            rope_dim=8,
+            method="svd",
+            samples=4,
+            seq_len=64,
+            refine=2,
+            polish=2,
+            device=device,
+            quiet=True,
+        )
+        results[device] = convert_checkpoint(request)
+    assert results["cuda"].record["precision"]["held_out"] == "float32"
+    assert results["cuda"].drift.kl == pytest.approx(results["cpu"].drift.kl, abs=0.005)

@@ -17,7 +17,8 @@ def normal(*shape, dtype=torch.bfloat16):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
-    ("batch", "heads", "slots"), [(1, 32, 33000), (16, 32, 2049), (3, 128, 700), (2, 16, 1)]
+    ("batch", "heads", "slots"),
+    [(1, 32, 33000), (16, 32, 2049), (3, 128, 700), (2, 16, 1)],
 )
 def test_error_is_at_most_twice_that_of_torch(batch, heads, slots, masked, dtype):
     torch.manual_seed(0)
@@ -53,7 +54,13 @@ def test_latent_attention_takes_the_kernel(monkeypatch):
         return decode_latent(*args, **options)
 
     monkeypatch.setattr(kernel, "decode_latent", count)
-    shapes = [(2, 8, 1, 32), (2, 8, 1, 16), (2, 300, 80), (8, 32, 64), (8, 32, 64)]
+    shapes = [
+        (2, 8, 1, 32),
+        (2, 8, 1, 16),
+        (2, 300, 80),
+        (8, 32, 64),
+        (8, 32, 64),
+    ]
     inputs = [normal(*shape) for shape in shapes]
     starts = torch.tensor([0, 100], device="cuda")
     assert latent_attention(*inputs, absorbed=True).isfinite().all()

@@ -11,9 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
 
-from kvfold.attention import GroupedAttention, LatentAttention, reference, rotary_frequencies
+from kvfold.attention import (
+    GroupedAttention,
+    LatentAttention,
+    reference,
+    rotary_frequencies,
+)
 
 
 @dataclass(frozen=True)
@@ -59,12 +68,20 @@ class Case:
 
         offset = of_row(self.offset_of(queries, keys))
         return reference.Masks(
-            self.causal, offset, self.window, of_row(self.starts) or 0, of_row(self.lengths)
+            self.causal,
+            offset,
+            self.window,
+            of_row(self.starts) or 0,
+            of_row(self.lengths),
         )
 
 
 def naive(
-    query: Tensor, key: Tensor, value: Tensor, case: Case, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    case: Case,
+    scale: float | None = None,
 ) -> Tensor:
     """``grouped_attention`` as matrix product, mask, softmax, matrix product, every step in the
     inputs' dtype.
@@ -96,7 +113,16 @@ def naive_latent(
     scale = (nope.shape[-1] + rope.shape[-1]) ** -0.5
     if absorbed:
         query = torch.cat([nope @ up_key, rope], -1)
-        return naive(query, latent[:, None], latent[:, None, :, :rank], case, scale) @ up_value.mT
+        return (
+            naive(
+                query,
+                latent[:, None],
+                latent[:, None, :, :rank],
+                case,
+                scale,
+            )
+            @ up_value.mT
+        )
     c = latent[:, None, :, :rank]
     shared = latent[:, None, :, rank:]
     key, value = (torch.einsum("bsr,hdr->bhsd", c[:, 0], up) for up in (up_key, up_value))
@@ -106,7 +132,12 @@ def naive_latent(
 
 def exact(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
     """The reference's loops, in float64 on the CPU: ``[B, H, T, Dv]``."""
-    rows = zip(query.cpu().double(), key.cpu().double(), value.cpu().double(), strict=True)
+    rows = zip(
+        query.cpu().double(),
+        key.cpu().double(),
+        value.cpu().double(),
+        strict=True,
+    )
     sizes = query.shape[2], key.shape[2]
     return torch.stack(
         [
@@ -117,7 +148,12 @@ def exact(query: Tensor, key: Tensor, value: Tensor, case: Case) -> Tensor:
 
 
 def exact_latent(
-    nope: Tensor, rope: Tensor, latent: Tensor, up_key: Tensor, up_value: Tensor, case: Case
+    nope: Tensor,
+    rope: Tensor,
+    latent: Tensor,
+    up_key: Tensor,
+    up_value: Tensor,
+    case: Case,
 ) -> Tensor:
     """The reference's loops over explicit keys and values, in float64 on the CPU: ``[B, H, T,
     Dv]``.
@@ -125,14 +161,27 @@ def exact_latent(
     unused = torch.empty(0)
     rank = up_key.shape[-1]
     w = reference.LatentProjections(
-        *[unused] * 4, up_key.cpu().double(), up_value.cpu().double(), unused
+        *[unused] * 4,
+        up_key.cpu().double(),
+        up_value.cpu().double(),
+        unused,
     )
-    rows = zip(nope.cpu().double(), rope.cpu().double(), latent.cpu().double(), strict=True)
+    rows = zip(
+        nope.cpu().double(),
+        rope.cpu().double(),
+        latent.cpu().double(),
+        strict=True,
+    )
     sizes = nope.shape[2], latent.shape[1]
     return torch.stack(
         [
             reference.latent_heads(
-                q, r, slots[:, :rank], slots[:, rank:], w, case.masks(row, *sizes)
+                q,
+                r,
+                slots[:, :rank],
+                slots[:, rank:],
+                w,
+                case.masks(row, *sizes),
             )
             for row, (q, r, slots) in enumerate(rows)
         ]
@@ -162,7 +211,9 @@ def assert_precise(result: Tensor, plain: Tensor, exact: Tensor) -> None:
     if result.numel() == 0:
         return
     limit = 2 * max(
-        error(plain, exact), error(exact.to(result.dtype), exact), gpu_rounding(result, exact)
+        error(plain, exact),
+        error(exact.to(result.dtype), exact),
+        gpu_rounding(result, exact),
     )
     size = error(result, exact)
     assert size <= limit, f"{size:.3e} > {limit:.3e} in {result.dtype} {list(result.shape)}"
@@ -242,7 +293,12 @@ def attention_maps(
 
 
 def decode_naively(
-    query: Tensor, rope: Tensor, latent: Tensor, key: Tensor, scale: float, mask: Tensor | None
+    query: Tensor,
+    rope: Tensor,
+    latent: Tensor,
+    key: Tensor,
+    scale: float,
+    mask: Tensor | None,
 ) -> Tensor:
     """``latent_decode`` with every step in the inputs' dtype, softmax in float32 at least, as eager
     attention in transformers.
@@ -256,7 +312,11 @@ def decode_naively(
     return scores.softmax(-1, dtype=wide).to(latent.dtype) @ latent[:, None]
 
 
-_SPECIAL = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+_SPECIAL = {
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _LLAMA = _SPECIAL | {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -281,14 +341,29 @@ _LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
-_SOFTCAP = {"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0}
+_SOFTCAP = {
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 8,
+    "attn_logit_softcapping": 2.0,
+}
 DECODERS = {
     "llama": _LLAMA,
     "gemma2": _LLAMA | _SOFTCAP,
     "deepseek_v3": _LLAMA | _LATENT,
     "mixtral": _LLAMA | {"num_local_experts": 4},
-    "gpt2": _SPECIAL | {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4},
-    "bloom": {"vocab_size": 61, "hidden_size": 32, "n_layer": 3, "n_head": 4},
+    "gpt2": _SPECIAL
+    | {
+        "vocab_size": 61,
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+    },
+    "bloom": {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "n_layer": 3,
+        "n_head": 4,
+    },
 }
 
 
@@ -300,4 +375,9 @@ def tiny_decoder(family: str = "llama", **changes: Any) -> PreTrainedModel:
 
 
 def random_tokens(rows: int = 5, length: int = 12) -> Tensor:
-    return torch.randint(3, 61, (rows, length), generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        3,
+        61,
+        (rows, length),
+        generator=torch.Generator().manual_seed(0),
+    )

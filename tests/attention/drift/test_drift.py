@@ -11,7 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvfold.attention import measure_drift
-from kvfold.attention.drift.compare import margin, stretch_bounds
+from kvfold.attention.drift.compare import (
+    margin,
+    stretch_bounds,
+)
 
 
 @torch.no_grad()
@@ -28,8 +31,15 @@ def test_a_model_against_itself_is_exactly_zero_and_the_floor_is_not():
     model = tiny_decoder()
     report = measure_drift(model, copy.deepcopy(model), random_tokens(), batch=2)
     assert report.identical
-    assert (report.kl, report.excess, report.agreement) == (0, 0, 1)
-    assert (report.floor.dtype, report.floor.reference_dtype) == ("float32", "float64")
+    assert (report.kl, report.excess, report.agreement) == (
+        0,
+        0,
+        1,
+    )
+    assert (
+        report.floor.dtype,
+        report.floor.reference_dtype,
+    ) == ("float32", "float64")
     for floor in report.floor.measured.layers:
         assert 1e-9 < floor.attention_local < 1e-5
         assert 1e-9 < floor.residual_propagated < 1e-5
@@ -41,7 +51,11 @@ def test_rows_of_relabeled_heads_are_compared_with_their_own():
     student = copy.deepcopy(model)
     attention = student.model.layers[1].self_attn
     order = [2, 0, 3, 1]
-    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+    for projection in (
+        attention.q_proj,
+        attention.k_proj,
+        attention.v_proj,
+    ):
         projection.weight.copy_(projection.weight.view(4, 8, 32)[order].flatten(0, 1))
     attention.o_proj.weight.copy_(attention.o_proj.weight.view(32, 4, 8)[:, order].flatten(1))
     layers = measure_drift(model, student, random_tokens(), floor=False).measured.layers
@@ -104,16 +118,29 @@ def test_numbers_are_those_of_stock_models_with_hooks(family):
     agreement = (log_p.argmax(-1) == log_q.argmax(-1)).double().mean()
     assert measured.agreement == pytest.approx(agreement.item())
     losses = [model(tokens, labels=tokens).loss.item() for model in (source, student)]
-    assert (measured.teacher_loss, measured.student_loss) == pytest.approx(losses, rel=1e-6)
+    assert (
+        measured.teacher_loss,
+        measured.student_loss,
+    ) == pytest.approx(losses, rel=1e-6)
 
 
 @pytest.mark.parametrize(
     ("student", "comparable"),
     [
         (tiny_decoder(), True),
-        (tiny_decoder(num_attention_heads=2, head_dim=16), False),
+        (
+            tiny_decoder(num_attention_heads=2, head_dim=16),
+            False,
+        ),
         (tiny_decoder("deepseek_v3"), True),
-        (tiny_decoder("gemma2", sliding_window=3, layer_types=["sliding_attention"] * 3), False),
+        (
+            tiny_decoder(
+                "gemma2",
+                sliding_window=3,
+                layer_types=["sliding_attention"] * 3,
+            ),
+            False,
+        ),
     ],
     ids=["GQA", "other heads", "MLA", "other mask"],
 )
@@ -124,12 +151,17 @@ def test_rows_are_compared_where_they_correspond(student, comparable):
     assert layer.attention_local > 0
 
 
-def test_the_floor_of_a_model_cast_to_bfloat16_is_its_drift(tmp_path):
+def test_the_floor_of_a_model_cast_to_bfloat16_is_its_drift(
+    tmp_path,
+):
     source = tiny_decoder()
     source.save_pretrained(tmp_path)
     student = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     report = measure_drift(source, student, random_tokens())
-    assert (report.floor.dtype, report.floor.reference_dtype) == ("bfloat16", "float32")
+    assert (
+        report.floor.dtype,
+        report.floor.reference_dtype,
+    ) == ("bfloat16", "float32")
     assert report.kl == pytest.approx(report.floor.measured.kl, rel=1e-6)
     assert 1e-3 < report.floor.measured.layers[0].attention_local < 0.05
 
@@ -139,7 +171,12 @@ def test_reports_are_deterministic_and_valid_json():
     tokens = random_tokens()
     student = disturb(source)
     steps = []
-    report = measure_drift(source, student, tokens, progress=lambda *step: steps.append(step))
+    report = measure_drift(
+        source,
+        student,
+        tokens,
+        progress=lambda *step: steps.append(step),
+    )
     assert steps == [(stage, layer, 3) for stage in ("compare", "floor") for layer in range(4)]
     assert measure_drift(source, student, tokens) == report
     content = json.loads(json.dumps(report.to_dict(), allow_nan=False))
@@ -165,8 +202,15 @@ def test_margins_are_those_of_students_t(count, quantile):
 
 
 @torch.no_grad()
-def test_figures_by_position_and_sequence_are_those_of_stock_losses(monkeypatch):
-    assert stretch_bounds(300) == [(1, 64), (64, 128), (128, 256), (256, 300)]
+def test_figures_by_position_and_sequence_are_those_of_stock_losses(
+    monkeypatch,
+):
+    assert stretch_bounds(300) == [
+        (1, 64),
+        (64, 128),
+        (128, 256),
+        (256, 300),
+    ]
     assert stretch_bounds(40) == [(1, 40)]
     monkeypatch.setattr("kvfold.attention.drift.compare._FIRST", 3)
     source = tiny_decoder()
@@ -201,11 +245,22 @@ def test_figures_by_position_and_sequence_are_those_of_stock_losses(monkeypatch)
         ({}, random_tokens().float(), {}),
         ({}, random_tokens(), {"batch": 0}),
     ],
-    ids=["depth", "vocabulary", "one sequence", "dtype", "batch"],
+    ids=[
+        "depth",
+        "vocabulary",
+        "one sequence",
+        "dtype",
+        "batch",
+    ],
 )
 def test_what_cannot_be_compared_is_an_error(changes, tokens, options, refused):
     with refused(ValueError):
-        measure_drift(tiny_decoder(), tiny_decoder(**changes), tokens, **options)
+        measure_drift(
+            tiny_decoder(),
+            tiny_decoder(**changes),
+            tokens,
+            **options,
+        )
 
 
 @pytest.mark.gpu

@@ -5,10 +5,18 @@ as it was.
 import pytest
 import torch
 from helpers import precision
-from helpers.attention import DECODERS, attention_maps, random_tokens, tiny_decoder
+from helpers.attention import (
+    DECODERS,
+    attention_maps,
+    random_tokens,
+    tiny_decoder,
+)
 from transformers import AutoModelForCausalLM
 
-from kvfold.attention.drift.streams import LayerStream, as_stream
+from kvfold.attention.drift.streams import (
+    LayerStream,
+    as_stream,
+)
 
 
 @torch.no_grad()
@@ -51,13 +59,26 @@ def test_queries_keys_and_heads_explain_the_attention(family):
     maps = model(tokens, output_attentions=True).attentions
     for output, expected in zip(run(as_stream(model), tokens)[1], maps, strict=True):
         weights = attention_maps(
-            output.query, output.key, output.scale, expected > 0, output.softcap
+            output.query,
+            output.key,
+            output.scale,
+            expected > 0,
+            output.softcap,
         )
         torch.testing.assert_close(weights, expected, **precision.ACTIVATIONS)
-        summed = torch.einsum("bthd,ehd->bte", output.context, output.output_weight)
+        summed = torch.einsum(
+            "bthd,ehd->bte",
+            output.context,
+            output.output_weight,
+        )
         # all that is left is the output projection's bias, the same everywhere
         bias = output.attention - summed
-        torch.testing.assert_close(bias, bias[:1, :1].expand_as(bias), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            bias,
+            bias[:1, :1].expand_as(bias),
+            rtol=0,
+            atol=1e-5,
+        )
 
 
 def test_families_outside_the_attention_interface_have_no_queries():
@@ -73,7 +94,10 @@ def test_the_model_is_left_as_it_was():
     layers = list(model.model.layers)
     run(as_stream(model, dtype=torch.float64), tokens)
     # without dropout
-    assert torch.equal(run(as_stream(model), tokens)[0], run(as_stream(model), tokens)[0])
+    assert torch.equal(
+        run(as_stream(model), tokens)[0],
+        run(as_stream(model), tokens)[0],
+    )
     as_stream(model).cache_bytes_per_token()
     assert model.config._attn_implementation == "sdpa"
     assert list(model.model.layers) == layers

@@ -10,10 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvfold.attention import blocked
-from kvfold.attention.drift.profile import attention_sums, distance_profile, row_kl
+from kvfold.attention.drift.profile import (
+    attention_sums,
+    distance_profile,
+    row_kl,
+)
 
 QUICKLY = settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
@@ -30,7 +36,11 @@ def sum_by_distance(maps: Tensor) -> Tensor:
     """``distance_profile`` from whole maps ``[B, H, T, T]``."""
     length = maps.shape[-1]
     sums = torch.zeros(maps.shape[1], length, dtype=maps.dtype)
-    sums.index_add_(1, distances(length).abs().flatten(), maps.mean(0).flatten(1))
+    sums.index_add_(
+        1,
+        distances(length).abs().flatten(),
+        maps.mean(0).flatten(1),
+    )
     return sums / sums.sum(-1, keepdim=True)
 
 
@@ -67,7 +77,13 @@ def test_sums_are_those_of_whole_maps(sizes, window, causal, softcap, with_sinks
     query, key = heads(*sizes)
     sinks = torch.linspace(-2, 3, query.shape[1], dtype=torch.float64) if with_sinks else None
     profile, received = attention_sums(
-        query, key, 0.7, window=window, causal=causal, softcap=softcap, sinks=sinks
+        query,
+        key,
+        0.7,
+        window=window,
+        causal=causal,
+        softcap=softcap,
+        sinks=sinks,
     )
     seen = visible(query.shape[2], window, causal)
     maps = attention_maps(query, key, 0.7, seen, softcap, sinks)
@@ -82,7 +98,12 @@ def test_row_kl_is_the_mean_divergence_of_rows(sizes, window, causal, softcap):
     query, key = heads(*sizes)
     other_query, other_key = heads(sizes[0] + 1, *sizes[1:])
     other_key = other_key[:, :1]
-    options = {"window": window, "causal": causal, "softcap": softcap, "other_softcap": 4.0}
+    options = {
+        "window": window,
+        "causal": causal,
+        "softcap": softcap,
+        "other_softcap": 4.0,
+    }
     result = row_kl(query, key, other_query, other_key, 0.5, 0.3, **options)
     seen = visible(query.shape[2], window, causal)
     p = attention_maps(query, key, 0.5, seen, softcap)
@@ -92,7 +113,9 @@ def test_row_kl_is_the_mean_divergence_of_rows(sizes, window, causal, softcap):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_float32_arithmetic_is_as_exact_as_the_formula_in_float32(dtype):
+def test_float32_arithmetic_is_as_exact_as_the_formula_in_float32(
+    dtype,
+):
     query, key = (x.to(dtype) for x in heads(length=300))
     seen = visible(300, None, True)
     exact = sum_by_distance(attention_maps(query.double(), key.double(), 0.25, seen))
@@ -110,7 +133,14 @@ def test_row_kl_of_equal_maps_is_zero():
 def test_row_kl_of_nearly_equal_maps_keeps_its_digits_in_float32():
     query, key = (x.float() for x in heads())
     other = query * (1 + 1e-4)
-    exact = row_kl(query.double(), key.double(), other.double(), key.double(), 0.3, 0.3)
+    exact = row_kl(
+        query.double(),
+        key.double(),
+        other.double(),
+        key.double(),
+        0.3,
+        0.3,
+    )
     result = row_kl(query, key, other, key, 0.3, 0.3)
     # below what a sum of p log(p / q) in float32 could tell from zero
     assert (exact < 1e-7).all()

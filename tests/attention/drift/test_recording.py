@@ -11,8 +11,14 @@ from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.attention import blocked
-from kvfold.attention.drift.recording import Arguments, OpenLayer
-from kvfold.attention.interface import BLOCKWISE, blockwise_attention
+from kvfold.attention.drift.recording import (
+    Arguments,
+    OpenLayer,
+)
+from kvfold.attention.interface import (
+    BLOCKWISE,
+    blockwise_attention,
+)
 
 HIDDEN = torch.zeros(2, 9, 3)
 DISTANCE = torch.arange(9)[:, None] - torch.arange(9)
@@ -21,7 +27,11 @@ CAUSAL = DISTANCE >= 0
 
 def make_inputs(length: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    return torch.randn(2, 4, length, 8), torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 6)
+    return (
+        torch.randn(2, 4, length, 8),
+        torch.randn(2, 2, keys, 8),
+        torch.randn(2, 2, keys, 6),
+    )
 
 
 def attend(inputs, *options) -> Tensor:
@@ -72,13 +82,21 @@ def test_blockwise_attention_is_the_formula(length, keys, softcap, sinks):
     seen = torch.ones(length, keys).tril(keys - length).bool()
     # sinks alone go without a mask
     mask = None if softcap is None and sinks is not None else seen[None, None]
-    options = {"scaling": 0.4, "softcap": softcap, "s_aux": sinks}
+    options = {
+        "scaling": 0.4,
+        "softcap": softcap,
+        "s_aux": sinks,
+    }
     result, _ = blockwise_attention(Attention(), *inputs, mask, **options)
     expected = attend(inputs, 0.4, seen, softcap, sinks)
     torch.testing.assert_close(result.double(), expected, **precision.ACTIVATIONS)
 
 
-@pytest.mark.parametrize("kept", [0, 1 << 20], ids=["weights recomputed", "weights kept"])
+@pytest.mark.parametrize(
+    "kept",
+    [0, 1 << 20],
+    ids=["weights recomputed", "weights kept"],
+)
 def test_blockwise_attention_has_the_formulas_gradients(kept, monkeypatch):
     monkeypatch.setattr(blocked, "_KEPT_WEIGHTS", kept)
     sinks = torch.linspace(-1, 2, 4)
@@ -86,7 +104,11 @@ def test_blockwise_attention_has_the_formulas_gradients(kept, monkeypatch):
     seen = torch.ones(1, 1, 3, 3).tril().bool()
 
     def run(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-        options = {"scaling": 0.4, "softcap": 1.5, "s_aux": sinks}
+        options = {
+            "scaling": 0.4,
+            "softcap": 1.5,
+            "s_aux": sinks,
+        }
         return blockwise_attention(nn.Module(), query, key, value, seen, **options)[0]
 
     torch.autograd.gradcheck(run, leaves)
@@ -110,10 +132,19 @@ def test_a_layer_computes_what_its_recording_says(seen, window, causal, recorded
     mask = seen[None, None]
     if not boolean:
         mask = torch.zeros(1, 1, 9, 9).masked_fill(~mask, torch.finfo(torch.float32).min)
-    attention = Attention(not causal, scaling=0.3, softcap=0.7, sliding_window=window)
+    attention = Attention(
+        not causal,
+        scaling=0.3,
+        softcap=0.7,
+        sliding_window=window,
+    )
     output = record(attention, mask)
     expected = attend(attention.inputs, 0.3, seen, 0.7)
-    torch.testing.assert_close(output.context.double(), expected, **precision.ACTIVATIONS)
+    torch.testing.assert_close(
+        output.context.double(),
+        expected,
+        **precision.ACTIVATIONS,
+    )
     assert torch.equal(output.hidden, output.attention * 2)
     assert torch.equal(output.attention_input, HIDDEN + 1)
     assert (output.scale, output.softcap) == (0.3, 0.7)
@@ -130,7 +161,11 @@ def test_without_a_mask_the_modules_word_counts(causal):
     attention = Attention(is_causal=causal)
     output = record(attention, None)
     expected = attend(attention.inputs, 8**-0.5, CAUSAL | (not causal))
-    torch.testing.assert_close(output.context.double(), expected, **precision.ACTIVATIONS)
+    torch.testing.assert_close(
+        output.context.double(),
+        expected,
+        **precision.ACTIVATIONS,
+    )
     assert output.causal == causal
 
 
@@ -153,7 +188,11 @@ class Skipping(Layer):
 
 
 @pytest.mark.parametrize(
-    ("layer", "error"), [(Layer(Broken()), RuntimeError), (Skipping(Attention()), ValueError)]
+    ("layer", "error"),
+    [
+        (Layer(Broken()), RuntimeError),
+        (Skipping(Attention()), ValueError),
+    ],
 )
 def test_nothing_is_left_behind_where_a_layer_fails(layer, error):
     with pytest.raises(error):
