@@ -81,13 +81,13 @@ class Kernel:
     by ``E e^{-i (w_a - w_b) delta}``.
 
     moments: ``[U, U]``, these means for all distinct ``w``
-    centered: ``[U, U]``, the same minus the product of the means ``E e^{-i w delta}``
+    mean: ``[U]``, the means ``E e^{-i w delta}``
     rows, columns: ``[n_a]`` and ``[n_b]``, the index of each row's ``w``
     pairs: the numbers of rotary pairs of ``y_a`` and of ``y_b``
     """
 
     moments: Tensor
-    centered: Tensor
+    mean: Tensor
     rows: Tensor
     columns: Tensor
     pairs: tuple[int, int]
@@ -99,8 +99,10 @@ class Kernel:
         biases included. A softmax over positions sees only the variation of constant keys with
         distance.
         """
-        means = self._multiply(torch.outer(left_mean, right_mean), self.centered)
-        return self._multiply(product, self.moments) + means
+        moments, centered = self._factors()
+        left, right = self.pairs
+        means = torch.outer(_to_waves(left_mean, left), _to_waves(right_mean, right).conj())
+        return self._from_waves(self._to_waves(product) * moments + means * centered)
 
     def adjoint(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The matrices ``V`` and ``M`` of two gradients of ``sum(weight * apply(product, a, b))``.
@@ -108,15 +110,21 @@ class Kernel:
         With respect to ``A`` in ``product = A cov B^T`` it is ``V B cov``, and with respect to
         ``a`` it is ``M b``.
         """
-        of_rows = self._multiply(weight, self.moments.conj())
-        return of_rows, self._multiply(weight, self.centered.conj())
+        moments, centered = self._factors()
+        waves = self._to_waves(weight)
+        of_rows = self._from_waves(waves * moments.conj())
+        return of_rows, self._from_waves(waves * centered.conj())
 
-    def _multiply(self, matrix: Tensor, moments: Tensor) -> Tensor:
-        """``matrix [n_a, n_b]``, multiplied by ``moments`` in terms of pairs and conjugates."""
-        left, right = self.pairs
-        waves = _to_waves(_to_waves(matrix, left).mH, right).mH
-        waves = waves * moments[self.rows][:, self.columns]
-        return _from_waves(_from_waves(waves, left).mH, right).mH.real
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """The factor of each element, and the same minus the product of the means."""
+        moments = self.moments[self.rows[:, None], self.columns]
+        return moments, moments - torch.outer(self.mean[self.rows], self.mean[self.columns].conj())
+
+    def _to_waves(self, matrix: Tensor) -> Tensor:
+        return _to_waves(_to_waves(matrix, self.pairs[0]).mH, self.pairs[1]).mH
+
+    def _from_waves(self, waves: Tensor) -> Tensor:
+        return _from_waves(_from_waves(waves, self.pairs[0]).mH, self.pairs[1]).mH.real
 
 
 def _to_waves(rows: Tensor, pairs: int) -> Tensor:
@@ -151,12 +159,12 @@ def rotary_kernels(
     indices = [torch.searchsorted(distinct, speed) for speed in speeds]
     result = []
     for moments in rotary_moments(distances, distinct):
-        mean = moments[:, distinct == 0]
+        mean = moments[:, distinct == 0][:, 0]
         result.append(
             tuple(
                 Kernel(
                     moments,
-                    moments - mean @ mean.mH,
+                    mean,
                     indices[0],
                     columns,
                     (len(sides[0][0]), len(theta)),
