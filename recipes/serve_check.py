@@ -82,9 +82,14 @@ class Reference:
     @torch.no_grad()
     def _greedy(self, prompts: Tokens) -> Tokens:
         made = self.model.generate(
-            torch.tensor(prompts), do_sample=False, min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS,
-            suppress_tokens=None, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
+            torch.tensor(prompts),
+            do_sample=False,
+            min_new_tokens=NEW_TOKENS,
+            max_new_tokens=NEW_TOKENS,
+            suppress_tokens=None,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
         rows: Tokens = made[:, len(prompts[0]) :].tolist()
         return rows
 
@@ -183,9 +188,13 @@ def row_of(checkpoint: Path, chosen: argparse.Namespace, options: dict[str, Any]
         else None
     )
     request = {
-        "model": str(checkpoint.resolve()), "prompts": reference.prompts, "new_tokens": NEW_TOKENS,
-        "dtype": chosen.dtype, "options": options, "speed": speed,
-    }  # fmt: skip
+        "model": str(checkpoint.resolve()),
+        "prompts": reference.prompts,
+        "new_tokens": NEW_TOKENS,
+        "dtype": chosen.dtype,
+        "options": options,
+        "speed": speed,
+    }
     answer = ask(chosen.engine, chosen.python, request, chosen.timeout)
     row = {
         "engine": chosen.engine,
@@ -217,8 +226,10 @@ def add_ratios(rows: list[dict[str, Any]]) -> None:
         row["cache_ratio"] = source["cache"] / row["cache"]
         row["cache_ratio_promised"] = source["cache_promised"] / row["cache_promised"]
         if row.get("speed") and source.get("speed"):
-            row["speed_ratio"] = {name: row["speed"][name] / source["speed"][name]
-                                  for name in ("prefill_tokens_per_s", "decode_tokens_per_s")}  # fmt: skip
+            row["speed_ratio"] = {
+                name: row["speed"][name] / source["speed"][name]
+                for name in ("prefill_tokens_per_s", "decode_tokens_per_s")
+            }
 
 
 def line_of(row: dict[str, Any]) -> str:

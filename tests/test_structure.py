@@ -1,4 +1,4 @@
-"""The structure that pyproject.toml states as import-linter's contracts, and what it cannot state."""
+"""The contracts of import-linter in pyproject.toml, and what they cannot state."""
 
 import ast
 import sys

@@ -197,9 +197,8 @@ def docstrings(module: str, tree: ast.Module) -> Iterator[tuple[int, str, str]]:
     def walk(node: ast.AST, prefix: str) -> Iterator[tuple[int, str, str]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef):
-                heading = f"class {prefix}{child.name}({', '.join(map(ast.unparse, child.bases))})".replace(
-                    "()", ""
-                )
+                bases = ", ".join(map(ast.unparse, child.bases))
+                heading = f"class {prefix}{child.name}" + (f"({bases})" if bases else "")
             elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 heading = f"{prefix}{child.name}({ast.unparse(child.args)})"
             else:

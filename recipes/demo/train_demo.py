@@ -359,14 +359,14 @@ def save(model: PreTrainedModel, demo: Path) -> None:
 
 @torch.no_grad()
 def window_losses(model: PreTrainedModel, stream: Tensor, sequence: int) -> Tensor:
-    """Mean loss of every window, in nats per token; the first token of a window is not predicted."""
+    """Mean loss of every window, in nats per token; its first token is not predicted."""
     return torch.stack(
         [next_token_loss(model, batch) for batch in windows(stream, sequence).split(1)]
     )
 
 
 def unigram_entropy(stream: Tensor) -> float:
-    """Entropy of the stream's token frequencies, in nats: the best loss of a model without context."""
+    """Entropy of token frequencies, in nats: the best loss of a model without context."""
     share = stream.bincount().double() / len(stream)
     return float(-torch.xlogy(share, share).sum())
 

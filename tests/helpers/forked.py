@@ -92,7 +92,8 @@ def _become(folder: Path, work: Callable[[], object]) -> NoReturn:
         os.environ["TOKENIZERS_PARALLELISM"] = (
             "false"  # its threads are not forked, of which it would warn
         )
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
         sys.__stdout__ = sys.stdout
         if "torch" in sys.modules:
             # A fork makes torch's thread pool anew at its first use, which threads must not race

@@ -78,7 +78,7 @@ def test_polishing_and_text_of_the_source_hold_the_whole_model(config_only):
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """A model of width 768, whose fits take more than the libraries, with the tokenizer that ships."""
+    """A model of width 768, whose fits take more than the libraries."""
     folder = tmp_path_factory.mktemp("wide")
     sizes = {
         "hidden_size": 768,

@@ -83,8 +83,10 @@ def latent() -> LatentWeights:
         torch.zeros(H, 0, E),
         normal(4, H, D, R),
         normal(5, H, D, R),
-        normal(6, E, H, D), torch.zeros(0), 1.0,
-    )  # fmt: skip
+        normal(6, E, H, D),
+        torch.zeros(0),
+        1.0,
+    )
 
 
 def values(weights: LatentWeights, x: Tensor, live: bool = True) -> Tensor:
