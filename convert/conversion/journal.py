@@ -248,9 +248,13 @@ def _read(folder: Path) -> dict[str, Any] | None:
     """
     try:
         journal: dict[str, Any] = json.loads((folder / _NAME).read_bytes())
-    except (OSError, ValueError):
+        threads = journal["run"]["device"][2]
+        valid = isinstance(threads, int) and "polished" in journal
+        for layer in journal["layers"]:
+            valid &= isinstance(layer["notes"], dict) and isinstance(layer["sha256"], dict)
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None
-    return journal
+    return journal if valid else None
 
 
 def _write(folder: Path, journal: Mapping[str, Any]) -> None:

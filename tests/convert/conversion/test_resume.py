@@ -324,3 +324,9 @@ def test_sigterm_leaves_nothing_but_finished_layers_to_resume(
     assert "Traceback" not in end.stderr
     assert len(list(tmp_path.iterdir())) == kept
     assert len(list(tmp_path.glob(".out.kvfold-*/.journal.json"))) == kept
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"run": 1, "layers": [{}]}', "[" * 9000, "\0"])
+def test_a_damaged_journal_counts_as_none(tmp_path, content):
+    (tmp_path / ".journal.json").write_text(content)
+    assert journal.finished_layers(tmp_path) == 0
