@@ -41,10 +41,4 @@ def test_a_module_name_stands_once_in_a_package() -> None:
     for package in PACKAGES:
         names = [path.name for path in (REPOSITORY / package).rglob("*.py")]
         twice = {name for name in names if names.count(name) > 1}
-        assert twice - {"__init__.py", "__main__.py"} <= TWICE.get(package, set())
-
-
-# Names that stand twice today; the set only shrinks.
-TWICE = {
-    "convert": {"latent.py"},
-}
+        assert twice <= {"__init__.py", "__main__.py"}
