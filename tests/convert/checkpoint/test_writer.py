@@ -298,8 +298,8 @@ def test_disks_that_fill_up_or_break(
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 MiB in one (sparse) tensor is copied and cast in half of that."""
-    elements = 1 << 24
+    """128 MiB in one (sparse) tensor are copied and cast in half of that."""
+    elements = 1 << 25
     entry = {"dtype": "F32", "shape": [elements], "data_offsets": [0, 4 * elements]}
     header = json.dumps({"w": entry}).encode()
     (tmp_path / "config.json").write_text("{}")

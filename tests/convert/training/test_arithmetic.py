@@ -75,13 +75,12 @@ def test_the_faster_arithmetic_is_measured_and_taken_only_for_weights_stored_in_
 
 
 def test_a_resumed_run_uses_the_arithmetic_that_was_measured_first(
-    tiny_family, tmp_path, monkeypatch, capsys
+    tiny_family, tmp_path, monkeypatch
 ):
     plan = plan_of(in_bfloat16(tiny_family("llama"), tmp_path / "llama"), quiet=False)
     for speed in (4.0, 0.5):
         monkeypatch.setattr(device, "measure_bfloat16_speedup", lambda *shape, speed=speed: speed)
         assert open_source_stream(plan, tmp_path).autocast == torch.bfloat16
-    assert capsys.readouterr().err.count("calibration passes and training in bfloat16") == 2
     assert (
         open_source_stream(
             replace(plan, request=replace(plan.request, precision="float32")), tmp_path / "llama"
