@@ -367,8 +367,8 @@ def _scores(*arguments: Any) -> AttentionScores:
     schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)",
 )
 def _operator(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The result, and the weights of all blocks for the backward pass (empty if they will be
-    recomputed).
+    """The attention output, and the weights of all blocks saved for the backward pass (empty if it
+    recomputes them).
     """
     # pages that no block writes are never touched and take no memory
     kept = _allocate_kept(*arguments)

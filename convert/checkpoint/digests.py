@@ -90,7 +90,10 @@ def recorded_hashes(record: Mapping[str, Any]) -> tuple[dict[str, str], dict[str
     """
     files = record.get("files", {})
     if not isinstance(files, dict) or not all(isinstance(value, str) for value in files.values()):
-        raise InputError(f"{RECORD}: files must map names to hashes, not be {shorten(files)}")
+        raise InputError(
+            f"{RECORD}: the entry 'files' must map file names to hashes, not be {shorten(files)};"
+            " convert or download the checkpoint again"
+        )
     entries = record.get("tensors")
     tensors = {
         name: str(entry["sha256"])

@@ -40,7 +40,7 @@ def _rise(context: click.Context, option: click.Parameter, value: str) -> float:
         if value.isascii() and 0 < (rise := float(value)) < 1:
             return rise
     raise option_error(
-        "within", value, "must be a number above 0 and below 1; 0.01 accepts a rise of 1 %"
+        "within", value, "must be a number above 0 and below 1; 0.01 accepts 1 % more perplexity"
     )
 
 

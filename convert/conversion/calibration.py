@@ -147,7 +147,10 @@ def _write_sequences(
     turns = turns_of(tokenizer, plan.checkpoint.origin)
     check_vocabulary(torch.tensor(turns.start), plan.geometry.vocabulary, plan.checkpoint.origin)
     if request.length <= len(turns.start):
-        rule = f"must exceed {len(turns.start)}, the length of every text's prefix; raise it"
+        rule = (
+            f"must exceed {len(turns.start)}, the tokens that begin every text that the model"
+            " writes; raise it"
+        )
         raise option_error("seq_len", request.length, rule)
     if saved.is_file():
         return cast(Tensor, torch.load(saved, weights_only=True))

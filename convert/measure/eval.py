@@ -245,7 +245,7 @@ def draw_documents(request: EvalRequest, source: Checkpoint, tokenizer: Any) -> 
     prefix = torch.tensor(prefix_tokens(tokenizer), dtype=torch.int64)
     shortest = max(2, len(prefix) + 1)
     if lengths[-1] < shortest:
-        rule = f"must be at least {shortest} for a loss to measure"
+        rule = f"must be at least {shortest} tokens, so that there is one to predict"
         raise option_error("lengths", lengths[-1], rule)
     corpus = open_corpus(request.text, tokenizer, 0, "held_out", "text")
     bodies, _ = corpus.documents(lengths[-1] * samples * _BYTES_PER_TOKEN)
@@ -301,7 +301,9 @@ def draw_questions(
         room = length - len(prefix) - len(needle) - len(ending)
         if room < 1:
             raise option_error(
-                "lengths", length, "is too short to hide a sentence; use more tokens"
+                "lengths",
+                length,
+                "is too short for the sentence to find and its question; use more tokens",
             )
         start = random.randrange(max(1, len(filler) - room))
         repeats = -(-(start + room) // len(filler))
@@ -450,8 +452,8 @@ def run_harness(model: Any, tokenizer: Any, request: EvalRequest) -> Scores:
 
 
 def score_documents(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> Scores:
-    """The values of every metric, in the order of the documents; the harness's pairs of
-    log-likelihood and length become losses per word or byte.
+    """One value per document for every metric; log-likelihoods of lm-evaluation-harness become
+    losses per word or byte.
     """
     scores: dict[tuple[str, str], list[float]] = {}
     for task, documents in samples.items():

@@ -155,7 +155,7 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The results of a sweep, with ``rows`` in the requested order, after ``seconds`` in all."""
+    """The results of a sweep: ``rows`` in the requested order, measured in ``seconds`` in total."""
 
     source: SweepSource
     rows: tuple[SweepRow, ...]

@@ -159,7 +159,7 @@ class WeightMap:
         return problems
 
     def check_fits(self, checkpoint: Checkpoint) -> None:
-        """Raise InputError with the misfits of a checkpoint's tensors, if there are any."""
+        """Raise InputError listing the checkpoint's tensors that do not match the stock model."""
         if problems := self.misfits(checkpoint.tensors):
             raise InputError(
                 f"{checkpoint.origin}: its tensors do not match its config.json", problems

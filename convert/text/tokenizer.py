@@ -23,8 +23,8 @@ _BLOCKS = 8  # at once
 def load_tokenizer(
     checkpoint: Checkpoint, trust_remote_code: bool, purpose: str, otherwise: str = ""
 ) -> Any:
-    """Load the tokenizer. The InputError says that ``purpose`` needs it, and ``otherwise``, what to
-    do without it.
+    """Load the tokenizer. If that fails, the InputError names ``purpose``, what needs it, and
+    ``otherwise``, what to do instead.
     """
     from transformers import AutoTokenizer
 

@@ -57,7 +57,8 @@ class CalibrationTokens:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """The sequences drawn from one text, all int32; ``rendered`` is True if it has dialogues.
+    """The sequences drawn from one text, all int32; ``rendered`` is True if the text has dialogues,
+    which the chat template renders.
 
     ``share`` is that of the text as the option spells it, such as ``:3``, possibly empty.
     """

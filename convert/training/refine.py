@@ -142,8 +142,8 @@ def decay(steps: int | str, step: int, errors: Sequence[float]) -> float:
 
 
 class LayerTask(TrainingTask):
-    """The attention of one open converted layer, trained on ``training`` at a learning rate
-    multiplied by ``slower``.
+    """Trains the attention of one open converted layer on the sequences ``training``; ``slower``
+    is a factor of the learning rate.
 
     Loading its weights is differentiable with respect to the masters.
     """

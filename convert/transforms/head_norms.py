@@ -140,8 +140,8 @@ def linearize_heads(
 def divide_heads(
     weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False
 ) -> tuple[AttentionWeights, Tensor]:
-    """Like `linearize_heads`, but divide keys by one number per head; return the layer and these
-    numbers ``[G]``.
+    """Replace norms by linear maps as `linearize_heads` does, but divide the keys of each head by
+    one constant; also return these constants ``[G]``.
 
     The keys, which must have a norm, are exact up to one factor per token and head.
     """

@@ -74,7 +74,7 @@ def head_moments(rows: Tensor, moment: Tensor) -> Tensor:
 
 
 def output_metric(output: Tensor, kv_heads: int) -> Tensor:
-    """``M [G, D, D]`` from ``W_o [E, H, D]``: the squared length of the output per value.
+    """The matrix ``M_g [D, D]`` of every KV head, ``[G, D, D]``, from ``W_o [E, H, D]``.
 
     ``d^T M_g d`` is the squared output change if KV head ``g``'s values change by ``d``, summed
     over its query heads.
@@ -121,10 +121,11 @@ def damped_solve(gram: Tensor, residual: Tensor, damping: float) -> Tensor:
 
 
 def fit_output(present: Tensor, gram: Tensor, missing: Tensor) -> Tensor:
-    """``W [E, n]`` that minimizes ``E|target - W z|^2 + OUTPUT_RIDGE e |W - present|^2``.
+    """The output projection ``W [E, n]`` by ridge regression, pulled toward ``present``.
 
-    ``gram [n, n] = E[z z^T]`` and ``missing [E, n] = E[(target - present z) z^T]``, float64; ``e``
-    is the mean energy of the dims of ``z``. The solution is
+    It minimizes ``E|target - W z|^2 + OUTPUT_RIDGE e |W - present|^2`` for the results ``z`` of the
+    heads. ``gram [n, n] = E[z z^T]`` and ``missing [E, n] = E[(target - present z) z^T]``, both
+    float64; ``e`` is the mean energy of the dims of ``z``. The solution is
 
         W = present + missing (gram + OUTPUT_RIDGE e I)^-1
     """

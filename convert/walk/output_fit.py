@@ -53,8 +53,8 @@ UNCHANGED = AttentionUpdate()
 
 
 def token_weights(*residuals: Tensor) -> Tensor:
-    """One over the RMS of each token's residual ``[..., E]``, as ``[..., 1]``; the largest RMS if
-    there are several.
+    """One over the RMS of each token's residual ``[..., E]``, as ``[..., 1]``; of several residuals
+    the one with the largest RMS counts.
     """
     square = torch.stack([residual.square().mean(-1, keepdim=True) for residual in residuals]).amax(
         0

@@ -203,8 +203,8 @@ class Student:
         )
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the current computed tensors by ``tensors`` of one layer, named and shaped as in
-        the converted files.
+        """Use ``tensors``, named and shaped as in the converted files, as one converted layer,
+        instead of those of the previous `put`.
         """
         self._put = tensors
 

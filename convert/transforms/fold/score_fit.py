@@ -64,8 +64,8 @@ SCORES = Scores()
 
 
 def principal_keys(group: GroupMoments) -> SharedHead:
-    """The result of `share_keys` for ``group``, with one map per query head: the starting point of
-    `fit_scores`.
+    """The closed-form shared key of ``group`` (`share_keys`), its map repeated for every query
+    head; `fit_scores` starts from it.
     """
     member_queries = torch.unflatten(group.queries, 0, (len(group.keys), -1)).sum(1)
     return share_keys(group.keys, member_queries, group.pairs).repeat_decode(group.readers)

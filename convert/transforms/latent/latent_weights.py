@@ -58,7 +58,8 @@ def linear_layer(
 
 @dataclass(frozen=True)
 class KeptNorms(Tensors):
-    """Norms on queries and keys around a latent that contains the keys before normalization.
+    """The source's norms on queries and keys, kept in an MLA layer: its latent encodes the keys
+    before their norm.
 
     Let ``n_h = q_norm(q_h x + q_bias_h)``, and ``d_g`` the divisor of ``k_norm`` for ``k_g x +
     k_bias_g``. Then
