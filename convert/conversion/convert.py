@@ -67,9 +67,9 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
                 with stages("reading the text and the model"):
                     calibration = load_source_and_text(plan, folder, stages)
             if request.to == "mla":
-                from kvfold.convert.conversion.splits import choose_layout
+                from kvfold.convert.conversion.splits import choose_slots_and_split
 
-                plan, notes = choose_layout(plan, calibration, folder, stages)
+                plan, notes = choose_slots_and_split(plan, calibration, folder, stages)
             journal = Journal(folder, plan)
             with output.open_writer(plan, journal, stages) as writer:
                 drift = _convert_layers(plan, calibration, journal, writer, stages)

@@ -7,7 +7,7 @@ The limits are those of SmolLM2-135M-Instruct in ``recipes/results/real_models.j
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvfold.convert.conversion.memory import free_bytes, needs_of
+from kvfold.convert.conversion.memory import estimate_needs, free_bytes
 from kvfold.convert.conversion.plan import Plan, possible_kv_heads
 from kvfold.convert.formatting import parse_tokens
 from kvfold.convert.options import format_argv
@@ -122,7 +122,7 @@ def _polish_longer(plan: Plan, request: ConvertRequest) -> ConvertRequest | None
     if polished >= (parse_tokens(effort["polish"]) or 0):
         return None
     free = free_bytes(plan)
-    needed = needs_of(replace(plan, request=replace(plan.request, **effort))).memory
+    needed = estimate_needs(replace(plan, request=replace(plan.request, **effort))).memory
     return None if free is not None and needed > free else replace(request, **effort)
 
 

@@ -58,7 +58,7 @@ class Needs:
     disk: int
 
 
-def needs_of(plan: Plan) -> Needs:
+def estimate_needs(plan: Plan) -> Needs:
     """Estimate the needs of each process: an upper bound, up to 2 x the measured peak for small
     models.
 
@@ -157,7 +157,7 @@ def check_memory(plan: Plan) -> None:
         otherwise = "use only --refine, which loads one layer at a time"
     else:
         return
-    needed = needs_of(plan).memory
+    needed = estimate_needs(plan).memory
     free = free_bytes(plan)
     if free is not None and needed > free:
         raise InputError(

@@ -22,7 +22,7 @@ from kvfold.convert.checkpoint.members import RECORD, dump, read_member
 from kvfold.convert.checkpoint.writer import ShardWriter, write_index
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, can_resume, finished_layers, forget
-from kvfold.convert.conversion.memory import needs_of
+from kvfold.convert.conversion.memory import estimate_needs
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import make_record
 from kvfold.convert.errors import InputError
@@ -53,7 +53,7 @@ def open_output(plan: Plan) -> Iterator[Path]:
                 fresh=request.fresh,
             )
             folder = stack.enter_context(opened)
-            needs = needs_of(plan)
+            needs = estimate_needs(plan)
             free_space_check(folder, needs.disk + needs.scratch)
             return folder
 

@@ -134,7 +134,7 @@ def plan_mla(
 ) -> Plan:
     """Plan an MLA conversion with the split ``spec`` and each layer's rotary ``slots``.
 
-    Without slots, which are chosen once weights or text are read (`splits.choose_layout`), the
+    Without slots, which `splits.choose_slots_and_split` chooses once weights or text are read, the
     config of the plan lacks the rotary frequencies.
     """
     dtype = None if request.dtype == "auto" else request.dtype

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfold.convert.conversion.judgment import judge
-from kvfold.convert.conversion.memory import free_disk, needs_of
+from kvfold.convert.conversion.memory import estimate_needs, free_disk
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import make_record
 from kvfold.convert.conversion.summary import (
@@ -69,7 +69,7 @@ class Conversion:
         """
         plan = self.plan
         if self.written is None:
-            needs = needs_of(plan)
+            needs = estimate_needs(plan)
             facts = {
                 "out": None,
                 "dry_run": True,

@@ -77,7 +77,7 @@ class Trial:
         return values if self.refined_kl is None else {**values, "refined_kl": self.refined_kl}
 
 
-def choose_layout(
+def choose_slots_and_split(
     plan: Plan, calibration: Calibration | None, scratch: Path, stages: Stages
 ) -> tuple[Plan, dict[str, Any]]:
     """Choose the rotary slots of an MLA result, and the split of a budget by measured drift.

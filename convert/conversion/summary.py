@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvfold.attention.drift.metrics import format_metrics, format_saving
 from kvfold.convert import processes
 from kvfold.convert.conversion.judgment import judge_with_doubt, next_command
-from kvfold.convert.conversion.memory import free_bytes, free_disk, needs_of, writes_text
+from kvfold.convert.conversion.memory import estimate_needs, free_bytes, free_disk, writes_text
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import text_name
 from kvfold.convert.errors import escape_text
@@ -112,7 +112,7 @@ def summarize_plan(plan: Plan) -> str:
     """The text on the terminal after ``--dry-run``: the tensors to compute, the text and training,
     and the memory and disk space needed.
     """
-    needs = needs_of(plan)
+    needs = estimate_needs(plan)
     room = needs.disk + needs.scratch
     per_process = " per process" if processes.world_size() > 1 else ""
     computed = sum(map(len, plan.layout.computed))

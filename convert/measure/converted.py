@@ -42,7 +42,7 @@ _OPTIONAL = {
 _LATENT = "model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight"
 
 
-def check_latent(
+def check_mla_config(
     config: Mapping[str, Any], checkpoint: Checkpoint, in_files: Callable[[str], str]
 ) -> None:
     """Raise InputError for invalid values in an MLA model's ``config``, or for sizes that the

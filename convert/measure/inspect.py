@@ -24,7 +24,7 @@ from kvfold.convert.families.family import (
 )
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.rotary import rope_table
-from kvfold.convert.measure.converted import check_latent, converted_model
+from kvfold.convert.measure.converted import check_mla_config, converted_model
 from kvfold.convert.targets.engines import (
     ServedModel,
     Support,
@@ -205,7 +205,7 @@ def _inspect_latent(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Inspec
     ``config`` is that of the language model, which may be inside a wrapper.
     """
     wrapped = names_in_files(checkpoint.tensors).wrapped if config is not checkpoint.config else str
-    check_latent(config, checkpoint, wrapped)
+    check_mla_config(config, checkpoint, wrapped)
     layers = config["num_hidden_layers"]
     biased = bool(config.get("attention_bias"))
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -247,7 +247,9 @@ def alternate(
     )
     # Rows in principal units keep the systems well conditioned without changing what heads read.
     for _ in range(ALS_ROUNDS):
-        factors = _principal(problem, _solve_rows(problem, _solve_readings(problem, factors)))
+        factors = _normalize_factors(
+            problem, _solve_rows(problem, _solve_readings(problem, factors))
+        )
     return _solve_readings(problem, factors)
 
 
@@ -347,7 +349,7 @@ def _solve_rows(problem: LatentProblem, factors: LatentFactors) -> LatentFactors
     return replace(factors, rows=torch.cat([linear, factors.rows[:, -1:]], 1))
 
 
-def _principal(problem: LatentProblem, factors: LatentFactors) -> LatentFactors:
+def _normalize_factors(problem: LatentProblem, factors: LatentFactors) -> LatentFactors:
     """The same factors with rotary pairs at unit energy and uncorrelated latent channels, scaled by
     their importance.
     """
@@ -366,13 +368,13 @@ def _principal(problem: LatentProblem, factors: LatentFactors) -> LatentFactors:
     # [R, R]: the squared output per error of the latent, through values and through keys.
     through_values = (factors.values.mT @ problem.value_weight @ factors.values).sum(0)
     importance = (keys.mT @ problem.query_weight @ keys).sum(0) + through_values
-    forth, back = _principal_units(moment, importance)
+    forth, back = _normalize_channels(moment, importance)
     reading = [factors.reading[..., :-rank] * unit, keys @ back]
     rows = torch.cat([rotary / unit[:, None], forth @ latent])
     return LatentFactors(rows, torch.cat(reading, -1), factors.values @ back)
 
 
-def _principal_units(moment: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
+def _normalize_channels(moment: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
     """``forth [R, R]`` to uncorrelated channels, sized by importance, of total energy one; and its
     inverse ``back``.
     """

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
 from kvfold.convert.conversion import memory
-from kvfold.convert.conversion.memory import needs_of
+from kvfold.convert.conversion.memory import estimate_needs
 from kvfold.convert.conversion.plan import checkpoint_from_config, make_plan
 
 FOLD = {"to": "gqa", "kv_heads": 8}
@@ -53,7 +53,7 @@ def test_a_config_alone_is_enough_for_a_dry_run(config_only, target, kind, eleme
 
 def needs(folder, **options):
     request = ConvertRequest(model=folder, out="OUT", **{**FOLD, **options})
-    return needs_of(make_plan(request, checkpoint_from_config(request)))
+    return estimate_needs(make_plan(request, checkpoint_from_config(request)))
 
 
 def test_hidden_states_are_in_memory_and_trials_on_disk(config_only, monkeypatch):
