@@ -99,14 +99,14 @@ def _convert_and_measure(folder: Path) -> list[dict[str, Any]]:
     for name, options in CONVERSIONS.items():
         print(f"kvfold convert MODEL {name} {' '.join(format_argv(options))}", flush=True)
         request = ConvertRequest(model=str(model), out=str(folder / name), quiet=True, **options)
-        layout = convert_checkpoint(request).plan.layout
-        label = f"{layout.kind}, {request.resolved_method}"
+        output = convert_checkpoint(request).plan.output
+        label = f"{output.kind}, {request.resolved_method}"
         if request.layout:
             label += f", layout {request.layout}"
         rows.append(
             {
                 "target": label,
-                "cache_elements": layout.cache_elements,
+                "cache_elements": output.cache_elements,
                 "perplexity": checkpoint_perplexity(folder / name, tokens),
             }
         )

@@ -52,7 +52,7 @@ def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None
         "record": record,
         "drift": drift,
         "name": plan.checkpoint.origin,
-        "kind": plan.layout.kind,
+        "kind": plan.output.kind,
         "source": source,
         "beside": " (whose folder must be next to this one)" if "../" in source else "",
         "figures": [],
@@ -63,7 +63,7 @@ def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None
         ],
         "experts": plan.result.experts,
         "loader": "Mistral4ForCausalLM" if plan.result.experts else "AutoModelForCausalLM",
-        "code": None if plan.layout.code is None else plan.layout.code.rpartition(".")[2],
+        "code": None if plan.output.code is None else plan.output.code.rpartition(".")[2],
         "latent": latent,
         "split": latent and f"{latent.kv_rank}+{latent.rope_dim}",
         # The table of engines says under which conditions they serve it. transformers needs no

@@ -125,7 +125,7 @@ def _convert_layers(
         # Each process converts the layers that it writes.
         for index in stages.over("convert", journal.pending, count, "layer"):
             weights = layers.fit_layer(plan, index).weights
-            writer.write(plan.layout.encode(index, weights))
+            writer.write(plan.output.encode(index, weights))
         return None
     from kvfold.convert.conversion.measurement import measure_walk
 

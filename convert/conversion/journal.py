@@ -42,7 +42,7 @@ class Journal:
     def __init__(self, folder: Path, plan: Plan) -> None:
         self.folder = folder
         self._shards = plan.shards
-        self._computed = plan.layout.computed
+        self._computed = plan.output.computed
         self._places = tensor_places(plan.shards)
         # Only a calibrated run is resumed, and the settings need torch, which others import once
         # bytes are copied.

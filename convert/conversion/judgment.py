@@ -104,7 +104,7 @@ def larger_target(plan: Plan) -> dict[str, Any] | None:
         *propose_kernel_splits(plan.model),
     ]
     sizes = [target.kv_rank + target.rope_dim for target in targets]
-    larger = [size for size in sizes if size > plan.layout.cache_elements]
+    larger = [size for size in sizes if size > plan.output.cache_elements]
     if not larger:
         return None
     options: dict[str, Any] = {"budget": min(larger), "kv_rank": None, "rope_dim": None}

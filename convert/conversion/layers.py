@@ -16,7 +16,7 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.layer_io import layer_rotary, read_layer
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.rotary import rope_table
+from kvfold.convert.families.rotary import rope_parameters
 from kvfold.convert.methods.registry import (
     DEFAULT_OBJECTIVE,
     ConvertedLayer,
@@ -69,7 +69,7 @@ def open_student(plan: Plan, calibration: "Calibration") -> "Student":
     """The converted model of ``plan``, before its checkpoint is complete."""
     from kvfold.convert.walk.walk import Student
 
-    return Student(calibration.source, plan.layout, recast=plan.request.dtype != "auto")
+    return Student(calibration.source, plan.output, recast=plan.request.dtype != "auto")
 
 
 def convert_layer(
@@ -87,7 +87,7 @@ def convert_layer(
     weights = layer.weights
     if plan.method.reads_text:
         weights, _ = refit_output(step, weights, attention_update(plan))
-    tensors = plan.layout.encode(step.index, weights)
+    tensors = plan.output.encode(step.index, weights)
     if not refine:
         return tensors, dict(layer.notes)
     from kvfold.convert.training.refine import refine_layer
@@ -195,7 +195,7 @@ def fold_rotary(plan: Plan, layer: int) -> Rotary:
         # texts.
         model = plan.model
         kind = model.layers[layer].type
-        table = {**rope_table(model.values, kind), "rope_type": "default"}
+        table = {**rope_parameters(model.values, kind), "rope_type": "default"}
         tables = {kind: table} if kind in (model.family.rotary.by_type or {}) else table
         plain = Model(
             model.family, {**model.config, "rope_scaling": None, "rope_parameters": tables}
@@ -210,7 +210,7 @@ def refinement_of(plan: Plan, steps: int | str) -> "Refinement":
     from kvfold.convert.training.refine import Refinement
 
     update = attention_update(plan)
-    if plan.latent is None or plan.layout.code is not None:
+    if plan.latent is None or plan.output.code is not None:
         return Refinement(steps, plan.request.seed, update, update)
     # DeepSeek's layers add their attention as it is: scales and norms of the source are in its
     # weights.

@@ -69,9 +69,9 @@ def estimate_needs(plan: Plan) -> Needs:
     """
     request = plan.request
     shape = plan.geometry
-    headers = 3 * sum(len(tensor.name) + 120 for tensor in plan.layout.tensors)
+    headers = 3 * sum(len(tensor.name) + 120 for tensor in plan.output.tensors)
     extra = sum(path.stat().st_size for path in plan.checkpoint.extra_files())
-    disk = sum(tensor.nbytes for tensor in plan.layout.tensors) + headers + extra + _SLACK
+    disk = sum(tensor.nbytes for tensor in plan.output.tensors) + headers + extra + _SLACK
     width = shape.model_dim
     latent = request.to == "mla"
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * width
@@ -120,8 +120,8 @@ def _whole_model(plan: Plan) -> int:
         model = sum(prod(tensor.shape) for tensor in plan.model.tensors.values())
         held = _FLOAT * (model + cached * max(1, SELF_TOKENS // request.length))
     if request.polish:
-        computed = {name for names in plan.layout.computed for name in names}
-        sizes = {tensor.name: prod(tensor.shape) for tensor in plan.layout.tensors}
+        computed = {name for names in plan.output.computed for name in names}
+        sizes = {tensor.name: prod(tensor.shape) for tensor in plan.output.tensors}
         trained = sum(size for name, size in sizes.items() if name in computed)
         model = _FLOAT * (sum(sizes.values()) - trained) + _MASTER * trained
         activations = (

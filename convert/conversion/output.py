@@ -100,7 +100,7 @@ def open_writer(plan: Plan, journal: Journal, stages: Stages) -> Iterator[ShardW
 def write_config(plan: Plan, folder: Path) -> None:
     """Write what loading the weights in ``folder`` needs."""
     write_index(folder, plan.shards)
-    write_file(folder / "config.json", dump(plan.layout.config))
+    write_file(folder / "config.json", dump(plan.output.config))
 
 
 def complete_output(
@@ -123,7 +123,7 @@ def complete_output(
         name = path.relative_to(plan.checkpoint.folder)
         (folder / name).parent.mkdir(exist_ok=True)
         write_file(folder / name, read_member(plan.checkpoint.folder, str(name)))
-    if plan.layout.code is not None and (spec := find_spec(plan.layout.code)) is not None:
+    if plan.output.code is not None and (spec := find_spec(plan.output.code)) is not None:
         code = Path(str(spec.origin))
         write_file(folder / code.name, code.read_bytes())
     entries: dict[str, Any] = {}

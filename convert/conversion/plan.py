@@ -31,16 +31,12 @@ from kvfold.convert.targets.engines import (
     propose_alternatives,
     support_for,
 )
-from kvfold.convert.targets.mla.layout import latent_layout, padding
+from kvfold.convert.targets.mla.layout import padding, plan_stock_mla
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.mla.spec import MlaSpec, cached_divisors
-from kvfold.convert.targets.own_code import needs_own_code, own_folded_layout, own_latent_layout
-from kvfold.convert.targets.same_family import (
-    OutputLayout,
-    attention_label,
-    cache_elements,
-    folded_layout,
-)
+from kvfold.convert.targets.output_checkpoint import OutputCheckpoint
+from kvfold.convert.targets.own_code import needs_own_code, plan_own_fold, plan_own_mla
+from kvfold.convert.targets.same_family import attention_label, cache_elements, plan_stock_fold
 
 if TYPE_CHECKING:
     from kvfold.convert.transforms.latent.slots import Slots
@@ -54,7 +50,7 @@ class Plan:
     checkpoint: the source.
     model: the source's family with its config.
     geometry: the source's sizes.
-    layout: the config and the tensors of the output, and how layers are encoded.
+    output: the config and the tensors of the output, and how layers are encoded.
     latent: the split for an MLA target, otherwise None.
     reads: the names of the source tensors that each layer's method reads.
     shards: the output's weight files.
@@ -71,7 +67,7 @@ class Plan:
     checkpoint: Checkpoint
     model: Model
     geometry: Geometry
-    layout: OutputLayout
+    output: OutputCheckpoint
     latent: MlaSpec | None
     reads: tuple[tuple[str, ...], ...]
     shards: tuple[Shard, ...]
@@ -122,7 +118,7 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
     plan = plan_mla(request, checkpoint, model, mla_specs(request, model)[-1], ())
     if request.budget is None:
         return plan
-    return replace(plan, layout=replace(plan.layout, kind="MLA, split by measured drift"))
+    return replace(plan, output=replace(plan.output, kind="MLA, split by measured drift"))
 
 
 def plan_mla(
@@ -141,18 +137,18 @@ def plan_mla(
     layers = range(model.geometry.layers)
     frequencies = [layer.theta.tolist() for layer in slots]
     if spec.layout == "kvfold":
-        layout = own_latent_layout(model, checkpoint, spec, frequencies, dtype)
+        output = plan_own_mla(model, checkpoint, spec, frequencies, dtype)
         reads = tuple(model.attention_names(layer) for layer in layers)
     else:
         # A stock class has one set of frequencies for all layers.
         shared = frequencies[0] if frequencies else None
-        layout = latent_layout(model, checkpoint, spec, shared, dtype)
+        output = plan_stock_mla(model, checkpoint, spec, shared, dtype)
         # It stores gate and up separately, so a tensor that combines both is split.
         reads = tuple(
             model.attention_names(layer) + model.names.get(("gate_up", layer), ())
             for layer in layers
         )
-    return _complete(request, checkpoint, model, layout, reads, spec, slots)
+    return _complete(request, checkpoint, model, output, reads, spec, slots)
 
 
 def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
@@ -176,42 +172,42 @@ def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
         ("k", "v") if method.pools and not request.calibrated and not own_code else ROLES
     )
     if own_code:
-        layout = own_folded_layout(model, checkpoint, kv_heads, dtype)
+        output = plan_own_fold(model, checkpoint, kv_heads, dtype)
     else:
-        layout = folded_layout(model, checkpoint, kv_heads, roles=roles, dtype=dtype)
+        output = plan_stock_fold(model, checkpoint, kv_heads, roles=roles, dtype=dtype)
     reads = tuple(model.attention_names(layer, roles) for layer in range(model.geometry.layers))
-    return _complete(request, checkpoint, model, layout, reads)
+    return _complete(request, checkpoint, model, output, reads)
 
 
 def _complete(
     request: ConvertRequest,
     checkpoint: Checkpoint,
     model: Model,
-    layout: OutputLayout,
+    output: OutputCheckpoint,
     reads: tuple[tuple[str, ...], ...],
     latent: MlaSpec | None = None,
     slots: "Sequence[Slots]" = (),
 ) -> Plan:
-    """Complete the plan for ``layout``."""
+    """Complete the plan for ``output``."""
     result = (
         describe_fold(model, request.kv_heads or 1)
         if latent is None
         else describe_mla(model, latent)
     )
-    shards = tuple(assign_shards(layout.tensors, request.shard_bytes))
+    shards = tuple(assign_shards(output.tensors, request.shard_bytes))
     return Plan(
         request=request,
         checkpoint=checkpoint,
         model=model,
         geometry=model.geometry,
-        layout=layout,
+        output=output,
         latent=latent,
         reads=reads,
         shards=shards,
         own_shards=tuple(shards[number] for number in processes.shard_range(len(shards))),
         source_kind=attention_label(model.geometry.heads, model.geometry.kv_heads),
         cache_elements=cache_elements(model.geometry),
-        padding=0 if latent is None or layout.code is not None else padding(model, latent),
+        padding=0 if latent is None or output.code is not None else padding(model, latent),
         result=result,
         engines=support_for(result, propose_alternatives(model, latent)),
         slots=slots,

@@ -48,8 +48,8 @@ def polish_checkpoint(
         task = ModelTask(
             written.config,
             written.read,
-            {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.layout.tensors},
-            [name for names in plan.layout.computed for name in names],
+            {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.output.tensors},
+            [name for names in plan.output.computed for name in names],
             TrainingText(source, tokens.training),
             held_out,
             steps,
@@ -113,7 +113,7 @@ def _replace_tensors(
     if result.tensors:
         mark_polished(folder)
         # Every tensor counts as written: the trained ones are replaced in the files that are there.
-        writer = ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.layout.tensors])
+        writer = ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.output.tensors])
         writer.write(result.tensors)
         writer.sync()
     record = {

@@ -40,10 +40,10 @@ def make_record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[s
             "name": plan.checkpoint.origin,
             **hashed,
         },
-        "attention": {"from": plan.source_kind, "to": plan.layout.kind},
+        "attention": {"from": plan.source_kind, "to": plan.output.kind},
         "cache_elements": {
             "from": plan.cache_elements,
-            "to": plan.layout.cache_elements,
+            "to": plan.output.cache_elements,
         },
         "cache_elements_per_rank": {
             "from": describe_fold(plan.model).per_rank(),
@@ -52,7 +52,7 @@ def make_record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[s
         "engines": [asdict(verdict) for verdict in plan.engines],
         **({"padding_parameters": plan.padding} if plan.padding else {}),
         **measured,
-        "tensors": {tensor.name: origins[tensor.name] for tensor in plan.layout.tensors},
+        "tensors": {tensor.name: origins[tensor.name] for tensor in plan.output.tensors},
     }
 
 
@@ -61,7 +61,7 @@ def _origins(plan: Plan) -> dict[str, dict[str, Any]]:
     tensors.
     """
     origins: dict[str, dict[str, Any]] = {}
-    for tensor in plan.layout.tensors:
+    for tensor in plan.output.tensors:
         if tensor.source is not None:
             infos = [plan.checkpoint.tensors[name] for name in tensor.sources]
             changed = any(tensor.dtype != info.dtype for info in infos)
@@ -71,7 +71,7 @@ def _origins(plan: Plan) -> dict[str, dict[str, Any]]:
                 "from": list(tensor.sources),
             }
     # A computed tensor is from all that the transform of its layer reads.
-    for computed, read in zip(plan.layout.computed, plan.reads, strict=True):
+    for computed, read in zip(plan.output.computed, plan.reads, strict=True):
         origins |= {
             name: {"origin": plan.request.resolved_method, "from": list(read)} for name in computed
         }

@@ -45,12 +45,12 @@ class Conversion:
     @property
     def attention(self) -> Change:
         """The kinds of attention, such as MHA and GQA-4."""
-        return Change(self.plan.source_kind, self.plan.layout.kind)
+        return Change(self.plan.source_kind, self.plan.output.kind)
 
     @property
     def cache_elements(self) -> Change:
         """The KV-cache elements per token per layer."""
-        return Change(self.plan.cache_elements, self.plan.layout.cache_elements)
+        return Change(self.plan.cache_elements, self.plan.output.cache_elements)
 
     @property
     def verdict(self) -> str | None:
@@ -87,7 +87,7 @@ class Conversion:
             facts = {
                 "out": str(self.written),
                 "seconds": self.seconds,
-                "weight_bytes": sum(tensor.nbytes for tensor in plan.layout.tensors),
+                "weight_bytes": sum(tensor.nbytes for tensor in plan.output.tensors),
                 "verdict": self.verdict,
                 **self.record,
             }

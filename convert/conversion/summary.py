@@ -73,7 +73,7 @@ def summarize_conversion(
     seconds: float,
 ) -> str:
     """The text on the terminal after a conversion."""
-    size = format_bytes(sum(tensor.nbytes for tensor in plan.layout.tensors))
+    size = format_bytes(sum(tensor.nbytes for tensor in plan.output.tensors))
     rows = [
         ("made", f"{describe_conversion(plan)} in {written}: {size}, {format_duration(seconds)}"),
         ("cache", describe_cache(plan)),
@@ -89,13 +89,13 @@ def summarize_conversion(
 
 def describe_conversion(plan: Plan) -> str:
     """The source, and the kinds of attention before and after: ``demo, MHA -> MQA``."""
-    return f"{plan.checkpoint.origin}, {plan.source_kind} -> {plan.layout.kind}"
+    return f"{plan.checkpoint.origin}, {plan.source_kind} -> {plan.output.kind}"
 
 
 def describe_cache(plan: Plan) -> str:
     """The size of the cache before and after, and the saving."""
     before = plan.cache_elements
-    after = plan.layout.cache_elements
+    after = plan.output.cache_elements
     return f"{before} -> {after} elements per token per layer, {format_saving(before, after)}"
 
 
@@ -115,8 +115,8 @@ def summarize_plan(plan: Plan) -> str:
     needs = estimate_needs(plan)
     room = needs.disk + needs.scratch
     per_process = " per process" if processes.world_size() > 1 else ""
-    computed = sum(map(len, plan.layout.computed))
-    copied = len(plan.layout.tensors) - computed
+    computed = sum(map(len, plan.output.computed))
+    copied = len(plan.output.tensors) - computed
     rows = [
         ("plan", describe_conversion(plan)),
         ("cache", describe_cache(plan)),
@@ -144,8 +144,8 @@ def _describe_layer(plan: Plan) -> list[str]:
     """
     before = plan.checkpoint.tensors
     lines = []
-    for tensor in plan.layout.tensors:
-        if tensor.name in plan.layout.computed[0]:
+    for tensor in plan.output.tensors:
+        if tensor.name in plan.output.computed[0]:
             present = before.get(tensor.name)
             line = f"{tensor.name} {tensor.dtype} {list(present.shape) if present else 'new'}"
             if plan.request.budget is None:

@@ -26,7 +26,7 @@ from kvfold.convert.families.rotary import (
     Frequencies,
     frequencies,
     read_number,
-    rope_table,
+    rope_parameters,
     rotary_dims,
 )
 from kvfold.convert.families.schema import ABSENT, ROLES, Block, BlockRole, Family, Role, TensorSpec
@@ -210,7 +210,7 @@ class Model:
             if self.values.find_key(name)[1] not in (None, ABSENT):
                 self.values[name]
         for layer_type in self.family.rotary.by_type:
-            rope_table(self.values, layer_type)
+            rope_parameters(self.values, layer_type)
         _ = self.layers
 
     def tensor_problems(self, stored: Mapping[str, Any]) -> list[str]:
@@ -288,7 +288,7 @@ class Model:
                 f" {scale!r}"
             )
         growth = rotary.query_growth
-        table = {} if growth is None else rope_table(values, values["layer_type"])
+        table = {} if growth is None else rope_parameters(values, values["layer_type"])
         return AttentionLayer(
             index=index,
             type=values["layer_type"],

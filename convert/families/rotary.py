@@ -25,7 +25,7 @@ ContextRange = Literal["short", "long"]
 Frequencies = tuple[list[float], float]  # of each pair in radians per position, and the amplitude
 
 
-def rope_table(values: Values, layer_type: str | None = None) -> dict[str, Any]:
+def rope_parameters(values: Values, layer_type: str | None = None) -> dict[str, Any]:
     """The rope parameters for a layer type in the spelling of transformers 5, with ``rope_type``
     and ``rope_theta``.
 
@@ -124,7 +124,7 @@ def rotary_dims(values: Values) -> int:
     ):
         return 0
     head_dim: int = evaluate(values.family.sizes.head_dim, values)
-    table = rope_table(values)
+    table = rope_parameters(values)
     dims = head_dim
     if rotary.dims is not None:
         dims = int(evaluate(rotary.dims, values))
@@ -149,7 +149,7 @@ def frequencies(
     ``context`` must select one. Raises ``InputError`` for unknown rope types, types without fixed
     frequencies (dynamic) and invalid parameters.
     """
-    table = rope_table(values, layer_type)
+    table = rope_parameters(values, layer_type)
     dims = rotary_dims(values)
     positions = evaluate(values.family.sizes.positions, values)
     kind = table["rope_type"]

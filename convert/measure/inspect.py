@@ -23,7 +23,7 @@ from kvfold.convert.families.family import (
     text_type,
 )
 from kvfold.convert.families.model import Model, model_of
-from kvfold.convert.families.rotary import rope_table
+from kvfold.convert.families.rotary import rope_parameters
 from kvfold.convert.measure.converted import check_mla_config, converted_model
 from kvfold.convert.targets.engines import (
     ServedModel,
@@ -251,7 +251,7 @@ def _model_facts(model: Model, result: ServedModel, checkpoint: Checkpoint) -> d
     windows = [layer.window for layer in layers]
     rope = "none"
     if geometry.rotary_dims:
-        rope = rope_table(model.values, layers[0].type)["rope_type"]
+        rope = rope_parameters(model.values, layers[0].type)["rope_type"]
     return {
         "family": model.family.model_type,
         "attention": attention_label(geometry.heads, geometry.kv_heads)[:3],

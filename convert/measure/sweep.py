@@ -290,8 +290,8 @@ class _Student:
         return SweepRow(
             target=self.target,
             request=request,
-            kind=self.plan.layout.kind,
-            cache_elements=self.plan.layout.cache_elements,
+            kind=self.plan.output.kind,
+            cache_elements=self.plan.output.cache_elements,
             measured=measured,
             precision=precision,
             seconds=self.seconds + time.monotonic() - started,

@@ -22,13 +22,8 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.values import evaluate
 from kvfold.convert.targets.mla.spec import MlaSpec, cached_divisors
-from kvfold.convert.targets.same_family import (
-    FoldLayout,
-    OutputLayout,
-    attention_label,
-    cache_elements,
-    output_dtype,
-)
+from kvfold.convert.targets.output_checkpoint import OutputCheckpoint, output_dtype
+from kvfold.convert.targets.same_family import FoldCheckpoint, attention_label, cache_elements
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,9 +49,9 @@ def source_type(config: Mapping[str, Any]) -> str | None:
     return kind.removeprefix(_PREFIX) if kind.startswith(_PREFIX) else None
 
 
-def own_folded_layout(
+def plan_own_fold(
     source: Model, checkpoint: Checkpoint, kv_heads: int, dtype: str | None
-) -> OutputLayout:
+) -> OutputCheckpoint:
     """The layout of ``source`` with ``kv_heads`` key/value heads in kvfold's attention modules,
     stored as ``dtype``.
 
@@ -78,7 +73,7 @@ def own_folded_layout(
     target = grouped_model(source, kv_heads)
     names = tuple(target.attention_names(layer) for layer in range(target.geometry.layers))
     shapes = [{name: target.tensors[name].shape for name in layer} for layer in names]
-    return FoldLayout(
+    return FoldCheckpoint(
         kind=attention_label(target.geometry.heads, kv_heads),
         config=own_config(source, checkpoint, facts, dtype),
         tensors=_output_tensors(source, checkpoint, shapes, dtype),
@@ -91,7 +86,7 @@ def own_folded_layout(
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnLatentLayout(OutputLayout):
+class OwnMlaCheckpoint(OutputCheckpoint):
     """The layout of ``model`` with latent attention of ``spec`` in kvfold's modules."""
 
     model: Model
@@ -144,13 +139,13 @@ class OwnLatentLayout(OutputLayout):
         return encoded
 
 
-def own_latent_layout(
+def plan_own_mla(
     source: Model,
     checkpoint: Checkpoint,
     spec: MlaSpec,
     theta: Sequence[Sequence[float]],
     dtype: str | None,
-) -> OutputLayout:
+) -> OutputCheckpoint:
     """The layout of ``source`` with latent attention in kvfold's modules; ``theta [layers][P/2]``:
     rotary frequencies.
 
@@ -176,7 +171,7 @@ def own_latent_layout(
             "offset": norm.offset,
         }
     shapes = [latent_shapes(source, layer, spec) for layer in range(source.geometry.layers)]
-    return OwnLatentLayout(
+    return OwnMlaCheckpoint(
         kind=f"MLA {spec.kv_rank}+{spec.rope_dim}" + (f"+{divisors}" if divisors else ""),
         config=own_config(source, checkpoint, facts, dtype, theta),
         tensors=_output_tensors(source, checkpoint, shapes, dtype),

@@ -1,56 +1,23 @@
-"""The layout of an output checkpoint, known before any weight is read: config, tensors, and the
-encoding of layers; and GQA and MQA in the source's own family and class.
-"""
+"""GQA and MQA in the source's own family and class."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES
 from kvfold.convert.checkpoint.members import with_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.writer import OutputTensor
 from kvfold.convert.families.model import Geometry, Model
 from kvfold.convert.families.rotary import older_rope_keys
 from kvfold.convert.families.schema import Role
+from kvfold.convert.targets.output_checkpoint import OutputCheckpoint, output_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_STORED = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
-
 
 @dataclass(frozen=True, kw_only=True)
-class OutputLayout:
-    """The layout of the checkpoint that a conversion writes.
-
-    kind: its attention, such as ``GQA-8`` or ``MLA 512+64``
-    config: the content of config.json
-    tensors: all tensors in file order
-    computed: for each layer, the names of the tensors that the transform computes; all others are
-        copied from the source
-    cache_elements: KV-cache elements per token per layer
-    code: the module whose file is included in the checkpoint, or None if transformers' own classes
-        can load it
-    """
-
-    kind: str
-    config: dict[str, Any]
-    tensors: tuple[OutputTensor, ...]
-    computed: tuple[tuple[str, ...], ...]
-    cache_elements: int
-    code: str | None = None
-
-    def encode(self, layer: int, weights: Any) -> Mapping[str, "Tensor"]:
-        """The tensors ``computed[layer]`` by name, from the converted ``weights`` of the layer.
-
-        They may have any float dtype: the writer casts them to the planned one.
-        """
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoldLayout(OutputLayout):
+class FoldCheckpoint(OutputCheckpoint):
     """GQA or MQA, stored as ``model`` (the source with fewer key/value heads) stores its layers;
     ``roles`` are the projections that change.
     """
@@ -64,14 +31,14 @@ class FoldLayout(OutputLayout):
         return write_layer(self.model, layer, weights, self.roles)
 
 
-def folded_layout(
+def plan_stock_fold(
     source: Model,
     checkpoint: Checkpoint,
     kv_heads: int,
     *,
     roles: Collection[Role],
     dtype: str | None,
-) -> OutputLayout:
+) -> OutputCheckpoint:
     """The layout of ``source`` with ``kv_heads`` key/value heads in its own class; ``roles`` are
     the projections that change.
     """
@@ -99,7 +66,7 @@ def folded_layout(
         shape = target.tensors[name].shape if name in target.tensors else info.shape
         origin = None if name in computed else name
         tensors.append(OutputTensor(name, output_dtype(info.dtype, dtype), shape, origin))
-    return FoldLayout(
+    return FoldCheckpoint(
         kind=attention_label(target.geometry.heads, kv_heads),
         config=config,
         tensors=tuple(tensors),
@@ -108,13 +75,6 @@ def folded_layout(
         model=target,
         roles=roles,
     )
-
-
-def output_dtype(present: str, dtype: str | None) -> str:
-    """The safetensors dtype of an output tensor: ``present``, or ``dtype`` (torch's spelling) for
-    floats if given.
-    """
-    return present if dtype is None or present not in FLOAT_DTYPES else _STORED[dtype]
 
 
 def cache_elements(geometry: Geometry) -> int:

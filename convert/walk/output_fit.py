@@ -84,7 +84,7 @@ def refit_output(
     if update.norm is not None:
         return weights, None
     student = step.student
-    student.put(student.layout.encode(step.index, weights))
+    student.put(student.output.encode(step.index, weights))
     # [E, H D], with the bias, if any, as one more column, where the regressions are.
     present = weights.o.flatten(1).double()
     if weights.o_bias is not None:

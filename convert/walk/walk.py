@@ -53,7 +53,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.families.layer_io import read_layer
 from kvfold.convert.families.model import Model
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
-from kvfold.convert.targets.same_family import OutputLayout
+from kvfold.convert.targets.output_checkpoint import OutputCheckpoint
 from kvfold.convert.transforms.weights import LayerStatistics
 from kvfold.convert.walk.statistics import StatisticsAccumulator, compute_queries_and_keys
 
@@ -166,23 +166,23 @@ class Student:
     tensors of the converted checkpoint, rounded to the dtype in which they will be stored, and read
     back through the same weight map and the same stock module that will load the finished files::
 
-        transform -> layout.encode -> Student.put -> read(name), rounded -> WeightMap -> stock
+        transform -> output.encode -> Student.put -> read(name), rounded -> WeightMap -> stock
         module -> error, loss
 
     So every error, drift and loss in a walk is that of the written checkpoint, and refinement
     trains the stored weights.
 
-    ``layout`` describes the converted checkpoint. Copied tensors are read from the source, computed
+    ``output`` describes the converted checkpoint. Copied tensors are read from the source, computed
     tensors are the last ones passed to ``put``; all are rounded to the stored ``dtypes``. Copied
     tensors share memory with the source's open layer, unless ``recast`` says that the checkpoint
     will store another dtype.
     """
 
     def __init__(
-        self, source: CheckpointStream, layout: OutputLayout, recast: bool = False
+        self, source: CheckpointStream, output: OutputCheckpoint, recast: bool = False
     ) -> None:
-        self.layout = layout
-        self._planned = {tensor.name: tensor for tensor in layout.tensors}
+        self.output = output
+        self._planned = {tensor.name: tensor for tensor in output.tensors}
         self._read_source = source.read
         self._put: Mapping[str, Tensor] = {}
         self.dtypes = {name: torch_dtype(tensor.dtype) for name, tensor in self._planned.items()}
@@ -191,7 +191,7 @@ class Student:
         origins = {name: tensor.sources for name, tensor in self._planned.items() if tensor.sources}
         changed = self._planned.keys() if recast else self._planned.keys() - origins.keys()
         self.stream = CheckpointStream(
-            layout.config,
+            output.config,
             self._read,
             list(self._planned),
             source.device,
@@ -285,7 +285,7 @@ class Step:
 
     def error(self, weights: Any) -> float:
         """Return `attention_error` of transformed ``weights``, as they would be stored."""
-        return self.attention_error(self.student.layout.encode(self.index, weights))
+        return self.attention_error(self.student.output.encode(self.index, weights))
 
     @torch.no_grad()
     def attention_error(self, tensors: Mapping[str, Tensor]) -> float:

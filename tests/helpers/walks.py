@@ -73,12 +73,12 @@ class Case:
             planned.append(
                 OutputTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), copied)
             )
-        layout = SimpleNamespace(
+        output = SimpleNamespace(
             config=self.student.config.to_dict(),
             tensors=planned,
             encode=self.encode,
         )
-        return Student(source, layout)
+        return Student(source, output)
 
     def encode(self, index: int, weights: Any) -> dict[str, Tensor]:
         """The tensors of a layer; tests replace it."""

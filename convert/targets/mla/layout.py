@@ -39,7 +39,7 @@ from kvfold.convert.targets.mla.spec import (
     context_length,
     query_rank,
 )
-from kvfold.convert.targets.same_family import OutputLayout, output_dtype
+from kvfold.convert.targets.output_checkpoint import OutputCheckpoint, output_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -251,7 +251,7 @@ Shapes = dict[str, tuple[tuple[int, ...], Source]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentLayout(OutputLayout):
+class MlaCheckpoint(OutputCheckpoint):
     """MLA of ``spec`` in a stock class, for ``model``, whose files are ``checkpoint``."""
 
     model: Model
@@ -279,13 +279,13 @@ def stored_name(model: Model, checkpoint: Checkpoint, name: str) -> str:
     return name if model.tower is None else names_in_files(checkpoint.tensors).wrapped(name)
 
 
-def latent_layout(
+def plan_stock_mla(
     model: Model,
     checkpoint: Checkpoint,
     spec: MlaSpec,
     theta: Sequence[float] | None,
     dtype: str | None,
-) -> OutputLayout:
+) -> OutputCheckpoint:
     """The layout of ``model`` as MLA in a stock class; ``theta [P/2]`` are the frequencies in
     radians per position.
 
@@ -323,7 +323,7 @@ def latent_layout(
         config = {**checkpoint.config, "text_config": config}
         config = config if dtype is None else with_dtype(config, dtype)
 
-    return LatentLayout(
+    return MlaCheckpoint(
         kind=f"MLA {spec.kv_rank}+{spec.rope_dim}",
         config=config,
         tensors=tuple(tensors),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from kvfold.attention.checkpoints import SOURCES
 from kvfold.convert.families.family import WRAPPERS
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.rotary import rope_table
+from kvfold.convert.families.rotary import rope_parameters
 from kvfold.convert.families.schema import ROLES
 from kvfold.convert.targets.mla.spec import (
     KERNEL_CACHES,
@@ -157,7 +157,7 @@ def _attention_problems(model: Model) -> Iterator[str]:
         yield (
             "multiplies queries by a factor that grows with their position, but MLA layouts cannot"
         )
-    kinds = {rope_table(model.values, layer.type)["rope_type"] for layer in layers}
+    kinds = {rope_parameters(model.values, layer.type)["rope_type"] for layer in layers}
     for kind in sorted(kinds.difference(_FIXED_ROPE)):
         yield f"has rope_type {kind!r}, but MLA layouts support only {', '.join(_FIXED_ROPE)}"
 
@@ -177,7 +177,7 @@ def _stock_attention_problems(model: Model) -> Iterator[str]:
         )
     if any(layer.softcap is not None for layer in layers):
         yield "has a softcap on attention scores, but the stock MLA class has no softcap"
-    tables = [rope_table(model.values, layer.type) for layer in layers]
+    tables = [rope_parameters(model.values, layer.type) for layer in layers]
     if any(table != tables[0] for table in tables):
         yield (
             "has different rotary frequencies per layer type, but the stock MLA class has only"
@@ -188,7 +188,7 @@ def _stock_attention_problems(model: Model) -> Iterator[str]:
 def _engine_problems(model: Model) -> list[str]:
     """The model's properties that inference engines ignore or misread."""
     kind = model.family.model_type
-    rope = rope_table(model.values)["rope_type"]
+    rope = rope_parameters(model.values)["rope_type"]
     activation = model.block.activation
     checks = (
         (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvfold.convert.families.model import Model
-from kvfold.convert.families.rotary import rope_table
+from kvfold.convert.families.rotary import rope_parameters
 
 # Sizes that vLLM's MLA kernels take: cached elements R + P, and dims of a head (unrotated, rotary,
 # value).
@@ -104,7 +104,7 @@ def context_length(model: Model) -> int:
     two sets.
     """
     positions = model.geometry.positions
-    table = rope_table(model.values)
+    table = rope_parameters(model.values)
     if table["rope_type"] == "longrope" and table.get("short_factor") != table.get("long_factor"):
         return min(positions, int(table["original_max_position_embeddings"]))
     return positions

@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 from kvfold.convert.families.family import family_of, supported
 from kvfold.convert.families.layer_io import layer_rotary, read_layer
 from kvfold.convert.families.model import model_of
-from kvfold.convert.families.rotary import rope_table
+from kvfold.convert.families.rotary import rope_parameters
 
 
 def normalize(x: Tensor, kind: str, eps: float) -> Tensor:
@@ -90,7 +90,7 @@ class Decoder:
         q = placed(project(weights.q, weights.q_bias), weights.q_norm)
         k = placed(project(weights.k, weights.k_bias), weights.k_norm)
         if how.growth:
-            original = rope_table(self.model.values)["original_max_position_embeddings"]
+            original = rope_parameters(self.model.values)["original_max_position_embeddings"]
             steps = torch.floor(torch.arange(x.shape[1]) / original)
             q = q * (1 + how.growth * torch.log(1 + steps))[:, None, None]
         v = project(weights.v, weights.v_bias)

@@ -51,7 +51,7 @@ def test_a_target_is_what_its_conversion_alone_would_be(tmp_path, swept, index):
     alone = done.drift.measured
     assert replace(alone, layers=(), stretches=(), by_sequence=()) == row.measured
     assert tuple(layer.residual_propagated for layer in alone.layers) == row.distances
-    assert (done.plan.layout.kind, done.plan.layout.cache_elements) == (
+    assert (done.plan.output.kind, done.plan.output.cache_elements) == (
         row.kind,
         row.cache_elements,
     )

@@ -57,11 +57,11 @@ def first_step(plan, tokens=None):
         tokens = torch.randint(0, plan.geometry.vocabulary, (16, 24), generator=generator)
     with TemporaryDirectory() as scratch:
         source = open_source_stream(plan, Path(scratch))
-    student = Student(source, plan.layout)
+    student = Student(source, plan.output)
     walk = Walk(Teacher(source, tokens[:4], tokens[4:], keep_calibration=True), student)
     steps = iter(walk)
     step = next(steps)
-    return steps, step, plan.layout.encode(0, fit_layer(plan, 0).weights)
+    return steps, step, plan.output.encode(0, fit_layer(plan, 0).weights)
 
 
 def task_of(plan, **changes):
