@@ -36,8 +36,10 @@ REPORT = "report.html"
 STDOUT = "-"  # stands for stdout in place of a file name, as in other command-line tools
 # Options of the past, and what to use instead of each.
 WITHDRAWN: dict[str, str] = {
+    "--fresh": "a sweep keeps nothing of an interrupted one; remove the option",
     "--keep-intervals": "convert with several numbers of --polish, each into an OUT of its own",
     "--keep-quantized": "dequantize the model first, as docs/questions.md shows",
+    "--plot": "--report DIR writes a page with the curve",
     "--q-rank": "queries keep their size, and the cache does not depend on it; remove the option",
     "--resume": "the same command continues an interrupted run by itself",
     "--spill": "hidden states stay in memory; where they do not fit, lower --samples or --seq-len",
@@ -241,9 +243,9 @@ def _explain_usage(error: click.ClickException, name: str) -> str:
     return f"{name}: {text[:1].lower()}{text[1:]}; see `{name} --help`"
 
 
-def check_files(json_file: str | None, plot: str | None = None, report: str | None = None) -> None:
-    """Raise InputError if a file for ``--json``, ``--plot`` or ``--report`` cannot be drawn or
-    written, because a long run must not end in an error that its first second could have found.
+def check_files(json_file: str | None, report: str | None = None) -> None:
+    """Raise InputError if a file for ``--json`` or ``--report`` cannot be drawn or written, because
+    a long run must not end in an error that its first second could have found.
 
     With ``--json -``, stdout is reserved for the JSON from here on.
     """
@@ -251,15 +253,10 @@ def check_files(json_file: str | None, plot: str | None = None, report: str | No
         _reserve_stdout()
     elif json_file is not None:
         _check_writable("json", json_file, Path(json_file))
-    for option, path in (("plot", plot), ("report", report)):
-        if path is not None and find_spec("matplotlib") is None:
-            install = "draws with matplotlib; install it: pip install 'kvfold[report]'"
-            raise option_error(option, path, install)
-    if plot is not None:
-        if Path(plot).suffix not in (".png", ".svg", ".pdf"):
-            raise option_error("plot", plot, "must end in .png, .svg or .pdf")
-        _check_writable("plot", plot, Path(plot))
     if report is not None:
+        if find_spec("matplotlib") is None:
+            install = "draws with matplotlib; install it: pip install 'kvfold[report]'"
+            raise option_error("report", report, install)
         _check_writable("report", report, Path(report) / REPORT, new_folder=True)
 
 

@@ -359,8 +359,7 @@ class DriftRequest(Request):
 class SweepRequest(Request):
     """A sweep by ``kvfold sweep``: targets for MODEL that are fitted and measured together.
 
-    ``targets`` is a string as on the command line, or a list. ``out`` is only validated;
-    ``Sweep.convert`` writes it.
+    ``targets`` is a string as on the command line, or a list.
     """
 
     model: str = _source()
@@ -376,11 +375,17 @@ class SweepRequest(Request):
     layout: Layout | None = option(
         None, f"Layout of MLA targets (default {DEFAULT_LAYOUT}). {_LAYOUTS}"
     )
-    out: str | None = option(
-        None,
-        "Also convert MODEL to the chosen target, into the folder OUT.",
+    within: float = option(
+        0.01,
+        "Largest acceptable rise in perplexity (0.01 is 1 %); the smallest target within it is"
+        " recommended.",
         panel="Decision",
-        metavar="OUT",
+        metavar="X",
+        rule="a number above 0 and below 1; 0.01 accepts 1 % more perplexity",
+        check=lambda value: 0 < value < 1,
+    )
+    out: str | None = option(
+        None, "Also convert MODEL to the recommended target, into the folder OUT.", metavar="OUT"
     )
     calibration: tuple[str, ...] = _texts(
         "Text that resembles the model's use, as in `kvfold convert`."
@@ -394,9 +399,6 @@ class SweepRequest(Request):
     device: Device = device_option(panel="Running")
     precision: TrainingDtype = precision_option()
     dtype: Dtype = dtype_option(help="Stored dtype of OUT.")
-    fresh: bool = option(
-        False, "Discard the finished rows of an interrupted sweep and start over.", runs=True
-    )
     quiet: bool = option(False, "Print no progress.")
     trust_remote_code: bool = trust_option()
 

@@ -5,24 +5,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvfold.convert.conversion.plan import possible_kv_heads
-from kvfold.convert.errors import InputError, option_error, suggest_name
+from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.families.model import Model
-from kvfold.convert.request import DEFAULT_LAYOUT, TARGETS, Layout
+from kvfold.convert.request import DEFAULT_LAYOUT, Layout
 from kvfold.convert.targets.engines import propose_budgets, propose_kernel_splits
 from kvfold.convert.targets.same_family import cache_elements
 
-# Share of perplexity that may be lost by default.
-WITHIN = 0.01
 # The options of a ConvertRequest that name its target.
 TargetOptions = dict[str, Any]
 
-# Spellings of targets, and the options that their numbers are.
-_FORMS: dict[str, tuple[str, ...]] = {
-    "mqa": (),
-    r"gqa:(\d{1,9})": ("kv_heads",),
-    r"mla:(\d{1,9})": ("budget",),
-    r"mla:(\d{1,9})\+(\d{1,9})": ("kv_rank", "rope_dim"),
-}
+# Spellings of targets; the groups are the numbers of the options with these names.
+_FORMS = (
+    r"(?P<to>mqa)",
+    r"(?P<to>gqa):(?P<kv_heads>\d{1,9})",
+    r"(?P<to>mla):(?P<budget>\d{1,9})",
+    r"(?P<to>mla):(?P<kv_rank>\d{1,9})\+(?P<rope_dim>\d{1,9})",
+)
 # The largest numbers of key/value heads are tried, and MQA.
 _FOLDS = 3
 # Elements in the cache of sources from which on kernels' splits are tried: they would save smaller
@@ -39,29 +37,27 @@ def parse_targets(words: str | Sequence[str]) -> list[TargetOptions]:
     """
     targets: list[TargetOptions] = []
     kind = ""
-    for item in re.split(r"[\s,]+", (words if isinstance(words, str) else " ".join(words)).strip()):
-        bare = item[:1].isdigit()
-        kind = kind if bare else item.lower().partition(":")[0]
-        spelling = f"{kind}:{item}" if bare else item.lower()
-        for form, names in _FORMS.items():
-            if match := re.fullmatch(form, spelling, re.ASCII):
-                options = {"to": kind, **dict(zip(names, map(int, match.groups()), strict=True))}
-                targets += [] if options in targets else [options]
-                break
-        else:
-            meant = "" if kind in TARGETS else suggest_name(kind, TARGETS)
-            forms = (
-                "gqa:HEADS, mqa, mla:ELEMENTS or mla:RANK+ROTARY, such as gqa:4,2 mqa"
-                " mla:576,512+64"
-            )
-            raise option_error("targets", item, f"must be {forms}{meant}")
+    text = words if isinstance(words, str) else " ".join(words)
+    for item in text.lower().replace(",", " ").split():
+        spelling = f"{kind}:{item}" if item[0].isdigit() else item
+        kind = spelling.partition(":")[0]
+        matches = (re.fullmatch(form, spelling, re.ASCII) for form in _FORMS)
+        match = next(filter(None, matches), None)
+        if match is None:
+            forms = "gqa:HEADS, mqa, mla:ELEMENTS or mla:RANK+ROTARY"
+            example = "such as gqa:4,2 mqa mla:576,512+64"
+            raise option_error("targets", item, f"must be {forms}, {example}")
+        sizes = {name: int(size) for name, size in match.groupdict().items() if name != "to"}
+        options = {"to": kind, **sizes}
+        if options not in targets:
+            targets.append(options)
     return targets
 
 
 def format_target(options: TargetOptions) -> str:
     """The target with ``options`` in the notation of ``--targets``, such as ``gqa:4``."""
-    sizes = "+".join(str(value) for name, value in options.items() if name != "to")
-    return f"{options['to']}:{sizes}".rstrip(":")
+    kind, *sizes = options.values()
+    return f"{kind}:{'+'.join(map(str, sizes))}".rstrip(":")
 
 
 def default_targets(model: Model, layout: Layout | None) -> list[TargetOptions]:
@@ -73,17 +69,15 @@ def default_targets(model: Model, layout: Layout | None) -> list[TargetOptions]:
     """
     heads = [count for count in possible_kv_heads(model.geometry) if count > 1]
     targets: list[TargetOptions] = [{"to": "gqa", "kv_heads": count} for count in heads[:_FOLDS]]
-    targets += [{"to": "mqa"}] if model.geometry.kv_heads > 1 else []
-    kernels = (
-        propose_kernel_splits(model, (layout or DEFAULT_LAYOUT,))
-        if cache_elements(model.geometry) >= _SERVED_FROM
-        else []
-    )
-    for split in kernels:
-        targets.append({"to": "mla", "kv_rank": split.kv_rank, "rope_dim": split.rope_dim})
+    if model.geometry.kv_heads > 1:
+        targets.append({"to": "mqa"})
+    kernels = []
+    if cache_elements(model.geometry) >= _SERVED_FROM:
+        kernels = propose_kernel_splits(model, (layout or DEFAULT_LAYOUT,))
+    targets += [{"to": "mla", "kv_rank": mla.kv_rank, "rope_dim": mla.rope_dim} for mla in kernels]
     if not kernels:
-        for split in propose_budgets(model, layout):
-            targets.append({"to": "mla", "budget": split.kv_rank + split.rope_dim})
+        budgets = [mla.kv_rank + mla.rope_dim for mla in propose_budgets(model, layout)]
+        targets += [{"to": "mla", "budget": budget} for budget in budgets]
     if not targets:
         raise InputError(
             "GQA, MQA and MLA cannot make this model's cache smaller; `kvfold inspect` lists the"
