@@ -24,7 +24,7 @@ PLANTED = [
 CONVERT = ("convert", ".", "../out", "--to", "mqa")
 CALIBRATED = ("--samples", "8", "--seq-len", "64")
 COMMANDS = {
-    "bench": ("bench", ".", "--context", "16", "--batch", "1"),
+    "bench": ("bench", ".", "--context", "16", "--batch", "1", "--seconds", "0.1"),
     "convert": (*CONVERT, "--method", "mean"),
     "calibrated": (*CONVERT, *CALIBRATED, "--refine", "1"),
     "inspect": ("inspect", "."),

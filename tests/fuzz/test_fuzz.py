@@ -32,7 +32,7 @@ from kvfold.convert.checkpoint.headers import parse_header
 from kvfold.convert.cli import kvfold, main
 from kvfold.convert.errors import InputError
 
-COUNT = int(os.environ.get("KVFOLD_INPUTS", "40"))
+COUNT = int(os.environ.get("KVFOLD_INPUTS", "25"))
 FUZZ = settings(
     max_examples=COUNT,
     deadline=None,

@@ -19,13 +19,16 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from helpers.processes import run_python
 from safetensors.torch import save_file
 
 from kvfold.convert.checkpoint.digests import hash_file
 from kvfold.convert.checkpoint.hub import upload
 from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.cli import kvfold
 from kvfold.convert.data import demo_folder
+from kvfold.convert.errors import InputError, KvfoldError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -320,25 +323,30 @@ def test_a_result_is_verified_and_uploaded(demo_latent: Path, tmp_path: Path) ->
     record = json.loads((demo_latent / "kvfold.json").read_text())
     names = {*record["files"], "kvfold.json"}
     assert server.files == {name: (demo_latent / name).read_bytes() for name in names}
-    for changes in ({"HF_TOKEN": "hf_other"}, {"HF_ENDPOINT": "http://127.0.0.1:1"}):
-        refused = push(demo_latent, "me/small", **changes)
-        assert refused.returncode == 2
-        assert "hf auth login" in refused.stderr
-        assert "Traceback" not in refused.stderr
-    server.asked.clear()
-    other = push(demo_folder(), "me/small")
-    assert other.returncode == 2
-    assert "kvfold did not write it" in other.stderr
-    secret = tmp_path / "id_rsa"
-    secret.write_text("secret")
-    folder = Path(shutil.copytree(demo_latent, tmp_path / "links"))
-    (folder / "x.txt").symlink_to(secret)
-    (folder / "kvfold.json").write_text(json.dumps({"files": {"x.txt": hash_file(secret)}}))
-    done = push(folder, "me/small")
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    damaged = Path(shutil.copytree(demo_latent, tmp_path / "damaged"))
-    (damaged / "config.json").write_text((damaged / "config.json").read_text() + " ")
-    assert push(damaged, "me/small").returncode != 0
-    assert server.asked == []
+    done = push(demo_latent, "me/small", HF_TOKEN="hf_other")
+    assert done.returncode == 2
+    assert "hf auth login" in done.stderr
+    assert "Traceback" not in done.stderr
     server.shutdown()
     server.server_close()
+
+
+def test_nothing_is_uploaded_but_what_a_conversion_recorded(
+    demo_latent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{upload.__module__}.upload", lambda *_: pytest.fail("uploaded"))
+
+    def push(folder: Path) -> Any:
+        return CliRunner().invoke(kvfold, ["push", str(folder), "me/small"])
+
+    with pytest.raises(InputError, match="kvfold did not write it"):
+        raise push(demo_folder()).exception
+    secret = tmp_path / "id_rsa"
+    secret.write_text("secret")
+    links = Path(shutil.copytree(demo_latent, tmp_path / "links"))
+    (links / "x.txt").symlink_to(secret)
+    (links / "kvfold.json").write_text(json.dumps({"files": {"x.txt": hash_file(secret)}}))
+    damaged = Path(shutil.copytree(demo_latent, tmp_path / "damaged"))
+    (damaged / "config.json").write_text((damaged / "config.json").read_text() + " ")
+    for folder in (links, damaged):
+        assert isinstance(push(folder).exception, KvfoldError)

@@ -85,6 +85,7 @@ def wide(tmp_path_factory):
         "intermediate_size": 1024,
         "num_attention_heads": 12,
         "num_hidden_layers": 1,
+        "max_position_embeddings": 128,
     }
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(vocab_size=2048, **sizes)).to(torch.bfloat16).save_pretrained(
@@ -112,6 +113,7 @@ def test_the_peak_is_what_was_announced(options, wide, tmp_path):
         "out": str(tmp_path / "out"),
         "quiet": True,
         "samples": 4,
+        "precision": "float32",
         **options,
     }
     announced = convert_checkpoint(ConvertRequest(**request, dry_run=True)).to_dict()[
