@@ -103,9 +103,8 @@ def load_tokens(
             # Each step of polishing takes sequences that no other step had, while there are any.
             steps = steps_of(request.polish, request.length)
             further = max(0, steps * batch_size(request.length) - request.samples)
-        texts = calibration_texts(request.calibration, plan.checkpoint.chats)
         tokens = load_calibration(
-            texts if len(texts) > 1 else texts[0],
+            calibration_texts(request.calibration, plan.checkpoint.chats),
             tokenizer,
             request.samples,
             request.length,
@@ -127,12 +126,6 @@ def load_tokens(
             f"calibrating on {count} x {length} tokens of {text_name(tokens.source)}",
             file=sys.stderr,
         )
-        if plan.checkpoint.chats and tokens.plain:
-            print(
-                f"{', '.join(tokens.plain)}: plain text without `messages`, but the model has a"
-                " chat template; conversations that resemble its use calibrate better",
-                file=sys.stderr,
-            )
     return tokens
 
 

@@ -13,7 +13,7 @@ from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_bytes
 from kvfold.convert.host import may_have_gpu, measure_host_memory
 from kvfold.convert.request import SELF, SELF_TOKENS, ConvertRequest, count_held_out
-from kvfold.convert.text.corpus import calibration_texts, with_share
+from kvfold.convert.text.corpus import calibration_texts
 from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, batch_size, steps_of
 
 # Libraries and allocators, by tests/convert/conversion/test_memory.py: pooling a model of width 64
@@ -144,7 +144,7 @@ def writes_text(plan: Plan) -> bool:
         if plan.request.calibrated
         else []
     )
-    return any(with_share(text)[0] == SELF for text in texts if text)
+    return any(name == SELF for name, _ in texts)
 
 
 def check_memory(plan: Plan) -> None:

@@ -19,7 +19,7 @@ from kvfold.convert.conversion.record import text_name
 from kvfold.convert.errors import escape_text
 from kvfold.convert.formatting import format_bytes, format_duration, format_tokens
 from kvfold.convert.request import SELF
-from kvfold.convert.text.corpus import BUILT_IN, calibration_texts, with_share
+from kvfold.convert.text.corpus import BUILT_IN, calibration_texts
 from kvfold.convert.training.budget import refining_batch, step_tokens, steps_of
 
 if TYPE_CHECKING:
@@ -163,13 +163,11 @@ def _describe_text(plan: Plan) -> str:
     request = plan.request
     if not request.calibrated:
         return ""
-    names = calibration_texts(request.calibration, plan.checkpoint.chats)
-    texts = [with_share(name or BUILT_IN) for name in names]
+    texts = calibration_texts(request.calibration, plan.checkpoint.chats)
     total = sum(share for _, share in texts)
-    shares = [
-        f"{name} ({100 * share / total:.0f} %)" if len(texts) > 1 else name for name, share in texts
-    ]
-    line = f"{request.samples} x {request.length} tokens of {' + '.join(shares)}"
+    shares = [f" ({100 * share / total:.0f} %)" if len(texts) > 1 else "" for _, share in texts]
+    names = [(name or BUILT_IN) + share for (name, _), share in zip(texts, shares, strict=True)]
+    line = f"{request.samples} x {request.length} tokens of {' + '.join(names)}"
     if not writes_text(plan):
         return line
     itself = f"{SELF} is text that MODEL writes, which keeps it in memory"

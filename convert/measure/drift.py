@@ -18,9 +18,9 @@ from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import DriftRequest
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.stream.stock import load_config
-from kvfold.convert.text.corpus import check_seq_len
+from kvfold.convert.text.corpus import check_seq_len, open_corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
-from kvfold.convert.text.windows import load_calibration
+from kvfold.convert.text.windows import draw_sequences
 
 
 def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -> DriftReport:
@@ -45,23 +45,17 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         positions = getattr(config, "max_position_embeddings", None)
         check_seq_len(request.seq_len, positions, source.origin)
         device = choose_device(request.device)
-        text = load_calibration(
-            request.text,
-            load_tokenizer(source, request.trust_remote_code, "measuring drift"),
-            request.samples,
-            request.seq_len,
-            request.seed,
-            held_out=0,
-            split="held_out",
-            option="text",
-        )
+        tokenizer = load_tokenizer(source, request.trust_remote_code, "measuring drift")
+        text = open_corpus(request.text, tokenizer, request.seed, "held_out", "text")
+        samples = request.samples
+        advice = "or lower --samples or --seq-len"
+        tokens = draw_sequences(text, request.seq_len, samples, samples, advice)[:samples].long()
         teacher = open_stream(source, device, request.dtype)
         compared = open_stream(student, device, request.dtype)
-        tokens = text.calibration
         check_vocabulary(tokens, teacher.vocabulary, source.origin)
         sequences, length = tokens.shape
         if not request.quiet:
-            where = f"{sequences} x {length} tokens of {text.source}"
+            where = f"{sequences} x {length} tokens of {text.name}"
             print(f"comparing on {where}", file=sys.stderr, flush=True)
         stages = Stages(progress, request.quiet)
         size = max(1, TOKENS_AT_ONCE // length)
@@ -72,7 +66,7 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         about: dict[str, dict[str, Any]] = {
             "source": {"name": source.origin, "sha256": source.model_digest()},
             "converted": {"name": student.origin, "sha256": student.model_digest()},
-            "text": {"name": text.source, "sha256": text.digest, "seed": request.seed},
+            "text": {"name": text.name, "sha256": text.digest(), "seed": request.seed},
         }
         return replace(report, about=about)
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.text.corpus import Document
 from kvfold.convert.text.tokenizer import prefix_tokens, tokenize
 from kvfold.convert.text.windows import cut
 
@@ -32,9 +31,7 @@ def token_windows(tokenizer: Any, text: str, windows: int, length: int) -> Tenso
     Each window begins with the tokenizer's prefix (often a BOS token).
     """
     prefix = prefix_tokens(tokenizer)
-    body = cut(list(tokenize(tokenizer, prefix, [Document(text)])), length - len(prefix), None)[
-        :windows
-    ]
+    body = cut(list(tokenize(tokenizer, prefix, [text])), length - len(prefix), None)[:windows]
     return torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(body), -1), body], dim=1)
 
 

@@ -14,10 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint.members import check_unicode, load_json, portable_name
-from kvfold.convert.errors import InputError, format_option, option_error, shorten, summarize_error
+from kvfold.convert.data import ShippedText, read_documents
+from kvfold.convert.errors import InputError, option_error, summarize_error
 from kvfold.convert.request import SELF
 from kvfold.convert.signals import limit_resources
 
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
 
 BUILT_IN = "the built-in standard-library text"
 _ROWS_SUFFIX = ".jsonl"  # a file of rows; every other file is one document of plain text
-_ROW = "an object with a string `text` or a list `messages`"
-_KINDS = "a text file (UTF-8), a .jsonl file or the name of a dataset"
+_ROW = "each row must be an object with a string `text` or a list `messages`"
+_KINDS = (
+    "give a text file (UTF-8), a .jsonl file or, with pip install 'kvfold[data]', the name of a"
+    " dataset"
+)
 # What a chat model writes, in relation to the other texts: a third of all. Chosen, not tuned.
 _WRITTEN = 0.5
 # Chosen, not tuned: limits on time and memory.
@@ -35,16 +39,6 @@ _SNIFFED = 1 << 16  # bytes of a file in which binary data shows
 _CELL = 1 << 18  # bytes
 _RENDER_SECONDS = 5.0
 _RENDERED = 1 << 26  # characters
-
-TextSplit = Literal["calibration", "held_out"]
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text. ``rendered`` is True if a chat template produced it, including the special tokens."""
-
-    text: str
-    rendered: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,7 @@ class Corpus:
         text = self.source if isinstance(self.source, str) else "\f".join(self.source)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def documents(self, limit: int) -> tuple[list[Document], bool]:
+    def documents(self, limit: int) -> tuple[list[str], bool]:
         """Documents with at least ``limit`` characters or bytes in total if possible, and True if
         these are all documents.
 
@@ -81,20 +75,17 @@ class Corpus:
         """
         if isinstance(self.source, Path):
             return self._read_file(self.source, limit)
-        if isinstance(self.source, str):
-            documents = self._read_dataset(self.source)
-        else:
-            documents = map(Document, self.source)
-        taken: list[Document] = []
+        documents: list[str] = []
         size = 0
-        for document in documents:
+        source = self.source
+        for text in self._read_dataset(source) if isinstance(source, str) else source:
             if size >= limit:
-                return taken, False
-            taken.append(document)
-            size += len(document.text)
-        return taken, True
+                return documents, False
+            documents.append(text)
+            size += len(text)
+        return documents, True
 
-    def _read_dataset(self, spec: str) -> Iterator[Document]:
+    def _read_dataset(self, spec: str) -> Iterator[str]:
         import datasets  # pyright: ignore[reportMissingImports]
 
         name, _, config = spec.partition(":")
@@ -102,15 +93,15 @@ class Corpus:
             rows = datasets.load_dataset(name, config or None, split="train", streaming=True)
         except Exception as error:  # datasets raises many kinds, all about the request
             reason = f"not a file, and loading it as a dataset failed ({summarize_error(error)})"
-            raise option_error(self.option, spec, f": {reason}; give {_KINDS}") from error
+            raise option_error(self.option, spec, f": {reason}; {_KINDS}") from error
         for number, row in enumerate(rows.shuffle(seed=self.seed, buffer_size=1000)):
-            yield self._parse_row(row, f"{format_option(self.option, spec)}, row {number}")
+            yield self._parse_row(row, f"{spec}, row {number}")
 
-    def _read_file(self, path: Path, limit: int) -> tuple[list[Document], bool]:
+    def _read_file(self, path: Path, limit: int) -> tuple[list[str], bool]:
         size = path.stat().st_size
         if size <= limit:
             return list(self.parse(path, 0, path.read_bytes())), True
-        documents: list[Document] = []
+        documents: list[str] = []
         cells = permutation(-(-size // _CELL), self.seed)[: max(1, limit // _CELL)]
         with path.open("rb") as file:
             for cell in sorted(cells.tolist()):
@@ -124,75 +115,53 @@ class Corpus:
                     documents += self.parse(path, cell * _CELL + first, raw[first:last])
         return documents, False
 
-    def parse(self, path: Path, start: int, raw: bytes) -> Iterator[Document]:
+    def parse(self, path: Path, start: int, raw: bytes) -> Iterator[str]:
         """Parse the documents in ``raw``, the bytes of the file ``path`` from offset ``start``."""
         try:
             text = raw.decode("utf-8-sig" if start == 0 else "utf-8")
         except UnicodeDecodeError as error:
             raise InputError(
-                f"{path}, line {_line_at(path, start + error.start)}: byte"
-                f" 0x{raw[error.start]:02x} is not UTF-8; convert the file to UTF-8"
+                f"{path}: the byte at offset {start + error.start} is not UTF-8; convert the file"
+                " to UTF-8"
             ) from None
         if path.suffix != _ROWS_SUFFIX:
-            yield Document(text)
+            yield text
             return
-        first = _line_at(path, start)
-        for number, line in enumerate(text.split("\n"), first):
+        after = f" after byte {start}" if start else ""
+        for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
-                yield self._parse_row(line, f"{path}, line {number}")
+                yield self._parse_row(line, f"{path}, line {number}{after}")
 
-    def _parse_row(self, row: Any, where: str) -> Document:
+    def _parse_row(self, row: Any, where: str) -> str:
         """The document in a dataset row or a line of JSON; InputError names ``where`` it is."""
         try:
             if isinstance(row, str):
                 row = load_json(row.encode())
-            if not isinstance(row, Mapping):
-                raise ValueError(f"found a value of type {type(row).__name__}")
-            text = row.get("text")
-            messages = row.get("messages")
-            rendered = not isinstance(text, str) and isinstance(messages, list)
-            if rendered:
-                text = _render_messages(self.tokenizer, messages)
+            fields = row if isinstance(row, Mapping) else {}
+            text = fields.get("text")
+            messages = fields.get("messages")
+            if isinstance(messages, list) and not isinstance(text, str):
+                text = render(self.tokenizer, messages)
             if not isinstance(text, str):
-                keys = ", ".join(shorten(str(key)) for key in row) or "none"
-                raise ValueError(f"found an object with these keys: {keys}")
+                raise ValueError("found neither")
             # No tokenizer could read half of a surrogate pair.
             check_unicode(text)
-            return Document(text, rendered)
+            return text
         except (ValueError, RecursionError) as error:
-            reason = f"{summarize_error(error)}; each row must be {_ROW}"
-            raise InputError(f"{where}: {reason}") from error
-
-
-def _line_at(path: Path, offset: int) -> int:
-    with path.open("rb") as file:
-        return 1 + file.read(offset).count(b"\n")
-
-
-def _render_messages(tokenizer: Any, messages: Any) -> str:
-    """Render the ``messages`` of a row. Raises ValueError with the reason if that fails."""
-    try:
-        return render(tokenizer, messages)
-    except InputError:
-        raise
-    except Exception as error:  # a template is its author's code and may raise anything
-        reason = f"the tokenizer cannot render the chat messages ({summarize_error(error)})"
-        raise ValueError(reason) from error
+            raise InputError(f"{where}: {summarize_error(error)}; {_ROW}") from error
 
 
 def open_corpus(
     spec: str | None,
     tokenizer: Any,
     seed: int,
-    split: TextSplit = "calibration",
+    split: ShippedText = "calibration",
     option: str = "calibration",
 ) -> Corpus:
     """Open the text ``spec`` given with ``option``; None means ``split`` of the built-in text.
     ``tokenizer`` renders chats. Raises InputError if there is no such text.
     """
     if spec is None:
-        from kvfold.convert.data import read_documents
-
         unread = "" if split == "calibration" else ", the part that no conversion reads"
         return Corpus(BUILT_IN + unread, read_documents(split), option, tokenizer, seed)
     check_sources([spec], option)
@@ -204,75 +173,58 @@ def open_corpus(
 
 
 def render(tokenizer: Any, messages: list[Mapping[str, Any]], reply: bool = False) -> str:
-    """Render ``messages`` with the tokenizer's chat template. ValueError without one, InputError if
-    it does not end.
+    """Render ``messages`` with the tokenizer's chat template. Raises ValueError if it has none or
+    it fails, InputError if it does not end.
 
     With ``reply`` the text ends where an assistant's reply begins, after the empty thoughts of
     models that think.
     """
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError("it has no chat template; use rows with `text` instead")
-    from transformers.utils import chat_template_utils
-
     ending = {"add_generation_prompt": True, "enable_thinking": False} if reply else {}
     try:
         with limit_resources(_RENDER_SECONDS):
-            # Cached, so this is the template that renders below.
-            template = chat_template_utils._compile_jinja_template(tokenizer.get_chat_template())
-            template.environment.concat = _join_limited
             text: str = tokenizer.apply_chat_template(messages, tokenize=False, **ending)
+        if len(text) > _RENDERED:
+            raise MemoryError
+        return text
     except (TimeoutError, MemoryError):
         raise InputError(
             f"{tokenizer.name_or_path}: the chat template (chat_template.jinja or"
             f" tokenizer_config.json) needs more than {_RENDER_SECONDS:g} s or {_RENDERED}"
             " characters for a document; correct it, or use rows with `text`"
         ) from None
-    return text
-
-
-def _join_limited(pieces: Iterable[str]) -> str:
-    """Join what a template writes; TimeoutError if it is more than a chat can be."""
-    joined = []
-    size = 0
-    for piece in pieces:
-        joined.append(piece)
-        size += len(piece)
-        if size > _RENDERED:
-            raise TimeoutError
-    return "".join(joined)
+    except Exception as error:  # a template is its author's code and may raise anything
+        reason = f"the tokenizer cannot render the chat messages ({summarize_error(error)})"
+        raise ValueError(reason) from error
 
 
 def with_share(spec: str) -> tuple[str, float]:
-    """The name and the share of a calibration text ``NAME:SHARE``; without a share it is 1. May
-    raise InputError.
+    """The name and the share of a calibration text ``NAME:SHARE``; without a share it is 1.
 
-    Only the share of ``self`` may be 0.
+    Only the share of ``self`` may be 0; others raise InputError.
     """
     name, _, share = spec.rpartition(":")
-    is_number = re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", share, re.ASCII) is not None
-    has_share = is_number or name == SELF or Path(name).is_file()
-    if not name or Path(spec).exists() or not has_share:
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", share) or not name or Path(spec).exists():
         return spec, 1.0
-    if not is_number or not (float(share) or name == SELF):
-        rule = f"a decimal number above 0, such as 3 or 0.5, not {share!r}"
-        raise option_error("calibration", spec, f": the share after the colon must be {rule}")
+    if not float(share) and name != SELF:
+        raise option_error("calibration", spec, ": the share after the colon must be above 0")
     return name, float(share)
 
 
-def calibration_texts(given: Sequence[str], chats: bool) -> list[str | None]:
-    """The calibration texts with their shares: those ``given``, or None for the text that ships.
+def calibration_texts(given: Sequence[str], chats: bool) -> list[tuple[str | None, float]]:
+    """The calibration texts and their shares: those ``given``, or None for the text that ships.
 
-    A model that ``chats`` also writes ``self:SHARE``, a third of the tokens, unless ``given`` names
-    `SELF`.
+    A model that ``chats`` also writes `SELF`, a third of the tokens, unless ``given`` names it.
     """
-    shares = [with_share(text) for text in given]
-    written = [share for name, share in shares if name == SELF]
-    if any(written) and len(written) == len(given):
-        return [SELF]
-    others = [share for name, share in shares if name != SELF] or [1.0]
-    share = sum(written) if written else chats * sum(others) * _WRITTEN
-    texts: list[str | None] = [text for text in given if with_share(text)[0] != SELF]
-    return [*(texts or [None]), *([f"{SELF}:{share:g}"] if share else [])]
+    texts: dict[str | None, float] = dict(map(with_share, given))
+    share = texts.pop(SELF, None)
+    if share and not texts:
+        return [(SELF, 1.0)]
+    texts = texts or {None: 1.0}
+    if share is None:
+        share = chats * _WRITTEN * sum(texts.values())
+    if share:
+        texts[SELF] = share
+    return [*texts.items()]
 
 
 def check_sources(names: Iterable[str], option: str = "calibration") -> None:
@@ -282,32 +234,22 @@ def check_sources(names: Iterable[str], option: str = "calibration") -> None:
     for name in names:
         if option == "calibration":
             name, _ = with_share(name)
-        if name != SELF and (fault := _source_fault(Path(name))):
-            raise option_error(option, name, f": {fault}")
-
-
-def _source_fault(path: Path) -> str | None:
-    """What is wrong with a text and what to do; None if nothing is."""
-    try:
-        if path.is_file():
-            with path.open("rb") as file:
-                beginning = file.read(_SNIFFED)
-            if not beginning:
-                return "the file is empty; give a file that contains text"
-            if path.suffix == ".json":
-                return f".json is not supported; write {_ROW} on each line of a .jsonl file"
-            if b"\0" in beginning:
-                return f"the file is not UTF-8 text (perhaps UTF-16); give {_KINDS}"
-            return None
-        is_folder = path.is_dir()
-    except OSError as error:  # also for too long a name
-        return f"cannot be read ({error.strerror}); check its path and permissions"
-    if path.suffix.partition(":")[0] in (".txt", _ROWS_SUFFIX) and not is_folder:
-        return "no such file; check the path"
-    if find_spec("datasets") is not None:
-        return None
-    install = "install the datasets package: pip install 'kvfold[data]'"
-    return f"is no file; to read it as a dataset, {install}; otherwise give {_KINDS}"
+        path = Path(name)
+        fault = None
+        try:
+            if path.is_file():
+                with path.open("rb") as file:
+                    beginning = file.read(_SNIFFED)
+                if not beginning or b"\0" in beginning or path.suffix == ".json":
+                    fault = "the file is empty, or not plain text"
+            elif name != SELF and (
+                path.suffix in (".txt", _ROWS_SUFFIX) or not find_spec("datasets")
+            ):
+                fault = "no such file or dataset"
+        except OSError as error:  # also for too long a name
+            fault = f"cannot be read ({error.strerror})"
+        if fault is not None:
+            raise option_error(option, name, f": {fault}; {_KINDS}")
 
 
 def check_seq_len(seq_len: int, positions: int | None, model: str) -> None:

@@ -8,8 +8,10 @@ reply. Sampling continues after an EOS token, because training text is packed in
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -33,8 +35,8 @@ class Turns:
     """
 
     start: list[int]
-    asked: tuple[int, ...] = ()
-    answered: tuple[int, ...] = ()
+    asked: Sequence[int] = ()
+    answered: Sequence[int] = ()
 
 
 def turns_of(tokenizer: Any, model: str) -> Turns:
@@ -46,20 +48,16 @@ def turns_of(tokenizer: Any, model: str) -> Turns:
             {"role": "user", "content": _USER},
             {"role": "assistant", "content": _REPLY},
         ]
-        try:
+        text = ""
+        with suppress(ValueError):  # a template may refuse such messages
             text = render(tokenizer, messages)
-        except InputError:
-            raise
-        # Templates are code of the checkpoint's author: they refuse such messages, raise anything.
-        except Exception:
-            text = ""
         pieces = re.split(f"{_USER}|{_REPLY}", text)
         tokens = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
         special = tokenizer.all_special_ids
         if len(tokens) > 1 and tokens[0]:
             ends = tokens[1:3]
             if len(ends) == 2 and all(end and end[0] in special for end in ends):
-                return Turns(tokens[0], tuple(ends[0]), tuple(ends[1]))
+                return Turns(tokens[0], *ends)
             return Turns(tokens[0])
     if tokenizer.bos_token_id is not None:
         return Turns([int(tokenizer.bos_token_id)])
@@ -85,14 +83,19 @@ def write_sequences(
     """
     # On the CPU, so that the device does not change what is drawn.
     generator = torch.Generator().manual_seed(seed)
-    sequences = []
+    ends = [tokens[0] for tokens in (turns.asked, turns.answered) if tokens]
+    sequences = [torch.empty(0, length, dtype=torch.int64)]
     at_once = max(1, SELF_TOKENS // length)
     for first in range(0, count, at_once):
         rows = min(at_once, count - first)
         tokens = torch.tensor(turns.start, dtype=torch.int64).expand(rows, -1)
         latest = tokens
         cache = None
-        speakers = [_Speaker(turns) for _ in range(rows)]
+        # Of each sequence: tokens that the template gives next, and those after each turn.
+        given: list[list[int]] = [[] for _ in range(rows)]
+        completions = [
+            cycle([turns.asked[1:], [*turns.answered[1:], *turns.start]]) for _ in range(rows)
+        ]
         while tokens.shape[1] < length:
             output = model(input_ids=latest.to(model.device), past_key_values=cache, use_cache=True)
             cache = output.past_key_values
@@ -103,32 +106,13 @@ def write_sequences(
                     " download it again"
                 )
             sampled = torch.multinomial(predicted, 1, generator=generator)[:, 0].tolist()
-            latest = torch.tensor(
-                [[s.next_token(token)] for s, token in zip(speakers, sampled, strict=True)]
-            )
+            for row, token in enumerate(sampled):
+                if given[row]:
+                    sampled[row] = given[row].pop(0)
+                elif token in ends:
+                    given[row] = [*next(completions[row])]
+            latest = torch.tensor(sampled)[:, None]
             tokens = torch.cat([tokens, latest], dim=1)
             advance(rows)
         sequences.append(tokens)
-    return torch.cat(sequences) if sequences else torch.empty(0, length, dtype=torch.int64)
-
-
-class _Speaker:
-    """Completes the chat template of one sequence: where a turn ends, the tokens up to the next one
-    are given.
-    """
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-        self._asks = True
-        self._given: list[int] = []
-
-    def next_token(self, sampled: int) -> int:
-        """The next token of the sequence: one that the template gives, else the ``sampled`` one."""
-        if self._given:
-            return self._given.pop(0)
-        turns = self._turns
-        if turns.asked and sampled in (turns.asked[0], turns.answered[0]):
-            after = turns.asked[1:] if self._asks else (*turns.answered[1:], *turns.start)
-            self._given = list(after)
-            self._asks = not self._asks
-        return sampled
+    return torch.cat(sequences)

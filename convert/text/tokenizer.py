@@ -2,6 +2,7 @@
 model's vocabulary.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -10,9 +11,8 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.errors import InputError, option_error, shorten, summarize_error
+from kvfold.convert.errors import InputError, option_error, summarize_error
 from kvfold.convert.stream.stock import empty_model, load_config
-from kvfold.convert.text.corpus import Document
 
 # Chosen, not tuned: a tokenizer's records take many times the text's memory, so that batches are
 # small.
@@ -65,37 +65,27 @@ def prefix_tokens(tokenizer: Any) -> list[int]:
     return list(special[: next(starts, 0)])
 
 
-def tokenize(tokenizer: Any, prefix: list[int], documents: Iterable[Document]) -> Iterator[Tensor]:
+def tokenize(tokenizer: Any, prefix: list[int], documents: Iterable[str]) -> Iterator[Tensor]:
     """Tokenize each document; yields its token ids as int64 ``[n]``, without the ``prefix`` of
-    special tokens.
+    special tokens, which a chat template writes itself.
     """
     for document in documents:
-        blocks = list(_blocks(document.text)) or [""]
+        blocks = split_blocks(document) or [""]
         ids: list[int] = []
         for start in range(0, len(blocks), _BLOCKS):
             some = blocks[start : start + _BLOCKS]
             tokenized = tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
             ids += chain.from_iterable(tokenized)
-        # A chat template writes the prefix itself.
-        written = document.rendered and ids[: len(prefix)] == prefix
-        yield torch.tensor(ids[len(prefix) if written else 0 :], dtype=torch.int64)
+        begins = ids[: len(prefix)] == prefix
+        yield torch.tensor(ids[len(prefix) if begins else 0 :], dtype=torch.int64)
 
 
-def _blocks(text: str) -> Iterator[str]:
-    """Split ``text`` into blocks of at most ``_BLOCK`` characters, if possible before a line break
+def split_blocks(text: str, longest: int = _BLOCK) -> list[str]:
+    """Split ``text`` into blocks of at most ``longest`` characters, if possible before a line break
     or space.
     """
-    start = 0
-    while start < len(text):
-        stop = start + _BLOCK
-        if stop < len(text):
-            at = max(
-                text.rfind("\n", start + _BLOCK // 2, stop),
-                text.rfind(" ", start + _BLOCK // 2, stop),
-            )
-            stop = at if at > start else stop
-        yield text[start:stop]
-        start = stop
+    before_break = rf".{{{longest // 2},{longest - 1}}}(?=[\n ])"
+    return re.findall(rf"(?s).{{1,{longest}}}\Z|{before_break}|.{{{longest}}}", text)
 
 
 def check_teacher(
@@ -104,18 +94,16 @@ def check_teacher(
     """Raise InputError unless ``teacher`` has the ``tokenizer`` of ``student``, and logits for all
     of its tokens.
     """
-    use = "use a model of the same family"
-    size, fewest = (load_config(each, trust_remote_code).vocab_size for each in (teacher, student))
+    size = load_config(teacher, trust_remote_code).vocab_size
+    fewest = load_config(student, trust_remote_code).vocab_size
+    fault = None
     if size < fewest:
-        fewer = f"it has logits for {size} tokens, but {student.origin} for {fewest}"
-        raise option_error("teacher", teacher.origin, f": {fewer}; {use}")
-    own = tokenizer.get_vocab()
-    other = load_tokenizer(teacher, trust_remote_code, "a teacher").get_vocab()
-    if own != other:
-        token = min(token for token, _ in own.items() ^ other.items())
-        differs = f"its tokenizer differs from that of {student.origin}"
-        ids = f"{shorten(token)} is {other.get(token)} there, {own.get(token)} here"
-        raise option_error("teacher", teacher.origin, f": {differs}: {ids}; {use}")
+        fault = f"it has logits for {size} tokens, but {student.origin} for {fewest}"
+    other = load_tokenizer(teacher, trust_remote_code, "a teacher")
+    if other.get_vocab() != tokenizer.get_vocab():
+        fault = f"its tokenizer differs from that of {student.origin}"
+    if fault is not None:
+        raise option_error("teacher", teacher.origin, f": {fault}; use a model of the same family")
 
 
 def check_vocabulary(tokens: Tensor, vocabulary: int, model: str) -> None:

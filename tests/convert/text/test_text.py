@@ -14,21 +14,16 @@ from transformers import PreTrainedTokenizerFast
 
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.losses import token_windows
-from kvfold.convert.request import count_held_out
-from kvfold.convert.text import corpus
-from kvfold.convert.text import tokenizer as tokens_of
-from kvfold.convert.text import windows as text
+from kvfold.convert.text import corpus, windows
 from kvfold.convert.text.corpus import (
     calibration_texts,
     check_seq_len,
     check_sources,
     open_corpus,
+    with_share,
 )
-from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens
-from kvfold.convert.text.windows import (
-    load_calibration,
-    load_training,
-)
+from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens, split_blocks
+from kvfold.convert.text.windows import load_calibration, load_training
 
 BOS = 256
 EOS = 257
@@ -65,9 +60,19 @@ def numbers(count, start=0):
     return " ".join(f"{number:05d}" for number in range(start, start + count))
 
 
+def load(name, tokenizer, samples, seq_len, *seed, **options):
+    """The sequences of one text."""
+    return load_calibration([(str(name), 1.0)], tokenizer, samples, seq_len, *seed, **options)
+
+
 def decoded(tokens, tokenizer):
-    rows = torch.cat([tokens.calibration, tokens.held_out])
+    rows = [*tokens.training, *tokens.held_out, *tokens.long]
     return [tokenizer.decode(row[1:]) for row in rows]
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 @pytest.fixture
@@ -75,88 +80,68 @@ def tokenizer():
     return byte_tokenizer()
 
 
-def lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def test_sequences_begin_with_bos_and_are_pieces_of_the_text_that_never_overlap(
-    tmp_path, tokenizer
-):
+@pytest.fixture
+def text(tmp_path):
     path = tmp_path / "some.txt"
-    path.write_text(numbers(400))
-    found, again, other = (
-        load_calibration(str(path), tokenizer, 20, 62, seed=seed) for seed in (1, 1, 2)
-    )
-    everything = torch.cat([found.calibration, found.held_out])
-    assert everything.shape == (20 + count_held_out(20), 62)
-    assert everything.dtype == torch.int64
-    assert (everything[:, 0] == BOS).all()
-    assert found.source == "some.txt"
-    assert found.digest == hashlib.sha256(path.read_bytes()).hexdigest()
-    places = sorted(path.read_text().index(piece) for piece in decoded(found, tokenizer))
+    path.write_text(numbers(2000))
+    return path
+
+
+def test_sequences_begin_with_bos_and_are_pieces_of_the_text_that_never_overlap(text, tokenizer):
+    found, again, other = (load(text, tokenizer, 20, 62, seed) for seed in (1, 1, 2))
+    assert (found.calibration.shape, found.held_out.shape) == ((20, 62), (8, 62))
+    assert found.calibration.dtype == torch.int64
+    assert (torch.cat([found.calibration, found.held_out])[:, 0] == BOS).all()
+    assert (found.source, found.held_out_texts) == ("some.txt", ())
+    assert found.digest == hashlib.sha256(text.read_bytes()).hexdigest()
+    places = sorted(text.read_text().index(piece) for piece in decoded(found, tokenizer))
     assert all(after - before >= 61 for before, after in pairwise(places))
     assert torch.equal(found.calibration, again.calibration)
     assert torch.equal(found.held_out, again.held_out)
     assert not torch.equal(found.calibration, other.calibration)
 
 
-def test_further_sequences_leave_the_others_as_they_are(tmp_path, tokenizer):
-    path = tmp_path / "text.txt"
-    path.write_text(numbers(2000), encoding="utf-8")
-    plain, more = (
-        load_calibration(str(path), tokenizer, 5, 31, held_out=3, further=count)
-        for count in (0, 20)
-    )
+def test_further_sequences_leave_the_others_as_they_are(text, tokenizer):
+    plain, more = (load(text, tokenizer, 5, 31, further=count) for count in (0, 20))
     assert torch.equal(more.held_out, plain.held_out)
     assert torch.equal(plain.training, plain.calibration)
     assert torch.equal(more.training, torch.cat([plain.calibration, more.further]))
-    assert len(torch.cat([more.training, more.held_out]).unique(dim=0)) == 5 + 3 + 20
-    every = load_calibration(str(path), tokenizer, 5, 31, held_out=3, further=10**6)
-    assert (
-        len(every.training) + 3 == 12000 // 30
-    )  # characters; a sequence begins with the BOS token
+    assert len(torch.cat([more.training, more.held_out]).unique(dim=0)) == 5 + 8 + 20
+    every = load(text, tokenizer, 5, 31, further=10**6)
+    assert len(every.training) + 8 == 12000 // 30  # characters; a sequence begins with BOS
 
 
-def test_long_sequences_are_further_text_and_leave_the_others_as_they_are(tmp_path, tokenizer):
-    for name, count in {"long": 2000, "short": 60, "other": 900}.items():
-        (tmp_path / f"{name}.txt").write_text(numbers(count, 3000 * len(name)), encoding="utf-8")
-    path = str(tmp_path / "long.txt")
+def test_long_sequences_are_further_text_and_leave_the_others_as_they_are(text, tokenizer):
     plain, found = (
-        load_calibration(path, tokenizer, 5, 31, held_out=3, further=10**6, long_length=long)
-        for long in (0, 100)
+        load(text, tokenizer, 5, 31, further=10**6, long_length=length) for length in (0, 100)
     )
     assert (len(plain.long), found.long.shape, found.long.dtype) == (0, (4, 100), torch.int64)
     assert torch.equal(found.calibration, plain.calibration)
     assert torch.equal(found.held_out, plain.held_out)
-    text = (tmp_path / "long.txt").read_text()
-    rows = [*found.training, *found.held_out, *found.long]
-    places = sorted(
-        (text.index(piece), len(piece))
-        for piece in (tokenizer.decode(row[1:]).removesuffix("</s>") for row in rows)
-    )
+    pieces = [piece.removesuffix("</s>") for piece in decoded(found, tokenizer)]
+    places = sorted((text.read_text().index(piece), len(piece)) for piece in pieces)
     assert all(place + length <= after for (place, length), (after, _) in pairwise(places))
-    assert all(row[0] == BOS for row in rows)
+    assert (found.long[:, 0] == BOS).all()
     # Further sequences stay as they are while there is other text.
     few = [
-        load_calibration(path, tokenizer, 5, 31, held_out=3, further=20, long_length=long)
-        for long in (0, 100)
+        load(text, tokenizer, 5, 31, further=20, long_length=length).further for length in (0, 100)
     ]
-    assert torch.equal(few[0].further, few[1].further)
-    # What is left of a short text has a place for one of them, or none; then there are none.
-    for length in (100, 200):
-        assert not len(
-            load_calibration(
-                str(tmp_path / "short.txt"), tokenizer, 4, 31, 0, 1, long_length=length
-            ).long
-        )
+    assert torch.equal(*few)
     # A mixture has them of its other texts, by their shares.
-    spec = [f"{path}:3", f"{tmp_path}/other.txt:1", "self:4"]
+    text.with_name("other.txt").write_text(numbers(900, 50_000))
+    spec = [(str(text), 3), (f"{text.parent}/other.txt", 1), ("self", 4)]
     mixed = load_calibration(
         spec, tokenizer, 8, 31, long_length=100, write=lambda count: torch.zeros(count, 31)
     )
-    other = (tmp_path / "other.txt").read_text()
+    other = numbers(900, 50_000)
     assert [tokenizer.decode(row[1:]) in other for row in mixed.long].count(True) == 1
+
+
+@pytest.mark.parametrize("length", [100, 200])
+def test_a_text_without_room_for_every_long_sequence_has_none(tmp_path, tokenizer, length):
+    """What is left of it has a place for one of 100 tokens."""
+    (tmp_path / "short.txt").write_text(numbers(90))
+    assert not len(load(tmp_path / "short.txt", tokenizer, 4, 31, long_length=length).long)
 
 
 @pytest.mark.parametrize(
@@ -165,76 +150,65 @@ def test_long_sequences_are_further_text_and_leave_the_others_as_they_are(tmp_pa
 def test_windows_for_perplexity_begin_with_the_prefix_alone(options, prefix):
     tokenizer = byte_tokenizer(**options)
     words = numbers(100)
+    body = 41 - len(prefix)
     assert prefix_tokens(tokenizer) == prefix
     found = token_windows(tokenizer, words, 5, 41)
-    assert found.shape == (5, 41)
     assert found[:, : len(prefix)].tolist() == [prefix] * 5
-    assert (
-        "".join(tokenizer.decode(row[len(prefix) :]) for row in found)
-        == words[: 5 * (41 - len(prefix))]
-    )
-    assert token_windows(tokenizer, words, 99, 41).shape == (len(words) // (41 - len(prefix)), 41)
+    text = "".join(tokenizer.decode(row[len(prefix) :]) for row in found)
+    assert text == words[: 5 * body]
+    assert token_windows(tokenizer, words, 99, 41).shape == (len(words) // body, 41)
 
 
 def test_sequences_of_long_documents_stay_inside_them(tmp_path):
     tokenizer = byte_tokenizer(eos=False)
     rows = [{"text": numbers(30, start=1000 * index)} for index in range(10)]
-    found = load_calibration(lines(tmp_path / "rows.jsonl", rows), tokenizer, 10, 61)
+    found = load(write_lines(tmp_path / "rows.jsonl", rows), tokenizer, 10, 61)
     assert all(any(piece in row["text"] for row in rows) for piece in decoded(found, tokenizer))
 
 
 def test_short_documents_are_packed_with_eos_between(tmp_path, tokenizer):
     rows = [{"text": f"document {index:03d}"} for index in range(60)]
-    found = load_calibration(lines(tmp_path / "rows.jsonl", rows), tokenizer, 6, 41)
-    joined = "</s>".join(row["text"] for row in rows) + "</s>"
+    found = load(write_lines(tmp_path / "rows.jsonl", rows), tokenizer, 6, 41)
+    packed = "</s>".join(row["text"] for row in rows) + "</s>"
     for piece in decoded(found, tokenizer):
-        assert piece in joined
+        assert piece in packed
         assert 2 <= piece.count("</s>") <= 4
 
 
 def test_messages_go_through_the_chat_template_and_get_one_bos(tmp_path):
     tokenizer = byte_tokenizer(chat=True)
     rows = [{"messages": [{"role": "user", "content": numbers(4, 10 * n)}]} for n in range(40)]
-    found = load_calibration(lines(tmp_path / "chats.jsonl", rows), tokenizer, 10, 21)
+    found = load(write_lines(tmp_path / "chats.jsonl", rows), tokenizer, 10, 21)
     everything = torch.cat([found.calibration, found.held_out])
     assert (everything == BOS).sum(1).tolist() == [1] * 18
     assert any(piece.startswith("[user]") for piece in decoded(found, tokenizer))
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "named"),
     [
-        b'{"text": "fine"}\n\n{broken\n',
-        b'{"text": "fine"}\n\n[1, 2]\n',
-        b'{"text": "fine"}\n\n{"body": "x"}\n',
-        b'{"text": "fine"}\n\n{"text": 3}\n',
-        b'{"text": "fine"}\n\n{"messages": [{"role": "user", "content": "hello"}]}\n',
-        b'{"text": "a"}\n\ncaf\xe9\n',
-        b"",
-        b'{"text": "short"}\n' * 40,
+        (b'{"text": "fine"}\n\n{broken\n', "line 3"),
+        (b'{"text": "fine"}\n\n[1, 2]\n', "line 3"),
+        (b'{"text": "fine"}\n\n{"body": "x"}\n', "line 3"),
+        (b'{"text": "fine"}\n\n{"text": 3}\n', "line 3"),
+        (b'{"text": "fine"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n', "line 3"),
+        (b'{"text": "a"}\n\ncaf\xe9\n', "offset 18"),
+        (b"", "empty"),
+        (b'{"text": "short"}\n' * 40, "0 of 9 sequences"),
     ],
-    ids=[
-        "broken",
-        "list",
-        "other fields",
-        "number",
-        "no chat template",
-        "latin-1",
-        "empty",
-        "short",
-    ],
+    ids=str,
 )
-def test_rows_that_give_no_text_are_named_with_their_line(tmp_path, content, refused):
+def test_rows_that_give_no_text_are_named_with_their_line(tmp_path, content, named, refused):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
-    with refused():
-        load_calibration(str(path), byte_tokenizer(eos=False), 1, 32)
+    with refused() as caught:
+        load(path, byte_tokenizer(eos=False), 1, 32)
+    assert named in caught.value.message
 
 
-def test_sequences_that_cannot_be(tokenizer, refused):
+def test_sequences_that_cannot_be(text, tokenizer, refused):
     for work in (
-        lambda: load_calibration(None, tokenizer, 1, 1),
-        lambda: load_calibration([None, None], tokenizer, 1, 31),
+        lambda: load(text, tokenizer, 1, 1),
         lambda: check_seq_len(65, 64, "tiny"),
         lambda: check_vocabulary(torch.tensor([[3, 97]]), 97, "tiny"),
     ):
@@ -244,42 +218,29 @@ def test_sequences_that_cannot_be(tokenizer, refused):
     check_vocabulary(torch.tensor([3, 96]), 97, "tiny")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "no.txt",
-        "some.csv",
-        "some.json",
-        "empty.md",
-        "folder",
-        "folder.txt",
-        "a/b",
-        "some.txt:3",
-        "utf16.txt",
-    ],
-)
-def test_refused_texts_name_the_option_that_gave_them(tmp_path, monkeypatch, tokenizer, name, told):
+FILES = {
+    "some.csv": b"a,\0b",
+    "some.json": b"[]",
+    "empty.md": b"",
+    "utf16.txt": "words".encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("name", ["no.txt", "a/b", "folder", "some.txt:3", *FILES])
+def test_refused_texts_name_the_option_that_gave_them(tmp_path, monkeypatch, text, name, told):
     """Only calibration texts have shares."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.chdir(tmp_path)
-    for made, content in (
-        ("some.csv", b"a,\0b"),
-        ("some.json", b"[]"),
-        ("empty.md", b""),
-        ("some.txt", b"words"),
-    ):
-        (tmp_path / made).write_bytes(content)
-    (tmp_path / "utf16.txt").write_text("words", encoding="utf-16")
-    for folder in ("folder", "folder.txt"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "folder").mkdir()
+    for file, content in FILES.items():
+        (tmp_path / file).write_bytes(content)
     for refuses in (
         lambda: check_sources([name], "text"),
         lambda: open_corpus(name, None, 0, option="text"),
-        lambda: load_calibration(name, tokenizer, 1, 8, option="text"),
     ):
         with pytest.raises(InputError) as raised:
             refuses()
-        assert raised.value.message.startswith("--text")
+        assert raised.value.field == "text"
     told(raised.value)
 
 
@@ -287,36 +248,33 @@ def test_plain_text_may_have_any_suffix_and_a_byte_order_mark(tmp_path, tokenize
     content = (numbers(200) + " ü" * (1 << 16)).encode()  # a character is cut where the look ends
     (tmp_path / "some.md").write_bytes(content)
     (tmp_path / "some.txt").write_bytes(b"\xef\xbb\xbf" + content)
-    plain, other = (
-        load_calibration(str(tmp_path / f"some.{kind}"), tokenizer, 3, 31) for kind in ("txt", "md")
-    )
+    plain, other = (load(tmp_path / f"some.{kind}", tokenizer, 3, 31) for kind in ("txt", "md"))
     assert torch.equal(plain.calibration, other.calibration)
 
 
 @pytest.mark.parametrize(("share", "counts"), [("", (11, 4, 2)), (":3", (16, 6, 3))])
-def test_texts_are_mixed_in_their_shares(tmp_path, tokenizer, share, counts):
-    (tmp_path / "a.txt").write_text(numbers(2000))
-    (tmp_path / "b:c.txt").write_text(numbers(2000, start=50_000))
-    names = [f"{tmp_path}/a.txt{share}", f"{tmp_path}/b:c.txt"]
+def test_texts_are_mixed_in_their_shares(text, tokenizer, share, counts):
+    text.with_name("b:c.txt").write_text(numbers(2000, start=50_000))
+    texts = [with_share(name) for name in (f"{text}{share}", f"{text.parent}/b:c.txt")]
     found, again, other = (
-        load_calibration(names, tokenizer, 21, 31, seed=seed, further=4) for seed in (0, 0, 1)
+        load_calibration(texts, tokenizer, 21, 31, seed, further=4) for seed in (0, 0, 1)
     )
-    assert found.source == f"a.txt{share} + b:c.txt"
+    assert found.source == f"some.txt{share} + b:c.txt"
     for rows, count in zip((found.calibration, found.held_out, found.further), counts, strict=True):
-        of_first = [tokenizer.decode(row[1:]) in numbers(2000) for row in rows]
+        of_first = [tokenizer.decode(row[1:]) in text.read_text() for row in rows]
         assert sum(of_first) == count
         assert len(rows) < 21 or of_first != sorted(of_first, reverse=True)  # shuffled
     assert torch.equal(again.calibration, found.calibration)
     assert not torch.equal(other.calibration, found.calibration)
-    assert other.digest == found.digest != load_calibration(names[0], tokenizer, 1, 31).digest
+    assert other.digest == found.digest != load(text, tokenizer, 1, 31).digest
 
 
-@pytest.mark.parametrize("share", ["x", "0", "1e3"])
-def test_shares_that_are_no_weights_are_refused(tmp_path, tokenizer, share):
-    (tmp_path / "a.txt").write_text(numbers(100))
-    with pytest.raises(InputError, match="the share after the colon must be") as raised:
-        load_calibration([f"{tmp_path}/a.txt:{share}"], tokenizer, 1, 31)
-    assert raised.value.field == "calibration"
+def test_a_share_is_a_weight_above_zero(text, refused):
+    """What follows the colon and is no number belongs to the name."""
+    for spec in (f"{text}:x", f"{text}:1e3", f"{text}:0"):
+        with refused() as caught:
+            check_sources([spec])
+        assert caught.value.field == "calibration"
 
 
 def test_written_sequences_take_their_share_of_every_set(tmp_path, tokenizer):
@@ -327,15 +285,14 @@ def test_written_sequences_take_their_share_of_every_set(tmp_path, tokenizer):
         asked.append(count)
         return torch.full((count, 31), 7)
 
-    spec = [str(tmp_path / "a.txt"), "self:0.5"]
-    found = load_calibration(spec, tokenizer, 20, 31, held_out=9, further=6, write=write)
-    parts = [(part == 7).all(1) for part in (found.calibration, found.held_out, found.further)]
-    assert [int(part.sum()) for part in parts] == [7, 3, 2]
+    texts = [(str(tmp_path / "a.txt"), 1.0), ("self", 0.5)]
+    found = load_calibration(texts, tokenizer, 20, 31, further=6, write=write)
+    written = [(rows == 7).all(1) for rows in (found.calibration, found.held_out, found.further)]
+    assert [int(rows.sum()) for rows in written] == [7, 3, 2]
     assert found.source == "a.txt + self:0.5"
-    assert [text == "self" for text in found.held_out_texts] == parts[1].tolist()
-    assert found.plain == ("a.txt",)
+    assert [name == "self:0.5" for name in found.held_out_texts] == written[1].tolist()
     # Further sequences are as many as suit those of a short text.
-    short = load_calibration(spec, tokenizer, 20, 31, held_out=9, further=10**6, write=write)
+    short = load_calibration(texts, tokenizer, 20, 31, further=10**6, write=write)
     others = int((short.further[:, 1] != 7).sum())
     assert asked[1] == 10 + -(-others // 2)
 
@@ -344,24 +301,22 @@ def test_a_text_that_is_too_short_is_told_with_all_that_was_asked_of_it(tmp_path
     path = tmp_path / "short.txt"
     path.write_text(numbers(100))
     with pytest.raises(InputError, match=r"of 113 sequences of 8 tokens; give more text, or lower"):
-        load_calibration(str(path), tokenizer, 100, 8)
+        load(path, tokenizer, 100, 8)
     with pytest.raises(InputError, match=r"of 513 sequences .* lower --polish, or add --repeat"):
-        load_calibration(str(path), tokenizer, 100, 8, further=400, fewer=False)
+        load(path, tokenizer, 100, 8, further=400, fewer=False)
 
 
-def test_held_out_text_of_uptraining_is_never_trained_on(tmp_path, tokenizer):
-    path = tmp_path / "some.txt"
-    path.write_text(numbers(400))
-    other = tmp_path / "other.txt"
+def test_held_out_text_of_uptraining_is_never_trained_on(text, tokenizer):
+    other = text.with_name("other.txt")
     other.write_text(numbers(60, start=50_000))
-    rows, held_out = load_training(str(path), None, tokenizer, 31, 20, 5, seed=1)
+    rows, held_out = load_training(str(text), None, tokenizer, 31, 20, 5, seed=1)
     assert (rows.shape, held_out.shape) == ((20, 31), (5, 31))
     assert len(torch.cat([rows, held_out]).unique(dim=0)) == 25
-    rows, held_out = load_training(str(path), str(other), tokenizer, 31, 10**6, 5, seed=1)
-    assert len(rows) == 2400 // 30
+    rows, held_out = load_training(str(text), str(other), tokenizer, 31, 10**6, 5, seed=1)
+    assert len(rows) == 12000 // 30
     pieces = [tokenizer.decode(row[1:]).removesuffix("</s>") for row in held_out]
     assert all(piece in other.read_text() for piece in pieces)
-    for texts in ((str(other), None), (str(path), str(other))):
+    for texts in ((str(other), None), (str(text), str(other))):
         with pytest.raises(InputError, match=r"other.txt: too little text: .* --eval-sequences"):
             load_training(*texts, tokenizer, 31, 9, 99, seed=0)
 
@@ -385,7 +340,7 @@ class FakeDatasets(list):
 def test_a_dataset_is_streamed_shuffled_by_the_seed(tokenizer, monkeypatch):
     fake = FakeDatasets({"text": numbers(20, 100 * n)} for n in range(50))
     monkeypatch.setitem(sys.modules, "datasets", fake)
-    found = load_calibration("someone/something:v2", tokenizer, 4, 31, seed=7)
+    found = load("someone/something:v2", tokenizer, 4, 31, seed=7)
     assert fake.asked == ("someone/something", "v2", {"split": "train", "streaming": True})
     assert fake.seed == 7
     assert found.source == "dataset someone/something:v2"
@@ -396,69 +351,58 @@ def test_a_dataset_is_streamed_shuffled_by_the_seed(tokenizer, monkeypatch):
 def test_a_dataset_that_is_not_there_or_has_other_fields(tokenizer, monkeypatch, rows, refused):
     monkeypatch.setitem(sys.modules, "datasets", FakeDatasets(rows))
     with refused():
-        load_calibration("someone/something", tokenizer, 1, 8)
+        load("someone/something", tokenizer, 1, 8)
 
 
 @pytest.mark.parametrize("name", ["big.txt", "big.jsonl"])
 def test_a_big_file_is_read_in_parts_from_all_over(tmp_path, tokenizer, monkeypatch, name):
     monkeypatch.setattr(corpus, "_CELL", 4096)
-    monkeypatch.setattr(text, "_READ_AT_LEAST", 1 << 14)
+    monkeypatch.setattr(windows, "_READ_AT_LEAST", 1 << 14)
     path = tmp_path / name
     rows = [numbers(10, 10 * n) for n in range(4000)]
-    path.write_text(
-        "".join(
-            f"{row}\n" if name == "big.txt" else json.dumps({"text": row}) + "\n" for row in rows
-        )
-    )
-    seen = []
-    parse = corpus.Corpus.parse
-    monkeypatch.setattr(
-        corpus.Corpus,
-        "parse",
-        lambda text, *cell: seen.append(len(cell[2])) or parse(text, *cell),
-    )
-    found = load_calibration(str(path), tokenizer, 8, 61)
-    assert sum(seen) <= 1 << 14 < path.stat().st_size / 10
+    plain = name == "big.txt"
+    path.write_text("\n".join(row if plain else json.dumps({"text": row}) for row in rows))
+    read = open_corpus(str(path), tokenizer, 0).documents(1 << 14)[0]
+    assert sum(map(len, read)) <= 1 << 14 < path.stat().st_size / 10
     everything = "\n".join(rows)
     places = []
-    for piece in decoded(found, tokenizer):
+    for piece in decoded(load(path, tokenizer, 8, 61), tokenizer):
         part = max(piece.replace("</s>", "\n").split("\n"), key=len)
         places.append(everything.index(part) / len(everything))
     assert max(places) - min(places) > 0.3
-
-
-def test_long_texts_are_tokenized_in_blocks_without_loss(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokens_of, "_BLOCK", 50)
-    for whole in (numbers(100), "x" * 333, "line\n" * 77):
-        blocks = list(tokens_of._blocks(whole))
-        assert "".join(blocks) == whole
-        assert max(map(len, blocks)) <= 50 < len(whole) / 6
-
-
-@pytest.mark.parametrize(
-    ("given", "chats", "texts"),
-    [
-        ((), False, [None]),
-        ((), True, [None, "self:0.5"]),
-        (("a.txt", "b:3"), False, ["a.txt", "b:3"]),
-        (("a", "b"), True, ["a", "b", "self:1"]),
-        (("a", "self:0"), True, ["a"]),
-        (("self:0",), True, [None]),
-        (("self:2",), False, ["self"]),
-        (("self", "a", "b"), True, ["a", "b", "self:1"]),
-    ],
-    ids=str,
-)
-def test_a_chat_model_writes_a_third_of_the_text_unless_told_otherwise(given, chats, texts):
-    assert calibration_texts(given, chats) == texts
 
 
 def test_more_of_a_big_file_is_read_when_the_first_parts_are_too_little(
     tmp_path, tokenizer, monkeypatch
 ):
     monkeypatch.setattr(corpus, "_CELL", 64)
-    monkeypatch.setattr(text, "_READ_AT_LEAST", 64)
-    monkeypatch.setattr(text, "_BYTES_PER_TOKEN", 0)
+    monkeypatch.setattr(windows, "_READ_AT_LEAST", 64)
+    monkeypatch.setattr(windows, "_BYTES_PER_TOKEN", 0)
     path = tmp_path / "big.txt"
     path.write_text("\n".join(numbers(1, n) for n in range(2000)))
-    assert load_calibration(str(path), tokenizer, 40, 31).calibration.shape == (40, 31)
+    assert load(path, tokenizer, 40, 31).calibration.shape == (40, 31)
+
+
+@pytest.mark.parametrize("text", [numbers(100), "x" * 333, "line\n" * 77])
+def test_long_texts_are_tokenized_in_blocks_without_loss(text):
+    blocks = split_blocks(text, 50)
+    assert "".join(blocks) == text
+    assert max(map(len, blocks)) <= 50 < len(text) / 6
+
+
+@pytest.mark.parametrize(
+    ("given", "chats", "texts"),
+    [
+        ((), False, [(None, 1)]),
+        ((), True, [(None, 1), ("self", 0.5)]),
+        (("a.txt", "b:3"), False, [("a.txt", 1), ("b", 3)]),
+        (("a", "b"), True, [("a", 1), ("b", 1), ("self", 1)]),
+        (("a", "self:0"), True, [("a", 1)]),
+        (("self:0",), True, [(None, 1)]),
+        (("self:2",), False, [("self", 1)]),
+        (("self", "a", "b"), True, [("a", 1), ("b", 1), ("self", 1)]),
+    ],
+    ids=str,
+)
+def test_a_chat_model_writes_a_third_of_the_text_unless_told_otherwise(given, chats, texts):
+    assert calibration_texts(given, chats) == texts
