@@ -28,10 +28,9 @@ from kvfold.convert.targets.engines import (
     Support,
     describe_fold,
     describe_mla,
-    propose_alternatives,
     support_for,
 )
-from kvfold.convert.targets.mla.layout import padding, plan_stock_mla
+from kvfold.convert.targets.mla.layout import plan_stock_mla
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.mla.spec import MlaSpec, cached_divisors
 from kvfold.convert.targets.output_checkpoint import OutputCheckpoint
@@ -57,7 +56,6 @@ class Plan:
     own_shards: those that this process writes.
     source_kind: the source's attention, such as MHA.
     cache_elements: the source's KV-cache elements per token per layer.
-    padding: the number of zeros that pad heads to sizes supported by the engines' kernels.
     result: what engines need to know of the output.
     engines: which engines serve the output.
     slots: each layer's rotary slots for an MLA target; empty until they are chosen.
@@ -74,7 +72,6 @@ class Plan:
     own_shards: tuple[Shard, ...]
     source_kind: str
     cache_elements: int
-    padding: int
     result: ServedModel
     engines: list[Support]
     slots: "Sequence[Slots]"
@@ -207,9 +204,8 @@ def _complete(
         own_shards=tuple(shards[number] for number in processes.shard_range(len(shards))),
         source_kind=attention_label(model.geometry.heads, model.geometry.kv_heads),
         cache_elements=cache_elements(model.geometry),
-        padding=0 if latent is None or output.code is not None else padding(model, latent),
         result=result,
-        engines=support_for(result, propose_alternatives(model, latent)),
+        engines=support_for(result),
         slots=slots,
     )
 

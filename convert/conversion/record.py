@@ -50,7 +50,6 @@ def make_record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[s
             "to": plan.result.per_rank(),
         },
         "engines": [asdict(verdict) for verdict in plan.engines],
-        **({"padding_parameters": plan.padding} if plan.padding else {}),
         **measured,
         "tensors": {tensor.name: origins[tensor.name] for tensor in plan.output.tensors},
     }

@@ -62,12 +62,13 @@ WRAPPERS = {
 # Language models that occur in wrappers alone: no class runs them by themselves.
 INNER = ("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_text")
 
+PLAIN_NAMES = WrappedNames("model.", "lm_head.")
 # Older spellings are in files written before transformers 5, and in those that it writes for the
 # same classes.
 _SPELLINGS = (
     WrappedNames("language_model.model.", "language_model.lm_head."),
     WrappedNames("model.language_model.", "lm_head."),
-    WrappedNames("model.", "lm_head."),
+    PLAIN_NAMES,
 )
 # A wrapper's config leaves out what is the default of the language model's class: (vocab_size,
 # hidden_size, intermediate_size, num_hidden_layers, num_attention_heads), transformers 5.23.0.

@@ -7,7 +7,7 @@ import os
 import statistics
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,12 @@ from kvfold.convert.targets.engines import (
     describe_latent_config,
     describe_mla,
     format_mla_options,
-    propose_alternatives,
     propose_budgets,
     propose_kernel_splits,
     support_for,
 )
-from kvfold.convert.targets.mla.problems import latent_problems, model_problems
-from kvfold.convert.targets.mla.spec import MlaSpec, is_latent
+from kvfold.convert.targets.mla.problems import model_problems
+from kvfold.convert.targets.mla.spec import is_latent
 from kvfold.convert.targets.own_code import needs_own_code, source_type
 from kvfold.convert.targets.same_family import attention_label, cache_elements
 
@@ -189,8 +188,8 @@ def _inspect_converted(checkpoint: Checkpoint) -> Inspection:
     source, result = converted_model(checkpoint)
     facts = _model_facts(source, result, checkpoint)
     facts["family"] = checkpoint.config["model_type"]
-    if rank := result.split[0]:
-        rope = result.split[1]
+    if rank := result.kv_rank:
+        rope = result.rope_dim
         facts |= {"attention": "MLA", "kv_rank": rank, "rotary_dims": rope}
         facts |= {"value_dim": facts["head_dim"], "head_dim": facts["head_dim"] + rope}
     else:
@@ -337,21 +336,16 @@ def list_targets(model: Model, dtype: str) -> list[TargetSize]:
         # Engines look at the sum of a split, so the shares within a budget do not matter here.
         options = f"--to mla --budget {spec.kv_rank + spec.rope_dim}"
         targets[options] = describe_mla(model, spec)
-    alternatives = propose_alternatives(model)
     source_elements = cache_elements(model.geometry)
     windows = [layer.window for layer in model.layers]
     sizes = []
     for options, result in targets.items():
-        nearest = {}
-        engine_spec = MlaSpec(*result.split, layout="engine")
-        if result.kind == "free" and not latent_problems(model, engine_spec):
-            nearest = {f"{options} --layout engine": replace(result, kind="engine")}
         sizes.append(
             TargetSize(
                 **vars(compute_cache_size(result, windows, dtype)),
                 options=options,
                 saves=1 - result.cache_elements() / source_elements,
-                engines=support_for(result, nearest | alternatives),
+                engines=support_for(result),
             )
         )
     return sizes

@@ -60,16 +60,16 @@ def plan_own_fold(
     # Families of this layout rotate all their layers alike, so the first layer's frequencies
     # describe the model.
     frequencies, amplitude = source.frequencies(0)
-    facts: dict[str, Any] = {
+    clip = source.layers[0].clip
+    facts = {
         "variant": "grouped",
         "kv_heads": kv_heads,
         "qkv_bias": "q" in source.biased,
         "o_bias": "o" in source.biased,
         "frequencies": frequencies,
         "amplitude": amplitude,
+        **({} if clip is None else {"clip": clip}),
     }
-    if source.layers[0].clip is not None:
-        facts["clip"] = source.layers[0].clip
     target = grouped_model(source, kv_heads)
     names = tuple(target.attention_names(layer) for layer in range(target.geometry.layers))
     shapes = [{name: target.tensors[name].shape for name in layer} for layer in names]
@@ -87,56 +87,16 @@ def plan_own_fold(
 
 @dataclass(frozen=True, kw_only=True)
 class OwnMlaCheckpoint(OutputCheckpoint):
-    """The layout of ``model`` with latent attention of ``spec`` in kvfold's modules."""
+    """``model`` with latent attention of ``spec`` in kvfold's modules."""
 
     model: Model
     spec: MlaSpec
 
     def encode(self, layer: int, weights: "LatentWeights") -> dict[str, "Tensor"]:
-        import torch
+        from kvfold.convert.targets.mla.encode import own_tensors  # needs torch, a plan does not
 
-        from kvfold.convert.transforms.latent.variants import mix_channels
-
-        latent = mix_channels(weights) if self.spec.rotated else weights
-        tensors: dict[str, Tensor | None] = {
-            "kv_down_proj.weight": torch.cat([latent.down, latent.rope_key]),
-            "kv_down_proj.bias": torch.cat(
-                [
-                    rows.new_zeros(len(rows)) if bias is None else bias
-                    for rows, bias in (
-                        (latent.down, latent.down_bias),
-                        (latent.rope_key, latent.rope_key_bias),
-                    )
-                ]
-            ),
-            "k_up_proj.weight": latent.uk,
-            "v_up_proj.weight": latent.uv,
-            "o_proj.weight": latent.o,
-            "o_proj.bias": latent.o_bias,
-        }
-        norms = latent.norms
-        if norms is not None:
-            tensors |= {
-                "q_proj.weight": norms.q,
-                "q_proj.bias": norms.q_bias,
-                "q_norm.weight": norms.q_norm.weight,
-                "k_proj.weight": norms.k,
-                "k_proj.bias": norms.k_bias,
-                "k_up_proj.bias": norms.constant,
-                "q_rope_proj.weight": norms.rope,
-            }
-        else:
-            tensors["q_proj.weight"] = torch.cat([latent.q_nope, latent.q_rope], 1)
-            if latent.q_nope_bias is not None and latent.q_rope_bias is not None:
-                tensors["q_proj.bias"] = torch.cat([latent.q_nope_bias, latent.q_rope_bias], 1)
-        encoded = {}
-        module = f"{self.model.family.attention.module_of(layer)}."
-        for name, shape in latent_shapes(self.model, layer, self.spec).items():
-            tensor = tensors.get(name.removeprefix(module))
-            # The class has biases that a layer may lack.
-            tensor = latent.o.new_zeros(shape) if tensor is None else tensor.reshape(shape)
-            encoded[name] = tensor.contiguous()
-        return encoded
+        module = self.model.family.attention.module_of(layer)
+        return own_tensors(weights, latent_shapes(self.model, layer, self.spec), module, self.spec)
 
 
 def plan_own_mla(
@@ -206,16 +166,6 @@ def own_config(
     }
     if theta:
         columns["frequencies"] = [list(row) for row in theta]
-    # Facts that all layers share stand once, so that configs of uniform models stay short.
-    shared = {
-        name: values[0]
-        for name, values in columns.items()
-        if values.count(values[0]) == size.layers
-    }
-    differing = [
-        {name: values[index] for name, values in columns.items() if name not in shared}
-        for index in range(size.layers)
-    ]
     block = {
         **facts,
         "replaces": attention_class,
@@ -224,13 +174,20 @@ def own_config(
         "head_dim": size.head_dim,
         "attention_dropout": evaluate(family.attention.dropout, source.values),
         "output_dropout": evaluate(family.attention.output_dropout, source.values),
-        **{name: value for name, value in shared.items() if value is not None},
-        **({"layers": differing} if differing[0] else {}),
     }
+    # Facts that all layers share stand once, so that configs of uniform models stay short.
+    layers: list[dict[str, Any]] = [{} for _ in range(size.layers)]
+    for name, values in columns.items():
+        if values.count(values[0]) < size.layers:
+            for layer, value in zip(layers, values, strict=True):
+                layer[name] = value
+        elif values[0] is not None:
+            block[name] = values[0]
+    if layers[0]:
+        block["layers"] = layers
     # Auto classes of the source that its config names keep their heads; most checkpoints name one.
-    stated = [
-        name for name in checkpoint.config.get("architectures") or () if name in classes.values()
-    ]
+    stated = checkpoint.config.get("architectures") or ()
+    stated = [name for name in stated if name in classes.values()]
     changes = {
         "model_type": f"{_PREFIX}{family.model_type}",
         "architectures": [f"Kvfold{name}" for name in stated or [family.architecture]],

@@ -1,5 +1,5 @@
-"""The tensors of a latent-attention layer in the stock class, and the constant channel in layout
-``free``.
+"""The tensors of a latent-attention layer in the stock class (`mla_tensors`) and in layout
+``kvfold`` (`own_tensors`), and the constant channel in layout ``free``.
 
 DeepSeek's attention normalizes its latents, but the source's attention does not, so the norm must
 have almost no effect. In layout ``engine`` the norm divides by the true rms, so the latent is first
@@ -46,19 +46,8 @@ def norm_weight(rank: int) -> float:
 
 def mla_tensors(latent: LatentWeights, layer: int, spec: MlaSpec) -> dict[str, Tensor]:
     """The attention tensors of ``layer`` by name, with the names and shapes in
-    ``layout.layer_shapes``.
-
-    Raises ``ValueError`` if ``latent`` has a bias that the layout cannot store.
+    ``layout.mla_shapes``.
     """
-    # Nothing may be dropped in silence.
-    biases = ("down_bias", "rope_key_bias", "q_nope_bias", "q_rope_bias", "o_bias")
-    unstored = [name for name in biases if getattr(latent, name) is not None]
-    if not spec.constant and unstored:
-        raise ValueError(f"latent: layout 'engine' has no tensors for {', '.join(unstored)}")
-    if latent.q_nope_bias is not None and latent.query is None:
-        raise ValueError(
-            "latent: a bias on queries needs a query latent (transforms/latent/variants.py)"
-        )
     latent = pad_heads(mix_channels(latent) if spec.rotated else latent, spec)
     tensors = {**_queries(latent), **_keys_and_values(latent, spec)}
     tensors["o_proj.weight"] = latent.o.flatten(1)
@@ -70,13 +59,52 @@ def mla_tensors(latent: LatentWeights, layer: int, spec: MlaSpec) -> dict[str, T
     }
 
 
+def own_tensors(
+    latent: LatentWeights, shapes: Mapping[str, tuple[int, ...]], module: str, spec: MlaSpec
+) -> dict[str, Tensor]:
+    """The attention tensors of ``module`` in layout ``kvfold``, by name, with ``shapes``. The class
+    has biases that a layer may lack; they are zero.
+    """
+    latent = mix_channels(latent) if spec.rotated else latent
+    down_bias = _or_zeros(latent.down_bias, latent.down[:, 0])
+    rope_bias = _or_zeros(latent.rope_key_bias, latent.rope_key[:, 0])
+    tensors: dict[str, Tensor | None] = {
+        "kv_down_proj.weight": torch.cat([latent.down, latent.rope_key]),
+        "kv_down_proj.bias": torch.cat([down_bias, rope_bias]),
+        "k_up_proj.weight": latent.uk,
+        "v_up_proj.weight": latent.uv,
+        "o_proj.weight": latent.o,
+        "o_proj.bias": latent.o_bias,
+    }
+    norms = latent.norms
+    if norms is not None:
+        tensors |= {
+            "q_proj.weight": norms.q,
+            "q_proj.bias": norms.q_bias,
+            "q_norm.weight": norms.q_norm.weight,
+            "k_proj.weight": norms.k,
+            "k_proj.bias": norms.k_bias,
+            "k_up_proj.bias": norms.constant,
+            "q_rope_proj.weight": norms.rope,
+        }
+    else:
+        tensors["q_proj.weight"] = torch.cat([latent.q_nope, latent.q_rope], 1)
+        if latent.q_nope_bias is not None and latent.q_rope_bias is not None:
+            tensors["q_proj.bias"] = torch.cat([latent.q_nope_bias, latent.q_rope_bias], 1)
+    encoded = {}
+    for name, shape in shapes.items():
+        tensor = tensors.get(name.removeprefix(f"{module}."))
+        tensor = latent.o.new_zeros(shape) if tensor is None else tensor.reshape(shape)
+        encoded[name] = tensor.contiguous()
+    return encoded
+
+
 def interleave(rows: Tensor, dim: int) -> Tensor:
     """Reorder the rotary dims of ``rows`` along ``dim`` from half-split to interleaved pairs.
 
     ``(x_0 .. x_{n-1}, y_0 .. y_{n-1})`` becomes ``(x_0, y_0, x_1, y_1 .. x_{n-1}, y_{n-1})``.
     """
-    real, imaginary = rows.chunk(2, dim)
-    return torch.stack([real, imaginary], dim + 1).flatten(dim, dim + 1)
+    return torch.stack(rows.chunk(2, dim), dim + 1).flatten(dim, dim + 1)
 
 
 def _queries(latent: LatentWeights) -> dict[str, Tensor]:
@@ -92,21 +120,19 @@ def _queries(latent: LatentWeights) -> dict[str, Tensor]:
     bias = readout.new_zeros(len(readout))
     if latent.q_nope_bias is not None and latent.q_rope_bias is not None:
         bias = _heads(latent.q_nope_bias, latent.q_rope_bias).flatten() * factor
-    # The weights that read the latent undo what is left of the norm's factor.
-    remainder = CONSTANT / math.sqrt(rank) / norm_weight(rank)
+    readout = torch.cat([readout, (bias / CONSTANT)[:, None]], 1)
     return {
         "q_a_proj.weight": pad(down, (0, 0, 0, 1)),
         "q_a_proj.bias": pad(down.new_zeros(len(down)), (0, 1), value=CONSTANT),
         "q_a_layernorm.weight": down.new_full((rank,), norm_weight(rank)),
-        "q_b_proj.weight": torch.cat([readout, (bias / CONSTANT)[:, None]], 1) * remainder,
+        "q_b_proj.weight": readout * _norm_remainder(rank),
     }
 
 
 def _keys_and_values(latent: LatentWeights, spec: MlaSpec) -> dict[str, Tensor]:
     rope_key = interleave(latent.rope_key, 0)
-    read = torch.cat([latent.uk, latent.uv], 1).flatten(
-        0, 1
-    )  # [H (N + D), R], per head keys then values
+    # [H (N + D), R], per head keys then values
+    read = torch.cat([latent.uk, latent.uv], 1).flatten(0, 1)
     if not spec.constant:
         return {
             "kv_a_proj_with_mqa.weight": torch.cat([latent.down, rope_key]),
@@ -123,8 +149,13 @@ def _keys_and_values(latent: LatentWeights, spec: MlaSpec) -> dict[str, Tensor]:
         "kv_a_proj_with_mqa.weight": torch.cat([pad(latent.down, (0, 0, 0, 1)), rope_key]),
         "kv_a_proj_with_mqa.bias": torch.cat([pad(down_bias, (0, 1), value=CONSTANT), rope_bias]),
         "kv_a_layernorm.weight": weight,
-        "kv_b_proj.weight": pad(read, (0, 1)) * (CONSTANT / math.sqrt(rank) / norm_weight(rank)),
+        "kv_b_proj.weight": pad(read, (0, 1)) * _norm_remainder(rank),
     }
+
+
+def _norm_remainder(rank: int) -> float:
+    """What is left of the norm's factor; the weights that read the latent undo it."""
+    return CONSTANT / math.sqrt(rank) / norm_weight(rank)
 
 
 def _heads(nope: Tensor, rope: Tensor) -> Tensor:
@@ -139,9 +170,7 @@ def _or_zeros(bias: Tensor | None, like: Tensor) -> Tensor:
 
 
 def pad_heads(latent: LatentWeights, spec: MlaSpec) -> LatentWeights:
-    """Pad heads and rotary keys with zeros to their stored sizes. Returns ``latent`` itself if the
-    sizes match.
-    """
+    """Pad heads and rotary keys with zeros to their stored sizes."""
     nope, value = spec.head_dims(latent.value_dim)
     rope = spec.rope_dim
     if (latent.nope_dim, latent.value_dim, latent.rope_dim) == (nope, value, rope):
@@ -149,10 +178,10 @@ def pad_heads(latent: LatentWeights, spec: MlaSpec) -> LatentWeights:
     return replace(
         latent,
         rope_key=spread_pairs(latent.rope_key, 0, rope),
-        q_nope=_pad_rows(latent.q_nope, nope),
+        q_nope=pad(latent.q_nope, (0, 0, 0, nope - latent.nope_dim)),
         q_rope=spread_pairs(latent.q_rope, 1, rope),
-        uk=_pad_rows(latent.uk, nope),
-        uv=_pad_rows(latent.uv, value),
+        uk=pad(latent.uk, (0, 0, 0, nope - latent.nope_dim)),
+        uv=pad(latent.uv, (0, 0, 0, value - latent.value_dim)),
         o=pad(latent.o, (0, value - latent.value_dim)),
     )
 
@@ -167,11 +196,6 @@ def spread_pairs(rows: Tensor, dim: int, size: int) -> Tensor:
     step = size // rows.shape[dim]
     halves = torch.unflatten(rows.movedim(dim, -1), -1, (2, -1, 1))
     return pad(halves, (0, step - 1)).flatten(-3).movedim(-1, dim)
-
-
-def _pad_rows(rows: Tensor, size: int) -> Tensor:
-    """Append zeros to ``rows [H, n, ...]``. Returns ``[H, size, ...]``."""
-    return pad(rows, (0, 0, 0, size - rows.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -208,8 +232,5 @@ def constant_slices(tensors: Mapping[str, Tensor]) -> dict[str, ConstantSlice]:
 
 def latent_norms(names: Iterable[str]) -> list[str]:
     """The names of the latents' norm weights among ``names``; training freezes them."""
-    return [
-        name
-        for name in names
-        if name.split(".")[-2:-1] and name.split(".")[-2] in _NORM_OF.values()
-    ]
+    norms = tuple(f"{norm}.weight" for norm in _NORM_OF.values())
+    return [name for name in names if name.endswith(norms)]

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import rope_parameters
+from kvfold.convert.request import Layout
 
 # Sizes that vLLM's MLA kernels take: cached elements R + P, and dims of a head (unrotated, rotary,
 # value).
@@ -13,7 +14,6 @@ KERNEL_CACHES = (576, 512, 320)
 KERNEL_HEADS = ((128, 64, 128), (64, 64, 128), (192, 64, 256), (256, 0, 256))
 ATTENTION = "model.layers.{layer}.self_attn"  # of all three classes
 EXPERT_TYPE = "mistral4"
-Layout = Literal["free", "engine", "kvfold"]
 LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "youtu", EXPERT_TYPE)
 
 
@@ -62,20 +62,19 @@ class MlaSpec:
         that MLA kernels support. The zeros do not change the result: the scale of the scores is
         part of the queries, and the cache contains no heads.
         """
-        if self.layout != "engine" or not self.has_kernels:
-            return dim, dim
-        sizes = [
-            (n, v) for n, rope, v in KERNEL_HEADS if rope == self.rope_dim and min(n, v) >= dim
-        ]
+        sizes = []
+        if self.layout == "engine" and self.has_kernels:
+            for nope, rope, value in KERNEL_HEADS:
+                if rope == self.rope_dim and min(nope, value) >= dim:
+                    sizes.append((nope, value))
         return min(sizes, key=sum, default=(dim, dim))
 
     def used_rope_dim(self, rotary_dims: int) -> int:
         """The number of stored rotary dims that contain keys; layout ``engine`` may pad them with
         zeros to P.
         """
-        if self.layout != "engine" or not self.has_kernels or rotary_dims == 0:
-            return self.rope_dim
-        return self.rope_dim if self.rope_dim % rotary_dims else rotary_dims
+        padded = self.layout == "engine" and self.has_kernels and rotary_dims > 0
+        return rotary_dims if padded and self.rope_dim % rotary_dims == 0 else self.rope_dim
 
 
 def cached_divisors(model: Model, spec: MlaSpec) -> int:

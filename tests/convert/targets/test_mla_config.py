@@ -7,7 +7,7 @@ from tiny_models import SIZES
 from transformers import AutoConfig
 
 from kvfold.convert.families.model import model_of
-from kvfold.convert.targets.mla.layout import mla_config, plain_base, stored_rope
+from kvfold.convert.targets.mla.layout import longrope, mla_config, plain_base
 from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.mla.spec import MlaSpec, context_length
 
@@ -142,7 +142,7 @@ def test_plain_rope_is_recognized_and_anything_else_is_longrope():
     assert plain_base([1.0]) == 10000.0
     for other in ([0.5, 0.25], [1.0, 1.0, 0.1], [*plain[:3], plain[3] * 1.001]):
         assert plain_base(other) is None
-        table = stored_rope(other, 512)
+        table = longrope(other, 512)
         assert table["short_factor"] == table["long_factor"]
         inverse = [
             1 / (f * 10000.0 ** (i / len(other))) for i, f in enumerate(table["short_factor"])
