@@ -12,7 +12,7 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from kvfold.attention.blocked import AttentionScores, largest_size
+from kvfold.attention.blocked import AttentionScores
 from kvfold.attention.checks import (
     expect_alike,
     expect_at_least,
@@ -73,10 +73,8 @@ def attention_sums(
         device=query.device,
     )
     received = torch.zeros(batch, groups, length, dtype=torch.float64, device=query.device)
-    blocks = list(scores.blocks(buffers=2))
-    memory = scores.allocate(largest_size(blocks))
-    for block in blocks:
-        weights = scores.weights(block, memory)
+    for block in scores.blocks(buffers=2):
+        weights = scores.weigh(block)
         # rows of a block are consecutive queries of one head, so that distances lie on diagonals
         maps = weights.view(-1, *block.shape[-2:])
         sums = total[block.batch, block.groups].view(len(maps), -1)
@@ -142,13 +140,8 @@ def row_kl(
         ),
     )
     total = torch.zeros(batch, heads, dtype=torch.float64, device=query.device)
-    blocks = list(models[0].blocks(buffers=4))
-    memories = [model.allocate(largest_size(blocks)) for model in models]
-    for block in blocks:
-        log_p, log_q = (
-            torch.log_softmax(model.masked(block, memory)[0], -1)
-            for model, memory in zip(models, memories, strict=True)
-        )
+    for block in models[0].blocks(buffers=4):
+        log_p, log_q = (torch.log_softmax(model.mask(block)[0], -1) for model in models)
         part = total[block.batch, block.groups]
         part += divergence_terms(log_p, log_q).sum(-1).sum(-1, dtype=torch.float64).view(part.shape)
     return total.mean(0) / length

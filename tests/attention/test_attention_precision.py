@@ -183,27 +183,3 @@ def test_yardstick_is_the_reference(data):
         rtol=0,
         atol=1e-12,
     )
-
-
-@pytest.mark.slow
-def test_the_operators_keep_their_contract_with_torch():
-    """Fake kernels, autograd registration and schemas, checked by torch itself."""
-    query = torch.randn(2, 1, 2, 5, 4, requires_grad=True)
-    key = torch.randn(2, 1, 9, 4, requires_grad=True)
-    value = torch.randn(2, 1, 9, 3, requires_grad=True)
-    counts = (None, None, torch.tensor([9, 6]))
-    arguments = (
-        query,
-        key,
-        value,
-        None,
-        torch.randn(2),
-        *counts,
-        0.5,
-        3.0,
-        True,
-        4,
-        3,
-        False,
-    )
-    torch.library.opcheck(torch.ops.kvfold.blocked_attention.default, arguments)

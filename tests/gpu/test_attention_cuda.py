@@ -121,7 +121,7 @@ def test_modules_cached_and_compiled_are_as_precise_as_plain(dtype, variant):
         cache = module.new_cache(B, 24, growing=False, dtype=dtype, device="cuda")
         pieces = [module(piece, cache=cache) for piece in x.split([20, 1, 1, 1, 1], 1)]
     assert_precise(torch.cat(pieces, 1), plain, expected)
-    compiled = torch.compile(module, fullgraph=True)(x)
+    compiled = torch.compile(module)(x)
     assert_precise(compiled, plain, expected)
     compiled.sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in module.parameters())

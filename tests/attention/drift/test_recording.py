@@ -98,7 +98,7 @@ def test_blockwise_attention_is_the_formula(length, keys, softcap, sinks):
     ids=["weights recomputed", "weights kept"],
 )
 def test_blockwise_attention_has_the_formulas_gradients(kept, monkeypatch):
-    monkeypatch.setattr(blocked, "_KEPT_WEIGHTS", kept)
+    monkeypatch.setattr(blocked, "_SAVED_WEIGHTS", kept)
     sinks = torch.linspace(-1, 2, 4)
     leaves = [x.double().requires_grad_() for x in (*make_inputs(3, 3), sinks)]
     seen = torch.ones(1, 1, 3, 3).tril().bool()
