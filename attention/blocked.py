@@ -199,8 +199,9 @@ def blocked_attention(
     """Attention under the mask ``rule``; formula and shapes as at the top of this file."""
     if torch.compiler.is_compiling():
         # a graph of all blocks would take minutes to compile
-        compute = torch.compiler.disable(blocked_attention)
-        return compute(query, key, value, rule, scale, bias, softcap, sinks)
+        compute: Any = torch.compiler.disable(blocked_attention)  # type: ignore[no-untyped-call]
+        traced: Tensor = compute(query, key, value, rule, scale, bias, softcap, sinks)
+        return traced
     device = query.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         # the products below choose their dtypes themselves
@@ -208,7 +209,8 @@ def blocked_attention(
             return blocked_attention(query, key, value, rule, scale, bias, softcap, sinks)
     tensors = (query, key, value, bias, sinks)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        result: Tensor = _BlockedAttention.apply(*tensors, rule, scale, softcap)
+        apply: Any = _BlockedAttention.apply
+        result: Tensor = apply(*tensors, rule, scale, softcap)
         return result
     # a call of the function above takes as long as a short decoding step
     scores = AttentionScores((query,), (key,), scale, rule, bias, softcap, sinks)
