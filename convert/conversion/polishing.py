@@ -4,7 +4,7 @@ predicts.
 
 import shutil
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from kvfold.attention.drift.compare import compare
 from kvfold.attention.drift.report import DriftReport, make_report
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.checkpoint.tensors import torch_dtype
 from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.conversion.journal import POLISH_STATE, mark_polished
+from kvfold.convert.conversion.layers import open_student
 from kvfold.convert.conversion.measurement import open_stream
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.formatting import format_bytes
@@ -41,20 +41,23 @@ def polish_checkpoint(
     source = calibration.source
     tokens = calibration.tokens
     steps = steps_of(request.polish, request.length)
-    with closing(open_checkpoint(folder)) as written:
+    with closing(open_checkpoint(folder)) as written, ExitStack() as stack:
         with stages("running the teacher over held-out text"):
             held_out = run_teacher(source, tokens.held_out)
         constant = has_constant(written)
+        student = open_student(plan, calibration)
+        tensors = {name: written.read(name) for names in plan.output.computed for name in names}
+        student.put(tensors)
         task = ModelTask(
-            written.config,
-            written.read,
-            {tensor.name: torch_dtype(tensor.dtype) for tensor in plan.output.tensors},
-            [name for names in plan.output.computed for name in names],
+            student,
+            [
+                stack.enter_context(student.stream.open_layer(index))
+                for index in range(plan.geometry.layers)
+            ],
+            tensors,
             TrainingText(source, tokens.training),
             held_out,
             steps,
-            source.device,
-            source.autocast,
             constant=constant,
         )
         with stages("polish", steps, "step") as advance:

@@ -157,7 +157,6 @@ class CheckpointStream:
             tensors.clear()
             self.release()
 
-    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Turn the residual stream after the last layer, ``[B, T, E]``, into logits ``[B, T, V]``.
 

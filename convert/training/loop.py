@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import replacing
 from kvfold.convert.training.steps import channel_scales, hold_constant, scale_steps, tensor_sizes
+from kvfold.convert.walk.walk import Student
 
 # The model that ships. Second moment 0.95 and 0.999, refined: MQA +0.0338 and +0.0335; MLA 24+8
 # +0.0649 and +0.0645 nats per token (bench_refine_constants.py, 2026-11-24): flat. Polished: 0.95
@@ -36,28 +38,41 @@ _SAVING = 20
 
 
 class TrainingTask(ABC):
-    """Float32 master copies of checkpoint tensors, trained by Adam with steps relative to each
-    tensor's size, and what they are trained for.
+    """Float32 master copies of the attention tensors of open layers, trained by Adam with steps
+    relative to each tensor's size, and what they are trained for.
 
-    ``tensors`` are named as in the checkpoint, and ``stored`` gives the dtype in which each will be
-    saved. Set ``constant`` for tensors in layout ``free``, to preserve their constant channel. With
-    ``by_channel``, steps are also relative to the sizes of rows and columns.
+    ``tensors`` are the computed tensors of the ``layers`` of ``student``, named as in its files;
+    those in a layer's attention are trained. Set ``constant`` for tensors in layout ``free``, to
+    preserve their constant channel. With ``by_channel``, steps are also relative to the sizes of
+    rows and columns.
     """
 
     def __init__(
         self,
+        student: Student,
+        layers: Sequence[OpenLayer],
         tensors: Mapping[str, Tensor],
-        stored: Mapping[str, torch.dtype],
-        device: torch.device,
         *,
         constant: bool = False,
         by_channel: bool = False,
     ) -> None:
-        self.stored = {name: stored[name] for name in tensors}
-        self.masters = {
-            name: nn.Parameter(tensor.detach().to(device, torch.float32, copy=True))
-            for name, tensor in tensors.items()
+        self.stream = student.stream
+        self.layers = layers
+        self.sources = {
+            layer.index: [
+                source
+                for source in self.stream.attention_sources(layer.index)
+                if not tensors.keys().isdisjoint(source.names)
+            ]
+            for layer in layers
         }
+        self.stored = student.dtypes
+        self.masters: dict[str, nn.Parameter] = {}
+        for sources in self.sources.values():
+            for name in chain.from_iterable(source.names for source in sources):
+                master = tensors[name].detach().to(self.stream.device, torch.float32, copy=True)
+                self.masters[name] = nn.Parameter(master)
+        student.put({**tensors, **self.masters})
         slices = hold_constant(self.masters) if constant else {}
         self.trained = {name: m for name, m in self.masters.items() if m.requires_grad}
         channels = channel_scales(self.trained, slices) if by_channel else {}
@@ -67,6 +82,13 @@ class TrainingTask(ABC):
         scale_steps(
             self.optimizer, self.trained, tensor_sizes(self.trained, slices), slices, channels
         )
+
+    def load_masters(self) -> None:
+        """Load the masters into the layers, rounded as they will be stored; gradients of the
+        layers' outputs then reach them.
+        """
+        for layer in self.layers:
+            self.stream.reload(layer, self.sources[layer.index])
 
     @abstractmethod
     def learning_rate(self, step: int, errors: Sequence[float]) -> float:
@@ -127,19 +149,20 @@ def train(
     yield result
     next_save = 0.0
     batches = islice(batches, result.steps, None)
-    while (rate := task.learning_rate(result.steps, result.errors)) > 0:
+    rate = task.learning_rate(result.steps, result.errors)
+    while rate > 0:
         for group in optimizer.param_groups:
             group["lr"] = rate * group["size"]
         optimizer.zero_grad(set_to_none=True)
         task.backward(next(batches))
-        if processes.world_size() > 1:
-            for master in task.trained.values():
-                if master.grad is None:  # none of this batch's sequences are this process's
-                    master.grad = torch.zeros_like(master)
-        processes.all_reduce(m.grad for m in task.trained.values() if m.grad is not None)
+        for master in task.trained.values():
+            if master.grad is None:  # none of this batch's sequences are this process's
+                master.grad = torch.zeros_like(master)
+            processes.all_reduce([master.grad])
         optimizer.step()
         result.steps += 1
-        if result.steps % every and task.learning_rate(result.steps, result.errors) > 0:
+        rate = task.learning_rate(result.steps, result.errors)
+        if result.steps % every and rate > 0:
             continue
         error = task.error()
         if error < min(result.errors):
@@ -151,14 +174,15 @@ def train(
         # Weights that are no longer finite give no number to compare with.
         result.errors.append(error if math.isfinite(error) else math.inf)
         yield result
-        ended = task.learning_rate(result.steps, result.errors) == 0
-        if saved is not None and processes.is_rank0() and (ended or time.monotonic() >= next_save):
-            began = time.monotonic()
-            masters = {name: master.detach() for name, master in task.masters.items()}
-            state = {**vars(result), "masters": masters, "optimizer": optimizer.state_dict()}
-            with replacing(saved) as new:
-                torch.save(state, new)
-            next_save = time.monotonic() + _SAVING * (time.monotonic() - began)
+        rate = task.learning_rate(result.steps, result.errors)
+        if saved is None or not processes.is_rank0() or (rate and time.monotonic() < next_save):
+            continue
+        began = time.monotonic()
+        masters = {name: master.detach() for name, master in task.masters.items()}
+        state = {**vars(result), "masters": masters, "optimizer": optimizer.state_dict()}
+        with replacing(saved) as new:
+            torch.save(state, new)
+        next_save = time.monotonic() + _SAVING * (time.monotonic() - began)
 
 
 def random_batches(count: int, size: int, seed: int) -> Iterator[list[int]]:

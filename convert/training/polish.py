@@ -7,23 +7,19 @@ head, which is the student's too, yields its logits. Only the converted attentio
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from kvfold.attention.drift.compare import distances
-from kvfold.attention.drift.recording import Arguments, Stop
-from kvfold.attention.drift.streams import Frame
+from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
-from kvfold.convert.families.layer_io import Read
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
-from kvfold.convert.stream.parameters import WeightMap
-from kvfold.convert.stream.stock import empty_model
 from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, POLISH_ROUND, batch_size
 from kvfold.convert.training.loop import (
     TrainingResult,
@@ -32,7 +28,7 @@ from kvfold.convert.training.loop import (
     random_batches,
     train,
 )
-from kvfold.convert.walk.walk import last_states
+from kvfold.convert.walk.walk import Student, last_states
 
 # Steps. KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 1 0.1027 / 0.0250, 10
 # 0.1045 / 0.0249: flat (bench_polish_constants.py, 2026-11-23)
@@ -111,21 +107,8 @@ class TrainingText:
 
 def polish(task: "ModelTask", seed: int, saved: Path | None = None) -> Iterator[TrainingResult]:
     """Train ``task``, as `loop.train`; the errors are the held-out KL in nats per token."""
-    batches = task.training.batches(task.steps, seed)
+    batches = task.text.batches(task.steps, seed)
     return train(task, batches, POLISH_ROUND, saved)
-
-
-def polishing_rate(error: float, width: int, layers: int) -> float:
-    """The peak learning rate, relative to each tensor's size, for ``layers`` layers with hidden
-    size ``width``.
-
-    ``error`` is the KL on held-out sequences before training.
-    """
-    # Near its minimum the KL grows with the square of the distance, so the distance to the minimum
-    # is proportional to the root of the error before training. A higher rate would move a model
-    # that is close to its minimum away from it. The changes of all layers add up, and so do those
-    # of a matrix's inputs. Rounding may make the error of a lossless model negative.
-    return _RATE / layers * min(1.0, math.sqrt(max(error, 0.0))) / math.sqrt(width)
 
 
 def slowdown(errors: Sequence[float], steps: int) -> float:
@@ -145,88 +128,56 @@ def slowdown(errors: Sequence[float], steps: int) -> float:
 
 
 class ModelTask(TrainingTask):
-    """A converted model in memory, whose attention is trained on ``training`` for ``steps`` steps.
+    """A converted model, all of whose ``layers`` are open and whose attention is trained on
+    ``text`` for ``steps`` steps.
 
-    ``config`` is the content of config.json, ``read`` returns a tensor of the checkpoint by name,
-    and ``stored`` maps all of them to the dtypes in which they will be saved. Those named
-    ``attention`` are trained. The model's final norm and head, which are the teacher's too, turn
-    the teacher's residual streams into logits. ``autocast`` is the dtype of matrix products; None
-    means float32 everywhere. Set ``constant`` to preserve the latents' constant channel.
+    The student's final norm and head, which are the teacher's too, turn the teacher's residual
+    streams into logits. Set ``constant`` to preserve the latents' constant channel.
 
-    The forward pass runs the stock modules with the master weights rounded to the dtypes in which
-    they will be saved, so training and evaluation use the weights that users will load. The decoder
-    layers and the head are run separately, so that only the logits of a few positions are in memory
-    at a time. Held-out text is evaluated in float32.
+    The stock modules run with the master weights rounded to the dtypes in which they will be saved,
+    so training and evaluation use the weights that users will load. The head is run separately, so
+    that only the logits of a few positions are in memory at a time. ``held_out`` is evaluated in
+    float32.
     """
 
     def __init__(
         self,
-        config: dict[str, Any],
-        read: Read,
-        stored: Mapping[str, torch.dtype],
-        attention: Collection[str],
-        training: TrainingText,
+        student: Student,
+        layers: Sequence[OpenLayer],
+        tensors: Mapping[str, Tensor],
+        text: TrainingText,
         held_out: TaughtText,
         steps: int,
-        device: torch.device,
-        autocast: torch.dtype | None = None,
         *,
         constant: bool = False,
     ) -> None:
-        self.training = training
+        super().__init__(student, layers, tensors, constant=constant, by_channel=True)
+        self.text = text
         self.held_out = held_out
         self.steps = steps
         self.figures: dict[str, float] = {}
-        self.device = device
-        self._autocast = autocast
-        self._read = read
-        self.model = empty_model(config, torch.float32, device)
-        self._map = WeightMap(self.model, stored)
-        self.sources = [
-            source
-            for source in self._map.sources.values()
-            if not set(attention).isdisjoint(source.names)
-        ]
-        tensors = {name: read(name) for name in attention}
-        super().__init__(tensors, stored, device, constant=constant, by_channel=True)
-        self._load_frozen()
-        self._frame = Frame(self.model)
-        self.layers = len(self._frame.layers)
-
-    def _load_frozen(self) -> None:
-        """Load all tensors except the trained ones into the model."""
-        loaded: dict[str, Tensor] = {}
-        for source in self._map.sources.values():
-            if source not in self.sources:
-                loaded |= self._map.load(source, self._read, torch.float32, self.device)
-        for name, other in self._map.tied.items():
-            if name not in loaded and other in loaded:
-                loaded[name] = loaded[other]
-        for name, tensor in loaded.items():
-            path, _, kind = name.rpartition(".")
-            module = self.model.get_submodule(path)
-            if kind not in module._parameters:
-                module._buffers[kind] = tensor
-                continue
-            # Matrices are kept in the dtype of matrix products: autocast would cast them at every
-            # step.
-            if self._autocast and tensor.dim() > 1 and not isinstance(module, nn.Embedding):
-                tensor = tensor.to(self._autocast)
-            module._parameters[kind] = nn.Parameter(tensor, requires_grad=False)
 
     def learning_rate(self, step: int, errors: Sequence[float]) -> float:
-        peak = polishing_rate(errors[0], self.held_out.states.shape[-1], self.layers)
+        # Near its minimum the KL grows with the square of the distance, so the distance to the
+        # minimum is proportional to the root of the error before training. A higher rate would move
+        # a model that is close to its minimum away from it. The changes of all layers add up, and
+        # so do those of a matrix's inputs. Rounding may make the error of a lossless model
+        # negative.
+        distance = min(1.0, math.sqrt(max(errors[0], 0.0)))
+        width = self.held_out.states.shape[-1]
+        peak = _RATE / len(self.layers) * distance / math.sqrt(width)
         warmup = min(1.0, (step + 1) / _WARMUP)
         return peak * slowdown(errors, self.steps) * warmup * (1 - step / self.steps)
 
     def backward(self, batch: list[int]) -> None:
         if own := processes.shard(batch):
-            tokens, states = self.training.read(own)
-            hidden = self.hidden(tokens)
+            tokens, states = self.text.read(own)
+            with self.stream.training():
+                hidden = self.run_layers(tokens)
             # Gradients of the last layer's output add up here, a few positions at a time, and go
             # through the layers once.
             leaf = hidden.detach().requires_grad_()
-            for logits, expected, _ in self._predictions(leaf, states):
+            for logits, expected, _ in self._predict(leaf, states, self.stream.training()):
                 loss = divergence(logits.flatten(0, 1), expected.flatten(0, 1))
                 (loss / (len(batch) * tokens.shape[1])).backward()  # type: ignore[no-untyped-call]
             hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]
@@ -244,92 +195,38 @@ class ModelTask(TrainingTask):
         teacher's loss (all in nats), ``top_1_agreement``.
         """
         tokens = self.held_out.tokens
-        size = batch_size(tokens.shape[1])
         sums = torch.zeros(4, dtype=torch.float64)
-        autocast = self._autocast
-        self._autocast = None
-        try:
-            weights = self._weights()
-            wide = _in_float32(self.model)
-            for start in range(0, len(tokens), size):
-                labels = tokens[start : start + size, 1:].to(self.device)
-                hidden = self.hidden(tokens[start : start + size], weights)[:, :-1]
-                states = self.held_out.states[start : start + size, :-1]
-                for logits, expected, span in self._predictions(hidden, states, wide):
-                    sums += distances(expected, logits, labels[:, span]).sum(1).cpu()
-        finally:
-            self._autocast = autocast
+        size = batch_size(tokens.shape[1])
+        chunks = (torch.split(values, size) for values in self.held_out)
+        for batch, states in zip(*chunks, strict=True):
+            labels = batch[:, 1:].to(self.stream.device)
+            hidden = self.run_layers(batch)[:, :-1]
+            for logits, expected, span in self._predict(hidden, states[:, :-1], nullcontext()):
+                sums += distances(expected, logits, labels[:, span]).sum(1).cpu()
         kl, agreement, teacher_loss, loss = (sums / tokens[:, 1:].numel()).tolist()
         excess = loss - teacher_loss
         return {"kl": kl, "excess": excess, "loss": loss, "top_1_agreement": agreement}
 
-    def hidden(self, tokens: Tensor, weights: list[dict[str, Tensor]] | None = None) -> Tensor:
-        """Run the decoder layers on ``tokens [B, T]`` and return the residual stream after them,
-        ``[B, T, E]``.
-        """
-        after: list[Tensor] = []
-        trained = weights or self._weights()
+    def run_layers(self, tokens: Tensor) -> Tensor:
+        """The residual stream after the last layer for ``tokens [B, T]``, ``[B, T, E]``."""
+        self.load_masters()
+        hidden = self.stream.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden).states
+        return hidden
 
-        def visit(index: int, hidden: Tensor, arguments: Arguments) -> Tensor:
-            layer = self._frame.layers[index]
-            tensors = trained[index] if self._autocast else _in_float32(layer) | trained[index]
-            output = functional_call(layer, tensors, (hidden, *arguments.args), arguments.kwargs)
-            hidden = output[0] if isinstance(output, tuple) else output
-            if index == len(self._frame.layers) - 1:
-                after.append(hidden)
-                raise Stop
-            return hidden
-
-        with self._precision():
-            self._frame.run(visit, input_ids=tokens.to(self.device))
-        return after[0]
-
-    def _weights(self) -> list[dict[str, Tensor]]:
-        """The trained parameters of each layer as a reader of the files would form them, by their
-        names in it; gradients reach the masters.
-        """
-        rounded = {name: master.to(self.stored[name]) for name, master in self.masters.items()}
-        weights: list[dict[str, Tensor]] = [{} for _ in self._frame.layers]
-        for source in self.sources:
-            loaded = self._map.load(
-                source,
-                lambda name: rounded[name] if name in rounded else self._read(name),
-                self._autocast or torch.float32,
-                self.device,
-            )
-            for target, tensor in loaded.items():
-                index, _, name = target.removeprefix(f"{self._frame.path}.").partition(".")
-                weights[int(index)][name] = tensor
-        return weights
-
-    def _precision(self) -> torch.autocast:
-        return torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None)
-
-    def logits(self, hidden: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Apply the final norm and head to the last layer's output ``[B, T, E]``; returns logits
-        ``[B, T, V]``.
-
-        ``tensors`` replace parameters outside the layers by name.
-        """
-        with self._precision():
-            return self._frame.logits(hidden, tensors, inputs_embeds=hidden.detach())
-
-    def _predictions(
-        self, hidden: Tensor, states: Tensor, wide: Mapping[str, Tensor] | None = None
+    def _predict(
+        self, hidden: Tensor, states: Tensor, precision: AbstractContextManager[Any]
     ) -> Iterator[tuple[Tensor, Tensor, slice]]:
-        """The student's and the teacher's logits for spans of positions, short enough to limit the
-        memory for them. ``wide`` replaces parameters outside the layers.
+        """The student's and the teacher's logits, from their residual streams after the last layer,
+        for spans of positions, short enough to limit the memory for them.
         """
         count, length = hidden.shape[:2]
-        size = max(1, LOGITS // (count * self.model.get_output_embeddings().weight.shape[0]))
+        size = max(1, LOGITS // (count * self.stream.vocabulary))
         for start in range(0, length, size):
-            span = slice(start, min(start + size, length))
-            with torch.no_grad(), self._precision():
-                expected = self.logits(states[:, span].to(hidden.device, hidden.dtype), wide)
-            yield self.logits(hidden[:, span], wide), expected, span
-
-
-def _in_float32(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the module's parameters that are kept in fewer bits, by name."""
-    parameters = dict(module.named_parameters())
-    return {name: p.float() for name, p in parameters.items() if p.element_size() < 4}
+            span = slice(start, start + size)
+            with precision:
+                with torch.no_grad():
+                    expected = self.stream.logits(states[:, span].to(hidden.device, hidden.dtype))
+                logits = self.stream.logits(hidden[:, span])
+            yield logits, expected, span

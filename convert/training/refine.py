@@ -20,6 +20,7 @@ Memory holds one layer of each model, the master weights and Adam's moments.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from kvfold.convert import processes
 from kvfold.convert.training.budget import refining_batch
 from kvfold.convert.training.loop import TrainingResult, TrainingTask, random_batches, train
 from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, token_weights
-from kvfold.convert.walk.walk import Hidden, Step, Student
+from kvfold.convert.walk.walk import Step, Student
 
 # Chosen, not tuned: the steps between two evaluations on held-out sequences, and the most that
 # ``auto`` spends on a layer, ten of these rounds.
@@ -97,7 +98,6 @@ def refine_layer(step: Step, tensors: TensorMap, settings: Refinement) -> Traini
             settings.update,
             teacher.layer,
             zip(teacher.calibration, teacher.attention, step.calibration, strict=True),
-            shared=True,
         )
     attention = [output.attention for output in teacher.outputs]
     chunks = zip(teacher.held_out, attention, step.held_out, strict=True)
@@ -108,7 +108,7 @@ def refine_layer(step: Step, tensors: TensorMap, settings: Refinement) -> Traini
             task = LayerTask(step.student, layer, tensors, settings, training, held_out, slower)
             # Each layer has its own order of the sequences.
             seed = settings.seed * 1_000_003 + step.index
-            size = refining_batch(training.inputs[0].shape[1])
+            size = refining_batch(training.chunks[0].inputs.shape[1])
             *_, result = train(task, random_batches(training.count, size, seed), REFINE_ROUND)
             if result.best_step:
                 break
@@ -144,8 +144,6 @@ def decay(steps: int | str, step: int, errors: Sequence[float]) -> float:
 class LayerTask(TrainingTask):
     """Trains the attention of one open converted layer on the sequences ``training``; ``slower``
     is a factor of the learning rate.
-
-    Loading its weights is differentiable with respect to the masters.
     """
 
     def __init__(
@@ -158,119 +156,102 @@ class LayerTask(TrainingTask):
         held_out: "Examples",
         slower: float = 1.0,
     ) -> None:
-        self._stream = student.stream
-        self._layer = layer
+        super().__init__(student, [layer], tensors, constant=settings.constant)
         self._settings = settings
         self._training = training
         self._held_out = held_out
         self._slower = slower
-        sources = student.stream.attention_sources(layer.index)
-        self._sources = [s for s in sources if not tensors.keys().isdisjoint(s.names)]
-        names = {name for source in self._sources for name in source.names}
-        chosen = {name: tensor for name, tensor in tensors.items() if name in names}
-        super().__init__(chosen, student.dtypes, self._stream.device, constant=settings.constant)
-        student.put({**tensors, **self.masters})
 
     def learning_rate(self, step: int, errors: Sequence[float]) -> float:
-        width = self._training.inputs[0].shape[-1]
+        width = self._training.chunks[0].inputs.shape[-1]
         peak = self._slower * refining_rate(width, errors[0])
         return peak * decay(self._settings.steps, step, errors)
 
     def backward(self, batch: list[int]) -> None:
         training = self._training
-        own = [index - training.own.start for index in batch if index in training.own]
-        if own:
-            rows = [divmod(index, len(training.inputs[0])) for index in own]
-            hidden, target, weight = (
-                torch.stack([states[chunk][row] for chunk, row in rows])
-                for states in (training.inputs, training.targets, training.weights)
-            )
-            with self._stream.training():
-                missing = self._missing(hidden, target, weight)
+        own = processes.shard_range(training.count)
+        size = len(training.chunks[0].inputs)
+        rows = [divmod(index - own.start, size) for index in batch if index in own]
+        if rows:
+            examples = [[states[row] for states in training.chunks[chunk]] for chunk, row in rows]
+            with self.stream.training():
+                missing = self._missing(Chunk(*map(torch.stack, zip(*examples, strict=True))))
             # Divided by the root of the count, not by the count: float16 gradients neither vanish
             # nor overflow, and Adam does not see the difference. The count is that of all sequences
             # of the batch.
             count = math.sqrt(missing.numel())
-            scale = count * (training.energy * math.sqrt(len(batch) / len(own)) or 1.0)
+            scale = count * (training.energy * math.sqrt(len(batch) / len(rows)) or 1.0)
             (missing.square().sum() / scale).backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def error(self) -> float:
-        held_out = self._held_out
-        batches = zip(held_out.inputs, held_out.targets, held_out.weights, strict=True)
+        chunks = self._held_out.chunks
+        elements = sum(chunk.targets.numel() for chunk in chunks)
         missing = processes.broadcast_from_rank0(
-            lambda: float(sum(squares(self._missing(*batch)) for batch in batches))
+            lambda: float(sum(squares(self._missing(chunk)) for chunk in chunks))
         )
-        return missing / held_out.elements / held_out.energy if held_out.energy else missing
+        return missing / elements / (self._held_out.energy or 1 / elements)
 
-    def _missing(self, hidden: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-        """The student's attention update for ``hidden`` minus ``target``, times ``weight``, in
-        float32 or wider.
+    def _missing(self, chunk: "Chunk") -> Tensor:
+        """The student's attention update for the inputs minus its target, times the weight of each
+        token, in float32 or wider.
         """
-        self._stream.reload(self._layer, self._sources)
-        attention = self._layer.attend(hidden).attention
-        added = self._settings.student_update.of(self._layer, attention)
+        self.load_masters()
+        (layer,) = self.layers
+        added = self._settings.student_update.of(layer, layer.attend(chunk.inputs).attention)
         wide = torch.promote_types(added.dtype, torch.float32)
-        return (added.to(wide) - target.to(wide)) * weight.to(wide)
+        return (added.to(wide) - chunk.targets.to(wide)) * chunk.weights.to(wide)
 
 
-@dataclass(frozen=True)
-class Examples:
-    """Sequences for training a layer's attention, in the walk's chunks.
+class Chunk(NamedTuple):
+    """Some of the sequences for training a layer's attention.
 
     inputs    the student's residuals before the layer, ``[b, T, E]``
     targets   the updates that its attention should add to them, ``[b, T, E]``
     weights   the factors on the tokens' errors, ``[b, T, 1]``
-    energy    the weighted mean square of the teacher's attention update
-    elements  the number of target elements of all processes
-    count     the number of sequences of all processes
-    own       the range of sequences in the chunks of this process
     """
 
-    inputs: Hidden
-    targets: Hidden
-    weights: Hidden
+    inputs: Tensor
+    targets: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Sequences for training a layer's attention.
+
+    chunks  this process's share of them, in the walk's chunks
+    energy  the weighted mean square of the teacher's attention update, over those of all processes
+    count   the number of sequences of all processes
+    """
+
+    chunks: list[Chunk]
     energy: float
-    elements: int
     count: int
-    own: range
 
 
 @torch.no_grad()
 def make_examples(
-    update: AttentionUpdate,
-    layer: OpenLayer,
-    chunks: Iterable[tuple[Tensor, Tensor, Tensor]],
-    *,
-    shared: bool = False,
+    update: AttentionUpdate, layer: OpenLayer, chunks: Iterable[tuple[Tensor, Tensor, Tensor]]
 ) -> Examples:
-    """Compute a layer's training examples.
+    """Compute a layer's training examples. Every process must call this, with its share of the
+    sequences.
 
     A chunk has the teacher's residual stream before the teacher's ``layer``, its attention's
-    output, and the student's residual stream; ``update`` is the teacher's. If ``shared`` is True,
-    the chunks are this process's share of the sequences, and sums and counts cover all processes.
+    output, and the student's residual stream; ``update`` is the teacher's.
     """
-    student_hidden: list[Tensor] = []
-    targets: list[Tensor] = []
-    weights: list[Tensor] = []
-    energy = torch.zeros((), dtype=torch.float64)
+    examples: list[Chunk] = []
+    sums = torch.zeros(3, dtype=torch.float64)
     for inputs, attention, student_inputs in chunks:
-        student_hidden.append(student_inputs)
         added = update.of(layer, attention)
         wide = torch.promote_types(added.dtype, torch.float32)
         residual = inputs.to(wide)
         student_residual = student_inputs.to(wide)
         added = added.to(wide)
-        weight = token_weights(residual + added, student_residual)
-        weights.append(weight)
-        targets.append((added + (residual - student_residual)).to(student_inputs.dtype))
-        energy = energy.to(added.device) + squares(added * weight)
-    count = sum(map(len, targets))
-    elements = sum(target.numel() for target in targets)
-    sums = torch.tensor([float(energy), elements, count], dtype=torch.float64)
-    if shared:
-        processes.all_reduce([sums])
-        count = int(sums[2])
-    own = processes.shard_range(count) if shared else range(count)
-    energy_per_element = float(sums[0] / sums[1])
-    return Examples(student_hidden, targets, weights, energy_per_element, int(sums[1]), count, own)
+        weights = token_weights(residual + added, student_residual)
+        targets = (added + (residual - student_residual)).to(student_inputs.dtype)
+        examples.append(Chunk(student_inputs, targets, weights))
+        energy = float(squares(added * weights))
+        sums += torch.tensor([energy, targets.numel(), len(targets)], dtype=torch.float64)
+    processes.all_reduce([sums])
+    return Examples(examples, float(sums[0] / sums[1]), int(sums[2]))

@@ -52,46 +52,43 @@ def scale_steps(
     their pace; steps of tensors in ``channels``, by the relative sizes of their rows and columns,
     which keeps a copy of each such tensor during a step.
     """
-    names_of = {id(tensor): name for name, tensor in named.items()}
-    names = []
+    names = {id(tensor): name for name, tensor in named.items()}
     groups = []
     for group in optimizer.param_groups:
         for tensor in group["params"]:
-            name = names_of[id(tensor)]
-            size = sizes[name]
-            names.append(name)
-            changed = {
-                "lr": group["lr"] * size,
-                "weight_decay": group["weight_decay"] / size,
-                "size": size,
+            name = names[id(tensor)]
+            scaled = {
+                "lr": group["lr"] * sizes[name],
+                "weight_decay": group["weight_decay"] / sizes[name],
             }
-            groups.append({**group, "params": [tensor], **changed})
+            groups.append(
+                {**group, **scaled, "params": [tensor], "name": name, "size": sizes[name]}
+            )
     optimizer.param_groups = groups
-    # Views of all elements that do not take the whole step, with the factors of theirs, and copies
-    # from before it.
-    views: list[tuple[Tensor, tuple[Tensor | float, ...]]] = []
-    before: list[Tensor] = []
+    # Views of all elements that do not take the whole step, the factors of theirs, and copies from
+    # before it.
+    shortened: list[tuple[Tensor, tuple[Tensor | float, ...], Tensor]] = []
 
     @torch.no_grad()
     def remember(*_: Any) -> None:
         # Looked up at every step, because sharding replaces the tensors in the groups.
-        for name, group in zip(names, optimizer.param_groups, strict=True):
+        for group in optimizer.param_groups:
+            name = group["name"]
             tensor = group["params"][0].data
             if name in slices:
-                views.append((_local_slice(tensor, slices[name]), (slices[name].pace,)))
+                view = _local_slice(tensor, slices[name])
+                shortened.append((view, (slices[name].pace,), view.clone()))
             if channels and name in channels:
-                views.append((tensor, channels[name]))
-        before.extend(view.clone() for view, _ in views)
+                shortened.append((tensor, channels[name], tensor.clone()))
 
     @torch.no_grad()
     def shorten(*_: Any) -> None:
-        for (view, factors), old in zip(views, before, strict=True):
+        for view, factors, before in shortened:
             # At most the step of a tensor with equally large elements: larger steps of the few
             # largest channels, which every token reads, would disturb the outputs for all tokens.
             scale: Any = math.prod(factors, start=view.new_ones(()))
-            view.copy_(old.lerp(view, scale.clamp_max(1)))
-        views.clear()
-        before.clear()
+            view.copy_(before.lerp(view, scale.clamp_max(1)))
+        shortened.clear()
 
     optimizer.register_step_pre_hook(remember)
     optimizer.register_step_post_hook(shorten)
@@ -99,13 +96,10 @@ def scale_steps(
 
 def _local_slice(tensor: Any, constant: ConstantSlice) -> Tensor:
     """A view of the slice in the local shard of ``tensor``; empty if another process has it."""
-    if not hasattr(tensor, "to_local"):
-        whole: Tensor = tensor.narrow(constant.axis, constant.index, 1)
-        return whole
-    local: Tensor = tensor.to_local()
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     # Tensors are sharded along their first axis: every process has a part of a slice along another
     # one.
-    if constant.axis != 0:
+    if local is tensor or constant.axis != 0:
         return local.narrow(constant.axis, constant.index, 1)
     from torch.distributed.tensor import distribute_tensor
 
@@ -203,12 +197,10 @@ def check_constant(state: Named, checkpoint: Checkpoint) -> None:
     """
     frozen = {name: s for name, s in constant_slices(state).items() if s.pace == 0}
     for name in [*latent_norms(state), *frozen]:
-        after = state[name]
-        before = checkpoint.read(name).to(after.dtype)
+        values = [checkpoint.read(name).to(state[name].dtype), state[name]]
         if name in frozen:
-            after = after.select(frozen[name].axis, frozen[name].index)
-            before = before.select(frozen[name].axis, frozen[name].index)
-        if not torch.equal(after, before):
+            values = [value.select(frozen[name].axis, frozen[name].index) for value in values]
+        if not torch.equal(*values):
             raise KvfoldError(
                 f"{name}: training changed the constant channel, which must stay fixed; please"
                 " report it"

@@ -2,6 +2,7 @@
 nothing.
 """
 
+from contextlib import ExitStack
 from itertools import islice
 from types import SimpleNamespace
 
@@ -11,10 +12,13 @@ from helpers.checkpoints import stock_model
 from torch.nn.functional import kl_div
 
 from kvfold.convert.checkpoint.opening import open_checkpoint
+from kvfold.convert.checkpoint.writer import OutputTensor
 from kvfold.convert.families.model import model_of
+from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.training import polish as module
 from kvfold.convert.training.loop import distillation_loss, divergence, next_token_loss
 from kvfold.convert.training.polish import ModelTask, TaughtText, TrainingText, polish, slowdown
+from kvfold.convert.walk.walk import Student
 
 TOKENS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(0))
 
@@ -30,35 +34,41 @@ class FixedText(TrainingText):
         return TaughtText(self.tokens[indices].long(), self.states[indices])
 
 
-def task_of(folder, stored=torch.float32, change=lambda name, tensor: tensor, steps=15):
-    """The model of a checkpoint, its tensors changed, whose attention is trained towards a teacher
-    with other predictions.
+@pytest.fixture
+def task_of():
+    """``task_of(folder)``: a checkpoint whose attention is trained towards a teacher with other
+    predictions.
     """
-    checkpoint = open_checkpoint(folder)
-    model = model_of(checkpoint.config)
-    layers = range(model.geometry.layers)
-    task = ModelTask(
-        checkpoint.config,
-        lambda name: change(name, checkpoint.read(name)),
-        dict.fromkeys(checkpoint.tensors, stored),
-        [name for layer in layers for name in model.attention_names(layer)],
-        None,
-        None,
-        steps,
-        torch.device("cpu"),
-    )
-    with torch.no_grad():
-        states = task.hidden(TOKENS)
-    noise = torch.randn(states.shape, generator=torch.Generator().manual_seed(2))
-    states += noise * states.std()
-    task.training = FixedText(TOKENS, states)
-    task.held_out = TaughtText(TOKENS, states)
-    return task
+    with ExitStack() as stack:
+
+        def make(folder, stored="F32", change=lambda name, tensor: tensor, steps=15):
+            checkpoint = open_checkpoint(folder)
+            model = model_of(checkpoint.config)
+            layers = range(model.geometry.layers)
+            names = [name for layer in layers for name in model.attention_names(layer)]
+            planned = [
+                OutputTensor(name, stored, info.shape, None if name in names else name)
+                for name, info in checkpoint.tensors.items()
+            ]
+            source = CheckpointStream(checkpoint.config, checkpoint.read, checkpoint.tensors)
+            layout = SimpleNamespace(config=checkpoint.config, tensors=planned)
+            student = Student(source, layout)
+            tensors = {name: change(name, checkpoint.read(name)) for name in names}
+            student.put(tensors)
+            opened = [stack.enter_context(student.stream.open_layer(layer)) for layer in layers]
+            task = ModelTask(student, opened, tensors, None, None, steps)
+            with torch.no_grad():
+                states = task.run_layers(TOKENS)
+            noise = torch.randn(states.shape, generator=torch.Generator().manual_seed(2))
+            states += noise * states.std()
+            task.text = FixedText(TOKENS, states)
+            task.held_out = TaughtText(TOKENS, states)
+            return task
+
+        yield make
 
 
-def test_states_are_computed_for_blocks_of_steps_when_one_is_trained_on(
-    monkeypatch,
-):
+def test_states_are_computed_for_blocks_of_steps_when_one_is_trained_on(monkeypatch):
     computed = []
     states = torch.randn(8, 3, 2)
 
@@ -94,39 +104,38 @@ def test_states_are_computed_for_blocks_of_steps_when_one_is_trained_on(
         "qwen3",
     ],
 )
-def test_logits_and_gradients_are_those_of_the_stock_model(tiny_family, family):
+def test_logits_and_gradients_are_those_of_the_stock_model(tiny_family, task_of, family):
     folder = tiny_family(family)
     ours = task_of(folder)
     stock = stock_model(folder)
-    logits = ours.logits(ours.hidden(TOKENS))
+    logits = ours.stream.logits(ours.run_layers(TOKENS))
     expected = stock(input_ids=TOKENS, use_cache=False).logits
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
     (logits * weights).sum().backward()
     (expected * weights).sum().backward()
-    for source in ours.sources:
-        (name,) = source.names
-        expected = stock.get_parameter(source.target).grad
+    for name in ours.masters:
+        expected = stock.get_parameter(name).grad
         torch.testing.assert_close(
             ours.masters[name].grad, expected, atol=1e-4, rtol=1e-3, msg=name
         )
 
 
-def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_family):
+def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_family, task_of):
     found = {}
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in ("BF16", "F32"):
         ours = task_of(tiny_family("llama"), dtype)
         for master in ours.masters.values():
             master.data = master.data.bfloat16().float()
-        before = ours.hidden(TOKENS).detach()
+        before = ours.run_layers(TOKENS).detach()
         for master in ours.masters.values():
             master.data *= 1 + 2**-12  # less than half a step of bfloat16
-        found[dtype] = (ours.hidden(TOKENS).detach() - before).abs().max()
-    assert found[torch.bfloat16] <= 1e-6
-    assert found[torch.float32] > 1e-5
+        found[dtype] = (ours.run_layers(TOKENS).detach() - before).abs().max()
+    assert found["BF16"] <= 1e-6
+    assert found["F32"] > 1e-5
 
 
-def test_small_rows_move_in_proportion(tiny_family):
+def test_small_rows_move_in_proportion(tiny_family, task_of):
     small = "model.layers.0.self_attn.v_proj.weight"
 
     def change(name, tensor):
@@ -164,15 +173,15 @@ def test_losses_of_next_tokens_and_of_distillation():
     generator = torch.Generator().manual_seed(3)
     student, teacher = (torch.randn(2, 5, 7, generator=generator) for _ in range(2))
     tokens = torch.randint(7, (2, 5), generator=generator)
-    p, q = ((x / 2.0).softmax(-1)[:, :-1] for x in (teacher, student))
+    p, q = (logits.softmax(-1)[:, :-1] for logits in (teacher, student))
     torch.testing.assert_close(
-        distillation_loss(student, teacher, 2.0), 4 * (p * (p.log() - q.log())).sum(-1).mean()
+        distillation_loss(student, teacher, 1.0), (p * (p.log() - q.log())).sum(-1).mean()
     )
     chosen = student.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])
     torch.testing.assert_close(next_token_loss(student, tokens), -chosen.mean())
 
 
-def test_figures_are_those_of_the_stock_models_logits(tiny_family):
+def test_figures_are_those_of_the_stock_models_logits(tiny_family, task_of):
     ours = task_of(tiny_family("llama"))
     stock = stock_model(tiny_family("llama"))
     held_out = ours.held_out
@@ -180,7 +189,7 @@ def test_figures_are_those_of_the_stock_models_logits(tiny_family):
     found = ours.figures
     with torch.no_grad():
         log_q = stock(input_ids=TOKENS, use_cache=False).logits[:, :-1].log_softmax(-1)
-        log_p = ours.logits(held_out.states)[:, :-1].log_softmax(-1)
+        log_p = ours.stream.logits(held_out.states)[:, :-1].log_softmax(-1)
     losses = [-each.gather(-1, TOKENS[:, 1:, None]).mean() for each in (log_q, log_p)]
     assert found["kl"] == pytest.approx(
         float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), rel=1e-4

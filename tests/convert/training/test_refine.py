@@ -129,12 +129,13 @@ def test_targets_correct_earlier_errors_and_every_token_counts_relative_to_its_r
         attention = [layer.attend(chunk).attention for chunk in hidden]
         after = hidden[0] + update.of(layer, attention[0])
     found = make_examples(update, layer, zip(hidden, attention, student, strict=True))
-    torch.testing.assert_close(found.targets[0] + student[0], after, rtol=0, atol=1e-4)
+    found = found.chunks[0]
+    torch.testing.assert_close(found.targets + student[0], after, rtol=0, atol=1e-4)
     sizes = torch.maximum(
-        *((found.weights[0] * each).square().mean(-1) for each in (after, student[0]))
+        *((found.weights * each).square().mean(-1) for each in (after, student[0]))
     )
     torch.testing.assert_close(sizes, torch.ones_like(sizes))
-    share = (found.weights[0][0, 0] * (hidden[0] - student[0])[0, 0]).square().mean()
+    share = (found.weights[0, 0] * (hidden[0] - student[0])[0, 0]).square().mean()
     if massive == "both":  # 1 % of it, as of any other token
         assert share < 1.5e-4
     else:
