@@ -36,6 +36,7 @@ REPORT = "report.html"
 STDOUT = "-"  # stands for stdout in place of a file name, as in other command-line tools
 # Options of the past, and what to use instead of each.
 WITHDRAWN: dict[str, str] = {
+    "--cache": "caches are those of transformers by default; remove the option",
     "--fresh": "a sweep keeps nothing of an interrupted one; remove the option",
     "--keep-intervals": "convert with several numbers of --polish, each into an OUT of its own",
     "--keep-quantized": "dequantize the model first, as docs/questions.md shows",
@@ -44,6 +45,7 @@ WITHDRAWN: dict[str, str] = {
     "--resume": "the same command continues an interrupted run by itself",
     "--spill": "hidden states stay in memory; where they do not fit, lower --samples or --seq-len",
     "--teacher": "kvfold uptrain OUT TRAINED --teacher MODEL2 learns from another model",
+    "--threads": "the variable OMP_NUM_THREADS sets the CPU threads",
     "--train": "kvfold uptrain OUT TRAINED --train all trains all weights",
 }
 

@@ -49,7 +49,6 @@ _LAYOUTS = (
     " without a stock MLA class."
 )
 # Tasks of `kvfold eval` that need neither a download nor lm-evaluation-harness.
-BUILT_IN_TASKS = ("replies",)
 # Tokens of the sequences on which the loss by position is measured, in models of that context;
 # chosen.
 LONG_LENGTH = 2048
@@ -423,13 +422,10 @@ class EvalRequest(Request):
     )
     lengths: tuple[int, ...] = _numbers(
         (),
-        "Context lengths in tokens; default: MODEL's maximum (on a CPU at most 1024), and 1/2, 1/4"
-        " and 1/8 of it.",
+        "Context lengths in tokens; default: 256,512,1024, or MODEL's maximum.",
     )
-    samples: int | None = _samples(
-        default=None,
-        help="Documents per length, and prompts of replies; default: 32, on a CPU 16.",
-        minimum=2,
+    samples: int = _samples(
+        default=16, help="Documents per length, and prompts of replies.", minimum=2
     )
     text: str | None = option(
         None,
@@ -439,11 +435,7 @@ class EvalRequest(Request):
     retrieval: bool = option(
         True, "Measure retrieval from long texts too, besides the loss by position and --tasks."
     )
-    batch: int | None = option(
-        None,
-        "Replies or task documents per batch; default: 8, with lm-evaluation-harness 1.",
-        minimum=1,
-    )
+    batch: int = option(1, "Task documents per batch.", minimum=1)
     seed: int = seed_option()
     device: Device = device_option()
     dtype: Dtype = dtype_option()
@@ -453,7 +445,7 @@ class EvalRequest(Request):
     @property
     def harness_tasks(self) -> tuple[str, ...]:
         """The tasks that lm-evaluation-harness runs."""
-        return tuple(task for task in self.tasks if task not in BUILT_IN_TASKS)
+        return tuple(task for task in self.tasks if task != "replies")
 
 
 @dataclass(frozen=True)
@@ -475,11 +467,7 @@ class BenchRequest(Request):
     layers: int | None = option(None, "Number of layers with --shape.", minimum=1)
     device: Device = device_option()
     dtype: Dtype = dtype_option()
-    cache: Literal["dynamic", "static"] = option("dynamic", "Kind of KV cache.")
-    prefill_tokens: int | None = option(
-        None, "Maximum number of tokens to prefill; 0 skips the prefill."
-    )
-    threads: int | None = option(None, "CPU threads; default: torch's choice.", minimum=1)
+    prefill_tokens: int = option(2048, "Maximum number of tokens to prefill; 0 skips the prefill.")
     seconds: float = option(4.0, "Seconds to time each model, context and batch.", metavar="X")
     quiet: bool = option(False, "Print no progress.")
 

@@ -74,7 +74,7 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
             found = eval_checkpoints(EvalRequest(str(args.model), str(out), tasks=tasks, **shape))
             kept = {
                 name: value
-                for name, value in found.to_dict().items()
+                for name, value in vars(found).items()
                 if name not in ("model", "out", "retrieval")
             }
             seconds = round(time.process_time() - started)
@@ -94,7 +94,8 @@ def show(row: dict[str, Any]) -> None:
     """A line of a Markdown table for each measurement of the row."""
     if row["group"].startswith("positions"):
         for each in row["positions"]:
-            change = f"{each['excess']:+.3f} ± {each['margin']:.3f}"
+            excess = each.get("difference", each.get("excess"))  # older rows: excess
+            change = f"{excess:+.3f} ± {each['margin']:.3f}"
             _line(row["target"], f"tokens {each['from']} to {each['to']}", "", "", change)
     for each in row["tasks"]:
         change = f"{each['difference']:+.2f} ± {each['margin']:.2f}"

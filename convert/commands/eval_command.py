@@ -36,25 +36,26 @@ def evaluate(request: EvalRequest, json_file: str | None) -> None:
     from kvfold.convert.measure.eval import eval_checkpoints
 
     evaluation = eval_checkpoints(request)
-    print_result(json_file, evaluation.to_dict, format_evaluation(evaluation))
+    print_result(json_file, lambda: vars(evaluation), format_evaluation(evaluation))
 
 
 def format_evaluation(evaluation: "Evaluation") -> str:
     """The results as text, with a section for each kind of measurement."""
+    columns = ("documents", "source", "result", "difference")
     rows: list[Sequence[str]] = []
     if evaluation.retrieval:
-        rows.append(("retrieval, right answers", "documents", "source", "result", "difference"))
+        rows.append(("retrieval, right answers", *columns))
         for row in evaluation.retrieval:
-            cells = _format_row(f"needle at {row['length']} tokens", row, row["difference"], 3)
+            cells = _format_row(f"needle at {row['length']} tokens", row)
             rows.append((*cells[:-1], "the source guesses") if row["guesses"] else cells)
         rows += [(f"(a guess is right in {evaluation.retrieval[0]['chance']:.3f})",), ("",)]
-    rows.append(("perplexity by position", "windows", "source", "result", "excess, nats"))
+    rows.append(("loss by position, nats", *columns))
     for row in evaluation.positions:
-        rows.append(_format_row(f"tokens {row['from']} to {row['to']}", row, row["excess"], 2))
+        rows.append(_format_row(f"tokens {row['from']} to {row['to']}", row))
     if evaluation.tasks:
-        rows += [("",), ("task", "documents", "source", "result", "difference")]
+        rows += [("",), ("task", *columns)]
         for row in evaluation.tasks:
-            rows.append(_format_row(f"{row['task']}, {row['metric']}", row, row["difference"], 3))
+            rows.append(_format_row(f"{row['task']}, {row['metric']}", row))
     heading = [
         f"{evaluation.out} against {evaluation.model}",
         f"text: {evaluation.text}",
@@ -64,11 +65,9 @@ def format_evaluation(evaluation: "Evaluation") -> str:
     return "\n".join([*heading, *format_table(rows, _WIDTHS)])
 
 
-def _format_row(
-    name: str, row: dict[str, Any], difference: float, decimals: int
-) -> tuple[str, ...]:
-    text = f"{difference:+.4f}"
+def _format_row(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+    difference = f"{row['difference']:+.4f}"
     if row["margin"] is not None:
-        text += f" ± {row['margin']:.4f}"
-    means = (f"{row[model]:.{decimals}f}" for model in ("source", "student"))
-    return (name, str(row["documents"]), *means, text)
+        difference += f" ± {row['margin']:.4f}"
+    source = f"{row['source']:.3f}"
+    return (name, str(row["documents"]), source, f"{row['student']:.3f}", difference)

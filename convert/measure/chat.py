@@ -5,7 +5,7 @@ chat template.
 import shutil
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -13,11 +13,13 @@ from typing import IO, Any
 
 import click
 import torch
+from torch import Tensor
+from transformers import GenerationConfig
 
 from kvfold.attention.deepseek import absorb
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
-from kvfold.convert.request import ChatRequest
+from kvfold.convert.request import ChatRequest, EvalRequest
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import hide_bars
 from kvfold.convert.text.tokenizer import load_tokenizer
@@ -39,41 +41,56 @@ class Speaker:
     tokenizer: Any
     messages: list[dict[str, str]] = field(default_factory=list)
 
-    @torch.no_grad()
     def answer(self, prompt: str, max_new_tokens: int) -> tuple[str, float]:
         """The greedy answer and the tokens per second; a model without a chat template continues
         the prompt.
         """
         if self.tokenizer.chat_template is None:
-            inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+            tokens = self.tokenizer(prompt)["input_ids"]
         else:
-            inputs = self.tokenizer.apply_chat_template(
-                [*self.messages, {"role": "user", "content": prompt}],
-                add_generation_prompt=True,
-                return_tensors="pt",
-                return_dict=True,
+            messages = [*self.messages, {"role": "user", "content": prompt}]
+            tokens = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
             )
-        pad = self.tokenizer.pad_token_id
         started = time.perf_counter()
-        written = self.model.generate(
-            **inputs.to(self.model.device),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            pad_token_id=self.tokenizer.eos_token_id if pad is None else pad,
-        )
-        reply = written[0, inputs["input_ids"].shape[1] :]
+        reply = write_reply(self.model, self.tokenizer, torch.tensor(tokens), max_new_tokens)
         text = self.tokenizer.decode(reply, skip_special_tokens=True).strip()
         return text, len(reply) / (time.perf_counter() - started)
 
 
+@torch.no_grad()
+def write_reply(model: Any, tokenizer: Any, prompt: Tensor, max_new_tokens: int) -> Tensor:
+    """The tokens of the model's greedy reply to ``prompt [T]``, to its end token or
+    ``max_new_tokens``.
+    """
+    ends = model.generation_config.eos_token_id
+    # Not the model's own settings, which may sample or penalize repetition.
+    greedy = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=tokenizer.eos_token_id if ends is None else ends,
+        pad_token_id=0,
+    )
+    tokens = prompt[None].to(model.device)
+    written: Tensor = model.generate(
+        input_ids=tokens, attention_mask=torch.ones_like(tokens), generation_config=greedy
+    )
+    return written[0, len(prompt) :].cpu()
+
+
+def load_whole_model(name: str, request: ChatRequest | EvalRequest) -> Any:
+    """The model ``name`` on the request's device and in its dtype."""
+    device = choose_device(request.device)
+    with closing(open_checkpoint(name)) as checkpoint:
+        dtype = compute_dtype(checkpoint, device, request.dtype)
+        return load_model(checkpoint, dtype, request.trust_remote_code).to(device).eval()
+
+
 def load_speaker(name: str, request: ChatRequest) -> Speaker:
     """Load the model ``name``; an MLA model of a stock class decodes over its latent cache."""
-    device = choose_device(request.device)
-    hide_bars(False)
     with closing(open_checkpoint(name)) as checkpoint:
         tokenizer = load_tokenizer(checkpoint, request.trust_remote_code, "a chat")
-        dtype = compute_dtype(checkpoint, device, request.dtype)
-        model = load_model(checkpoint, dtype, request.trust_remote_code).to(device).eval()
+    model = load_whole_model(name, request)
     # Other attention has nothing to absorb.
     with suppress(ValueError):
         absorb(model)
@@ -84,12 +101,11 @@ def format_columns(texts: Sequence[str], width: int) -> str:
     """``texts`` in columns of equal width that fill ``width`` characters together; a single text is
     only wrapped.
     """
-    separators = len(_SEPARATOR) * (len(texts) - 1)
-    column_width = max(16, (width - separators) // len(texts))
-    columns: list[list[str]] = [[] for _ in texts]
-    for text, column in zip(texts, columns, strict=True):
-        for paragraph in text.splitlines():
-            column += textwrap.wrap(paragraph, column_width) or [""]
+    column_width = max(16, width // len(texts) - len(_SEPARATOR))
+    columns = []
+    for text in texts:
+        paragraphs = [textwrap.wrap(line, column_width) or [""] for line in text.splitlines()]
+        columns.append([line for paragraph in paragraphs for line in paragraph])
     rows = [
         _SEPARATOR.join(cell.ljust(column_width) for cell in cells).rstrip()
         for cells in zip_longest(*columns, fillvalue="")
@@ -98,52 +114,26 @@ def format_columns(texts: Sequence[str], width: int) -> str:
 
 
 def chat_models(request: ChatRequest, prompts: IO[str]) -> None:
-    """Answer every line of ``prompts`` on stdout, until the end; on a terminal also until an empty
-    line or Ctrl-C.
-    """
-    names = [name for name in (request.model, request.against) if name is not None]
+    """Answer every line of ``prompts`` on stdout, until the end or Ctrl-C."""
+    hide_bars(False)
+    names = filter(None, [request.model, request.against])
     speakers = [load_speaker(name, request) for name in names]
     if speakers[0].tokenizer.chat_template is None:
         click.echo("the model has no chat template: it continues each prompt", err=True)
-    if prompts.isatty():
-        click.echo(
-            "a message per line, answered in full (--max-new-tokens"
-            f" {request.max_new_tokens}); Ctrl-C stops an answer, Ctrl-D ends",
-            err=True,
-        )
+    click.echo(
+        "a message per line, answered in full (--max-new-tokens"
+        f" {request.max_new_tokens}); Ctrl-D ends",
+        err=True,
+    )
     width = shutil.get_terminal_size().columns
-    for prompt in _read_prompts(prompts):
-        try:
-            answers = [speaker.answer(prompt, request.max_new_tokens) for speaker in speakers]
-        except KeyboardInterrupt:
-            if not prompts.isatty():
-                raise
-            click.echo("(stopped)", err=True)
-            continue
+    for prompt in filter(None, map(str.strip, prompts)):
+        answers = [speaker.answer(prompt, request.max_new_tokens) for speaker in speakers]
         heads = []
         for speaker, (text, speed) in zip(speakers, answers, strict=True):
             speaker.messages.append({"role": "user", "content": prompt})
             speaker.messages.append({"role": "assistant", "content": text})
             heads.append(f"{speaker.name} ({speed:.1f} tokens/s)")
+        if not prompts.isatty():
+            click.echo(f"> {prompt}")
         click.echo(format_columns(heads, width) + "\n")
         click.echo(format_columns([text for text, _ in answers], width) + "\n")
-
-
-def _read_prompts(prompts: IO[str]) -> Iterator[str]:
-    terminal = prompts.isatty()
-    while True:
-        if terminal:
-            click.echo("> ", nl=False, err=True)
-        try:
-            line = prompts.readline()
-        except KeyboardInterrupt:
-            if not terminal:
-                raise
-            return
-        prompt = line.strip()
-        if not line or (terminal and not prompt):
-            return
-        if prompt:
-            if not terminal:
-                click.echo(f"> {prompt}")
-            yield prompt

@@ -34,7 +34,7 @@ def main() -> None:
     found = replace(found, model="demo", out="mqa")  # no paths of this machine
     print(format_evaluation(found))
     if given.json:
-        given.json.write_text(json.dumps({**conditions(), **found.to_dict()}, indent=2) + "\n")
+        given.json.write_text(json.dumps({**conditions(), **vars(found)}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

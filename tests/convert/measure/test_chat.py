@@ -2,14 +2,14 @@
 
 import io
 import shutil
-from unittest.mock import Mock
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
 
 from kvfold.attention.deepseek import ABSORBED
 from kvfold.convert.data import demo_folder
-from kvfold.convert.measure.chat import Speaker, chat_models, format_columns, load_speaker
+from kvfold.convert.measure.chat import chat_models, format_columns, load_speaker, write_reply
 from kvfold.convert.request import ChatRequest
 
 TEMPLATE = (
@@ -29,7 +29,7 @@ def chatty(demo_latent, tmp_path_factory):
 
 
 def test_texts_stand_side_by_side():
-    shown = format_columns(["one two three four five six", "seven\n\neight"], 35)
+    shown = format_columns(["one two three four five six", "seven\n\neight"], 38)
     assert shown.splitlines() == [
         "one two three    | seven",
         "four five six    |",
@@ -53,9 +53,16 @@ def test_a_model_keeps_the_conversation_and_its_latent_is_absorbed(chatty):
     text = speaker.tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False
     )
-    inputs = speaker.tokenizer(text, return_tensors="pt", add_special_tokens=False)
-    expected = speaker.model.generate(inputs["input_ids"], max_new_tokens=4, do_sample=False)
-    assert second == speaker.tokenizer.decode(expected[0, inputs["input_ids"].shape[1] :]).strip()
+    tokens = speaker.tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    expected = speaker.model.generate(tokens, max_new_tokens=8, do_sample=False)[
+        0, tokens.shape[1] :
+    ]
+    assert second == speaker.tokenizer.decode(expected[:4]).strip()
+    # As if the third token were the end token.
+    speaker.model.generation_config.eos_token_id = None
+    ending = SimpleNamespace(eos_token_id=int(expected[2]))
+    reply = write_reply(speaker.model, ending, tokens[0], 8).tolist()
+    assert reply == expected[: expected.tolist().index(expected[2]) + 1].tolist()
 
 
 def test_two_models_answer_every_line(chatty, capsys, monkeypatch):
@@ -67,43 +74,3 @@ def test_two_models_answer_every_line(chatty, capsys, monkeypatch):
     heads = [line for line in shown if "tokens/s" in line]
     assert len(heads) == 2
     assert all(line.startswith(str(chatty)) and f" | {other}" in line for line in heads)
-
-
-class Terminal(io.StringIO):
-    """A terminal where Ctrl-C is pressed after the lines."""
-
-    def isatty(self):
-        return True
-
-    def readline(self):
-        line = super().readline()
-        if not line:
-            raise KeyboardInterrupt
-        return line
-
-
-def test_ctrl_c_stops_an_answer_in_a_terminal_and_at_the_prompt_it_ends_the_chat(
-    chatty, capsys, monkeypatch
-):
-    answer = Speaker.answer
-    lengths = []
-
-    def interrupt_first(self, prompt, max_new_tokens):
-        lengths.append(len(self.messages))
-        if prompt == "first":
-            raise KeyboardInterrupt
-        return answer(self, prompt, max_new_tokens)
-
-    monkeypatch.setattr(Speaker, "answer", interrupt_first)
-    request = ChatRequest(model=str(chatty), max_new_tokens=3, device="cpu")
-    chat_models(request, Terminal("first\nsecond\nthird\n"))
-    shown = capsys.readouterr()
-    assert shown.err.count("(stopped)") == 1
-    assert shown.out.count("tokens/s") == 2
-    assert lengths == [0, 0, 2]
-
-
-def test_ctrl_c_ends_a_chat_of_a_pipe(chatty, monkeypatch):
-    monkeypatch.setattr(Speaker, "answer", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        chat_models(ChatRequest(model=str(chatty), device="cpu"), io.StringIO("first\n"))

@@ -17,56 +17,43 @@ from kvfold.convert.measure import eval as evaluation
 from kvfold.convert.measure.losses import token_losses
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tokenizer():
     return AutoTokenizer.from_pretrained(demo_folder())
 
 
-@pytest.fixture(scope="module")
-def model():
-    return AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def encode(tokenizer):
     return lambda text: torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def test_needles_lie_at_every_depth_and_are_asked_for(tokenizer, encode, refused):
+def test_needles_lie_at_every_depth_and_are_asked_for(tokenizer, encode):
     filler = encode("Nothing of interest is said in this sentence. " * 40)
-    questions = evaluation.draw_questions(tokenizer, filler, 256, 8, seed=0)
     depths = []
-    for question in questions:
-        assert question.tokens.shape == (256,)
-        assert len(set(question.choices)) == evaluation.CHOICES
-        text = tokenizer.decode(question.tokens)
+    for tokens, answers in evaluation.draw_questions(tokenizer, filler, 256, 8, seed=0):
+        assert tokens.shape == (256,)
+        assert len(set(answers)) == evaluation.CHOICES
+        text = tokenizer.decode(tokens)
         name = text.rsplit("The secret word of ", 1)[1].removesuffix(" is")
-        answer = tokenizer.decode(question.choices[question.answer])
-        assert text.count(f"The secret word of {name} is{answer}.") == 1
-        depths.append(text.index(f"{name} is{answer}."))
+        needle = f"The secret word of {name} is{tokenizer.decode(answers[0])}."
+        assert text.count(needle) == 1
+        depths.append(text.index(needle))
     assert depths == sorted(depths)
     assert depths[0] < 256 < depths[-1]
-    assert len({question.answer for question in questions}) > 1
-    with refused() as error:
-        evaluation.draw_questions(tokenizer, filler, 12, 1, seed=0)
-    assert error.value.field == "lengths"
 
 
-def test_the_answer_is_the_likeliest_choice(tokenizer, encode):
-    questions = evaluation.draw_questions(tokenizer, encode("Some words. " * 50), 200, 6, seed=1)
+def test_the_answer_is_the_likeliest_choice():
+    questions = [(torch.tensor([index]), list(range(10, 18))) for index in range(6)]
 
     def model(input_ids, logits_to_keep):
         """Answers the first three questions right, and the others with a wrong choice."""
-        index = [torch.equal(question.tokens, input_ids[0]) for question in questions].index(True)
-        question = questions[index]
-        choice = (question.answer + (index > 2)) % evaluation.CHOICES
-        logits = torch.zeros(1, 1, 5000)
-        logits[0, 0, question.choices[choice]] = 1
+        logits = torch.zeros(1, 1, 30)
+        logits[0, 0, 10 + (int(input_ids) > 2)] = 1
+        logits[0, 0, 20] = 2  # no choice
         return SimpleNamespace(logits=logits)
 
     model.device = "cpu"
-    correct = evaluation.answer_questions(model, questions)
-    assert correct.tolist() == [1, 1, 1, 0, 0, 0]
+    assert evaluation.answer_questions(model, questions).tolist() == [1, 1, 1, 0, 0, 0]
 
 
 def test_a_source_that_does_not_beat_chance_guesses():
@@ -76,42 +63,28 @@ def test_a_source_that_does_not_beat_chance_guesses():
     assert evaluation.pair_answers(256, half, half)["guesses"] is False
 
 
-def test_losses_by_position_are_those_of_transformers(encode, model):
+def test_losses_by_position_are_those_of_transformers(encode):
+    model = AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32).eval()
     tokens = encode("The list is sorted in place. " * 20)[:80].view(2, 40)
     losses = token_losses(model, tokens)
     expected = model(input_ids=tokens, labels=tokens).loss.item()
     assert losses.mean().item() == pytest.approx(expected, rel=1e-4)
     (row,) = evaluation.pair_by_position(losses, losses + 0.5)
     assert (row["from"], row["to"], row["documents"]) == (1, 40, 2)
-    assert row["excess"] == pytest.approx(0.5)
-    assert row["student"] == pytest.approx(row["source"] * 2.718281828**0.5)
+    assert row["difference"] == pytest.approx(0.5)
     long = evaluation.pair_by_position(torch.ones(2, 299), torch.ones(2, 299))
     assert [row["from"] for row in long] == [1, 64, 128, 256]
     assert long[-1]["to"] == 300
 
 
-def test_batches_write_what_single_prompts_write(tokenizer, model, encode):
-    prompts = [encode("The list"), encode("Return the first item of the"), encode("A")]
-    replies = evaluation.write_replies(model, tokenizer, prompts, 12)
-    for prompt, reply in zip(prompts, replies, strict=True):
-        alone = model.generate(prompt[None], do_sample=False, max_new_tokens=12)
-        assert reply.tolist() == alone[0, len(prompt) :].tolist()
-    # As if the third token were the end token.
-    first = replies[0].tolist()
-    third = SimpleNamespace(eos_token_id=first[2])
-    (ended,) = evaluation.write_replies(model, third, prompts[:1], 12)
-    assert ended.tolist() == first[: first.index(first[2]) + 1]
-
-
-def test_prompts_use_the_chat_template():
-    chat = AutoTokenizer.from_pretrained(demo_folder())
-    prompts = evaluation.draw_prompts(chat, 32, 0)
+def test_prompts_use_the_chat_template(tokenizer):
+    prompts = evaluation.draw_prompts(tokenizer, 32, 0)
     assert len({tuple(prompt.tolist()) for prompt in prompts}) == 32
-    chat.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
-    chat.chat_template += "{% if add_generation_prompt %}[assistant] {% endif %}"
-    (prompt,) = evaluation.draw_prompts(chat, 1, 0)
-    assert chat.decode(prompt).startswith("[user] ")
-    assert chat.decode(prompt).endswith("\n[assistant] ")
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}[assistant] {% endif %}"
+    (prompt,) = evaluation.draw_prompts(tokenizer, 1, 0)
+    assert tokenizer.decode(prompt).startswith("[user] ")
+    assert tokenizer.decode(prompt).endswith("\n[assistant] ")
 
 
 def test_replies_are_compared_with_those_of_the_source():
@@ -127,34 +100,22 @@ def test_replies_are_compared_with_those_of_the_source():
     assert {row["metric"]: (row["source"], row["student"]) for row in rows} == {
         "first_difference": (6, 3.5),
         "draft_acceptance": (1.0, 0.5),
-        "repetition": (pytest.approx(1 / 3), pytest.approx(1 / 6)),
-        "length": (6, 5.5),
     }
 
 
-def test_scores_of_the_harness_are_paired_by_document():
-    def score(accuracies, likelihood):
-        """Of a text the harness gives the log-likelihood and the length in words."""
-        right = [{"metrics": ["acc"], "acc": accuracy} for accuracy in accuracies]
-        text = [{"metrics": ["word_perplexity"], "word_perplexity": likelihood}]
-        return evaluation.score_documents({"tiny": right, "text": text})
-
-    before = score([True, 0.0, 1], (-8.0, 4))
-    after = score([1, 0, 0], (-12.0, 4))
-    assert list(before) == [("tiny", "acc"), ("text", "nats_per_word")]
-    accuracy, loss = (evaluation.pair(before[name], after[name]) for name in before)
-    assert accuracy["difference"] == pytest.approx(-1 / 3)
+def test_differences_are_paired_with_students_t():
+    row = evaluation.pair(torch.tensor([1, 0, 1]), torch.tensor([1, 0, 0]))
+    assert row["difference"] == pytest.approx(-1 / 3)
     # Student's t with 2 degrees of freedom, 4.30, times 1/3.
-    assert accuracy["margin"] == pytest.approx(1.434, rel=0.15)
-    assert (loss["source"], loss["student"], loss["margin"]) == (2.0, 3.0, None)
+    assert row["margin"] == pytest.approx(1.434, rel=0.15)
+    assert evaluation.pair(torch.ones(1), torch.ones(1))["margin"] is None
 
 
 def test_tasks_need_the_harness(monkeypatch, refused):
     monkeypatch.setattr(evaluation, "find_spec", lambda name: None)
+    request = EvalRequest(demo_folder(), demo_folder(), tasks=["lambada_openai"])
     with refused() as error:
-        evaluation.eval_checkpoints(
-            EvalRequest(demo_folder(), demo_folder(), tasks=["lambada_openai"])
-        )
+        evaluation.eval_checkpoints(request)
     assert "pip install 'kvfold[eval]'" in str(error.value)
 
 
@@ -172,8 +133,10 @@ def test_lengths_that_cannot_be_are_refused(tiny_family, tmp_path, refused):
 
 def test_the_command_measures_a_model_against_itself(monkeypatch, capsys):
     def simple_evaluate(model, tasks, limit, **options):
-        documents = [{"doc_id": i, "metrics": ["acc"], "acc": i % 2} for i in range(limit)]
-        return {"samples": {tasks[0]: documents}}
+        right = [{"metrics": ["acc"], "acc": index % 2} for index in range(limit)]
+        # Of a text the harness gives the log-likelihood and the length in words.
+        text = [{"metrics": ["word_perplexity"], "word_perplexity": (-8.0, 4)}]
+        return {"samples": {tasks[0]: right, "text": text}}
 
     harness = ModuleType("lm_eval")
     harness.simple_evaluate = simple_evaluate
@@ -183,6 +146,7 @@ def test_the_command_measures_a_model_against_itself(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval.models", ModuleType("lm_eval.models"))
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", wrapper)
     monkeypatch.setattr(evaluation, "find_spec", lambda name: True)
+    monkeypatch.setattr(evaluation, "_REPLY_TOKENS", 4)
     model = str(demo_folder())
     line = ["eval", model, model, "--tasks", "replies,tiny", "--limit", "4", "--lengths", "256"]
     with pytest.raises(SystemExit) as end:
@@ -192,11 +156,11 @@ def test_the_command_measures_a_model_against_itself(monkeypatch, capsys):
     found = json.loads(shown.out)
     (needle,) = found["retrieval"]
     assert (needle["task"], needle["length"], needle["difference"]) == ("needle", 256, 0.0)
-    excess = [(row["from"], row["to"], row["excess"]) for row in found["positions"]]
-    assert excess == [(1, 64, 0.0), (64, 128, 0.0), (128, 256, 0.0)]
+    differences = [(row["from"], row["to"], row["difference"]) for row in found["positions"]]
+    assert differences == [(1, 64, 0.0), (64, 128, 0.0), (128, 256, 0.0)]
     tasks = {row["metric"]: row for row in found["tasks"]}
     assert tasks["draft_acceptance"]["student"] == pytest.approx(1, abs=1e-3)
-    assert tasks["first_difference"]["difference"] == tasks["length"]["difference"] == 0
-    assert tasks["acc"]["source"] == 0.5
-    assert tasks["acc"]["documents"] == 4
+    assert tasks["first_difference"]["difference"] == 0
+    assert (tasks["acc"]["source"], tasks["acc"]["documents"]) == (0.5, 4)
+    assert tasks["nats_per_word"]["source"] == 2.0
     assert all(text in shown.err for text in ("tiny, acc", "needle at 256 tokens"))
