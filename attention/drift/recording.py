@@ -112,17 +112,8 @@ class OpenLayer:
         """Run the layer only up to its attention output; ``hidden`` of the result is None."""
         return self.run(hidden, whole=False)
 
-    def run(
-        self,
-        hidden: Tensor,
-        *,
-        whole: bool = True,
-        context: Tensor | None = None,
-    ) -> LayerOutput:
+    def run(self, hidden: Tensor, *, whole: bool = True) -> LayerOutput:
         """Run the layer as the stock model would; ``whole=False`` stops at the attention output.
-
-        ``context [B, T, H, Dv]`` of an earlier output for the same ``hidden``, queries, keys and
-        values takes the place of their attention, which is not computed again.
 
         Gradients flow to ``tensors``. ``query`` and ``key`` of the result are None if the model's
         attention does not use transformers' attention interface, or if its mask contains more than
@@ -134,8 +125,6 @@ class OpenLayer:
             self.guard(),
             _recording(layer.get_submodule(attention_name(layer)), whole) as recording,
         ):
-            if context is not None:
-                recording.compute = lambda *_, **__: (context, None)
             try:
                 result = functional_call(
                     layer,

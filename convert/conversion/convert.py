@@ -69,7 +69,8 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
             if request.to == "mla":
                 from kvfold.convert.conversion.splits import choose_slots_and_split
 
-                plan, notes = choose_slots_and_split(plan, calibration, folder, stages)
+                plan, splits = choose_slots_and_split(plan, calibration, stages)
+                notes = {"splits": splits} if splits else {}
             journal = Journal(folder, plan)
             with output.open_writer(plan, journal, stages) as writer:
                 drift = _convert_layers(plan, calibration, journal, writer, stages)
@@ -130,13 +131,13 @@ def _convert_layers(
     from kvfold.convert.conversion.measurement import measure_walk
 
     finished = journal.finished
-    walk = layers.open_walk(plan, calibration, plan.request.refine, finished=finished)
+    walk = layers.open_walk(plan, calibration, plan.request.refine, finished)
     for step in stages.over("convert", walk, count, "layer"):
         if step.index < finished:
-            step.replace_and_measure(journal.read_layer(step.index))
+            step.advance(journal.read_layer(step.index))
             continue
         tensors, notes = layers.convert_layer(plan, step, plan.request.refine)
-        step.replace_and_measure(tensors)
+        step.advance(tensors)
         writer.write(tensors)
         writer.sync()
         journal.add_layer(notes, writer.digests)

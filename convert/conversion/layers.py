@@ -5,6 +5,7 @@ the functions that use them.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,31 +37,25 @@ if TYPE_CHECKING:
 
 
 def open_walk(
-    plan: Plan,
-    calibration: "Calibration",
-    refine: int | str,
-    *,
-    statistics: bool = True,
-    finished: int = 0,
+    plan: Plan, calibration: "Calibration", refine: int | str, statistics_from: int = 0
 ) -> "Walk":
     """A walk over the source of ``plan`` with the student that the finished checkpoint would be.
 
-    With ``statistics``, those of the calibration sequences are gathered, if the method needs them.
-    The first ``finished`` layers have been converted by an interrupted run.
+    Statistics of the calibration sequences begin with layer ``statistics_from``, if the method
+    needs them.
     """
     from kvfold.convert.walk.walk import Teacher, Walk
 
     tokens = calibration.tokens
+    reads_text = plan.method.reads_text
     # The calibration sequences are run for what is fitted to the student.
-    fits = plan.method.reads_text or bool(refine)
+    fits = reads_text or bool(refine)
     teacher = Teacher(
         calibration.source,
         tokens.held_out,
         processes.shard(tokens.calibration) if fits else None,
         plan.model,
-        statistics=statistics and plan.method.reads_text,
-        keep_calibration=fits,
-        finished=finished,
+        statistics_from if reads_text else plan.geometry.layers,
     )
     return Walk(teacher, open_student(plan, calibration))
 
@@ -86,7 +81,7 @@ def convert_layer(
     layer = processes.broadcast_from_rank0(lambda: fit_layer(plan, step.index, step, shared))
     weights = layer.weights
     if plan.method.reads_text:
-        weights, _ = refit_output(step, weights, attention_update(plan))
+        weights = refit_output(step, weights, attention_update(plan))
     tensors = plan.output.encode(step.index, weights)
     if not refine:
         return tensors, dict(layer.notes)
@@ -113,56 +108,50 @@ def fit_layer(
     ``step`` is None without text. ``shared`` caches results for folds of the same layer to other
     numbers of heads. Raises InputError for weights that are not finite.
     """
-    return plan.method.fit(_method_input(plan, index, step, shared))
-
-
-def _method_input(
-    plan: Plan, index: int, step: "Step | None", shared: dict[bool, Pairs] | None
-) -> FoldLayer | LatentLayer:
-    """Layer ``index`` of the source as its method gets it."""
     request = plan.request
-    weights = source_layer(plan, index)
-    with_text: dict[str, Any] = {}
-    if step is not None:
-        with_text["error"] = step.error
-        with_text["statistics"] = step.statistics if plan.method.reads_text else None
-    if plan.latent is None:
-        window = plan.model.layers[index].window
+    model = plan.model
+    positions = plan.geometry.positions
+    spec = plan.latent
+    layer: FoldLayer | LatentLayer
+    if spec is None:
         # Heads that share already were trained to: by default they stay with their neighbors.
         shares = plan.geometry.kv_heads < plan.geometry.heads
         group = request.group or ("contiguous" if shares else "similar")
-        return FoldLayer(
+        layer = FoldLayer(
             index=index,
-            weights=weights,
+            weights=source_layer(plan, index),
             kv_heads=request.kv_heads or 1,
             rotary=fold_rotary(plan, index),
-            context=min(plan.geometry.positions, window or plan.geometry.positions),
+            context=min(positions, model.layers[index].window or positions),
             std=plan.geometry.initializer_range,
             seed=request.seed,
             similar=group == "similar",
             objective=find_objective(request.objective or DEFAULT_OBJECTIVE),
             shared={} if shared is None else shared,
-            **with_text,
         )
-    spec = plan.latent
-    rank = query_rank(plan.model, spec)
-    norms = plan.model.names.get(("attention_norm", index))
-    inputs = step.inputs if step is not None and plan.method.reads_text else None
-    return LatentLayer(
-        index=index,
-        weights=weights,
-        channels=spec.channels,
-        slots=plan.slots[index],
-        rotary=layer_rotary(plan.model, index, "short"),
-        context=plan.geometry.positions,
-        scale=plan.model.layers[index].scale,
-        query_channels=None if rank is None else rank - spec.constant,
-        centered=spec.layout != "engine",
-        keeps_norms=spec.layout == "kvfold",
-        gain=plan.checkpoint.read(norms[0]) if norms else None,
-        inputs=torch.empty(0, weights.model_dim) if inputs is None else inputs,
-        **with_text,
-    )
+    else:
+        rank = query_rank(model, spec)
+        norms = model.names.get(("attention_norm", index))
+        weights = source_layer(plan, index)
+        layer = LatentLayer(
+            index=index,
+            weights=weights,
+            channels=spec.channels,
+            slots=plan.slots[index],
+            rotary=layer_rotary(model, index, "short"),
+            context=positions,
+            scale=model.layers[index].scale,
+            query_channels=None if rank is None else rank - spec.constant,
+            centered=spec.layout != "engine",
+            keeps_norms=spec.layout == "kvfold",
+            gain=plan.checkpoint.read(norms[0]) if norms else None,
+            inputs=torch.empty(0, weights.model_dim),
+        )
+        if step is not None and step.inputs is not None:
+            layer = replace(layer, inputs=step.inputs)
+    if step is not None:
+        layer = replace(layer, error=step.error, statistics=step.statistics)
+    return plan.method.fit(layer)
 
 
 def source_layer(plan: Plan, layer: int) -> AttentionWeights:

@@ -74,17 +74,24 @@ class Plan:
     cache_elements: int
     result: ServedModel
     engines: list[Support]
-    slots: "Sequence[Slots]"
+    slots: "Sequence[Slots]" = ()
 
     @property
     def method(self) -> Method:
         """The method that converts the layers."""
         return self.request.chosen_method
 
+    def with_slots(self, slots: "Sequence[Slots]") -> "Plan":
+        """This plan with each layer's rotary slots, and thus with the config of the output."""
+        output = self.output.with_frequencies([layer.theta.tolist() for layer in slots])
+        return replace(self, output=output, slots=slots)
+
 
 def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
-    """Plan ``request``. Raises InputError if the tensors do not match config.json or the target is
-    not possible.
+    """Plan ``request``. For MLA, `Plan.with_slots` completes the plan when weights are read.
+
+    With a budget, the largest split stands in for all until one is chosen. Raises InputError if the
+    tensors do not match config.json or the target is not possible.
     """
     model = model_of(checkpoint.config, checkpoint.tensors)
     problems = model.tensor_problems(checkpoint.tensors)
@@ -111,41 +118,27 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
         )
     if request.to != "mla":
         return _plan_fold(request, checkpoint, model)
-    # With a budget, the largest split stands in for all.
-    plan = plan_mla(request, checkpoint, model, mla_specs(request, model)[-1], ())
-    if request.budget is None:
-        return plan
-    return replace(plan, output=replace(plan.output, kind="MLA, split by measured drift"))
+    plan = plan_split(request, checkpoint, model, mla_specs(request, model)[-1])
+    if request.budget is not None:
+        plan = replace(plan, output=replace(plan.output, kind="MLA, split by measured drift"))
+    return plan
 
 
-def plan_mla(
-    request: ConvertRequest,
-    checkpoint: Checkpoint,
-    model: Model,
-    spec: MlaSpec,
-    slots: "Sequence[Slots]",
+def plan_split(
+    request: ConvertRequest, checkpoint: Checkpoint, model: Model, spec: MlaSpec
 ) -> Plan:
-    """Plan an MLA conversion with the split ``spec`` and each layer's rotary ``slots``.
-
-    Without slots, which `splits.choose_slots_and_split` chooses once weights or text are read, the
-    config of the plan lacks the rotary frequencies.
-    """
+    """Plan an MLA conversion with the split ``spec``."""
     dtype = None if request.dtype == "auto" else request.dtype
-    layers = range(model.geometry.layers)
-    frequencies = [layer.theta.tolist() for layer in slots]
+    reads = [model.attention_names(layer) for layer in range(model.geometry.layers)]
+    output: OutputCheckpoint
     if spec.layout == "kvfold":
-        output = plan_own_mla(model, checkpoint, spec, frequencies, dtype)
-        reads = tuple(model.attention_names(layer) for layer in layers)
+        output = plan_own_mla(model, checkpoint, spec, dtype)
     else:
-        # A stock class has one set of frequencies for all layers.
-        shared = frequencies[0] if frequencies else None
-        output = plan_stock_mla(model, checkpoint, spec, shared, dtype)
+        output = plan_stock_mla(model, checkpoint, spec, dtype)
         # It stores gate and up separately, so a tensor that combines both is split.
-        reads = tuple(
-            model.attention_names(layer) + model.names.get(("gate_up", layer), ())
-            for layer in layers
-        )
-    return _complete(request, checkpoint, model, output, reads, spec, slots)
+        for layer, names in enumerate(reads):
+            reads[layer] = names + model.names.get(("gate_up", layer), ())
+    return _complete(request, checkpoint, model, output, reads, describe_mla(model, spec), spec)
 
 
 def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
@@ -153,11 +146,10 @@ def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
     kv_heads = request.kv_heads or 1
     if model.qk_norm is not None and model.qk_norm.after_rotary and method.needs_linear_keys:
         rule = (
-            f"{model.family.model_type}, which normalizes queries and keys after their rotary"
-            " embedding"
+            f"does not support {model.family.model_type}, which normalizes queries and keys after"
+            f" their rotary embedding; use --method {quick_method(request.to)} with --refine auto"
         )
-        way_out = f"use --method {quick_method(request.to)} with --refine auto"
-        raise option_error("method", request.resolved_method, f"does not support {rule}; {way_out}")
+        raise option_error("method", request.resolved_method, rule)
     check_kv_heads(kv_heads, model.geometry, request.allow_growth)
     dtype = None if request.dtype == "auto" else request.dtype
     own_code = needs_own_code(model)
@@ -165,15 +157,15 @@ def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
         why = f"because the stock class of {model.family.model_type} supports --to {request.to}"
         raise option_error("layout", request.layout, f"is not needed, {why}; remove --layout")
     # Pooling leaves queries and the output alone in a stock class.
-    roles: tuple[Role, ...] = (
-        ("k", "v") if method.pools and not request.calibrated and not own_code else ROLES
-    )
+    pools = method.pools and not request.calibrated and not own_code
+    roles: tuple[Role, ...] = ("k", "v") if pools else ROLES
     if own_code:
         output = plan_own_fold(model, checkpoint, kv_heads, dtype)
     else:
         output = plan_stock_fold(model, checkpoint, kv_heads, roles=roles, dtype=dtype)
-    reads = tuple(model.attention_names(layer, roles) for layer in range(model.geometry.layers))
-    return _complete(request, checkpoint, model, output, reads)
+    reads = [model.attention_names(layer, roles) for layer in range(model.geometry.layers)]
+    result = describe_fold(model, kv_heads)
+    return _complete(request, checkpoint, model, output, reads, result, None)
 
 
 def _complete(
@@ -181,16 +173,10 @@ def _complete(
     checkpoint: Checkpoint,
     model: Model,
     output: OutputCheckpoint,
-    reads: tuple[tuple[str, ...], ...],
-    latent: MlaSpec | None = None,
-    slots: "Sequence[Slots]" = (),
+    reads: Sequence[tuple[str, ...]],
+    result: ServedModel,
+    latent: MlaSpec | None,
 ) -> Plan:
-    """Complete the plan for ``output``."""
-    result = (
-        describe_fold(model, request.kv_heads or 1)
-        if latent is None
-        else describe_mla(model, latent)
-    )
     shards = tuple(assign_shards(output.tensors, request.shard_bytes))
     return Plan(
         request=request,
@@ -199,14 +185,13 @@ def _complete(
         geometry=model.geometry,
         output=output,
         latent=latent,
-        reads=reads,
+        reads=tuple(reads),
         shards=shards,
         own_shards=tuple(shards[number] for number in processes.shard_range(len(shards))),
         source_kind=attention_label(model.geometry.heads, model.geometry.kv_heads),
         cache_elements=cache_elements(model.geometry),
         result=result,
         engines=support_for(result),
-        slots=slots,
     )
 
 

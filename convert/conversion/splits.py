@@ -1,26 +1,24 @@
-"""Choose the layout of an MLA result: survey all layers for their rotary slots, and compare splits
-of a budget.
+"""Choose the rotary slots of an MLA result by a survey of all layers, and the split of a budget by
+trials.
 
 All layers of a stock class share their rotary frequencies, so every layer is surveyed before any is
 converted.
 """
 
 import math
-import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.conversion.layers import convert_layer, open_walk, source_layer
-from kvfold.convert.conversion.plan import Plan, mla_specs, plan_mla
+from kvfold.convert.conversion.plan import Plan, mla_specs, plan_split
 from kvfold.convert.families.layer_io import layer_rotary
 from kvfold.convert.progress import Stages
-from kvfold.convert.targets.mla.spec import MlaSpec
 from kvfold.convert.transforms.head_norms import linearize_heads
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.slots import LayerSurvey, Slots
@@ -40,12 +38,24 @@ _SERVED_FACTOR = 1.05
 # are tried with refinement, the best as fitted; layers that a trial converts, of a model with more;
 # held-out tokens, and calibration tokens for refinement.
 _FINALISTS = 4
-_PROBED = 4
+_TRIAL_LAYERS = 4
 _TRIAL_HELD_OUT = 2048
 _TRIAL_CALIBRATION = 8192
 
 
 @dataclass(frozen=True)
+class Survey:
+    """What rotary slots and splits are chosen by.
+
+    layers: what each rotary key of each layer is worth; empty without text.
+    statistics: of the layers that trials convert, by index, with attention inputs ``[n, E]``.
+    """
+
+    layers: list[LayerSurvey] = field(default_factory=list)
+    statistics: dict[int, tuple[LayerStatistics, Tensor]] = field(default_factory=dict)
+
+
+@dataclass
 class Trial:
     """A split that was tried.
 
@@ -58,14 +68,12 @@ class Trial:
     kl: float
     refined_kl: float | None = None
 
-    @property
     def sort_key(self) -> tuple[bool, float]:
         """Lower is better. Any refined KL precedes any as fitted, and any number precedes NaN."""
         kl = self.kl if self.refined_kl is None else self.refined_kl
         return self.refined_kl is None, math.inf if math.isnan(kl) else kl
 
-    @property
-    def engines(self) -> int:
+    def count_engines(self) -> int:
         """The number of engines that serve the split."""
         return sum(support.serves for support in self.plan.engines)
 
@@ -78,92 +86,95 @@ class Trial:
 
 
 def choose_slots_and_split(
-    plan: Plan, calibration: Calibration | None, scratch: Path, stages: Stages
-) -> tuple[Plan, dict[str, Any]]:
+    plan: Plan, calibration: Calibration | None, stages: Stages
+) -> tuple[Plan, list[dict[str, Any]]]:
     """Choose the rotary slots of an MLA result, and the split of a budget by measured drift.
 
-    Returns the plan with both, and entries for ``kvfold.json``. A calibrated method surveys the
-    layers; otherwise the weights alone choose. Statistics for trials are in a folder in ``scratch``
-    meanwhile.
+    Returns the plan with both, and the splits that were tried. A calibrated method surveys the
+    layers; otherwise the weights alone choose.
     """
     if calibration is None or not plan.method.reads_text:
-        return choose_slots(plan, mla_specs(plan.request, plan.model)[0], ()), {}
-    folder = scratch / ".survey"
-    folder.mkdir(exist_ok=True)
-    try:
-        saved = None if plan.request.budget is None else folder
-        surveyed = survey_layers(plan, calibration, saved, stages)
-        plan, splits = choose_split(plan, calibration, surveyed, folder, stages)
-    finally:
-        if processes.is_rank0():
-            shutil.rmtree(folder)
-    return plan, {"splits": splits} if splits else {}
+        return plan.with_slots(choose_slots(plan, [])), []
+    return choose_split(plan, calibration, survey_layers(plan, calibration, stages), stages)
 
 
-def survey_layers(
-    plan: Plan, calibration: Calibration, folder: Path | None, stages: Stages
-) -> list[LayerSurvey]:
-    """Survey every layer of the source over some calibration sequences. The layers' statistics are
-    saved in ``folder``, if any, for trials of splits.
-    """
+def survey_layers(plan: Plan, calibration: Calibration, stages: Stages) -> Survey:
+    """Survey every layer of the source over some calibration sequences."""
     source = calibration.source
     count = max(processes.world_size(), math.ceil(_SURVEYED / plan.request.length))
     states = embed(source, processes.shard(calibration.tokens.calibration[:count]))
-    layers: list[LayerSurvey] = []
+    survey = Survey()
+    number = min(source.layers, _TRIAL_LAYERS)
+    probed = {(2 * trial + 1) * source.layers // (2 * number) for trial in range(number)}
     for index in stages.over("survey", range(source.layers), source.layers, "layer"):
         with source.open_layer(index) as layer:
             statistics, inputs = gather_statistics(source, layer, states, plan.model)
         weights = linearize_heads(source_layer(plan, index), statistics)
         rotary = layer_rotary(plan.model, index, "short")
-        layers.append(rope_slots.survey_layer(weights, statistics, rotary, plan.geometry.positions))
-        if processes.is_rank0() and folder is not None:
-            saved = {"statistics": vars(statistics), "inputs": inputs}
-            torch.save(saved, folder / f"{index}.pt")
+        survey.layers.append(
+            rope_slots.survey_layer(weights, statistics, rotary, plan.geometry.positions)
+        )
+        if index in probed:
+            survey.statistics[index] = statistics, inputs
     # Equal on all processes, to the last bit.
-    return processes.broadcast_from_rank0(lambda: layers)
+    return replace(survey, layers=processes.broadcast_from_rank0(lambda: survey.layers))
 
 
-def choose_slots(plan: Plan, spec: MlaSpec, surveyed: Sequence[LayerSurvey]) -> Plan:
-    """``plan`` with the split ``spec`` and the best rotary slots for the surveyed layers; layout
-    engine allows only plain RoPE.
+def choose_slots(plan: Plan, surveys: Sequence[LayerSurvey]) -> list[Slots]:
+    """Each layer's best rotary slots by the ``surveys`` of all layers; layout engine allows only
+    plain RoPE.
 
-    Without a survey there is nothing to choose by: a uniform stride over the source's frequencies.
+    Without surveys there is nothing to choose by: a uniform stride over the source's frequencies.
     """
-    thetas = [survey.theta for survey in surveyed] or [
+    spec = plan.latent
+    assert spec is not None
+    thetas = [
         layer_rotary(plan.model, layer, "short").theta for layer in range(plan.geometry.layers)
     ]
+    first = next((theta for theta in thetas if theta.numel()), None)
+    if first is None:
+        return [rope_slots.NO_SLOTS] * len(thetas)
+    # Layers that do not rotate have the slots of the first layer that does.
+    frequencies = [tuple((theta if theta.numel() else first).tolist()) for theta in thetas]
     rope_dim = spec.used_rope_dim(plan.geometry.rotary_dims)
-
-    def choose(alike: list[int]) -> Slots:
-        surveys = [surveyed[layer] for layer in alike] if surveyed else []
-        if surveys and spec.layout == "engine":
-            return rope_slots.plain_slots(surveys, rope_dim)
-        if surveys:
-            return rope_slots.choose_slots(surveys, rope_dim)
-        # Layers that do not rotate have no frequencies to choose from.
-        theta = next((thetas[layer] for layer in alike if thetas[layer].numel()), None)
-        if theta is None:
-            return rope_slots.NO_SLOTS
-        return rope_slots.stride_slots(theta, spec.rope_dim)
-
-    slots = rope_slots.slots_by_layer(thetas, choose)
-    return plan_mla(plan.request, plan.checkpoint, plan.model, spec, slots)
+    slots = {}
+    for alike in dict.fromkeys(frequencies):
+        layers = [layer for layer, other in enumerate(frequencies) if other == alike]
+        if not surveys:
+            theta = torch.tensor(alike, dtype=torch.float64)
+            slots[alike] = rope_slots.stride_slots(theta, spec.rope_dim)
+        elif spec.layout == "engine":
+            slots[alike] = rope_slots.plain_slots([surveys[layer] for layer in layers], rope_dim)
+        else:
+            slots[alike] = rope_slots.choose_slots([surveys[layer] for layer in layers], rope_dim)
+    return [slots[alike] for alike in frequencies]
 
 
 def choose_split(
-    plan: Plan,
-    calibration: Calibration,
-    surveyed: Sequence[LayerSurvey],
-    folder: Path,
-    stages: Stages,
+    plan: Plan, calibration: Calibration, survey: Survey, stages: Stages
 ) -> tuple[Plan, list[dict[str, Any]]]:
-    """The plan with the best split and rotary slots for the surveyed layers, and all splits that
-    were tried, as JSON values (none without a budget).
+    """The plan with the best rotary slots for the surveyed layers, and for a budget with the best
+    split; also all splits that were tried, as JSON values (none without a budget).
     """
-    plans = [choose_slots(plan, spec, surveyed) for spec in mla_specs(plan.request, plan.model)]
-    if plan.request.budget is None:
-        return plans[0], []
-    trials = compare_splits(plans, calibration, folder, stages)
+    request = plan.request
+    if request.budget is None:
+        return plan.with_slots(choose_slots(plan, survey.layers)), []
+    plans = [
+        plan_split(request, plan.checkpoint, plan.model, spec)
+        for spec in mla_specs(request, plan.model)
+    ]
+    trials = []
+    for split in stages.over("splits", plans, len(plans), "split"):
+        split = split.with_slots(choose_slots(split, survey.layers))
+        trials.append(Trial(split, try_split(split, calibration, survey)))
+    if request.refine:
+        # Refined are the best few, and the splits that more engines serve than the best.
+        ranked = sorted(trials, key=Trial.sort_key)
+        served = ranked[0].count_engines()
+        more = [trial for trial in ranked[_FINALISTS:] if trial.count_engines() > served]
+        finalists = [*ranked[:_FINALISTS], *more]
+        for trial in stages.over("finals", finalists, len(finalists), "split"):
+            trial.refined_kl = try_split(trial.plan, calibration, survey, _TRIAL_STEPS)
     return prefer_served(trials).plan, [trial.to_dict() for trial in trials]
 
 
@@ -172,36 +183,14 @@ def prefer_served(trials: Sequence[Trial]) -> Trial:
 
     If some trials were refined, the choice is among them.
     """
-    unrefined, kl = min(trial.sort_key for trial in trials)
-    near = [trial for trial in trials if trial.sort_key <= (unrefined, _SERVED_FACTOR * kl)]
-    return min(near, key=lambda trial: (-trial.engines, trial.sort_key))
+    unrefined, kl = min(trial.sort_key() for trial in trials)
+    near = [trial for trial in trials if trial.sort_key() <= (unrefined, _SERVED_FACTOR * kl)]
+    return min(near, key=lambda trial: (-trial.count_engines(), trial.sort_key()))
 
 
-def compare_splits(
-    plans: Sequence[Plan], calibration: Calibration, folder: Path, stages: Stages
-) -> list[Trial]:
-    """Try all ``plans`` as fitted, then the best with refinement if the request refines."""
-    trials = [
-        Trial(plan, try_split(plan, calibration, folder))
-        for plan in stages.over("splits", plans, len(plans), "split")
-    ]
-    if not plans[0].request.refine:
-        return trials
-    # Refined are the best few, and the splits that more engines serve than the best.
-    ranked = sorted(trials, key=lambda trial: trial.sort_key)
-    more = [trial for trial in ranked[_FINALISTS:] if trial.engines > ranked[0].engines]
-    finalists = [*ranked[:_FINALISTS], *more]
-    for trial in stages.over("finals", finalists, len(finalists), "split"):
-        refined_kl = try_split(trial.plan, calibration, folder, _TRIAL_STEPS)
-        trials[trials.index(trial)] = replace(trial, refined_kl=refined_kl)
-    return trials
-
-
-def try_split(plan: Plan, calibration: Calibration, folder: Path, refine: int = 0) -> float:
+def try_split(plan: Plan, calibration: Calibration, survey: Survey, refine: int = 0) -> float:
     """The KL on held-out text, in nats per token, with a few layers converted by ``plan`` and
     refined in ``refine`` steps.
-
-    Statistics of the layers, ``{index}.pt`` in ``folder``, are those of the survey.
     """
     tokens = calibration.tokens
     length = tokens.calibration.shape[1]
@@ -210,18 +199,12 @@ def try_split(plan: Plan, calibration: Calibration, folder: Path, refine: int = 
         calibration=tokens.calibration[: max(1, _TRIAL_CALIBRATION // length)],
         held_out=tokens.held_out[: max(1, _TRIAL_HELD_OUT // length)],
     )
-    layers = plan.geometry.layers
-    count = min(layers, _PROBED)
-    probed = {(2 * number + 1) * layers // (2 * count) for number in range(count)}
-    walk = open_walk(plan, replace(calibration, tokens=tokens), refine, statistics=False)
+    walk = open_walk(plan, replace(calibration, tokens=tokens), refine, plan.geometry.layers)
     for step in walk:
-        if step.index not in probed:
-            step.keep_source()
-            continue
-        if processes.is_rank0():
-            saved = torch.load(folder / f"{step.index}.pt", weights_only=True, mmap=True)
-            step.statistics = LayerStatistics(**saved["statistics"])
-            step.inputs = saved["inputs"]
-        tensors, _ = convert_layer(plan, step, refine)
-        step.replace(tensors)
+        if step.index in survey.statistics:
+            step.statistics, step.inputs = survey.statistics[step.index]
+            tensors, _ = convert_layer(plan, step, refine)
+            step.advance(tensors)
+        else:
+            step.advance_unchanged()
     return processes.broadcast_from_rank0(lambda: walk.measurement().kl)

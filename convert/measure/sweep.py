@@ -41,7 +41,7 @@ from kvfold.convert.conversion.layers import convert_layer, open_student
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, make_plan
 from kvfold.convert.conversion.record import text_name, versions
-from kvfold.convert.conversion.splits import choose_split, survey_layers
+from kvfold.convert.conversion.splits import Survey, choose_split, survey_layers
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
 from kvfold.convert.formatting import format_duration
@@ -50,7 +50,6 @@ from kvfold.convert.options import format_argv
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import ConvertRequest, SweepRequest
 from kvfold.convert.transforms.fold.grouping import Pairs
-from kvfold.convert.transforms.latent.slots import LayerSurvey
 from kvfold.convert.walk.walk import Step, Teacher, Walk
 
 # Options that say what a sweep does; its conversions have all others too, in the same sense.
@@ -220,7 +219,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
         plan = next(iter(plans.values()))
         check_memory(plan)
         calibration = load_source_and_text(plan, Path(scratch), stages, "")
-        for row in _fit_targets(plans, calibration, Path(scratch), stages):
+        for row in _fit_targets(plans, calibration, stages):
             rows[row.target] = row
             if not request.quiet:
                 saving = format_saving(plan.cache_elements, row.cache_elements)
@@ -243,7 +242,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
 
 
 def _fit_targets(
-    plans: Mapping[str, Plan], calibration: Calibration, scratch: Path, stages: Stages
+    plans: Mapping[str, Plan], calibration: Calibration, stages: Stages
 ) -> Iterator[SweepRow]:
     """Fit and measure targets in groups that share a walk: folds, which need no survey, then MLA
     splits, then each budget, which needs trials of splits too.
@@ -253,11 +252,11 @@ def _fit_targets(
     splits = {target: plan for target, plan in latent.items() if plan.request.budget is None}
     budgets = [{target: plan} for target, plan in latent.items() if target not in splits]
     if folds:
-        yield from _fit_group(folds, calibration, [], scratch, stages)
+        yield from _fit_group(folds, calibration, Survey(), stages)
     if latent:
-        survey = survey_layers(next(iter(latent.values())), calibration, scratch, stages)
+        survey = survey_layers(next(iter(latent.values())), calibration, stages)
         for group in filter(None, [splits, *budgets]):
-            yield from _fit_group(group, calibration, survey, scratch, stages)
+            yield from _fit_group(group, calibration, survey, stages)
 
 
 @dataclass
@@ -274,25 +273,21 @@ class _Student:
 def _fit_group(
     plans: Mapping[str, Plan],
     calibration: Calibration,
-    survey: Sequence[LayerSurvey],
-    scratch: Path,
+    survey: Survey,
     stages: Stages,
 ) -> Iterator[SweepRow]:
-    """Fit and measure targets in one walk over the source; ``survey`` is for MLA targets, with
-    statistics in ``scratch``.
-    """
+    """Fit and measure targets in one walk over the source; ``survey`` is for MLA targets."""
     teacher = Teacher(
         calibration.source,
         calibration.tokens.held_out,
         calibration.tokens.calibration,
         next(iter(plans.values())).model,
-        keep_calibration=True,
     )
     students = []
     for target, plan in plans.items():
         splits: list[dict[str, Any]] = []
         if plan.latent is not None:
-            plan, splits = choose_split(plan, calibration, survey, scratch, stages)
+            plan, splits = choose_split(plan, calibration, survey, stages)
         walk = Walk(teacher, open_student(plan, calibration))
         students.append(_Student(target, plan, walk, splits))
     with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
@@ -305,7 +300,7 @@ def _fit_group(
                 step = Step(lesson, student.walk)
                 plan = student.plan
                 tensors, _ = convert_layer(plan, step, plan.request.refine, shared)
-                step.replace(tensors)
+                step.advance(tensors)
                 student.seconds += time.monotonic() - started
                 advance(1)
     for student in students:

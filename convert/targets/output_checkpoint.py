@@ -1,8 +1,8 @@
 """The checkpoint that a conversion writes, known before any weight is read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES
 from kvfold.convert.checkpoint.writer import OutputTensor
@@ -18,7 +18,7 @@ class OutputCheckpoint:
     """A checkpoint that a conversion will write, planned before any weight is read.
 
     kind: its attention, such as ``GQA-8`` or ``MLA 512+64``
-    config: the content of config.json
+    config: the content of config.json; empty for MLA before `with_frequencies`
     tensors: all tensors in file order
     computed: for each layer, the names of the tensors that the transform computes; all others are
         copied from the source
@@ -38,6 +38,12 @@ class OutputCheckpoint:
         """The tensors ``computed[layer]`` by name, from the converted ``weights`` of the layer.
 
         They may have any float dtype: the writer casts them to the planned one.
+        """
+        raise NotImplementedError
+
+    def with_frequencies(self, theta: Sequence[Sequence[float]]) -> Self:
+        """This MLA checkpoint with its config, whose rotary frequencies are ``theta [layers][P/2]``
+        in radians per position. No shape depends on them.
         """
         raise NotImplementedError
 

@@ -12,7 +12,7 @@ norms on queries and keys if the source has them.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.members import with_dtype
@@ -91,6 +91,8 @@ class OwnMlaCheckpoint(OutputCheckpoint):
 
     model: Model
     spec: MlaSpec
+    checkpoint: Checkpoint
+    dtype: str | None
 
     def encode(self, layer: int, weights: "LatentWeights") -> dict[str, "Tensor"]:
         from kvfold.convert.targets.mla.encode import own_tensors  # needs torch, a plan does not
@@ -98,48 +100,53 @@ class OwnMlaCheckpoint(OutputCheckpoint):
         module = self.model.family.attention.module_of(layer)
         return own_tensors(weights, latent_shapes(self.model, layer, self.spec), module, self.spec)
 
+    def with_frequencies(self, theta: Sequence[Sequence[float]]) -> Self:
+        source = self.model
+        norm = source.qk_norm
+        facts: dict[str, Any] = {
+            "variant": LATENT if norm is None else NORMED,
+            "kv_rank": self.spec.kv_rank,
+            "rope_dim": self.spec.rope_dim,
+            "qkv_bias": "q" in source.biased,
+            "o_bias": True,  # constant values are in it
+        }
+        if norm is not None:
+            facts["kv_heads"] = source.geometry.kv_heads
+            # `flat` norms act on all heads at once; the gain of a norm is its weight plus `offset`.
+            facts["norm"] = {
+                "kind": norm.kind,
+                "flat": norm.extent == "flat",
+                "eps": float(evaluate(norm.eps, source.values)),
+                "offset": norm.offset,
+            }
+        config = own_config(source, self.checkpoint, facts, self.dtype, theta)
+        return replace(self, config=config)
+
 
 def plan_own_mla(
     source: Model,
     checkpoint: Checkpoint,
     spec: MlaSpec,
-    theta: Sequence[Sequence[float]],
     dtype: str | None,
 ) -> OutputCheckpoint:
-    """The layout of ``source`` with latent attention in kvfold's modules; ``theta [layers][P/2]``:
-    rotary frequencies.
+    """The layout of ``source`` with latent attention in kvfold's modules.
 
     The cache takes ``spec.kv_rank + spec.rope_dim`` elements per token per layer, plus
     `cached_divisors` (divisors of norms) if the source normalizes queries and keys.
     """
-    norm = source.qk_norm
     divisors = cached_divisors(source, spec)
-    facts: dict[str, Any] = {
-        "variant": LATENT if norm is None else NORMED,
-        "kv_rank": spec.kv_rank,
-        "rope_dim": spec.rope_dim,
-        "qkv_bias": "q" in source.biased,
-        "o_bias": True,  # constant values are in it
-    }
-    if norm is not None:
-        facts["kv_heads"] = source.geometry.kv_heads
-        # `flat` norms act on all heads at once; the gain of a norm is its weight plus `offset`.
-        facts["norm"] = {
-            "kind": norm.kind,
-            "flat": norm.extent == "flat",
-            "eps": float(evaluate(norm.eps, source.values)),
-            "offset": norm.offset,
-        }
     shapes = [latent_shapes(source, layer, spec) for layer in range(source.geometry.layers)]
     return OwnMlaCheckpoint(
         kind=f"MLA {spec.kv_rank}+{spec.rope_dim}" + (f"+{divisors}" if divisors else ""),
-        config=own_config(source, checkpoint, facts, dtype, theta),
+        config={},
         tensors=_output_tensors(source, checkpoint, shapes, dtype),
         computed=tuple(tuple(layer) for layer in shapes),
         cache_elements=spec.kv_rank + spec.rope_dim + divisors,
         code=CODE,
         model=source,
         spec=spec,
+        checkpoint=checkpoint,
+        dtype=dtype,
     )
 
 

@@ -91,7 +91,6 @@ def refine_layer(step: Step, tensors: TensorMap, settings: Refinement) -> Traini
     student's and the teacher's residuals after the attention, relative to the teacher's attention
     update, with each token weighted by the inverse of its residual size.
     """
-    step.contexts.clear()  # training changes what the heads compute
     teacher = step.teacher
     with step.student.stream.training():
         training = make_examples(

@@ -69,20 +69,16 @@ _Regression = tuple[Tensor, Tensor, Tensor]
 
 
 @torch.no_grad()
-def refit_output(
-    step: Step, weights: Weights, update: AttentionUpdate
-) -> tuple[Weights, tuple[float, float] | None]:
+def refit_output(step: Step, weights: Weights, update: AttentionUpdate) -> Weights:
     """Return ``weights`` with the output projection (and bias, if any) that best fits the student's
     residual stream.
 
-    Also return the error of the residual after the attention on held-out sequences, before and
-    after; each token's squared error is relative to its residual. The projection is unchanged, and
-    both errors equal, if the fit was no better. The errors are None if the layer does not expose
-    its heads' results or the model family normalizes the attention output. The heads' results on
-    the calibration sequences stay in ``step.contexts``, for the layer's pass over them.
+    They are unchanged if the error of the residual after the attention on held-out sequences does
+    not fall, if the layer does not expose its heads' results, or if the model family normalizes the
+    attention output.
     """
     if update.norm is not None:
-        return weights, None
+        return weights
     student = step.student
     student.put(student.output.encode(step.index, weights))
     # [E, H D], with the bias, if any, as one more column, where the regressions are.
@@ -97,24 +93,20 @@ def refit_output(
         held_out = _regressions(layer, weights, present, update.scale, chunks)
         first = next(held_out, None)
         if first is None:
-            return weights, None
-        # Of the candidate only the output projection will change, and not what its heads compute.
-        step.contexts.clear()
-        contexts = step.contexts if step.index + 1 < student.stream.layers else None
+            return weights
         chunks = zip(teacher.calibration, teacher.attention, step.calibration, strict=True)
-        regressions = _regressions(layer, weights, present, update.scale, chunks, contexts)
+        regressions = _regressions(layer, weights, present, update.scale, chunks)
         with student.stream.training():
             gram, missing = _sum_regressions(present, regressions)
-        fitted, before, after = processes.broadcast_from_rank0(
+        fitted = processes.broadcast_from_rank0(
             lambda: _fit(present, gram, missing, chain([first], held_out))
         )
-    if not after < before:
-        return weights, (before, before)
+    if fitted is None:
+        return weights
     size = weights.o[0].numel()
     output = fitted[:, :size].reshape(weights.o.shape).to(weights.o)
     bias = None if weights.o_bias is None else fitted[:, size].to(weights.o_bias)
-    weights = replace(weights, o=output, o_bias=bias)
-    return weights, (before, after)
+    return replace(weights, o=output, o_bias=bias)
 
 
 def _regressions(
@@ -123,13 +115,12 @@ def _regressions(
     present: Tensor,
     scale: float,
     chunks: Iterable[tuple[Tensor, Tensor, Tensor]],
-    contexts: list[Tensor] | None = None,
 ) -> Iterator[_Regression]:
     """Yield each chunk's regression; nothing if the output is not a linear map of the recorded
     heads' results.
 
     A chunk has the teacher's residual stream before the layer, its attention's output, and the
-    student's residual stream. The heads' results are added to ``contexts``, if it is given.
+    student's residual stream.
     """
     checked = False
     for before, attention, student_before in chunks:
@@ -148,8 +139,6 @@ def _regressions(
             checked = explained.shape == output.attention.shape
             if not checked or (explained - output.attention).square().sum() > _UNEXPLAINED * energy:
                 return
-        if contexts is not None:
-            contexts.append(output.context)
         after = (before + attention * scale).to(wide)
         student_before = student_before.to(wide)
         weight = token_weights(after, student_before).square()
@@ -181,18 +170,17 @@ def _sum_regressions(present: Tensor, regressions: Iterator[_Regression]) -> tup
 
 def _fit(
     present: Tensor, gram: Tensor, missing: Tensor, held_out: Iterable[_Regression]
-) -> tuple[Tensor, float, float]:
-    """Return the fitted projection and the weighted mean squared errors of ``present`` and of the
-    fitted projection.
+) -> Tensor | None:
+    """Return the fitted projection; None if its weighted squared error on ``held_out`` is not below
+    that of ``present``.
     """
     fitted = fit_output(present, gram, missing)
-    errors = present.new_zeros(2)
-    numbers = 0
+    gain = 0.0
     # One chunk is in memory at a time.
     for heads, target, weight in held_out:
-        for index, output in enumerate((present, fitted)):
-            missing = target.double() - heads.double() @ output.mT
-            errors[index] += (missing.square().sum(1) * weight.double()).sum()
-        numbers += target.numel()
-    before, after = (errors / numbers).tolist()
-    return fitted, before, after
+        before, after = (
+            (target.double() - heads.double() @ output.mT).square().sum(1) @ weight.double()
+            for output in (present, fitted)
+        )
+        gain += float(before - after)
+    return fitted if gain > 0 else None

@@ -15,7 +15,8 @@ Glossary:
     student        the converted model, run from the tensors that its files will contain, before
                    they are complete
     walk           one pass of a student through all layers, alongside its teacher
-    step           one layer of a walk, open in both models; it is replaced, or kept as it is
+    step           one layer of a walk, open in both models; the student advances through it,
+                   converted or unchanged
     hidden states  residual streams ``[b, T, E]`` of a few sequences each, in memory
     calibration    the sequences on which fits and refinement are trained
     held-out       sequences never used for training, on which errors and drift are measured
@@ -24,21 +25,21 @@ A run with one student::
 
     walk = Walk(Teacher(source, held_out, calibration), student)
     for step in walk:
-        tensors = transform(step.index, step.statistics)   # may compare step.attention_error(...)
-        step.replace_and_measure(tensors)
+        weights = transform(step.index, step.statistics)   # may compare step.error(...)
+        step.advance(output.encode(step.index, weights))
     walk.measurement()
 
 Several students can share one teacher, which runs each of its layers once for all of them::
 
     for layer in teacher.layers():
         for walk in walks:
-            Step(layer, walk).replace(transform(...))
+            Step(layer, walk).advance(...)
 
 Memory holds one layer of each model, and the hidden states. The student runs the calibration
 sequences only if a fit or refinement needs them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,8 +78,8 @@ class TeacherLayer:
     layer: the layer itself, in memory.
     held_out: the residual streams before it on the held-out sequences.
     outputs: its results for ``held_out``.
-    calibration: the residual streams before it on the calibration sequences, and
-    attention: its attention's outputs for them; both empty unless the teacher keeps them.
+    calibration: the residual streams before it on the calibration sequences.
+    attention: its attention's outputs for ``calibration``.
     statistics: of its attention inputs on the calibration sequences; None if not computed.
     inputs: these attention inputs ``[n, E]`` for some of the tokens; None if not computed.
     """
@@ -89,8 +90,8 @@ class TeacherLayer:
     outputs: list[LayerOutput]
     calibration: Hidden
     attention: list[Tensor]
-    statistics: LayerStatistics | None
-    inputs: Tensor | None
+    statistics: LayerStatistics | None = None
+    inputs: Tensor | None = None
 
 
 class Teacher:
@@ -98,9 +99,8 @@ class Teacher:
     of students.
 
     ``held_out [M, T]`` and ``calibration [N, T]`` are token ids; without ``calibration`` only the
-    held-out sequences are run. ``statistics=False`` turns statistics off; ``model`` as in
-    `gather_statistics`. ``keep_calibration`` keeps what fits and refinement need, four times the
-    memory. The first ``finished`` layers need neither statistics nor fits: a resumed run has them.
+    held-out sequences are run. Statistics begin with layer ``statistics_from``; ``model`` as in
+    `gather_statistics`.
     """
 
     def __init__(
@@ -109,19 +109,13 @@ class Teacher:
         held_out: Tensor,
         calibration: Tensor | None = None,
         model: Model | None = None,
-        *,
-        statistics: bool = True,
-        keep_calibration: bool = False,
-        finished: int = 0,
+        statistics_from: int = 0,
     ) -> None:
-        if finished == source.layers:
-            calibration = None
         self.stream = source
         self.tokens = held_out
-        self.calibration_tokens = calibration if keep_calibration else None
+        self.calibration_tokens = calibration
         self._model = model
-        self._statistics = statistics
-        self._finished = finished
+        self._statistics_from = statistics_from
         self.held_out = embed(source, held_out)
         self._calibration = [] if calibration is None else embed(source, calibration)
 
@@ -137,26 +131,19 @@ class Teacher:
                 opened.calibration.clear()
 
     def _run_layer(self, layer: OpenLayer) -> TeacherLayer:
-        statistics = None
-        inputs = None
-        attention: list[Tensor] = []
-        keep = self.calibration_tokens is not None
-        calibration = self._calibration[:] if keep else []
-        if self._calibration and self._statistics and layer.index >= self._finished:
-            statistics, inputs = gather_statistics(
-                self.stream, layer, self._calibration, self._model, attention if keep else None
+        opened = TeacherLayer(layer.index, layer, self.held_out, [], self._calibration[:], [])
+        if self._calibration and layer.index >= self._statistics_from:
+            opened.statistics, opened.inputs = gather_statistics(
+                self.stream, layer, self._calibration, self._model, opened.attention
             )
-        elif self._calibration:
+        else:
             with self.stream.training():
-                advance(self.stream, layer, self._calibration, attention if keep else None)
-        held_out = self.held_out
+                run_layer(self.stream, layer, self._calibration, opened.attention)
         with torch.no_grad():
-            outputs = [layer(chunk) for chunk in held_out]
-        self.held_out = [output.states for output in outputs]
+            opened.outputs = [layer(chunk) for chunk in self.held_out]
+        self.held_out = [output.states for output in opened.outputs]
         check_finite(self.held_out, self.stream, layer.index)
-        return TeacherLayer(
-            layer.index, layer, held_out, outputs, calibration, attention, statistics, inputs
-        )
+        return opened
 
 
 class Student:
@@ -225,10 +212,9 @@ class Student:
 
 
 class Walk:
-    """One student's pass through all layers: iterating yields each layer's `Step`, to be replaced
-    or kept.
+    """One student's pass through all layers: iterating yields each layer's `Step`.
 
-    The student runs the calibration sequences if the teacher keeps them. Do not iterate over walks
+    The student runs the calibration sequences if the teacher does. Do not iterate over walks
     that share a teacher: make a `Step` of every walk for each of the teacher's layers instead.
     """
 
@@ -265,11 +251,9 @@ class Walk:
 class Step:
     """One layer of a walk, while the teacher's layer is open.
 
-    Call one of `replace_and_measure`, `replace` and `keep_source`: both residual streams have then
-    passed the layer. ``statistics`` and ``inputs`` are the teacher layer's (`TeacherLayer`).
-    ``held_out`` and ``calibration`` are the student's residual streams before the layer.
-    ``contexts`` are the heads' results of the candidate on ``calibration``, ``[b, T, H, Dv]`` in
-    chunks, as long as only its output projection changes; empty if they are not known.
+    Call one of `advance` and `advance_unchanged`: both residual streams have then passed the layer.
+    ``statistics`` and ``inputs`` are the teacher layer's (`TeacherLayer`). ``held_out`` and
+    ``calibration`` are the student's residual streams before the layer.
     """
 
     def __init__(self, teacher: TeacherLayer, walk: Walk) -> None:
@@ -280,41 +264,33 @@ class Step:
         self.inputs = teacher.inputs
         self.held_out = walk.held_out
         self.calibration = walk.calibration
-        self.contexts: list[Tensor] = []
         self._walk = walk
 
-    def error(self, weights: Any) -> float:
-        """Return `attention_error` of transformed ``weights``, as they would be stored."""
-        return self.attention_error(self.student.output.encode(self.index, weights))
-
     @torch.no_grad()
-    def attention_error(self, tensors: Mapping[str, Tensor]) -> float:
+    def error(self, weights: Any) -> float:
         """Return ``||y - y'||^2 / ||y||^2`` of the attention output on held-out sequences with
-        candidate ``tensors``.
+        candidate ``weights``, as they would be stored.
 
         Only the first 2048 or so tokens are used: candidates rank the same on more text.
         """
-        self.student.put(tensors)
+        self.student.put(self.student.output.encode(self.index, weights))
         sums = torch.zeros(2, dtype=torch.float64, device=self.student.stream.device)
-        held_out = self.teacher.held_out
-        left = max(1, _JUDGED_TOKENS // held_out[0].shape[1])
+        left = max(1, _JUDGED_TOKENS // self.teacher.held_out[0].shape[1])
         with self.student.stream.open_layer(self.index) as layer:
-            for hidden, output in zip(held_out, self.teacher.outputs, strict=True):
-                expected = output.attention[:left]
-                wrong = layer.attend(hidden[:left]).attention - expected
-                sums += torch.stack([compare.squares(wrong), compare.squares(expected)]).to(
-                    sums.device
-                )
-                left -= len(expected)
-                if left == 0:
-                    break
+            for hidden, output in zip(self.teacher.held_out, self.teacher.outputs, strict=True):
+                if left > 0:
+                    expected = output.attention[:left]
+                    wrong = layer.attend(hidden[:left]).attention - expected
+                    errors = torch.stack([compare.squares(wrong), compare.squares(expected)])
+                    sums += errors.to(sums.device)
+                    left -= len(expected)
         error, norm = sums.tolist()
         return float(error / norm if norm else error)
 
     @torch.no_grad()
-    def replace_and_measure(self, tensors: Mapping[str, Tensor]) -> compare.LayerDrift:
-        """Use ``tensors`` for the layer, return its drift from the teacher's layer, and advance the
-        student.
+    def advance(self, tensors: Mapping[str, Tensor]) -> compare.LayerDrift:
+        """Use ``tensors`` for the layer, advance the student through it, and return its drift from
+        the teacher's layer.
         """
         self.student.put(tensors)
         with self.student.stream.open_layer(self.index) as layer:
@@ -328,31 +304,13 @@ class Step:
                 self.held_out,
                 self.student.stream,
             )
-            self._finish(layer)
+            self._run_calibration(layer)
         self._walk.drifts.append(drift)
         return drift
 
     @torch.no_grad()
-    def replace(self, tensors: Mapping[str, Tensor]) -> float:
-        """Use ``tensors`` for the layer and advance the student; return the error of its residual
-        stream.
-
-        This is ``||h - h'|| / ||h||`` after the layer (`LayerDrift.residual_propagated`); nothing
-        else is compared.
-        """
-        self.student.put(tensors)
-        expected = [output.states for output in self.teacher.outputs]
-        with self.student.stream.open_layer(self.index) as layer:
-            for chunk, hidden in enumerate(self.held_out):
-                self.held_out[chunk] = layer(hidden).states
-            self._finish(layer)
-        pairs = zip(expected, self.held_out, strict=True)
-        wrong = sum(compare.squares(teacher - student) for teacher, student in pairs)
-        return compare.relative(float(wrong), float(sum(map(compare.squares, expected))))
-
-    @torch.no_grad()
-    def keep_source(self) -> None:
-        """Leave the student's layer as in the source, and advance the student."""
+    def advance_unchanged(self) -> None:
+        """Leave the student's layer as in the source, and advance the student through it."""
         layer = self.teacher.layer
         for chunk, output in enumerate(self.teacher.outputs):
             # Before the first converted layer both streams are identical, so the student reuses the
@@ -360,19 +318,13 @@ class Step:
             hidden = self.held_out[chunk]
             same = torch.equal(self.teacher.held_out[chunk], hidden)
             self.held_out[chunk] = output.states if same else layer(hidden).states
-        self.contexts.clear()
-        self._finish(layer)
+        self._run_calibration(layer)
 
-    def _finish(self, layer: OpenLayer) -> None:
-        """Run the student's calibration sequences through ``layer``."""
+    def _run_calibration(self, layer: OpenLayer) -> None:
         # Nothing is fitted after the last layer.
         if self.index + 1 < self.student.stream.layers:
-            contexts: Sequence[Tensor | None] = self.contexts or [None] * len(self.calibration)
             with self.student.stream.training():
-                for chunk, context in enumerate(contexts):
-                    hidden = self.calibration[chunk]
-                    self.calibration[chunk] = layer.run(hidden, context=context).states
-        self.contexts.clear()
+                self.calibration[:] = [layer(hidden).states for hidden in self.calibration]
 
 
 @torch.no_grad()
@@ -418,11 +370,8 @@ def gather_statistics(
 
 
 @torch.no_grad()
-def advance(
-    source: CheckpointStream,
-    layer: OpenLayer,
-    states: Hidden,
-    attention: list[Tensor] | None = None,
+def run_layer(
+    source: CheckpointStream, layer: OpenLayer, states: Hidden, attention: list[Tensor] | None
 ) -> None:
     """Replace ``states`` by the layer's outputs; its attention's outputs are added to
     ``attention``, if it is given. Raises InputError if the outputs are not finite.
@@ -443,7 +392,7 @@ def last_states(stream: CheckpointStream, tokens: Tensor) -> Hidden:
     states = embed(stream, tokens)
     for index in range(stream.layers):
         with stream.open_layer(index) as layer:
-            advance(stream, layer, states)
+            run_layer(stream, layer, states, None)
     return states
 
 

@@ -96,4 +96,4 @@ class Case:
     def run(self, walk: Walk) -> Iterator[Step]:
         for step in walk:
             yield step
-            step.replace_and_measure(self.layer(step.index))
+            step.advance(self.layer(step.index))

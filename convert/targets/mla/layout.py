@@ -27,10 +27,10 @@ accept: llama.cpp refuses a model with as many groups of experts as experts, hen
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.members import with_dtype
@@ -65,10 +65,10 @@ def _load_classes() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def mla_config(
-    model: Model, spec: MlaSpec, theta: Sequence[float] | None, *, dtype: str
+    model: Model, spec: MlaSpec, theta: Sequence[float], *, dtype: str
 ) -> dict[str, Any]:
     """``config.json`` of the output. ``theta [P/2]`` are the rotary frequencies in radians per
-    position; None, before they are chosen, leaves their keys out.
+    position.
 
     ``dtype`` is in the spelling of transformers. The dtype has two keys, for readers before and
     after transformers 5; in layout ``engine`` so do the frequencies.
@@ -124,7 +124,7 @@ def mla_config(
         "use_cache": True,
         "rope_interleave": True,
         **{key: moe[key] if value is None else value for key, value in experts.items()},
-        **({} if theta is None else _rope_config(model, spec, theta)),
+        **_rope_config(model, spec, theta),
         "dtype": dtype,
         "torch_dtype": dtype,  # the spelling before transformers 5
     }
@@ -216,6 +216,7 @@ class MlaCheckpoint(OutputCheckpoint):
     spec: MlaSpec
     checkpoint: Checkpoint
     prefixes: WrappedNames
+    dtype: str | None
 
     def encode(self, layer: int, weights: "LatentWeights") -> dict[str, "Tensor"]:
         from kvfold.convert.targets.mla.encode import mla_tensors  # needs torch, a plan does not
@@ -227,22 +228,30 @@ class MlaCheckpoint(OutputCheckpoint):
             tensors[_ROLE_NAMES["up"].format(layer=layer)] = up.contiguous()
         return {self.prefixes.wrapped(name): tensor for name, tensor in tensors.items()}
 
+    def with_frequencies(self, theta: Sequence[Sequence[float]]) -> Self:
+        stored = self.checkpoint.tensors[self.model.attention_names(0)[0]].dtype
+        # A stock class has one set of frequencies for all layers.
+        config = mla_config(
+            self.model, self.spec, theta[0], dtype=self.dtype or TORCH_NAMES[stored]
+        )
+        if self.model.tower is not None:
+            config = {**self.checkpoint.config, "text_config": config}
+            config = config if self.dtype is None else with_dtype(config, self.dtype)
+        return replace(self, config=config)
+
 
 def plan_stock_mla(
     model: Model,
     checkpoint: Checkpoint,
     spec: MlaSpec,
-    theta: Sequence[float] | None,
     dtype: str | None,
 ) -> OutputCheckpoint:
-    """The checkpoint of ``model`` as MLA in a stock class; ``theta [P/2]`` are the frequencies in
-    radians per position.
+    """The checkpoint of ``model`` as MLA in a stock class.
 
     ``dtype`` is the stored dtype in torch's spelling; None keeps the dtype of each tensor, and
     computed tensors then have the dtype of the first query projection.
     """
     computed_dtype = checkpoint.tensors[model.attention_names(0)[0]].dtype
-    config = mla_config(model, spec, theta, dtype=dtype or TORCH_NAMES[computed_dtype])
     prefixes = PLAIN_NAMES
     shapes = mla_shapes(model, spec)
     computed: list[list[str]] = [[] for _ in model.layers]
@@ -253,8 +262,6 @@ def plan_stock_mla(
         for info in checkpoint.tensors.values():
             if info.name not in model.tensors and not info.name.startswith(model.tower):
                 shapes[info.name] = (info.shape, info.name)
-        config = {**checkpoint.config, "text_config": config}
-        config = config if dtype is None else with_dtype(config, dtype)
     tensors = []
     for name, (shape, source) in shapes.items():
         present = computed_dtype
@@ -265,7 +272,7 @@ def plan_stock_mla(
         tensors.append(OutputTensor(name, output_dtype(present, dtype), shape, source))
     return MlaCheckpoint(
         kind=f"MLA {spec.kv_rank}+{spec.rope_dim}",
-        config=config,
+        config={},
         tensors=tuple(tensors),
         computed=tuple(tuple(names) for names in computed),
         cache_elements=spec.kv_rank + spec.rope_dim,
@@ -273,6 +280,7 @@ def plan_stock_mla(
         spec=spec,
         checkpoint=checkpoint,
         prefixes=prefixes,
+        dtype=dtype,
     )
 
 

@@ -7,7 +7,7 @@ frequency the principal complex components over the heads are the best shared ro
 ``(l, j)`` is the ``j``-th component at pair ``l`` and takes 2 rotary dims.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -241,24 +241,6 @@ def stride_slots(theta: Tensor, rope_dim: int) -> Slots:
     for index in range(rest):
         counts[index * pairs // rest] += 1
     return _slots(counts, theta)
-
-
-def slots_by_layer(
-    thetas: Sequence[Tensor], choose: Callable[[list[int]], Slots]
-) -> tuple[Slots, ...]:
-    """The slots of every layer: calls ``choose`` once for each set of layers that share their
-    frequencies.
-
-    ``thetas``: the frequencies of each layer, usually the same in all. Layers that do not rotate
-    join the set of the first layer that does.
-    """
-    first = next((theta for theta in thetas if theta.numel()), torch.empty(0, dtype=torch.float64))
-    keys = [tuple((theta if theta.numel() else first).tolist()) for theta in thetas]
-    chosen = {
-        key: choose([layer for layer, each in enumerate(keys) if each == key])
-        for key in dict.fromkeys(keys)
-    }
-    return tuple(chosen[key] for key in keys)
 
 
 def _slots(counts: Sequence[int], theta: Tensor) -> Slots:

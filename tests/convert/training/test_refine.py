@@ -58,7 +58,7 @@ def first_step(plan, tokens=None):
     with TemporaryDirectory() as scratch:
         source = open_source_stream(plan, Path(scratch))
     student = Student(source, plan.output)
-    walk = Walk(Teacher(source, tokens[:4], tokens[4:], keep_calibration=True), student)
+    walk = Walk(Teacher(source, tokens[:4], tokens[4:]), student)
     steps = iter(walk)
     step = next(steps)
     return steps, step, plan.output.encode(0, fit_layer(plan, 0).weights)

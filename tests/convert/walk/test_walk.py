@@ -23,13 +23,13 @@ def case(monkeypatch: pytest.MonkeyPatch) -> Case:
 
 def test_students_that_share_a_teacher_are_what_each_would_be_alone(case: Case) -> None:
     source = case.stream()
-    alone = case.walk(keep_calibration=True)
+    alone = case.walk()
     list(case.run(alone))
-    teacher = Teacher(source, case.held_out, case.calibration, keep_calibration=True)
+    teacher = Teacher(source, case.held_out, case.calibration)
     walks = [Walk(teacher, case.converted(source)) for _ in range(2)]
     for layer in teacher.layers():
         for walk in walks:
-            Step(layer, walk).replace_and_measure(case.layer(layer.index))
+            Step(layer, walk).advance(case.layer(layer.index))
     assert [walk.measurement() for walk in walks] == [alone.measurement()] * 2
 
 
@@ -42,7 +42,7 @@ def test_a_config_that_no_layer_can_run_with_is_named(tiny_family) -> None:
 
 
 def test_layers_that_are_finished_need_no_statistics(case: Case) -> None:
-    walk = case.walk(finished=1)
+    walk = case.walk(statistics_from=1)
     steps = list(case.run(walk))
     assert [step.statistics is None for step in steps] == [True, False, False]
     whole = case.walk()
@@ -97,23 +97,24 @@ def test_layer_drift_equals_hooks_on_two_whole_stock_models(case: Case) -> None:
         assert found[index].residual_local == pytest.approx(float(error), rel=1e-4)
 
 
-def test_attention_error_is_the_square_of_the_local_drift(case: Case) -> None:
+def test_the_error_of_a_candidate_is_the_square_of_the_local_drift(case: Case) -> None:
+    case.encode = lambda index, tensors: tensors
     for step in case.walk():
-        error = step.attention_error(case.layer(step.index))
+        error = step.error(case.layer(step.index))
         other = {name: tensor * 0.5 for name, tensor in case.layer(step.index).items()}
-        assert step.attention_error(other) != pytest.approx(error, rel=1e-3)
-        drift = step.replace_and_measure(case.layer(step.index))
+        assert step.error(other) != pytest.approx(error, rel=1e-3)
+        drift = step.advance(case.layer(step.index))
         assert error == pytest.approx(drift.attention_local**2, rel=1e-5)
 
 
 def test_layers_drift_where_they_differ_from_the_sources(case: Case) -> None:
-    skipped = case.walk(keep_calibration=True)
+    skipped = case.walk()
     one = case.walk()
     for step in skipped:
         assert all(map(torch.equal, step.teacher.calibration, step.calibration))
-        step.keep_source()
+        step.advance_unchanged()
     for step in one:
-        step.replace_and_measure(case.layer(1)) if step.index == 1 else step.keep_source()
+        step.advance(case.layer(1)) if step.index == 1 else step.advance_unchanged()
     nothing = skipped.measurement()
     single = one.measurement()
     all_layers = measured(case)
@@ -143,7 +144,7 @@ def test_refinement_gets_both_streams_inputs(case: Case) -> None:
         m(case.calibration, output_hidden_states=True).hidden_states
         for m in (case.source, case.student)
     )
-    for step in case.run(case.walk(keep_calibration=True)):
+    for step in case.run(case.walk()):
         torch.testing.assert_close(
             torch.cat(step.teacher.calibration), teacher[step.index], **precision.LOGITS
         )
