@@ -40,7 +40,6 @@ class LayerDrift:
     tokens; None if the attention maps of the two models cannot be compared.
     """
 
-    layer: int
     attention_local: float
     attention_propagated: float
     residual_local: float
@@ -63,27 +62,27 @@ class Stretch:
     sequences: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """A student measured against a teacher, over ``predictions`` predicted tokens.
+    """A student measured against a teacher.
 
-    ``kl`` is the mean KL(p || p') between next-token distributions, and the losses are mean
-    negative log-likelihoods, all in nats. ``agreement`` is the top-1 agreement: the fraction of
-    positions with the same most likely token. The margins are the half-widths of 95 % confidence
-    intervals for ``kl`` and ``excess`` on similar texts; they treat sequences, but not the tokens
-    within one sequence, as independent samples. They are None for a single sequence. ``stretches``
-    divide excess and KL by position, on other, longer sequences if the caller has them;
-    ``by_sequence`` has the KL, the excess and the student's loss of each sequence.
+    kl: mean KL(p || p') between next-token distributions, in nats
+    agreement: fraction of positions with the same most likely token
+    teacher_loss, student_loss: mean negative log-likelihoods, in nats
+    kl_margin, excess_margin: half-widths of 95 % confidence intervals on similar texts, which treat
+        sequences, but not the tokens within one, as independent; None for a single sequence
+    layers: the drift of each layer
+    stretches: excess and KL by position, on other, longer sequences if the caller has them
+    by_sequence: the KL, the excess and the student's loss of each sequence
     """
 
-    predictions: int
     kl: float
     agreement: float
     teacher_loss: float
     student_loss: float
-    layers: tuple[LayerDrift, ...]
     kl_margin: float | None = None
     excess_margin: float | None = None
+    layers: tuple[LayerDrift, ...] = ()
     stretches: tuple[Stretch, ...] = ()
     by_sequence: tuple[tuple[float, float, float], ...] = ()
 
@@ -110,18 +109,14 @@ def compare(
     actual = [student.embed(rows) for rows in batches]
     layers = []
     for index in range(teacher.layers):
-        with (
-            teacher.open_layer(index) as layer,
-            student.open_layer(index) as student_layer,
-        ):
-            layers.append(compare_layer(index, layer, student_layer, expected, actual, student))
+        with teacher.open_layer(index) as layer, student.open_layer(index) as student_layer:
+            layers.append(compare_layer(layer, student_layer, expected, actual, student))
         progress()
     measured = compare_predictions(teacher, student, expected, actual, batches)
     return replace(measured, layers=tuple(layers))
 
 
 def compare_layer(
-    index: int,
     layer: StreamLayer,
     student_layer: StreamLayer,
     expected: MutableSequence[Tensor],
@@ -154,16 +149,9 @@ def compare_layer(
         expected[batch] = output.states
         actual[batch] = propagated.states
     sums = torch.stack(errors).sum(0).tolist()
-    attention, attention_propagated, residual, residual_propagated = (relative(*x) for x in sums)
     mean_kl = float(torch.stack(rows).sum()) / sequences if rows else None
-    return LayerDrift(
-        layer=index,
-        attention_local=attention,
-        attention_propagated=attention_propagated,
-        residual_local=residual,
-        residual_propagated=residual_propagated,
-        row_kl=mean_kl,
-    )
+    local, propagated, residual, residual_propagated = (relative(*pair) for pair in sums)
+    return LayerDrift(local, propagated, residual, residual_propagated, mean_kl)
 
 
 def compare_rows(teacher: LayerOutput, student: LayerOutput) -> Tensor | None:
@@ -181,17 +169,12 @@ def compare_rows(teacher: LayerOutput, student: LayerOutput) -> Tensor | None:
         return None
     if teacher.context is None or student.context is None:
         return None
-    order = match_heads(teacher, student)
-    # copies are made only where heads have moved
-    if not torch.equal(order, torch.arange(len(order))):
-        order = order.to(query.device)
-        key = key[:, order // (query.shape[1] // key.shape[1])]
-        query = query[:, order]
+    order = match_heads(teacher, student).to(query.device)
     return row_kl(
         teacher.query,
         teacher.key,
-        query.to(teacher.query.device),
-        key.to(teacher.query.device),
+        query[:, order].to(teacher.query.device),
+        key[:, order // (query.shape[1] // key.shape[1])].to(teacher.query.device),
         teacher.scale,
         student.scale,
         window=teacher.window,
@@ -246,66 +229,45 @@ def compare_predictions(
 
     Raises ValueError if the vocabularies differ.
     """
+    vocabulary = teacher.logits(expected[0][:1, :1]).shape[-1]
+    other = student.logits(actual[0][:1, :1]).shape[-1]
+    if vocabulary != other:
+        raise ValueError(
+            f"the student's logits cover {other} tokens, but the source's cover {vocabulary};"
+            " compare models with the same tokenizer and vocabulary size"
+        )
     bounds = stretch_bounds(batches[0].shape[1])
+    budget = _CPU_LOGITS if teacher.device.type == "cpu" else _GPU_LOGITS
     sums = []
     for hidden, student_hidden, tokens in zip(expected, actual, batches, strict=True):
-        vocabulary = teacher.logits(hidden[:1, :1]).shape[-1]
-        other = student.logits(student_hidden[:1, :1]).shape[-1]
-        if vocabulary != other:
-            raise ValueError(
-                f"the student's logits cover {other} tokens, but the source's cover {vocabulary};"
-                " compare models with the same tokenizer and vocabulary size"
-            )
         labels = tokens[:, 1:].to(teacher.device)
-        # vocabularies are large: logits of all positions would not fit
-        budget = _CPU_LOGITS if teacher.device.type == "cpu" else _GPU_LOGITS
         step = max(1, budget // (len(tokens) * vocabulary))
-        by_stretch = torch.zeros(
-            len(bounds),
-            4,
-            len(tokens),
-            dtype=torch.float64,
-            device=teacher.device,
-        )
+        by_stretch = torch.zeros(len(bounds), 4, len(tokens), dtype=torch.float64)
         for stretch, (first, last) in enumerate(bounds):
             for start in range(first - 1, last - 1, step):
                 span = slice(start, min(start + step, last - 1))
                 logits = teacher.logits(hidden[:, span])
-                others = logits
-                # otherwise a model is compared with itself, to measure its loss only
-                if student is not teacher or student_hidden is not hidden:
-                    others = student.logits(student_hidden[:, span]).to(teacher.device)
-                by_stretch[stretch] += distances(logits, others, labels[:, span])
+                others = student.logits(student_hidden[:, span]).to(teacher.device)
+                by_stretch[stretch] += distances(logits, others, labels[:, span]).cpu()
         sums.append(by_stretch)
     by_stretch = torch.cat(sums, 2)  # [stretches, 4, N]
     stretches = []
     for (first, last), values in zip(bounds, by_stretch, strict=True):
-        values = values / (last - first)
-        excess = values[3] - values[2]
-        stretches.append(
-            Stretch(
-                start=first,
-                end=last,
-                excess=float(excess.mean()),
-                excess_margin=margin(excess),
-                kl=float(values[0].mean()),
-                kl_margin=margin(values[0]),
-                sequences=len(excess),
-            )
-        )
-    kl, agreement, loss, student_loss = by_stretch.sum(0) / (batches[0].shape[1] - 1)  # [N] each
+        kl, _, loss, student_loss = values / (last - first)  # [N] each
+        excess = student_loss - loss
+        figures = (float(excess.mean()), margin(excess), float(kl.mean()), margin(kl))
+        stretches.append(Stretch(first, last, *figures, sequences=len(kl)))
+    kl, agreement, loss, student_loss = by_stretch.sum(0) / labels.shape[1]
     excess = student_loss - loss
     return Measurement(
-        predictions=labels.shape[1] * len(kl),
         kl=float(kl.mean()),
         agreement=float(agreement.mean()),
         teacher_loss=float(loss.mean()),
         student_loss=float(student_loss.mean()),
-        layers=(),
         kl_margin=margin(kl),
         excess_margin=margin(excess),
         stretches=tuple(stretches),
-        by_sequence=tuple(map(tuple, torch.stack([kl, excess, student_loss], 1).tolist())),
+        by_sequence=tuple(zip(kl.tolist(), excess.tolist(), student_loss.tolist(), strict=True)),
     )
 
 
@@ -328,7 +290,7 @@ def distances(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
     """
     wide = torch.promote_types(torch.promote_types(logits.dtype, other.dtype), torch.float32)
     log_p = logits.to(wide).log_softmax(-1)
-    log_q = log_p if other is logits else other.to(wide).log_softmax(-1)
+    log_q = other.to(wide).log_softmax(-1)
     by_position = [
         divergence_terms(log_p, log_q).sum(-1),
         log_p.argmax(-1) == log_q.argmax(-1),

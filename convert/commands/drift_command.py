@@ -74,8 +74,8 @@ def drift(request: DriftRequest, layers: bool, json_file: str | None, report: st
             report,
             command="kvfold drift",
             headline=f"{name}: {saving} cache, {judge_with_doubt(measured)}",
-            lead=[format_metrics(measured.measured)],
-            tables=[measured.table_rows(), position_rows(measured.measured)],
+            lead=[format_metrics(measured)],
+            tables=[measured.table_rows(), position_rows(measured)],
             plots=plot_drift(measured),
             notes=summary.splitlines(),
             quiet=request.quiet,
@@ -96,8 +96,8 @@ def summarize_drift(request: DriftRequest, report: "DriftReport", layers: bool =
         ("drift", " from ".join(report.about[name]["name"] for name in ("converted", "source"))),
         ("text", f"{report.sequences} x {report.length} tokens of {text}"),
         ("cache", f"{before} -> {after} bytes per token, {format_saving(before, after)}"),
-        ("loss", format_metrics(report.measured)),
-        ("rounding", f"alone: KL {format_error(floor.measured.kl)} nats" if floor else ""),
+        ("loss", format_metrics(report)),
+        ("rounding", f"alone: KL {format_error(floor.kl)} nats" if floor else ""),
         ("verdict", judge_with_doubt(report)),
     ]
     if not layers:
@@ -118,11 +118,11 @@ def layer_rows(report: "DriftReport") -> list[tuple[str, ...]]:
     """The errors of each layer; last, the largest errors that rounding alone causes."""
     first, second = zip(*_LAYER_COLUMNS.values(), strict=True)
     rows = [("layer", *first), ("from 0", *second)]
-    for layer in report.measured.layers:
+    for index, layer in enumerate(report.layers):
         errors = [format_error(getattr(layer, name)) for name in _LAYER_COLUMNS]
-        rows.append((str(layer.layer), *errors))
+        rows.append((str(index), *errors))
     if report.floor is not None:
-        lows = report.floor.measured.layers
+        lows = report.floor.layers
         largest = [
             max((getattr(low, name) or 0.0 for low in lows), default=math.nan)
             for name in _LAYER_COLUMNS

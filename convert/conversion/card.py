@@ -82,7 +82,7 @@ def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None
     if drift is not None:
         values |= {
             "figures": drift.table_rows()[1:],
-            "positions": position_rows(drift.measured),
+            "positions": position_rows(drift),
             "text": text_name(record["calibration"]["source"]),
             "by_text": losses_by_text(record),
             "verdict": judge(drift),

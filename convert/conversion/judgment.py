@@ -60,7 +60,7 @@ def judge_with_doubt(drift: "DriftReport") -> str:
     """The verdict, followed by "uncertain" if the interval of the excess includes a limit."""
     if drift.identical:
         return "identical to the source"
-    margin = drift.measured.excess_margin or 0.0
+    margin = drift.excess_margin or 0.0
     doubtful = any(abs(drift.excess - limits.excess) < margin for limits in LIMITS.values())
     return f"{judge(drift)}{', uncertain' * doubtful}"
 

@@ -66,7 +66,7 @@ def measure_by_position(folder: Path, calibration: Calibration, drift: DriftRepo
         return drift
     finally:
         source.release()
-    return replace(drift, measured=replace(drift.measured, stretches=stretches))
+    return replace(drift, stretches=stretches)
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ def check_written(folder: Path, calibration: Calibration, drift: DriftReport) ->
     """
     held_out = calibration.tokens.held_out
     tokens = held_out[: max(1, _CHECKED_TOKENS // held_out.shape[1])]
-    expected = fmean(loss for _, _, loss in drift.measured.by_sequence[: len(tokens)])
+    expected = fmean(loss for _, _, loss in drift.by_sequence[: len(tokens)])
     written = _compare_files(folder, tokens, calibration.source).student_loss  # nats per token
     if not math.isclose(written, expected, rel_tol=_AGREE, abs_tol=_AGREE):
         raise KvfoldError(
@@ -116,7 +116,7 @@ def record_entries(
         "drift": drift.to_dict(),
     }
     by_text: dict[str, list[tuple[float, float, float]]] = {}
-    for text, figures in zip(tokens.held_out_texts, drift.measured.by_sequence, strict=False):
+    for text, figures in zip(tokens.held_out_texts, drift.by_sequence, strict=False):
         by_text.setdefault(text, []).append(figures)
     if by_text:  # of a mixture
         entries["drift"]["texts"] = [

@@ -80,7 +80,7 @@ def summarize_conversion(
     ]
     if drift is not None:
         rows += [
-            ("loss", format_metrics(drift.measured)),
+            ("loss", format_metrics(drift)),
             *(("by text", line) for line in losses_by_text(record)),
             ("verdict", judge_with_doubt(drift)),
         ]

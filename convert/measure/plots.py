@@ -80,9 +80,9 @@ def _new_plot(title: str, caption: str) -> Iterator[tuple[Plot, Any]]:
 def plot_drift(drift: "DriftReport") -> list[Plot]:
     """Drift by layer and loss by position, as far as they were measured and are not all 0."""
     plots = []
-    if drift.measured.layers and not drift.identical:
+    if drift.layers and not drift.identical:
         plots.append(plot_drift_by_layer(drift))
-    if len(drift.measured.stretches) > 1:
+    if len(drift.stretches) > 1:
         plots.append(plot_loss_by_position(drift))
     return plots
 
@@ -97,7 +97,7 @@ def plot_drift_by_layer(drift: "DriftReport") -> Plot:
     )
     with _new_plot("Drift by layer", caption) as (plot, axes):
         for name in ("attention_local", "attention_propagated", "residual_propagated"):
-            errors = [getattr(layer, name) for layer in drift.measured.layers]
+            errors = [getattr(layer, name) for layer in drift.layers]
             axes.plot(errors, marker="o", label=name.replace("_", ", "))
         # A logarithmic axis has no place for 0: it leaves a gap.
         axes.set_yscale("log", nonpositive="mask")
@@ -109,7 +109,7 @@ def plot_drift_by_layer(drift: "DriftReport") -> Plot:
 
 def plot_loss_by_position(drift: "DriftReport") -> Plot:
     """Excess loss and KL by position, with 95 % intervals."""
-    stretches = drift.measured.stretches
+    stretches = drift.stretches
     caption = (
         "Excess loss and KL of the tokens at these positions, with 95 % intervals, over"
         f" {stretches[0].sequences} sequences. Good: both lines are low and flat; if both rise, the"

@@ -297,7 +297,6 @@ class Step:
             # The teacher's layer has already run: replay its outputs in the same order.
             replayed = iter(self.teacher.outputs)
             drift = compare.compare_layer(
-                self.index,
                 lambda _: next(replayed),
                 layer,
                 self.teacher.held_out[:],

@@ -72,7 +72,7 @@ POLISHED = {"refine": 200, "polish": "1M"}
 
 @pytest.mark.parametrize(("margin", "verdict"), [(0.01, WORSE), (0.06, f"{WORSE}, uncertain")])
 def test_a_verdict_is_uncertain_near_a_limit(margin, verdict):
-    drift = Mock(identical=False, **POOR._asdict(), **{"measured.excess_margin": margin})
+    drift = Mock(identical=False, **POOR._asdict(), excess_margin=margin)
     assert judge_with_doubt(drift) == verdict
 
 

@@ -138,7 +138,7 @@ def test_a_wrapper_is_calibrated_on_text_alone(tmp_path):
     report = drift_checkpoints(
         DriftRequest(str(source), str(folded), text=str(text), samples=4, seq_len=32)
     )
-    assert 0 < report.measured.kl < 10
+    assert 0 < report.kl < 10
     same(convert(source, tmp_path / "latent", **{**options, **LATENT}), source, given)
 
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 from helpers.checkpoints import add_demo_tokenizer
 
-from kvfold.attention.drift.compare import Stretch
+from kvfold.attention.drift.compare import LayerDrift, Measurement, Stretch
 from kvfold.attention.drift.metrics import format_metrics, metrics_dict, position_rows
-from kvfold.attention.drift.report import DriftReport, Floor, LayerDrift, Measurement
+from kvfold.attention.drift.report import DriftReport
 from kvfold.convert import DriftRequest, demo_folder, drift_checkpoints
 from kvfold.convert.commands.drift_command import summarize_drift
 
 LAYERS = (
-    LayerDrift(0, 0.25, 0.25, 0.0123, 0.0456, 0.0161),
-    LayerDrift(1, 0.125, 0.5, 2e-5, 0.75, None),
+    LayerDrift(0.25, 0.25, 0.0123, 0.0456, 0.0161),
+    LayerDrift(0.125, 0.5, 2e-5, 0.75, None),
 )
-LOW = tuple(LayerDrift(index, 1e-7, 2e-7, 3e-7, 4e-7, 5e-14) for index in range(2))
+LOW = LayerDrift(1e-7, 2e-7, 3e-7, 4e-7, 5e-14)
 REPORT = DriftReport(
     sequences=8,
     length=512,
@@ -25,10 +25,16 @@ REPORT = DriftReport(
     student_dtype="float32",
     source_cache_bytes=12288,
     student_cache_bytes=6144,
-    measured=Measurement(
-        4088, 0.1234, 0.875, math.log(46.125), math.log(51.31), LAYERS, 0.01, 0.02
+    kl=0.1234,
+    agreement=0.875,
+    teacher_loss=math.log(46.125),
+    student_loss=math.log(51.31),
+    kl_margin=0.01,
+    excess_margin=0.02,
+    layers=LAYERS,
+    floor=Measurement(
+        kl=2e-13, agreement=1.0, teacher_loss=3.8, student_loss=3.8 + 1e-8, layers=(LOW, LOW)
     ),
-    floor=Floor("float32", "float64", 8, Measurement(4088, 2e-13, 1.0, 3.8, 3.8 + 1e-8, LOW)),
     about={
         "source": {"name": "m", "sha256": "ab" * 32},
         "converted": {"name": "c", "sha256": "ef" * 32},
@@ -63,7 +69,7 @@ def test_all_layers_stand_with_the_rounding_floor(monkeypatch):
 
 
 def test_what_is_not_finite_is_a_dash():
-    broken = replace(REPORT.measured, kl=math.nan, student_loss=math.inf, kl_margin=None)
+    broken = replace(REPORT, kl=math.nan, student_loss=math.inf, kl_margin=None)
     assert format_metrics(broken) == "excess - nats, KL - nats, top-1 87.5 %"
     assert metrics_dict(broken, None)["kl"] == {"value": None, "floor": None, "margin": None}
     assert (
@@ -73,10 +79,10 @@ def test_what_is_not_finite_is_a_dash():
 
 def test_figures_by_position_are_rows_where_there_are_several():
     stretches = (Stretch(1, 64, 0.1, 0.02, 0.2, None, 8), Stretch(64, 128, 0.1, 0.02, 0.3, 0.1, 8))
-    _, first, second = position_rows(replace(REPORT.measured, stretches=stretches))
+    _, first, second = position_rows(replace(REPORT, stretches=stretches))
     assert first == ("1-64", "+0.1000 ± 0.0200", "0.2000")
     assert second == ("64-128", "+0.1000 ± 0.0200", "0.3000 ± 0.1000")
-    assert position_rows(replace(REPORT.measured, stretches=stretches[:1])) == []
+    assert position_rows(replace(REPORT, stretches=stretches[:1])) == []
 
 
 def test_layers_and_then_rounding_are_counted():
