@@ -150,8 +150,10 @@ def compare_layer(
         actual[batch] = propagated.states
     sums = torch.stack(errors).sum(0).tolist()
     mean_kl = float(torch.stack(rows).sum()) / sequences if rows else None
-    local, propagated, residual, residual_propagated = (relative(*pair) for pair in sums)
-    return LayerDrift(local, propagated, residual, residual_propagated, mean_kl)
+    attention, attention_propagated, residual, residual_propagated = (
+        relative(*pair) for pair in sums
+    )
+    return LayerDrift(attention, attention_propagated, residual, residual_propagated, mean_kl)
 
 
 def compare_rows(teacher: LayerOutput, student: LayerOutput) -> Tensor | None:
