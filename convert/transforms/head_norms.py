@@ -98,19 +98,19 @@ def project(weights: AttentionWeights, inputs: Tensor) -> tuple[Tensor, Tensor]:
         (weights.k, weights.k_bias, weights.k_norm),
     )
     for weight, bias, norm in sides:
-        rows = torch.unflatten(inputs @ weight.to(inputs).flatten(0, 1).mT, 1, weight.shape[:2])
-        rows = rows if bias is None else rows + bias.to(rows)
-        divisor = rows.new_ones(rows.shape[:2])
+        rows = weight.to(inputs) @ inputs.mT  # [n, D, N]
+        if bias is not None:
+            rows += bias.to(rows)[..., None]
+        divisor = rows.new_ones(len(rows), len(inputs))
         if norm is not None:
-            over = (1, 2) if norm.extent == "flat" else (2,)
-            rows = rows - rows.mean(over, keepdim=True) if norm.kind == "layer" else rows
-            root = (rows.square().mean(over, keepdim=True) + norm.eps).sqrt()
-            rows = rows / root * (norm.weight.to(rows) + norm.offset)
-            rows = rows if norm.bias is None else rows + norm.bias.to(rows)
-            divisor = root[..., 0].expand_as(divisor)
+            rows = center(rows, norm)
+            divisor = _root(rows.square().mean(1), norm)
+            rows = rows / divisor[:, None] * (norm.weight.to(rows) + norm.offset)[..., None]
+            if norm.bias is not None:
+                rows += norm.bias.to(rows)[..., None]
         results.append(rows)
         divisors.append(divisor)
-    return torch.cat(results, 1), torch.cat(divisors, 1)
+    return torch.cat(results).movedim(-1, 0), torch.cat(divisors).mT
 
 
 def linearize_heads(
@@ -139,12 +139,14 @@ def linearize_heads(
 
 def divide_heads(
     weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False
-) -> tuple[AttentionWeights, Tensor]:
+) -> tuple[AttentionWeights, Tensor | None]:
     """Replace norms by linear maps as `linearize_heads` does, but divide the keys of each head by
-    one constant; also return these constants ``[G]``.
+    one constant; also return these constants ``[G]``, None without norms.
 
-    The keys, which must have a norm, are exact up to one factor per token and head.
+    The keys, which must have a norm if queries do, are exact up to one factor per token and head.
     """
+    if not has_norms(weights):
+        return weights, None
     assert weights.k_norm is not None
     statistics = statistics.to(weights.q.device)
     rows = append_bias(weights.k, weights.k_bias)
@@ -207,8 +209,13 @@ def root_mean_square(rows: Tensor, norm: HeadNorm, moment: Tensor) -> Tensor:
     """The divisors ``[n]`` for rows from `center`, from the second moment ``[F, F]`` of the inputs
     ``[x; 1]``.
     """
-    square = ((rows @ moment) * rows).sum(-1).mean(-1)
-    square = square.mean().expand_as(square) if norm.extent == "flat" else square
+    return _root(((rows @ moment) * rows).sum(-1).mean(-1), norm)
+
+
+def _root(square: Tensor, norm: HeadNorm) -> Tensor:
+    """The divisors for the mean squares ``[n, ...]`` of the heads."""
+    if norm.extent == "flat":
+        square = square.mean(0, keepdim=True).expand_as(square)
     return (square + norm.eps).sqrt()
 
 

@@ -142,16 +142,39 @@ def pair_moment(joint: Tensor, pairs: int) -> Tensor:
     return torch.complex(part[0, 0] + part[1, 1], part[1, 0] - part[0, 1])
 
 
-def pair_matrices(factors: Tensor, dims: int) -> Tensor:
-    """Real maps ``[..., dims, dims]`` that multiply half-split pairs by the complex factors ``[...,
-    pairs]``.
-
-    Rows and columns beyond ``2 * pairs`` are zero.
+def multiply_pairs(rows: Tensor, factors: Tensor) -> Tensor:
+    """``rows [..., D, n]`` with the complex pairs ``x[l] + i x[l + L]`` along ``D`` multiplied by
+    ``factors [..., L]``; other dims stay.
     """
     pairs = factors.shape[-1]
-    result = factors.real.new_zeros(*factors.shape[:-1], dims, dims)
-    low, high = torch.arange(2 * pairs, device=factors.device).chunk(2)
-    result[..., low, low] = result[..., high, high] = factors.real
-    result[..., high, low] = factors.imag
-    result[..., low, high] = -factors.imag
-    return result
+    real = rows[..., :pairs, :]
+    imaginary = rows[..., pairs : 2 * pairs, :]
+    a = factors.real[..., None]
+    b = factors.imag[..., None]
+    still = rows[..., 2 * pairs :, :]
+    return torch.cat([a * real - b * imaginary, a * imaginary + b * real, still], -2)
+
+
+def pair_basis(pairs: int, dims: int, device: torch.device | str = "cpu") -> Tensor:
+    """Unitary ``U [D, D]`` that maps half-split pairs to ``(x_l + i y_l) / sqrt 2`` and ``(x_l - i
+    y_l) / sqrt 2``.
+    """
+    # Other dims stay. Here, rotation by delta positions is the diagonal e^{-i w delta} with w =
+    # theta, -theta, 0.
+    basis = torch.eye(dims, dtype=torch.complex128, device=device)
+    low, high = torch.arange(2 * pairs, device=device).chunk(2)
+    basis[low, low] = basis[high, low] = 0.5**0.5
+    basis[low, high], basis[high, high] = 1j * 0.5**0.5, -1j * 0.5**0.5
+    return basis
+
+
+def average_rotations(
+    moment: Tensor, phi: Tensor, basis: Tensor, right: Tensor | None = None
+) -> Tensor:
+    """``E[R moment R^T]`` over rotations ``R`` by a random distance, real ``[..., D, D]``.
+
+    ``phi [..., D, D]``: the averages ``E e^{-i (w_a - w_b) delta}`` in the `pair_basis` ``basis``
+    of the rows; ``right`` is that of the columns, if it differs.
+    """
+    columns = basis if right is None else right
+    return torch.real(basis.mH @ ((basis @ moment.to(basis.dtype) @ columns.mH) * phi) @ columns)

@@ -122,9 +122,11 @@ class Rotary:
     def dims(self) -> int:
         return 2 * self.theta.numel()
 
-    def amplify(self, rows: Tensor) -> Tensor:
-        """``rows [heads, D, n]`` with the rotary dims multiplied by the amplitude."""
-        return torch.cat([rows[:, : self.dims] * self.amplitude, rows[:, self.dims :]], 1)
+    def amplitudes(self, like: Tensor) -> Tensor:
+        """The factor of each dim of a head, ``[D, 1]``, for ``like [heads, D, n]``."""
+        factors = like.new_ones(like.shape[1], 1)
+        factors[: self.dims] = self.amplitude
+        return factors
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.linalg import metric_root, pair_matrices, pair_moment, symmetric_eig
+from kvfold.convert.transforms.linalg import metric_root, multiply_pairs, pair_moment, symmetric_eig
 
 # The minimum query weight as a share of the group's largest: keys are divided by query weights.
 # 1e-9, 1e-6 and 1e-3 have the same loss to 1e-4 nats on the reference MHA model at 8 -> 2 heads
@@ -94,23 +94,19 @@ def share_keys(keys: Tensor, queries: Tensor, pairs: int) -> SharedHead:
     """
     members, dims = queries.shape[:2]
     rotated = 2 * pairs
-    encode = keys.new_zeros(members, dims, dims)
-    decode = torch.zeros_like(encode)
-    if pairs:
-        square = queries.diagonal(dim1=1, dim2=2)
-        energy = (square[:, :pairs] + square[:, pairs:rotated]).mT  # E|q_l|^2, [pairs, m]
-        floor = WEAKEST_QUERY * energy.amax(1, keepdim=True)
-        weight = energy.clamp(min=floor).clamp(min=torch.finfo(energy.dtype).tiny).sqrt()
-        _, vectors = symmetric_eig(
-            weight[:, :, None] * pair_moment(keys, pairs) * weight[:, None, :]
-        )
-        top = vectors[..., 0]
-        # Eigenvectors have a free phase: make the largest entry real and positive for reproducible
-        # results.
-        largest = top.gather(1, top.abs().argmax(1, keepdim=True))
-        top = top * (largest.conj() / largest.abs())
-        encode += pair_matrices((top.conj() * weight).mT, dims)
-        decode += pair_matrices((top / weight).mT, dims)
+    square = queries.diagonal(dim1=1, dim2=2)
+    energy = (square[:, :pairs] + square[:, pairs:rotated]).mT  # E|q_l|^2, [pairs, m]
+    floor = WEAKEST_QUERY * energy.amax(1, keepdim=True)
+    weight = energy.clamp(min=floor).clamp(min=torch.finfo(energy.dtype).tiny).sqrt()
+    _, vectors = symmetric_eig(weight[:, :, None] * pair_moment(keys, pairs) * weight[:, None, :])
+    top = vectors[..., 0]
+    # Eigenvectors have a free phase: make the largest entry real and positive for reproducible
+    # results.
+    largest = top.gather(1, top.abs().argmax(1, keepdim=True))
+    top = top * (largest.conj() / largest.abs())
+    identity = torch.eye(dims, dtype=keys.dtype, device=keys.device).repeat(members, 1, 1)
+    encode = multiply_pairs(identity, (top.conj() * weight).mT)
+    decode = multiply_pairs(identity, (top / weight).mT)
     if rotated < dims:
         rest = slice(rotated, dims)
         shared = share_dims(keys[:, rest, :, rest], queries[:, rest, rest])

@@ -35,7 +35,7 @@ from kvfold.convert.transforms.fold.heads import (
     share_dims,
     share_keys,
 )
-from kvfold.convert.transforms.linalg import damped_solve
+from kvfold.convert.transforms.linalg import average_rotations, damped_solve, pair_basis
 from kvfold.convert.transforms.weights import Rotary
 
 # Excess loss of the reference MHA model on held-out text in nats per token, 8 -> 2 heads
@@ -129,23 +129,3 @@ def distance_moments(profile: Tensor, context: int, rotary: Rotary, dims: int) -
     theta = rotary.theta.double()
     speed = torch.cat((theta, -theta, theta.new_zeros(dims - rotary.dims)))
     return rotary_moments(mix_distances(profile, context), speed)
-
-
-def pair_basis(pairs: int, dims: int, device: torch.device | str = "cpu") -> Tensor:
-    """Unitary ``U [D, D]`` that maps half-split pairs to ``(x_l + i y_l) / sqrt 2`` and ``(x_l - i
-    y_l) / sqrt 2``.
-    """
-    # Other dims stay. Here, rotation by delta positions is the diagonal e^{-i w delta} with w =
-    # theta, -theta, 0.
-    basis = torch.eye(dims, dtype=torch.complex128, device=device)
-    low, high = torch.arange(2 * pairs, device=device).chunk(2)
-    basis[low, low] = basis[high, low] = 0.5**0.5
-    basis[low, high], basis[high, high] = 1j * 0.5**0.5, -1j * 0.5**0.5
-    return basis
-
-
-def average_rotations(moment: Tensor, phi: Tensor, basis: Tensor) -> Tensor:
-    """``E_delta[R moment R^T]``, real ``[..., D, D]``, from ``phi [..., D, D]`` and the
-    `pair_basis`.
-    """
-    return torch.real(basis.mH @ ((basis @ moment.to(basis.dtype) @ basis.mH) * phi) @ basis)

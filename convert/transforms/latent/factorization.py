@@ -6,9 +6,9 @@
    place.
 3. These keys, in units of scores, and the values, in units of the layer's output, share one latent:
    the principal components of both together.
-4. From there ``als`` alternates between readings and cached rows: a head may then read every rotary
-   key, not only that at its pair's frequency, and compensate for a lost rotation with one at
-   another frequency.
+4. From there ``als`` alternates between up-projections and down-projection: a head may then use
+   every rotary key, not only that at its pair's frequency, and compensate for a lost rotation with
+   one at another frequency.
 
 Norms on queries and keys are kept if the layout supports them (otherwise `linearize_heads` replaces
 them). A norm divides a key by a number ``d_g(x)`` that depends on the token and the head; otherwise
@@ -25,17 +25,22 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvfold.convert.transforms.distances import Distances, mix_distances, rotation_gains
-from kvfold.convert.transforms.head_norms import divide_heads, has_norms
 from kvfold.convert.transforms.latent import als
 from kvfold.convert.transforms.latent.als import LatentFactors
 from kvfold.convert.transforms.latent.latent_weights import (
     KeptNorms,
     LatentWeights,
-    LinearLayer,
-    linear_layer,
+    Projections,
+    build_projections,
 )
-from kvfold.convert.transforms.latent.slots import Slots, apply_gains, pair_gains, split_rotary
-from kvfold.convert.transforms.linalg import covariance, head_moments, input_moment, metric_root
+from kvfold.convert.transforms.latent.slots import Slots, pair_gains, split_rotary
+from kvfold.convert.transforms.linalg import (
+    covariance,
+    head_moments,
+    input_moment,
+    metric_root,
+    multiply_pairs,
+)
 from kvfold.convert.transforms.weights import (
     AttentionWeights,
     LayerStatistics,
@@ -63,38 +68,31 @@ def factor_layer(
     without rotation gets zero rotary keys. Norms on queries and keys are kept, which requires
     ``centered``.
     """
-    source = weights
-    divisors = None
     statistics = statistics.to(weights.q.device)
-    if has_norms(source):
-        weights, divisors = divide_heads(source, statistics, key_constant=True)
-    layer = linear_layer(weights, rotary, scale)
+    layer = build_projections(weights, statistics, rotary, scale, key_constant=True)
     moment = input_moment(statistics)
     queries = head_moments(layer.queries, moment)
     # 1. Rotary keys, and the gains that stand in for the rotation of the remaining keys.
-    split = split_rotary(layer, rotary, slots, queries, moment)
+    rope_key, up_rope, rest = split_rotary(layer, slots, queries, moment)
     gains = pair_gains(statistics, rotary, context)
     # 2. One latent for the remaining keys and the values.
     # root root^T is the covariance of the inputs, or their second moment.
     root = torch.linalg.cholesky(covariance(moment) if centered else moment[:-1, :-1])
-    rows = _joint_rows(layer, queries, split.rest, gains, rotary, root)
-    down, readout = principal_basis(rows, root, rank)
-    keys = apply_gains(split.rest, gains, rotary)
+    down, readout = principal_basis(_joint_rows(layer, queries, rest, gains, root), root, rank)
+    keys = multiply_pairs(rest.repeat_interleave(layer.group, 0), gains)
     factors = LatentFactors(
-        rows=torch.cat([split.rows, pad(down, (0, 1))]),
-        reading=torch.cat([split.reading, keys[..., :-1] @ readout], -1),
-        values=layer.values[..., :-1] @ readout,
+        down=torch.cat([rope_key, pad(down, (0, 1))]),
+        up_keys=torch.cat([up_rope, keys[..., :-1] @ readout], -1),
+        up_values=layer.values[..., :-1] @ readout,
     )
     # 3. Alternating least squares; if nothing is left for the latent, the factors are exact.
     distances = mix_distances(statistics.profile, context, als.LATENT_UNIFORM, als.LATENT_TAIL)
-    if als.ALS_ROUNDS and down.any():
+    if down.any():
         factors = als.alternate(
-            layer, queries, moment, rotary, slots.theta, distances, factors, centered=centered
+            layer, queries, moment, slots.theta, distances, factors, centered=centered
         )
-    latent = _assemble(weights, layer, factors, slots, moment[-1], centered)
-    if divisors is None:
-        return latent
-    return _keep_norms(latent, source, layer, factors, divisors, moment[-1], distances, rotary)
+    latent = _write_latent(layer, factors, slots, moment[-1], centered)
+    return _keep_norms(latent, layer, factors, moment[-1], distances)
 
 
 def factor_by_svd(
@@ -113,38 +111,28 @@ def factor_by_svd(
     [E]``, the weight of the norm in front of the attention, only affects the scale of the latent
     and of the norms on queries and keys, which are kept. ``scale`` as in `factor_layer`.
     """
-    source = weights
-    divisors = None
     blank = blank_statistics(weights, gain)
-    if has_norms(source):
-        weights, divisors = divide_heads(source, blank)
-    layer = linear_layer(weights, rotary, scale)
+    layer = build_projections(weights, blank, rotary, scale)
     # Without calibration, assume white inputs.
     moment = torch.eye(weights.model_dim + 1, dtype=torch.float64, device=weights.q.device)
-    split = split_rotary(layer, rotary, slots, head_moments(layer.queries, moment), moment)
-    rows = torch.cat([split.rest, layer.values])[..., :-1].flatten(0, 1)
+    queries = head_moments(layer.queries, moment)
+    rope_key, up_rope, rest = split_rotary(layer, slots, queries, moment)
+    rows = torch.cat([rest, layer.values])[..., :-1].flatten(0, 1)
     down, readout = principal_basis(rows, moment[:-1, :-1], rank)
     norm = (down if gain is None else down * gain.to(down)).norm().clamp_min(1e-30)
-    keys = split.rest.repeat_interleave(layer.group, 0)
+    readout = readout * norm
+    up_rest = rest[..., :-1] @ readout
     factors = LatentFactors(
-        rows=torch.cat([split.rows, pad(down / norm, (0, 1))]),
-        reading=torch.cat([split.reading, keys[..., :-1] @ (readout * norm)], -1),
-        values=layer.values[..., :-1] @ (readout * norm),
+        down=torch.cat([rope_key, pad(down / norm, (0, 1))]),
+        up_keys=torch.cat([up_rope, up_rest.repeat_interleave(layer.group, 0)], -1),
+        up_values=layer.values[..., :-1] @ readout,
     )
-    latent = _assemble(weights, layer, factors, slots, moment[-1], centered=False)
-    if divisors is None:
-        return latent
-    distances = mix_distances(blank.profile, 0, als.LATENT_UNIFORM, als.LATENT_TAIL)
-    return _keep_norms(latent, source, layer, factors, divisors, moment[-1], distances, rotary)
+    latent = _write_latent(layer, factors, slots, moment[-1], centered=False)
+    return _keep_norms(latent, layer, factors, moment[-1], Distances(blank.profile, 1))
 
 
 def _joint_rows(
-    layer: LinearLayer,
-    queries: Tensor,
-    rest: Tensor,
-    gains: Tensor,
-    rotary: Rotary,
-    root: Tensor,
+    layer: Projections, queries: Tensor, rest: Tensor, gains: Tensor, root: Tensor
 ) -> Tensor:
     """``[n, E]``: the keys ``rest [G, D, E+1]`` in units of scores, then the values in units of the
     output, both at unit energy, for inputs whitened by ``root``.
@@ -152,15 +140,14 @@ def _joint_rows(
     # A key's unit is the energy of its scores; rotation spreads a query's energy evenly over the
     # two dims of a pair.
     energy = queries.diagonal(dim1=1, dim2=2).clamp_min(0)
-    half = rotary.dims // 2
+    half = layer.rotary.dims // 2
     pair = (energy[:, :half] + energy[:, half : 2 * half]) * gains.abs().square() / 2
     energy = torch.cat([pair, pair, energy[:, 2 * half :]], 1)
     energy = torch.unflatten(energy, 0, (-1, layer.group)).sum(1)
-    keys = rest * energy.sqrt()[..., None]
     # A value's unit is the layer's output: M^{1/2} v.
     metric, _ = metric_root(layer.metric)
     blocks = []
-    for block in (keys, metric @ layer.values):
+    for block in (rest * energy.sqrt()[..., None], metric @ layer.values):
         rows = block[..., :-1].flatten(0, 1) @ root
         blocks.append(rows / rows.norm().clamp_min(torch.finfo(rows.dtype).tiny))
     return torch.cat(blocks)
@@ -187,43 +174,40 @@ def principal_basis(rows: Tensor, root: Tensor, rank: int) -> tuple[Tensor, Tens
     return pad(down, (0, 0, 0, spare)), pad(readout, (0, spare))
 
 
-def _assemble(
-    weights: AttentionWeights,
-    layer: LinearLayer,
-    factors: LatentFactors,
-    slots: Slots,
-    mean: Tensor,
-    centered: bool,
+def _write_latent(
+    layer: Projections, factors: LatentFactors, slots: Slots, mean: Tensor, centered: bool
 ) -> LatentWeights:
     """The factors as weights; constant values become part of the output bias. ``mean [E+1]`` of the
     inputs ``[x; 1]``.
     """
-    mean = mean[:-1]
-    dtype = torch.promote_types(weights.q.dtype, torch.float32)
+    source = layer.source
     rope = slots.rope_dim
-    rope_key = factors.rows[:rope]
-    down = factors.rows[rope:, :-1]
-    rope_query = torch.einsum("hdp,hde->hpe", factors.reading[..., :rope], layer.queries)
-    q_biased = weights.q_bias is not None
-    o_bias = weights.o_bias
-    if centered or weights.v_bias is not None:
+    rope_key = factors.down[:rope]
+    down = factors.down[rope:, :-1]
+    rope_query = torch.einsum("hdp,hde->hpe", factors.up_keys[..., :rope], layer.queries)
+    q_biased = source.q_bias is not None
+    o_bias = source.o_bias
+    if centered or source.v_bias is not None:
         # Attention rows sum to one, so constant values reach the output unchanged.
-        constant = layer.values[..., -1] + (layer.values[..., :-1] @ mean if centered else 0)
+        constant = layer.values[..., -1] + (layer.values[..., :-1] @ mean[:-1] if centered else 0)
         constant = constant.repeat_interleave(layer.group, 0)
-        moved = torch.einsum("ehd,hd->e", weights.o.double(), constant)
+        moved = torch.einsum("ehd,hd->e", source.o.double(), constant)
         o_bias = moved if o_bias is None else moved + o_bias.double()
+    # Maps in place of norms are float64.
+    divided = layer.divisors is not None
+    dtype = torch.float64 if divided else torch.promote_types(source.q.dtype, torch.float32)
     return LatentWeights(
         down=down,
         rope_key=rope_key[:, :-1],
         q_nope=layer.queries[..., :-1],
         q_rope=rope_query[..., :-1],
-        uk=factors.reading[..., rope:],
-        uv=factors.values.repeat_interleave(layer.group, 0),
-        o=weights.o,
+        uk=factors.up_keys[..., rope:],
+        uv=factors.up_values.repeat_interleave(layer.group, 0),
+        o=source.o,
         theta=slots.theta,
         scale=layer.scale,
-        down_bias=-(down @ mean) if centered else None,
-        rope_key_bias=rope_key[:, -1] if centered or weights.k_bias is not None else None,
+        down_bias=-(down @ mean[:-1]) if centered else None,
+        rope_key_bias=rope_key[:, -1] if centered or source.k_bias is not None else None,
         q_nope_bias=layer.queries[..., -1] if q_biased else None,
         q_rope_bias=rope_query[..., -1] if q_biased else None,
         o_bias=o_bias,
@@ -232,41 +216,37 @@ def _assemble(
 
 def _keep_norms(
     latent: LatentWeights,
-    source: AttentionWeights,
-    layer: LinearLayer,
+    layer: Projections,
     factors: LatentFactors,
-    divisors: Tensor,
     mean: Tensor,
     distances: Distances,
-    rotary: Rotary,
 ) -> LatentWeights:
-    """``latent``, which was fitted to keys divided by ``divisors [G]``, with the norms of
-    ``source``.
-    """
+    """``latent``, fitted to keys over one number per head, with the norms of the source, if any."""
+    if layer.divisors is None:
+        return latent
+    source = layer.source
     assert source.q_norm is not None
     assert source.k_norm is not None
     rope = latent.rope_dim
     # The constant part of the keys as queries see it over the distances, minus the part in the
     # rotary keys: the latent has no mean.
-    constant = (layer.keys @ mean)[..., None]
-    missing = apply_gains(constant, rotation_gains(distances, rotary.theta), rotary)[..., 0]
-    if rope:
-        turned = torch.complex(*(factors.rows[:rope] @ mean).chunk(2))
-        turned = turned * rotation_gains(distances, latent.theta)
-        seen = torch.cat([turned.real, turned.imag], -1)  # [H, P]
-        missing = missing - (factors.reading[..., :rope] @ seen[..., None])[..., 0]
-    times = divisors.repeat_interleave(layer.group)[:, None, None]
-    times = rotary.amplify(times.expand(*missing.shape, 1))
-    reading = factors.reading * times
+    constant = (layer.keys @ mean).repeat_interleave(layer.group, 0)[..., None]
+    constant = multiply_pairs(constant, rotation_gains(distances, layer.rotary.theta))
+    in_rope = (factors.down[:rope] @ mean).expand(latent.heads, -1)[..., None]
+    in_rope = multiply_pairs(in_rope, rotation_gains(distances, latent.theta))  # [H, P, 1]
+    constant = constant - factors.up_keys[..., :rope] @ in_rope
+    divisors = layer.divisors.repeat_interleave(layer.group)[:, None, None]
+    times = divisors * layer.rotary.amplitudes(constant)
+    up_keys = factors.up_keys * times
     norms = KeptNorms(
         q=source.q,
         k=source.k,
         q_norm=source.q_norm,
         k_norm=source.k_norm,
-        rope=reading[..., :rope].mT,
-        constant=missing * times[..., 0],
+        rope=up_keys[..., :rope].mT,
+        constant=(constant * times)[..., 0],
         q_bias=source.q_bias,
         k_bias=source.k_bias,
     )
     norms = norms.map(lambda tensor: tensor.to(latent.down).contiguous())
-    return replace(latent, uk=reading[..., rope:].to(latent.down).contiguous(), norms=norms)
+    return replace(latent, uk=up_keys[..., rope:].to(latent.down).contiguous(), norms=norms)

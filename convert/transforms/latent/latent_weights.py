@@ -12,47 +12,69 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvfold.convert.transforms.head_norms import divide_heads
 from kvfold.convert.transforms.linalg import append_bias, output_metric
 from kvfold.convert.transforms.weights import (
     AttentionWeights,
     HeadNorm,
+    LayerStatistics,
     Rotary,
     Tensors,
 )
 
 
 @dataclass(frozen=True)
-class LinearLayer:
-    """One layer as linear maps on ``[x; 1]``. Queries and keys include the rotary amplitude.
+class Projections:
+    """A layer's query, key and value projections as matrices on ``[x; 1]``, biases last.
 
-    queries: ``[H, D, E+1]``
-    keys, values: ``[G, D, E+1]``
+    source: the layer
+    rotary: its rotary embedding, whose amplitude is included in ``queries`` and ``keys``
+    queries: ``[H, D, E+1]``, with a linear map in place of a norm
+    keys: ``[G, D, E+1]``, with one number per head in place of what a norm divides by
+    values: ``[G, D, E+1]``
+    divisors: ``[G]``, these numbers; None without norms
     metric: ``[G, D, D]``, the squared length of the output per value (`linalg.output_metric`)
     scale: multiplies scores
-    group: the number of query heads per key/value head
     """
 
+    source: AttentionWeights
+    rotary: Rotary
     queries: Tensor
     keys: Tensor
     values: Tensor
+    divisors: Tensor | None
     metric: Tensor
     scale: float
-    group: int
+
+    @property
+    def group(self) -> int:
+        """The number of query heads per key/value head."""
+        return len(self.queries) // len(self.keys)
 
 
-def linear_layer(
-    weights: AttentionWeights, rotary: Rotary, scale: float | None = None
-) -> LinearLayer:
-    """The linear maps of ``weights``, which must have no norms on queries and keys (see
-    `head_norms.linearize_heads`); ``scale`` is by default ``head_dim ** -0.5``.
+def build_projections(
+    source: AttentionWeights,
+    statistics: LayerStatistics,
+    rotary: Rotary,
+    scale: float | None = None,
+    *,
+    key_constant: bool = False,
+) -> Projections:
+    """The projections of ``source``, with `head_norms.divide_heads` in place of norms; ``scale`` is
+    by default ``head_dim ** -0.5``.
     """
-    return LinearLayer(
-        queries=rotary.amplify(append_bias(weights.q, weights.q_bias)),
-        keys=rotary.amplify(append_bias(weights.k, weights.k_bias)),
+    weights, divisors = divide_heads(source, statistics, key_constant=key_constant)
+    queries = append_bias(weights.q, weights.q_bias)
+    amplitudes = rotary.amplitudes(queries)
+    return Projections(
+        source=source,
+        rotary=rotary,
+        queries=amplitudes * queries,
+        keys=amplitudes * append_bias(weights.k, weights.k_bias),
         values=append_bias(weights.v, weights.v_bias),
+        divisors=divisors,
         metric=output_metric(weights.o, weights.kv_heads),
         scale=weights.head_dim**-0.5 if scale is None else scale,
-        group=weights.heads // weights.kv_heads,
     )
 
 

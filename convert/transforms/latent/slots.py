@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert.transforms.distances import mix_distances, rotation_gains
-from kvfold.convert.transforms.latent.latent_weights import LinearLayer, linear_layer
+from kvfold.convert.transforms.latent.latent_weights import Projections, build_projections
 from kvfold.convert.transforms.linalg import head_moments, input_moment, symmetric_eig
 from kvfold.convert.transforms.weights import AttentionWeights, LayerStatistics, Rotary
 
@@ -59,44 +59,23 @@ class PairComponents:
 
 
 @dataclass(frozen=True)
-class RotarySplit:
-    """Slots' keys ``rows [P, E+1]``, each head's map ``reading [H, D, P]`` from them, the ``rest
-    [G, D, E+1]``.
-    """
-
-    rows: Tensor
-    reading: Tensor
-    rest: Tensor
-
-
-@dataclass(frozen=True)
 class LayerSurvey:
-    """``energy [L, G]``: the energies of a layer's rotary components, descending, in units of
-    squared scores.
+    """What each slot of a layer is worth.
 
-    ``survives [L]``: the share of a pair's energy preserved by the best constant in place of its
-    rotation, ``|m|^2`` from ``pair_gains``. ``theta [L]``: the pairs' frequencies. All float64; ``L
-    = 0`` for a layer that does not rotate.
+    worth: ``[L, G]``, the score energy that each slot preserves, relative to the layer's total;
+        descending along ``G``
+    theta: ``[L]``, the pairs' frequencies; ``L = 0`` for a layer that does not rotate
     """
 
-    energy: Tensor
-    survives: Tensor
+    worth: Tensor
     theta: Tensor
 
-    @property
-    def worth(self) -> Tensor:
-        """The score energy that each slot preserves, relative to the layer's total: ``[L, G]``."""
-        lost = self.energy * (1 - self.survives)[:, None]
-        return lost / self.energy.sum().clamp_min(torch.finfo(lost.dtype).tiny)
 
-
-def pair_components(
-    layer: LinearLayer, queries: Tensor, moment: Tensor, rotary: Rotary
-) -> PairComponents:
+def pair_components(layer: Projections, queries: Tensor, moment: Tensor) -> PairComponents:
     """The rotary components of ``layer``; ``queries [H, D, D]`` and ``moment [E+1, E+1]`` are
     second moments.
     """
-    half = rotary.dims // 2
+    half = layer.rotary.dims // 2
     energy = queries.diagonal(dim1=1, dim2=2).clamp_min(0)
     energy = energy[:, :half] + energy[:, half : 2 * half]
     keys = torch.complex(layer.keys[:, :half], layer.keys[:, half : 2 * half])
@@ -109,57 +88,35 @@ def pair_components(
 
 
 def split_rotary(
-    layer: LinearLayer, rotary: Rotary, slots: Slots, queries: Tensor, moment: Tensor
-) -> RotarySplit:
-    """Split keys into the slots' shared keys, each head's map from these, and the rest; see
-    `pair_components`.
+    layer: Projections, slots: Slots, queries: Tensor, moment: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split keys into the slots' shared keys ``[P, E+1]``, each head's up-projection of these
+    ``[H, D, P]``, and the rest ``[G, D, E+1]``; see `pair_components`.
     """
-    half = rotary.dims // 2
-    keys = layer.keys
-    reading = keys.new_zeros(*layer.queries.shape[:2], slots.rope_dim)
-    if not half:
-        return RotarySplit(keys.new_zeros(slots.rope_dim, keys.shape[-1]), reading, keys)
-    pairs = pair_components(layer, queries, moment, rotary)
+    rotary = layer.rotary.dims
+    up_keys = layer.keys.new_zeros(*layer.queries.shape[:2], slots.rope_dim)
+    if not rotary:
+        return layer.keys.new_zeros(slots.rope_dim, layer.keys.shape[-1]), up_keys, layer.keys
+    pairs = pair_components(layer, queries, moment)
+    left = pairs.keys.clone()
+    maps = left.new_zeros(*left.shape[:2], slots.rope_dim // 2)  # [G, L, P/2]
     shared: list[Tensor] = []
-    left_over: list[Tensor] = []
-    slot = 0
-    total = slots.rope_dim // 2
     for pair, count in enumerate(slots.counts):
-        key = pairs.keys[:, pair]
-        scale = pairs.scales[:, pair]
+        scale = pairs.scales[:, pair, None]
         basis = pairs.vectors[pair, :, :count]
-        # [count, E+1], [G, count]
-        top = basis.mH @ (scale[:, None] * key)
-        factor = basis / scale[:, None]
-        left_over.append(key - factor @ top)
-        unit = scale.square().mean().sqrt()  # keeps the shared keys in the units of the source's
-        shared.append(top / unit)
-        # A complex factor on a half-split pair is the matrix [[a, -b], [b, a]].
-        factor = (factor * unit).repeat_interleave(layer.group, 0)  # [H, count]
-        real = slice(slot, slot + count)
-        imaginary = slice(total + slot, total + slot + count)
-        reading[:, pair, real] = reading[:, half + pair, imaginary] = factor.real
-        reading[:, half + pair, real] = factor.imag
-        reading[:, pair, imaginary] = -factor.imag
-        slot += count
-    left = torch.stack(left_over, 1)  # [G, L, E+1]
-    rest = torch.cat([left.real, left.imag, keys[:, rotary.dims :]], 1)
-    rows = torch.cat(shared)
-    return RotarySplit(torch.cat([rows.real, rows.imag]), reading, rest)
-
-
-def apply_gains(keys: Tensor, gains: Tensor, rotary: Rotary) -> Tensor:
-    """Repeat ``keys [G, D, n]`` for every query head, ``[H, D, n]``, with rotary pairs times their
-    gain ``m_{h,l}``.
-    """
-    half = rotary.dims // 2
-    per_head = keys.repeat_interleave(gains.shape[0] // keys.shape[0], 0)
-    real = per_head[:, :half]
-    imaginary = per_head[:, half : 2 * half]
-    still = per_head[:, 2 * half :]
-    a = gains.real[..., None]
-    b = gains.imag[..., None]
-    return torch.cat([a * real - b * imaginary, a * imaginary + b * real, still], 1)
+        components = basis.mH @ (scale * left[:, pair])
+        factors = basis / scale
+        left[:, pair] -= factors @ components
+        # Keeps the shared keys in the units of the source's.
+        unit = scale.square().mean().sqrt()
+        maps[:, pair, len(shared) : len(shared) + count] = factors * unit
+        shared.extend(components / unit)
+    rope_key = torch.stack(shared)
+    rest = torch.cat([left.real, left.imag, layer.keys[:, rotary:]], 1)
+    # From the real parts of the shared keys, then from their imaginary parts.
+    columns = torch.cat([maps, 1j * maps], 2).repeat_interleave(layer.group, 0)
+    up_keys[:, :rotary] = torch.cat([columns.real, columns.imag], 1)
+    return torch.cat([rope_key.real, rope_key.imag]), up_keys, rest
 
 
 def pair_gains(statistics: LayerStatistics, rotary: Rotary, context: int) -> Tensor:
@@ -172,30 +129,30 @@ def pair_gains(statistics: LayerStatistics, rotary: Rotary, context: int) -> Ten
 def survey_layer(
     weights: AttentionWeights, statistics: LayerStatistics, rotary: Rotary, context: int = 0
 ) -> LayerSurvey:
-    """Measure one layer's rotary energies for ``choose_slots``; ``context``: the number of
-    positions to support.
+    """What the slots of a layer, which has no norms on queries and keys, are worth; ``context``:
+    the number of positions to support.
     """
     theta = rotary.theta.double().cpu()
-    # A layer without rotation does not affect the choice of slots.
     if not theta.numel():
-        return LayerSurvey(
-            torch.zeros(0, weights.kv_heads, dtype=torch.float64), torch.zeros_like(theta), theta
-        )
+        return LayerSurvey(theta.new_zeros(0, weights.kv_heads), theta)
     statistics = statistics.to(weights.q.device)
     moment = input_moment(statistics)
-    layer = linear_layer(weights, rotary, 1.0)
-    pairs = pair_components(layer, head_moments(layer.queries, moment), moment, rotary)
+    layer = build_projections(weights, statistics, rotary, 1.0)
+    pairs = pair_components(layer, head_moments(layer.queries, moment), moment)
+    # The best constant in place of a rotation preserves this share of a pair's energy.
     retained = pair_gains(statistics, rotary, context).abs().square()
     share = pairs.query_energy
-    survives = (share * retained).sum(0) / share.sum(0).clamp_min(torch.finfo(share.dtype).tiny)
-    return LayerSurvey(pairs.energy.cpu(), survives.cpu(), theta)
+    tiny = torch.finfo(share.dtype).tiny
+    survives = (share * retained).sum(0) / share.sum(0).clamp_min(tiny)
+    lost = pairs.energy * (1 - survives)[:, None]
+    return LayerSurvey((lost / pairs.energy.sum().clamp_min(tiny)).cpu(), theta)
 
 
-def mean_worth(surveys: Sequence[LayerSurvey]) -> Tensor:
-    """The worth of each slot ``[L, G]``, averaged over the layers that rotate; at least one layer
-    must rotate.
-    """
-    return torch.stack([item.worth for item in surveys if item.theta.numel()]).mean(0)
+def average_worth(surveys: Sequence[LayerSurvey]) -> LayerSurvey:
+    """The mean over the layers that rotate, of which there must be one."""
+    rotating = [survey for survey in surveys if survey.theta.numel()]
+    worth = torch.stack([survey.worth for survey in rotating]).mean(0)
+    return LayerSurvey(worth, rotating[0].theta)
 
 
 def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
@@ -207,13 +164,11 @@ def choose_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
     """
     if not rope_dim:
         return NO_SLOTS
-    worth = mean_worth(surveys)
-    theta = next(item.theta for item in surveys if item.theta.numel())
+    mean = average_worth(surveys)
+    pairs, heads = mean.worth.shape
     # Eigenvalues descend, so the picked slots of a pair are always its first ones.
-    picked = (
-        worth.flatten().argsort(descending=True, stable=True)[: rope_dim // 2] // worth.shape[1]
-    )
-    return _slots(torch.bincount(picked, minlength=worth.shape[0]).tolist(), theta)
+    picked = mean.worth.flatten().argsort(descending=True, stable=True)[: rope_dim // 2] // heads
+    return _slots(torch.bincount(picked, minlength=pairs).tolist(), mean.theta)
 
 
 def plain_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
@@ -222,13 +177,14 @@ def plain_slots(surveys: Sequence[LayerSurvey], rope_dim: int) -> Slots:
 
     Step 1 keeps the highest frequencies; the largest step spreads the slots over all frequencies.
     """
-    worth = mean_worth(surveys)
-    theta = next(item.theta for item in surveys if item.theta.numel())
-    pairs = len(worth)
+    mean = average_worth(surveys)
+    pairs = len(mean.worth)
     slots = rope_dim // 2
     longest = max(1, (pairs - 1) // max(1, slots - 1))
-    step = max(range(1, longest + 1), key=lambda step: float(worth[::step][:slots, 0].sum()))
-    return _slots([int(pair % step == 0 and pair // step < slots) for pair in range(pairs)], theta)
+    first = mean.worth[:, 0]
+    step = max(range(1, longest + 1), key=lambda step: float(first[::step][:slots].sum()))
+    chosen = range(0, pairs, step)[:slots]
+    return _slots([int(pair in chosen) for pair in range(pairs)], mean.theta)
 
 
 def stride_slots(theta: Tensor, rope_dim: int) -> Slots:

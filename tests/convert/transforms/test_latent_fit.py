@@ -50,15 +50,14 @@ def test_kernels_are_moments_at_random_distances_and_their_adjoints():
         left = left + weight * y.mean(0)
         right = right + weight * z.mean(0)
         expected = expected + weight * y.mT @ z / len(x)
-    sides = [(frequencies[0], 3), (frequencies[1], 1)]
-    ((_, kernel),) = als.rotary_kernels(Distances(profile, 9), sides)
+    _, kernel = als.rotary_kernels(Distances(profile, 9), *frequencies)
     mean = x.mean(0)
     product = rows @ torch.cov(x.mT, correction=0) @ keys.mT
-    found = kernel.apply(product, rows @ mean, keys @ mean)
+    (found,) = kernel.apply(product, rows @ mean, keys @ mean)
     torch.testing.assert_close(found, expected - torch.outer(left, right))
 
     weight = normal(4, 7, 3)
-    of_rows, of_means = kernel.adjoint(weight)
+    (of_rows,), (of_means,) = kernel.adjoint(weight)
     gradient = (of_rows * product).sum() + rows @ mean @ of_means @ (keys @ mean)
     torch.testing.assert_close((weight * found).sum(), gradient)
 

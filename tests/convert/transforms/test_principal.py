@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvfold.convert.transforms.fold import principal
 from kvfold.convert.transforms.fold.principal import layer_moments
-from kvfold.convert.transforms.linalg import pair_matrices
+from kvfold.convert.transforms.linalg import multiply_pairs
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary
 
 E = 48
@@ -62,11 +62,11 @@ def related(norm: str, spread: float) -> AttentionWeights:
     other = make(4, 4, 6)
     turns = torch.linalg.qr(normal(5, 4, D, D))[0]
     angle = 7 * normal(9, 4, D // 2)
-    phases = pair_matrices(torch.polar(torch.ones_like(angle), angle), D)
+    phases = torch.polar(torch.ones_like(angle), angle)
     weights = replace(
         one,
-        q=phases @ one.q / 2,
-        k=phases @ (one.k + spread * other.k),
+        q=multiply_pairs(one.q / 2, phases),
+        k=multiply_pairs(one.k + spread * other.k, phases),
         v=turns @ (one.v + spread * other.v),
         o=torch.einsum("ehd,hcd->ehc", one.o, turns),
     )
@@ -160,16 +160,21 @@ def test_phases_and_moduli_of_key_pairs_change_nothing(rot: Rotary, biases: str)
     groups = [[0, 1], [2, 3]]
     modulus = normal(3, 4, rot.dims // 2).sigmoid() + 0.5
     phase = 7 * normal(4, 4, rot.dims // 2)
-    keys = pair_matrices(torch.polar(modulus, phase), D)
-    queries = pair_matrices(torch.polar(1 / modulus, phase), D).repeat_interleave(2, 0)
-    rest = torch.arange(rot.dims, D)
-    keys[:, rest, rest] = queries[:, rest, rest] = 1.0
+    on_keys = torch.polar(modulus, phase)
+    on_queries = torch.polar(1 / modulus, phase).repeat_interleave(2, 0)
 
-    turned = replace(weights, q=queries @ weights.q, k=keys @ weights.k)
-    if weights.q_bias is not None:
-        q_bias = (queries @ weights.q_bias[..., None])[..., 0]
-        k_bias = (keys @ weights.k_bias[..., None])[..., 0]
-        turned = replace(turned, q_bias=q_bias, k_bias=k_bias)
+    def multiply(rows: Tensor | None, factors: Tensor) -> Tensor | None:
+        if rows is None:
+            return None
+        return multiply_pairs(rows.reshape(len(rows), D, -1), factors).reshape(rows.shape)
+
+    turned = replace(
+        weights,
+        q=multiply(weights.q, on_queries),
+        k=multiply(weights.k, on_keys),
+        q_bias=multiply(weights.q_bias, on_queries),
+        k_bias=multiply(weights.k_bias, on_keys),
+    )
     x = inputs()
     assert relative_error(attend(turned, x, rot), attend(weights, x, rot)) < 1e-12
     found, wanted = (fold_and_attend(w, groups, rot) for w in (turned, weights))

@@ -10,22 +10,25 @@ from kvfold.convert.transforms.latent.slots import LayerSurvey
 from kvfold.convert.transforms.weights import Rotary
 
 
-def test_energies_are_those_of_the_keys_that_the_tokens_give():
+def test_worth_is_the_energy_that_the_best_constant_loses():
     weights, statistics, x = random_layer(bias=True)
-    rotary = Rotary(
-        torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64), amplitude=1.5
-    )  # 6 of 8 dims rotate
-    found = rope_slots.survey_layer(weights, statistics, rotary)
+    # 6 of 8 dims rotate
+    rotary = Rotary(torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64), amplitude=1.5)
+    gains = rope_slots.pair_gains(statistics, rotary, 0).abs().square()
+    energy = torch.empty(3, 2, dtype=torch.float64)
+    lost = torch.empty_like(energy)
     for pair in range(3):
         q = (x @ weights.q.mT + weights.q_bias[:, None]) * 1.5
         k = (x @ weights.k.mT + weights.k_bias[:, None]) * 1.5
         q, k = (
             torch.complex(part[..., pair], part[..., pair + 3]) for part in (q, k)
         )  # [heads, tokens]
-        scale = q.abs().square().mean(1).reshape(2, 2).sum(1).sqrt()
-        k = scale[:, None] * k
-        expected = torch.linalg.eigvalsh(k @ k.mH / k.shape[1]).flip(0)
-        torch.testing.assert_close(found.energy[pair], expected)
+        square = q.abs().square().mean(1)
+        k = square.reshape(2, 2).sum(1).sqrt()[:, None] * k
+        energy[pair] = torch.linalg.eigvalsh(k @ k.mH / k.shape[1]).flip(0)
+        lost[pair] = energy[pair] * (1 - square @ gains[:, pair] / square.sum())
+    found = rope_slots.survey_layer(weights, statistics, rotary)
+    torch.testing.assert_close(found.worth, lost / energy.sum())
 
 
 def test_gain_is_the_mean_turn_over_the_profile():
@@ -39,15 +42,10 @@ def test_gain_is_the_mean_turn_over_the_profile():
 
 def test_choice_takes_the_worth_of_all_layers():
     theta = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
-    survives = torch.zeros(3, dtype=torch.float64)
-    first = LayerSurvey(
-        torch.tensor([[4.0, 3.0], [1.0, 0.0], [1.0, 1.0]], dtype=torch.float64), survives, theta
-    )
-    second = LayerSurvey(
-        torch.tensor([[0.0, 0.0], [90.0, 0.0], [10.0, 0.0]], dtype=torch.float64), survives, theta
-    )
+    first = LayerSurvey(torch.tensor([[0.4, 0.3], [0.1, 0.0], [0.1, 0.1]]), theta)
+    second = LayerSurvey(torch.tensor([[0.0, 0.0], [0.9, 0.0], [0.1, 0.0]]), theta)
     chosen = rope_slots.choose_slots([first, second], 6)
-    assert chosen.counts == (2, 1, 0)  # worth .4 .3 | 1.0 0 | .2 .1
+    assert chosen.counts == (2, 1, 0)
     assert chosen.theta.tolist() == [1.0, 1.0, 0.5]
 
 
@@ -66,10 +64,8 @@ def test_stride_is_uniform_and_fills_up_evenly():
 )
 def test_plain_slots_take_the_step_that_is_worth_most(heavy, counts, base):
     theta = 10000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)
-    energy = torch.full((8, 1), 0.1, dtype=torch.float64)
-    energy[[heavy, 2 * heavy]] = 1.0
-    chosen = rope_slots.plain_slots(
-        [LayerSurvey(energy, torch.zeros(8, dtype=torch.float64), theta)], 6
-    )
+    worth = torch.full((8, 1), 0.1)
+    worth[[heavy, 2 * heavy]] = 1.0
+    chosen = rope_slots.plain_slots([LayerSurvey(worth, theta)], 6)
     assert chosen.counts == counts
     assert plain_base(chosen.theta.tolist()) == pytest.approx(base, rel=1e-9)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvfold.convert.transforms.fold import score_fit
 from kvfold.convert.transforms.fold.heads import GroupMoments, SharedHead
-from kvfold.convert.transforms.linalg import pair_matrices
+from kvfold.convert.transforms.linalg import multiply_pairs
 from kvfold.convert.transforms.weights import Rotary
 
 D = 8
@@ -40,9 +40,8 @@ def objective(head: SharedHead, group: GroupMoments, weights: Tensor, rot: Rotar
         own[:, (h // repeat) * D : (h // repeat + 1) * D] = torch.eye(D, dtype=torch.float64)
         shared = torch.cat(list(head.encode), 1)
         for delta, weight in enumerate(row):
-            turned = pair_matrices(torch.polar(torch.ones_like(rot.theta), -rot.theta * delta), D)
-            rest = torch.arange(rot.dims, D)
-            turned[rest, rest] = 1.0
+            turns = torch.polar(torch.ones_like(rot.theta), -rot.theta * delta)
+            turned = multiply_pairs(torch.eye(D, dtype=torch.float64), turns)
             gap = head.decode[h] @ turned @ shared - turned @ own  # q^T gap [k_1 .. k_m]
             total += (weight * torch.trace(query @ gap @ joint @ gap.T)).item()
     return total
