@@ -7,80 +7,63 @@ the attention. Caches are for inference: they reject tensors that require a grad
 """
 
 import math
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kvfold.attention.checks import expect_alike, expect_at_least, expect_shape
+from kvfold.attention.checks import expect_alike
 
 Variant = Literal["mha", "gqa", "mqa", "mla"]
 # growing copies at most three tokens per token held, however long the cache becomes
 _GROWTH = 1.5
 
 
-class CacheOptions(TypedDict, total=False):
-    """``growing`` (the default) allocates more slots when all are in use, instead of an error;
-    float32 by default.
-    """
-
-    growing: bool
-    dtype: torch.dtype
-    device: torch.device | str | None
-
-
 class SlotCache:
-    """Buffers ``[B, ..., C, width]`` filled slot by slot; ``KVCache`` and ``LatentCache`` define
-    what a slot stores.
+    """Buffers ``[B, ..., C, width]`` filled slot by slot, which grow when all slots are in use;
+    ``KVCache`` and ``LatentCache`` define what a slot stores.
     """
 
-    def __init__(self, shapes: list[tuple[int, ...]], **options: Unpack[CacheOptions]) -> None:
-        self.growing = options.get("growing", True)
-        self.batch = shapes[0][0]
-        self.capacity = shapes[0][-2]
-        expect_at_least("capacity", self.capacity, 0)
-        dtype = options.get("dtype", torch.float32)
-        device = options.get("device")
+    def __init__(
+        self,
+        shapes: list[tuple[int, ...]],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
         self.buffers = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
         self.length = 0
+
+    @property
+    def capacity(self) -> int:
+        return self.buffers[0].shape[-2]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the slots in use (``length`` per sequence), the same number that ``cache_bytes``
         computes.
         """
-        return sum(
-            b.numel() // max(1, self.capacity) * self.length * b.element_size()
-            for b in self.buffers
-        )
+        return sum(buffer[..., : self.length, :].nbytes for buffer in self.buffers)
 
     def _append(self, **tokens: Tensor) -> tuple[Tensor, ...]:
         """Write ``tokens``, each ``[B, ..., T, width]``; return the slots in use, ``[B, ...,
         length, width]`` each.
         """
+        count = next(iter(tokens.values())).shape[-2]
         for (name, token), buffer in zip(tokens.items(), self.buffers, strict=True):
+            shape = [*buffer.shape[:-2], count, buffer.shape[-1]]
+            if list(token.shape) != shape:
+                raise ValueError(f"{name} has shape {list(token.shape)}; it must be {shape}")
             expect_alike(name, token, "the cache", buffer)
             if token.requires_grad and torch.is_grad_enabled():
                 raise ValueError(
                     f"{name} requires a gradient, which caches do not support; use torch.no_grad()"
                 )
-        needed = self.length + next(iter(tokens.values())).shape[-2]
+        needed = self.length + count
         if needed > self.capacity:
-            if not self.growing:
-                raise ValueError(
-                    f"capacity is {self.capacity}; it must be at least {needed}, or use"
-                    " growing=True"
-                )
-            self.capacity = max(needed, math.ceil(_GROWTH * self.capacity))
-            old = self.buffers
             # zeros: padding that no token overwrites has no weight, but what memory held before may
             # be no number
-            self.buffers = tuple(
-                buffer.new_zeros(*buffer.shape[:-2], self.capacity, buffer.shape[-1])
-                for buffer in old
-            )
-            for before, after in zip(old, self.buffers, strict=True):
-                after[..., : self.length, :] = before[..., : self.length, :]
+            more = max(needed, math.ceil(_GROWTH * self.capacity)) - self.capacity
+            self.buffers = tuple(nn.functional.pad(x, (0, 0, 0, more)) for x in self.buffers)
         for token, buffer in zip(tokens.values(), self.buffers, strict=True):
             buffer[..., self.length : needed, :] = token
         self.length = needed
@@ -100,68 +83,34 @@ class KVCache(SlotCache):
         capacity: int = 0,
         *,
         value_dim: int | None = None,
-        **options: Unpack[CacheOptions],
+        **options: Any,
     ) -> None:
-        for name, size in (
-            ("batch", batch),
-            ("kv_heads", kv_heads),
-            ("head_dim", head_dim),
-        ):
-            expect_at_least(name, size, 1)
+        """``options`` are ``dtype`` (float32 by default) and ``device``."""
         widths = (head_dim, head_dim if value_dim is None else value_dim)
         super().__init__([(batch, kv_heads, capacity, width) for width in widths], **options)
 
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Append ``key [B, G, T, D]`` and ``value [B, G, T, Dv]``; return all keys and values so
         far.
 
         The results are ``[B, G, length, D]`` and ``[B, G, length, Dv]``.
         """
-        keys, values = self.buffers
-        expect_shape(
-            "key",
-            key,
-            "B G T D",
-            {"B": keys.shape[0], "G": keys.shape[1], "D": keys.shape[3]},
-        )
-        sizes = {
-            "B": keys.shape[0],
-            "G": keys.shape[1],
-            "T": key.shape[2],
-            "Dv": values.shape[3],
-        }
-        expect_shape("value", value, "B G T Dv", sizes)
-        keys, values = self._append(key=key, value=value)
-        return keys, values
+        return self._append(key=key, value=value)
 
 
 class LatentCache(SlotCache):
     """The latents and rotary keys of one layer, concatenated: ``[B, C, R + P]``."""
 
     def __init__(
-        self,
-        batch: int,
-        kv_rank: int,
-        rope_dim: int,
-        capacity: int = 0,
-        **options: Unpack[CacheOptions],
+        self, batch: int, kv_rank: int, rope_dim: int, capacity: int = 0, **options: Any
     ) -> None:
-        for name, size, minimum in (
-            ("batch", batch, 1),
-            ("kv_rank", kv_rank, 1),
-            ("rope_dim", rope_dim, 0),
-        ):
-            expect_at_least(name, size, minimum)
-        self.kv_rank = kv_rank
-        self.rope_dim = rope_dim
+        """``options`` are ``dtype`` (float32 by default) and ``device``."""
         super().__init__([(batch, capacity, kv_rank + rope_dim)], **options)
 
     def append(self, latent: Tensor) -> Tensor:
         """Append ``latent [B, T, R + P]`` (rotary keys already rotated); return all so far: ``[B,
         length, R + P]``.
         """
-        width = self.kv_rank + self.rope_dim
-        expect_shape("latent", latent, "B T R+P", {"B": self.batch, "R+P": width})
         return self._append(latent=latent)[0]
 
 
@@ -181,28 +130,21 @@ def cache_numbers(
     ``value_dim`` defaults to ``head_dim``. Raises ValueError if a size required by the variant is
     missing.
     """
-    needed: dict[str, dict[str, Any]] = {
-        "mha": {"heads": heads, "head_dim": head_dim},
-        "gqa": {"kv_heads": kv_heads, "head_dim": head_dim},
-        "mqa": {"head_dim": head_dim},
-        "mla": {"kv_rank": kv_rank, "rope_dim": rope_dim},
+    sizes: dict[str, tuple[Any, Any]] = {
+        "mha": (heads, head_dim),
+        "gqa": (kv_heads, head_dim),
+        "mqa": (1, head_dim),
+        "mla": (kv_rank, rope_dim),
     }
-    if variant not in needed:
+    if None in sizes.get(variant, (None,)):
         raise ValueError(
-            f"variant is {variant!r}; it must be one of {', '.join(map(repr, needed))}"
+            f"variant is {variant!r}; it must be 'mha' with heads and head_dim, 'gqa' with kv_heads"
+            " and head_dim, 'mqa' with head_dim, or 'mla' with kv_rank and rope_dim"
         )
-    sizes: dict[str, int] = needed[variant]
-    for name, size in sizes.items():
-        if size is None:
-            raise ValueError(f"{name} is missing; variant {variant!r} needs {' and '.join(sizes)}")
-        expect_at_least(name, size, 0)
+    first, second = sizes[variant]
     if variant == "mla":
-        return sum(sizes.values())
-    width = sizes.pop("head_dim")
-    return math.prod(
-        sizes.values(),
-        start=width + (width if value_dim is None else value_dim),
-    )
+        return int(first + second)
+    return int(first * (second + (second if value_dim is None else value_dim)))
 
 
 def cache_bytes(

@@ -85,16 +85,15 @@ def _absorbs(layer: Any, hidden: Tensor, mask: Any, cache: Any) -> bool:
     queries = hidden.shape[1]
     # several queries without a mask are left to the attention function, which knows the keys they
     # see
-    if queries > 1 and not (isinstance(mask, Tensor) and mask.dim() == 4):
-        return False
-    if mask is not None and not isinstance(mask, Tensor):
-        return False
+    if mask is None:
+        readable = queries == 1
+    else:
+        readable = isinstance(mask, Tensor) and (queries == 1 or mask.dim() == 4)
     # offloaded weights are on another device; adapted and quantized layers have none to absorb
     up = layer.kv_b_proj
-    if type(up) is not nn.Linear or up.weight.device != hidden.device:
-        return False
+    at_hand = type(up) is nn.Linear and up.weight.device == hidden.device
     # autocast leaves rotary queries and latents wider than the products: the stock form takes both
-    if torch.is_autocast_enabled(hidden.device.type):
+    if not readable or not at_hand or torch.is_autocast_enabled(hidden.device.type):
         return False
     # several queries at once, as in speculative decoding, may be cheaper explicitly
     return absorption_pays(queries, layer.qk_nope_head_dim, layer.v_head_dim, layer.kv_lora_rank)

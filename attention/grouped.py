@@ -120,21 +120,13 @@ def _check(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> No
     expect_shape("key", key, "B G S D", {"B": batch, "D": width})
     groups, keys = key.shape[1:3]
     expect_shape("value", value, "B G S Dv", {"B": batch, "G": groups, "S": keys})
-    expect_divides(
-        "the number of key heads G",
-        groups,
-        "the number of query heads H",
-        heads,
-    )
+    expect_divides("the number of key heads G", groups, "the number of query heads H", heads)
     expect_alike("key", key, "query", query)
     expect_alike("value", value, "query", query)
-    if bias is None:
-        return
-    expect_shape("bias", bias, "B H T S", {"T": queries, "S": keys})
-    for dim, size, total in (
-        ("B", bias.shape[0], batch),
-        ("H", bias.shape[1], heads),
-    ):
-        if size not in (1, total):
-            raise ValueError(f"bias has shape {list(bias.shape)}; {dim} must be 1 or {total}")
-    expect_alike("bias", bias, "query", query, dtype=False)
+    if bias is not None:
+        expect_shape("bias", bias, "1|B 1|H T S", {"T": queries, "S": keys})
+        if bias.shape[0] not in (1, batch) or bias.shape[1] not in (1, heads):
+            raise ValueError(
+                f"bias has shape {list(bias.shape)}; it must be [1|{batch}, 1|{heads}, T, S]"
+            )
+        expect_alike("bias", bias, "query", query, dtype=False)

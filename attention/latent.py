@@ -70,22 +70,14 @@ def latent_attention(
     if absorbed:
         query = absorb_query(query_nope, up_key)
         # the kernel has no gradient, and would read the keys outside of a window
-        wants_gradient = torch.is_grad_enabled() and any(
-            x.requires_grad for x in (query, query_rope, latent)
-        )
-        plain = window is None and not wants_gradient and min(latent.shape) > 0
-        if plain and kernel_takes(query, query_rope, None):
+        tensors = (query, query_rope, latent)
+        learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if window is None and not learns and kernel_takes(query, query_rope, None):
             seen = None
             if not rule.sees_all(1, slots):
                 seen = rule.block(slice(0, 1), slice(0, slots), latent.device)[:, None]
-            z = latent_decode(
-                query,
-                query_rope,
-                latent[..., :rank],
-                latent[..., rank:],
-                scale,
-                seen,
-            )
+            c = latent[..., :rank]
+            z = latent_decode(query, query_rope, c, latent[..., rank:], scale, seen)
         else:
             keys = latent[:, None]
             query = torch.cat([query, query_rope], -1)
@@ -126,14 +118,8 @@ def latent_decode(
         # imports Triton, which is optional
         from kvfold.attention.kernel import decode_latent
 
-        return decode_latent(
-            query,
-            query_rope,
-            latent,
-            key_rope,
-            scale,
-            mask=None if mask is None else mask[:, 0, 0],
-        )
+        seen = None if mask is None else mask[:, 0, 0]
+        return decode_latent(query, query_rope, latent, key_rope, scale, mask=seen)
     # all heads are members of one key head, and nothing of the cache is copied
     queries = (query.unsqueeze(1), query_rope.unsqueeze(1))
     keys = (latent.unsqueeze(1), key_rope.unsqueeze(1))
@@ -204,23 +190,13 @@ def _check(
     up_value: Tensor,
 ) -> None:
     expect_shape("query_nope", query_nope, "B H T Dn", {})
-    batch, heads, queries, nope = query_nope.shape
-    expect_shape(
-        "query_rope",
-        query_rope,
-        "B H T P",
-        {"B": batch, "H": heads, "T": queries},
-    )
-    expect_shape("up_key", up_key, "H Dn R", {"H": heads, "Dn": nope})
-    rank = up_key.shape[2]
-    rope = query_rope.shape[3]
-    expect_shape("up_value", up_value, "H Dv R", {"H": heads, "R": rank})
-    expect_shape("latent", latent, "B S R+P", {"B": batch, "R+P": rank + rope})
-    others = {
-        "query_rope": query_rope,
-        "latent": latent,
-        "up_key": up_key,
-        "up_value": up_value,
-    }
-    for name, tensor in others.items():
+    sizes = dict(zip(("B", "H", "T", "Dn"), query_nope.shape, strict=True))
+    sizes |= {"R": up_key.shape[-1], "R+P": up_key.shape[-1] + query_rope.shape[-1]}
+    for name, tensor, dims in (
+        ("query_rope", query_rope, "B H T P"),
+        ("latent", latent, "B S R+P"),
+        ("up_key", up_key, "H Dn R"),
+        ("up_value", up_value, "H Dv R"),
+    ):
+        expect_shape(name, tensor, dims, sizes)
         expect_alike(name, tensor, "query_nope", query_nope)

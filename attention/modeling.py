@@ -6,17 +6,13 @@ model dim, ``H`` query heads, ``G`` key/value heads, ``D`` head dim, ``Dv`` valu
 rank, ``P`` rotary dims, ``Dn`` unrotated query dims.
 """
 
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from kvfold.attention.cache import CacheOptions, KVCache, LatentCache, SlotCache
-from kvfold.attention.checks import (
-    expect_at_least,
-    expect_divides,
-    expect_shape,
-)
+from kvfold.attention.cache import KVCache, LatentCache, SlotCache
+from kvfold.attention.checks import expect_divides, expect_shape
 from kvfold.attention.grouped import grouped_attention
 from kvfold.attention.latent import absorption_pays, latent_attention
 from kvfold.attention.rotary import RotaryLayout, apply_rotary, rotary_tables
@@ -31,7 +27,6 @@ class Rotation(nn.Module):
 
     def __init__(self, frequencies: Tensor, layout: RotaryLayout) -> None:
         super().__init__()
-        expect_shape("frequencies", frequencies, "Dr/2", {})
         self.layout: RotaryLayout = layout
         # module.to(dtype) casts floating-point buffers only: as int64 the bits of the frequencies
         # survive it
@@ -40,21 +35,17 @@ class Rotation(nn.Module):
     def forward(self, positions: Tensor, *tensors: Tensor) -> list[Tensor]:
         """Rotate each of ``tensors [B, heads, T, D]`` by ``positions [T]`` or ``[B, T]``."""
         dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-        tables = rotary_tables(
-            positions.to(tensors[0].device),
-            self.bits.view(torch.float64),
-            dtype,
-        )
+        positions = positions.to(tensors[0].device)
+        tables = rotary_tables(positions, self.bits.view(torch.float64), dtype)
         return [apply_rotary(x, tables, self.layout) for x in tensors]
 
 
 class GroupedAttention(nn.Module):
-    """MHA (``kv_heads = heads``), GQA or MQA (``kv_heads = 1``); ``cross`` attends to a memory
-    instead of the input.
+    """MHA (``kv_heads = heads``), GQA or MQA (``kv_heads = 1``).
 
     ``query`` maps ``E -> H D``, ``key`` ``E -> G D``, ``value`` ``E -> G Dv`` and ``output`` ``H Dv
-    -> E``. ``frequencies [Dr / 2]`` define the rotary embedding (None means none). Mask arguments
-    are the same as in ``grouped_attention``.
+    -> E``. ``frequencies [Dr / 2]`` define the rotary embedding (None means none). ``rules`` are
+    ``causal``, ``window`` and ``scale`` of ``grouped_attention``.
     """
 
     def __init__(
@@ -70,15 +61,10 @@ class GroupedAttention(nn.Module):
         value_dim: int | None = None,
         frequencies: Tensor | None = None,
         layout: RotaryLayout = "half",
-        causal: bool = True,
-        cross: bool = False,
-        window: int | None = None,
-        scale: float | None = None,
+        **rules: Any,
     ) -> None:
         super().__init__()
         expect_divides("kv_heads", kv_heads, "heads", heads)
-        if cross and (causal or frequencies is not None):
-            raise ValueError("cross=True requires causal=False and frequencies=None")
         self.query = query
         self.key = key
         self.value = value
@@ -87,30 +73,18 @@ class GroupedAttention(nn.Module):
         self.heads = heads
         self.kv_heads = kv_heads
         self.head_dim = head_dim
-        self.value_dim = head_dim if value_dim is None else value_dim
-        self.cross = cross
-        self.rules: dict[str, Any] = {
-            "causal": causal,
-            "window": window,
-            "scale": scale,
-        }
+        self.value_dim = value_dim
+        self.rules = rules
 
-    def new_cache(self, batch: int, capacity: int = 0, **options: Unpack[CacheOptions]) -> KVCache:
+    def new_cache(self, batch: int, capacity: int = 0, **options: Any) -> KVCache:
         """Create an empty cache for this layer; arguments as in ``KVCache``."""
-        return KVCache(
-            batch,
-            self.kv_heads,
-            self.head_dim,
-            capacity,
-            value_dim=self.value_dim,
-            **options,
-        )
+        sizes = (batch, self.kv_heads, self.head_dim, capacity)
+        return KVCache(*sizes, value_dim=self.value_dim, **options)
 
     def forward(
         self,
         x: Tensor,
         *,
-        memory: Tensor | None = None,
         positions: Tensor | None = None,
         cache: KVCache | None = None,
         starts: Tensor | None = None,
@@ -121,39 +95,18 @@ class GroupedAttention(nn.Module):
 
         With a ``cache``, ``x`` continues the cached tokens. ``positions [T]`` or ``[B, T]`` are
         used for the rotary embedding; they default to the slot numbers. ``starts [B]``, ``lengths
-        [B]`` and ``bias [1|B, 1|H, T, S]`` are the same as in ``grouped_attention``. Cross
-        attention reads ``memory [B, S, E']``; with a cache, only the first call uses it.
+        [B]`` and ``bias [1|B, 1|H, T, S]`` are the same as in ``grouped_attention``.
         """
         offset, slots = _number_slots(x, cache)
         query = _split_heads(self.query(x), self.heads)
-        if self.cross and cache is not None and cache.length > 0:
-            # the cache has the memory already
-            key, value = (buffer[..., : cache.length, :] for buffer in cache.buffers)
-        else:
-            source = memory if self.cross else x
-            if source is None:
-                raise ValueError(
-                    "memory is None; cross attention needs memory [B, S, E'] or a cache filled"
-                    " from it"
-                )
-            expect_shape("memory", source, "B S E'", {"B": x.shape[0]})
-            key = _split_heads(self.key(source), self.kv_heads)
-            value = _split_heads(self.value(source), self.kv_heads)
-            if self.rotation is not None:
-                query, key = self.rotation(slots if positions is None else positions, query, key)
-            if cache is not None:
-                key, value = cache.append(key, value)
-        offset = None if self.cross else offset
-        z = grouped_attention(
-            query,
-            key,
-            value,
-            offset=offset,
-            starts=starts,
-            lengths=lengths,
-            bias=bias,
-            **self.rules,
-        )
+        key = _split_heads(self.key(x), self.kv_heads)
+        value = _split_heads(self.value(x), self.kv_heads)
+        if self.rotation is not None:
+            query, key = self.rotation(slots if positions is None else positions, query, key)
+        if cache is not None:
+            key, value = cache.append(key, value)
+        masks: dict[str, Any] = {"offset": offset, "starts": starts, "lengths": lengths}
+        z = grouped_attention(query, key, value, bias=bias, **masks, **self.rules)
         return cast(Tensor, self.output(z.transpose(1, 2).flatten(2)))
 
 
@@ -163,7 +116,8 @@ class LatentAttention(nn.Module):
     ``query`` maps ``E -> H (Dn + P)``, including any query latent; ``down`` maps ``E -> R + P``,
     the latent and the rotary key; ``latent_norm`` normalizes the ``R`` latent dims; ``up`` is a
     linear layer ``R -> H (Dn + Dv)`` without bias, with each head's ``W_uk`` above its ``W_uv``;
-    ``output`` maps ``H Dv -> E``. ``frequencies [P / 2]`` define the rotary embedding.
+    ``output`` maps ``H Dv -> E``. ``frequencies [P / 2]`` define the rotary embedding. ``rules``
+    are ``causal``, ``window`` and ``scale`` of ``latent_attention``.
     """
 
     def __init__(
@@ -181,25 +135,20 @@ class LatentAttention(nn.Module):
         frequencies: Tensor,
         latent_norm: nn.Module | None = None,
         layout: RotaryLayout = "interleaved",
-        causal: bool = True,
-        window: int | None = None,
-        scale: float | None = None,
+        **rules: Any,
     ) -> None:
         super().__init__()
-        expect_shape(
-            "up.weight",
-            up.weight,
-            "H*(Dn+Dv) R",
-            {"H*(Dn+Dv)": heads * (nope_dim + value_dim), "R": kv_rank},
-        )
+        up_dim = heads * (nope_dim + value_dim)
+        sizes = {"H*(Dn+Dv)": up_dim, "R": kv_rank}
+        expect_shape("up.weight", up.weight, "H*(Dn+Dv) R", sizes)
         if getattr(up, "bias", None) is not None:
             raise ValueError(
                 "up has a bias, which cannot be absorbed; use a linear layer with bias=False"
             )
-        expect_shape("frequencies", frequencies, "P/2", {"P/2": rope_dim // 2})
-        if rope_dim % 2:
+        if 2 * len(frequencies) != rope_dim:
             raise ValueError(
-                f"rope_dim is {rope_dim}; it must be even, because rotary dims come in pairs"
+                f"frequencies has {len(frequencies)} numbers; it must have rope_dim / 2 ="
+                f" {rope_dim / 2}"
             )
         self.query = query
         self.down = down
@@ -212,15 +161,9 @@ class LatentAttention(nn.Module):
         self.rope_dim = rope_dim
         self.nope_dim = nope_dim
         self.value_dim = value_dim
-        self.rules: dict[str, Any] = {
-            "causal": causal,
-            "window": window,
-            "scale": scale,
-        }
+        self.rules = rules
 
-    def new_cache(
-        self, batch: int, capacity: int = 0, **options: Unpack[CacheOptions]
-    ) -> LatentCache:
+    def new_cache(self, batch: int, capacity: int = 0, **options: Any) -> LatentCache:
         """Create an empty cache for this layer; arguments as in ``LatentCache``."""
         return LatentCache(batch, self.kv_rank, self.rope_dim, capacity, **options)
 
@@ -241,16 +184,8 @@ class LatentAttention(nn.Module):
         """
         offset, slots = _number_slots(x, cache)
         query = _split_heads(self.query(x), self.heads)
-        expect_shape(
-            "query(x)",
-            query,
-            "B H T Dn+P",
-            {"Dn+P": self.nope_dim + self.rope_dim},
-        )
         nope, rope = torch.split(query, [self.nope_dim, self.rope_dim], -1)
-        down: Tensor = self.down(x)
-        expect_shape("down(x)", down, "B T R+P", {"R+P": self.kv_rank + self.rope_dim})
-        c, key_rope = torch.split(down, [self.kv_rank, self.rope_dim], -1)
+        c, key_rope = torch.split(self.down(x), [self.kv_rank, self.rope_dim], -1)
         rope, key_rope = self.rotation(
             slots if positions is None else positions, rope, key_rope[:, None]
         )
@@ -262,15 +197,14 @@ class LatentAttention(nn.Module):
             # training and encoding have gradients or many queries for each slot
             pays = absorption_pays(x.shape[1], self.nope_dim, self.value_dim, self.kv_rank)
             absorbed = cache is not None and pays
-        ups = self.up.weight.to(nope.dtype).view(
-            self.heads, self.nope_dim + self.value_dim, self.kv_rank
-        )
+        ups = torch.unflatten(self.up.weight.to(nope.dtype), 0, (self.heads, -1))
+        up_key, up_value = torch.split(ups, [self.nope_dim, self.value_dim], 1)
         z = latent_attention(
             nope,
             rope,
             latent,
-            ups[:, : self.nope_dim],
-            ups[:, self.nope_dim :],
+            up_key,
+            up_value,
             absorbed=absorbed,
             offset=offset,
             starts=starts,
@@ -282,17 +216,13 @@ class LatentAttention(nn.Module):
 
 def _split_heads(x: Tensor, heads: int) -> Tensor:
     """``[B, T, H D]`` to ``[B, H, T, D]``."""
-    expect_divides("heads", heads, "the width of the projection", x.shape[-1])
-    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
+    return torch.unflatten(x, -1, (heads, -1)).transpose(1, 2)
 
 
 def _number_slots(x: Tensor, cache: SlotCache | None) -> tuple[int | None, Tensor]:
     """The slot of the first token of ``x [B, T, E]`` (None without a cache), and the default
     positions of its tokens.
-
-    Raises ValueError if ``x`` has another shape or no tokens.
     """
     expect_shape("x", x, "B T E", {})
-    expect_at_least("the number of tokens T in x", x.shape[1], 1)
     steps = torch.arange(x.shape[1], device=x.device)
     return (None, steps) if cache is None else (cache.length, cache.length + steps)

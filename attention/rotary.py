@@ -35,9 +35,6 @@ def rotary_tables(
     Positions may be any integers or real numbers, including shifted, repeated or interpolated
     positions.
     """
-    if positions.dim() not in (1, 2):
-        raise ValueError(f"positions has shape {list(positions.shape)}; it must be [T] or [B, T]")
-    expect_shape("frequencies", frequencies, "Dr/2", {})
     expect_alike("positions", positions, "frequencies", frequencies, dtype=False)
     # Apple GPUs have no float64
     wide = torch.float32 if frequencies.device.type == "mps" else torch.float64
@@ -57,11 +54,7 @@ def apply_rotary(x: Tensor, tables: tuple[Tensor, Tensor], layout: RotaryLayout 
     expect_shape("x", x, "B H T D", {})
     expect_alike("x", x, "tables", cos, dtype=False)
     expect_at_least("the head dim D of x", x.shape[-1], rotary)
-    if cos.shape[1] != x.shape[2] or cos.shape[0] not in (1, x.shape[0]):
-        raise ValueError(
-            f"tables has B = {cos.shape[0]} and T = {cos.shape[1]}; for this x, B must be 1 or"
-            f" {x.shape[0]} and T must be {x.shape[2]}"
-        )
+    expect_shape("tables", cos, "B T Dr/2", {"T": x.shape[2]})
     wide = torch.promote_types(x.dtype, torch.float32)
     # [1|B, 1, T, Dr / 2]
     cos = cos[:, None].to(wide)
@@ -70,12 +63,8 @@ def apply_rotary(x: Tensor, tables: tuple[Tensor, Tensor], layout: RotaryLayout 
     moving = x[..., :rotary].to(wide)
     if layout == "half":
         real, imaginary = moving.chunk(2, -1)
-        result = torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], -1)
     else:
-        real = moving[..., ::2]
-        imaginary = moving[..., 1::2]
-        result = torch.stack(
-            [real * cos - imaginary * sin, imaginary * cos + real * sin], -1
-        ).flatten(-2)
-    result = result.to(x.dtype)
-    return result if rotary == x.shape[-1] else torch.cat([result, x[..., rotary:]], -1)
+        real, imaginary = torch.unflatten(moving, -1, (-1, 2)).unbind(-1)
+    pairs = [real * cos - imaginary * sin, imaginary * cos + real * sin]
+    rotated = torch.cat(pairs, -1) if layout == "half" else torch.stack(pairs, -1).flatten(-2)
+    return torch.cat([rotated.to(x.dtype), x[..., rotary:]], -1)

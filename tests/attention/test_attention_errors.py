@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from kvfold.attention import (
-    GroupedAttention,
     KVCache,
     absorb,
     apply_rotary,
@@ -39,22 +38,9 @@ def latent(rope):
     return latent_attention(*map(torch.zeros, shapes), absorbed=True)
 
 
-def append(heads=2, tokens=1, learns=False):
-    token = torch.zeros(2, heads, tokens, 8, requires_grad=learns)
-    return KVCache(2, 2, 8, 4, growing=False).append(token, token)
-
-
-def module(**options):
-    return GroupedAttention(
-        query=nn.Linear(8, 16),
-        key=nn.Linear(8, 8),
-        value=nn.Linear(8, 8),
-        output=nn.Linear(16, 8),
-        heads=4,
-        kv_heads=2,
-        head_dim=4,
-        **options,
-    )
+def append(heads=2, learns=False):
+    token = torch.zeros(2, heads, 1, 8, requires_grad=learns)
+    return KVCache(2, 2, 8, 4).append(token, token)
 
 
 CASES = {
@@ -72,12 +58,9 @@ CASES = {
     "positions": lambda: apply_rotary(QUERY[:, :, :2], TABLES),
     "layout": lambda: apply_rotary(QUERY, TABLES, "mixed"),
     "cache heads": lambda: append(heads=3),
-    "capacity": lambda: append(tokens=5),
     "gradient": lambda: append(learns=True),
     "missing size": lambda: cache_bytes("gqa", 1, 1, torch.half, head_dim=2),
     "variant": lambda: cache_bytes("mha2", 1, 1, torch.half),
-    "causal cross attention": lambda: module(cross=True),
-    "no memory": lambda: module(cross=True, causal=False)(torch.zeros(1, 2, 8)),
     "row KL": lambda: row_kl(QUERY, QUERY, QUERY[:, :2], QUERY, 1.0, 1.0),
     "softcap": lambda: blockwise_attention(nn.Module(), QUERY, KEY, KEY, None, softcap=1.0),
     "model": lambda: as_stream(nn.Linear(2, 2)),

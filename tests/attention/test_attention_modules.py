@@ -94,26 +94,6 @@ def test_latent_module_equals_reference(query_rank, absorbed, x):
     torch.testing.assert_close(result[0], expected, **precision.EXACT)
 
 
-@torch.no_grad()
-def test_cross_module_equals_reference_and_reads_the_memory_once(
-    x,
-):
-    module = grouped_module(2, causal=False, cross=True).double()
-    memory = x[1:, :5]
-    x = x[:1]
-    cache = module.new_cache(1, dtype=torch.float64)
-    steps = [
-        module(x[:, :1], memory=memory, cache=cache),
-        module(x[:, 1:], cache=cache),
-    ]
-    weights = grouped_weights(module)
-    masks = reference.BIDIRECTIONAL
-    expected = reference.grouped_query_attention(x[0], weights, masks, memory=memory[0])
-    torch.testing.assert_close(torch.cat(steps, 1)[0], expected, **precision.EXACT)
-    torch.testing.assert_close(module(x, memory=memory)[0], expected, **precision.EXACT)
-    assert cache.length == 5
-
-
 def test_latent_attention_trains_under_autocast(x):
     module = latent_module(latent_norm=nn.RMSNorm(32))
     with torch.autocast("cpu", torch.bfloat16):
@@ -127,8 +107,7 @@ def test_cached_equals_uncached_at_every_split_point(module, x):
     expected = module(x)
     for split_point in range(T):
         growing = split_point % 2 == 0
-        capacity = 0 if growing else T
-        cache = module.new_cache(2, capacity, growing=growing, dtype=torch.float64)
+        cache = module.new_cache(2, 0 if growing else T, dtype=torch.float64)
         sizes = [split_point] * (split_point > 0)
         sizes += [T - split_point] if growing else [1] * (T - split_point)
         pieces = [module(piece, cache=cache) for piece in x.split(sizes, 1)]
@@ -159,7 +138,7 @@ def test_compiled_modules_compute_the_same(name, x):
     torch.testing.assert_close(grads, expected_grads, rtol=0, atol=1e-9)
     step = torch.compile(module, backend="eager")
     with torch.no_grad():
-        cache = module.new_cache(2, T, growing=False, dtype=torch.float64)
+        cache = module.new_cache(2, T, dtype=torch.float64)
         pieces = [step(token, cache=cache) for token in x.split(1, 1)]
     torch.testing.assert_close(torch.cat(pieces, 1), expected, **precision.EXACT)
     torch._dynamo.reset()
