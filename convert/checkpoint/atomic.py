@@ -13,12 +13,12 @@ import os
 import re
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvfold.convert.checkpoint.members import RECORD, list_files, recorded_files
+from kvfold.convert.checkpoint.digests import read_hashes
+from kvfold.convert.checkpoint.members import RECORD, list_files
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_bytes
 from kvfold.convert.signals import DeferredSignals
@@ -87,8 +87,10 @@ def _check_replaceable(target: Path, overwrite: bool | None) -> None:
         )
     if not names:
         return
-    recorded = recorded_files(target)
-    if recorded is None:
+    recorded: dict[str, str] = {}
+    with suppress(InputError):
+        recorded, _ = read_hashes(target)
+    if not recorded:
         raise InputError(
             f"{target} already exists, and kvfold did not write it (no {RECORD} with a list of"
             " files), so it is never replaced; choose another OUT (are MODEL and OUT swapped?)"
@@ -102,28 +104,6 @@ def _check_replaceable(target: Path, overwrite: bool | None) -> None:
             f"{target} contains {min(foreign)}, which kvfold did not write; move what you need"
             " elsewhere, or choose another OUT"
         )
-
-
-@contextmanager
-def _parents(target: Path) -> Iterator[None]:
-    """Create the missing folders above ``target``; if the block raises, remove those that are still
-    empty.
-    """
-    missing = [path for path in target.parents if not path.exists()]
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # a new name survives a power cut once the folder that holds it is synced, not before
-        for path in missing:
-            sync_path(path.parent)
-    except OSError as error:
-        raise _not_writable(target, error) from None
-    try:
-        yield
-    except BaseException:
-        for path in missing:
-            with suppress(OSError):  # not empty: a run that can be resumed, or someone else's files
-                path.rmdir()
-        raise
 
 
 @contextmanager
@@ -146,7 +126,7 @@ def output_folder(
     if another process is writing OUT.
     """
     target = check_output(out, overwrite=overwrite, model=model)
-    with DeferredSignals() as signals, _parents(target), output_lock(target) as locked:
+    with DeferredSignals() as signals, output_lock(target) as locked:
         pattern = re.compile(re.escape(f".{target.name}.kvfold") + _TOKEN.pattern)
         # without locks, the folder of a run at work could not be told from that of a killed one
         stale = [
@@ -182,35 +162,46 @@ def output_folder(
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def free_space_check(path: str | os.PathLike[str], needed_bytes: int, purpose: str = "") -> None:
-    """Raise InputError if fewer than ``needed_bytes`` are free for ``path``. Call it inside
-    ``output_folder``.
+def check_free_space(folder: Path, needed_bytes: int) -> None:
+    """Raise InputError if fewer than ``needed_bytes`` are free for the files of ``folder``, with
+    what a resumed run has written there.
     """
-    target = Path(path).resolve()
-    existing = next(parent for parent in (target, *target.parents) if parent.is_dir())
-    free = shutil.disk_usage(existing).free
-    if _TOKEN.search(target.name):
-        # what a resumed run has written; in blocks, since the holes of sparse shards take no room
-        files = (path for path in target.rglob("*") if path.is_file())
-        free += sum(path.stat().st_blocks * 512 for path in files)
+    # in blocks, since the holes of sparse shards take no room
+    written = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    free = shutil.disk_usage(folder).free + written
     if needed_bytes > free:
-        needed = f"{format_bytes(needed_bytes)} ({needed_bytes} bytes) needed"
         raise InputError(
-            f"{existing}: too little disk space: {format_bytes(free)} ({free} bytes) free, but"
-            f" {needed}{purpose and ' ' + purpose}; free some or choose an OUT on another disk"
+            f"{folder.parent}: too little disk space: {format_bytes(free)} ({free} bytes) free, but"
+            f" {format_bytes(needed_bytes)} ({needed_bytes} bytes) needed; free some or choose an"
+            " OUT on another disk"
         )
 
 
 @contextmanager
 def output_lock(target: Path) -> Iterator[bool]:
-    """Lock ``target`` for the block; yields False if the file system lacks locks. InputError if
-    another run has it.
+    """Create the folders above ``target``, which are removed if they stay empty, and lock it for
+    the block; yields False if the file system lacks locks. InputError if another run has it.
     """
     # The package filelock would not do: it leaves its file behind, and without locks puts a file in
     # their place that blocks every run after a killed one.
     path = target.parent / f".{target.name}.kvfold.lock"
     with DeferredSignals() as signals:
-        handle = _locked(path, target)
+        try:
+            missing = [parent for parent in target.parents if not parent.exists()]
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # a new name survives a power cut once the folder that holds it is synced, not before
+            for parent in missing:
+                sync_path(parent.parent)
+            handle = _open_locked(path)
+        except BlockingIOError:
+            raise InputError(
+                f"{target} is being written by another run; wait until it ends"
+            ) from None
+        except OSError as error:
+            raise InputError(
+                f"{target} cannot be created in {target.parent} ({error.strerror}); choose another"
+                " OUT"
+            ) from None
         try:
             signals.deliver()
             yield handle is not None
@@ -219,38 +210,29 @@ def output_lock(target: Path) -> Iterator[bool]:
             if handle is not None:
                 path.unlink(missing_ok=True)
                 os.close(handle)
+            for parent in missing:
+                with suppress(OSError):  # not empty: OUT is there, or a run that can be resumed
+                    parent.rmdir()
 
 
-def _locked(path: Path, target: Path) -> int | None:
+def _open_locked(path: Path) -> int | None:
     """Open and lock the file ``path``. Returns its descriptor, or None if the file system does not
-    support locks.
+    support locks; BlockingIOError if another process has it.
     """
     while True:
-        try:
-            # OUT may lie in a folder that others write to, such as /tmp: no link is followed there
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        except OSError as error:
-            raise _not_writable(target, error) from None
+        # OUT may lie in a folder that others write to, such as /tmp: no link is followed there
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # its last holder may have removed the file between our open and our lock
+            if path.exists() and os.path.samestat(os.fstat(handle), os.stat(path)):
+                return handle
         except OSError as error:
             os.close(handle)
             if error.errno in _LOCKLESS:
                 return None
-            raise InputError(
-                f"{target} is being written by another run; wait until it ends"
-            ) from None
-        # its last holder may have removed the file between our open and our lock
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(handle), os.stat(path)):
-                return handle
+            raise
         os.close(handle)
-
-
-def _not_writable(target: Path, error: OSError) -> InputError:
-    return InputError(
-        f"{target} cannot be created in {target.parent} ({error.strerror}); choose another OUT"
-    )
 
 
 def _work_folder(target: Path, stale: list[Path], resume: Callable[[Path], bool] | None) -> Path:
@@ -265,10 +247,7 @@ def _work_folder(target: Path, stale: list[Path], resume: Callable[[Path], bool]
             shutil.rmtree(path, ignore_errors=True)
     if chosen is None:
         chosen = target.parent / f".{target.name}.kvfold-{secrets.token_hex(4)}"
-        try:
-            chosen.mkdir()
-        except OSError as error:
-            raise _not_writable(target, error) from None
+        chosen.mkdir()
     return chosen
 
 
@@ -322,20 +301,38 @@ def _exchange(source: Path, target: Path) -> bool:
 # Single files
 
 
-def write_file(path: Path, content: bytes | str) -> None:
-    """Write a small file; text is encoded as UTF-8. Unlike Python's own OSError, the one raised
-    here names the file.
+@contextmanager
+def open_file(path: Path, flags: int) -> Iterator[int]:
+    """Open a file or folder, which must not be a link, for the block. Unlike Python's own OSErrors,
+    those raised here and in the block name the file.
     """
-    rest = memoryview(content.encode() if isinstance(content, str) else content)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
-        # a call may write less than it was given, and only the next one tells that the disk is full
-        while rest:
-            rest = rest[os.write(file, rest) :]
+        # a pipe would block until somebody reads it
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = os.open(path, flags, 0o666)
+        try:
+            yield file
+        finally:
+            os.close(file)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
-    finally:
-        os.close(file)
+
+
+def write_all(file: int, data: memoryview, position: int) -> None:
+    """Write all of ``data`` at ``position`` in an open file."""
+    while data:
+        # A call takes at most 2 GiB. It may write less than it was given, and only the next one
+        # tells that the disk is full.
+        count = os.pwrite(file, data[: 1 << 30], position)
+        data = data[count:]
+        position += count
+
+
+def write_file(path: Path, content: bytes | str) -> None:
+    """Write a small file; text is encoded as UTF-8."""
+    data = content.encode() if isinstance(content, str) else content
+    with open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+        write_all(file, memoryview(data), 0)
 
 
 @contextmanager
@@ -355,26 +352,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to the user's text file. Raises OSError if it is a link, a pipe or another
-    special file.
-    """
-    # A link could point outside the folder, and a pipe would block until somebody reads it.
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    file = os.open(path, flags, 0o666)
-    try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
+    """Append a line to the user's text file, which must not be a link."""
+    with open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
         os.write(file, f"{line}\n".encode())
-    finally:
-        os.close(file)
 
 
 def sync_path(path: Path) -> None:
     """Flush one file or folder to disk with fsync."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None  # fsync does not say which
-    finally:
-        os.close(handle)
+    with open_file(path, os.O_RDONLY) as file:
+        os.fsync(file)

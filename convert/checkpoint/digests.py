@@ -3,39 +3,33 @@ files whole. Together they cover every byte of a checkpoint that kvfold wrote.
 """
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.checkpoint.headers import LENGTH_BYTES, MAX_HEADER
+from kvfold.convert.checkpoint.headers import LENGTH_BYTES
 from kvfold.convert.checkpoint.members import (
     RECORD,
     list_files,
-    open_source,
+    parse_json,
     read_bytes,
-    read_into,
+    read_member,
+    read_steps,
     resolve_member,
 )
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError, shorten
-
-_STEP = 1 << 20
 
 
 def hash_file(path: Path, start: int = 0, end: int | None = None) -> str:
     """The SHA-256 of a file, or of its bytes ``start`` to ``end``. InputError if it ends before
     that.
     """
-    with open_source(path) as file:
-        if end is None:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        digest = hashlib.sha256()
-        buffer = memoryview(bytearray(_STEP))
-        for position in range(start, end, _STEP):
-            part = buffer[: end - position]
-            read_into(part, file, position)
-            digest.update(part)
-        return digest.hexdigest()
+    digest = hashlib.sha256()
+    for step in read_steps(path, start, path.stat().st_size if end is None else end):
+        digest.update(step)
+    return digest.hexdigest()
 
 
 def add_hashes(
@@ -50,14 +44,35 @@ def add_hashes(
     tensors = record.setdefault("tensors", {})
     for name, digest in checkpoint.digests.items():
         tensors.setdefault(name, {})["sha256"] = digest
-    record["files"] = {name: _hash_member(folder / name) for name in _names(folder)}
+    record["files"] = {name: _hash_member(folder / name) for name in _list_hashed(folder)}
+
+
+def read_hashes(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The hashes of files and of tensors in the ``kvfold.json`` of ``folder``; empty without one.
+    Raises InputError if it is damaged.
+    """
+    if not os.path.lexists(folder / RECORD):
+        return {}, {}
+    record = parse_json(folder / RECORD, read_member(folder, RECORD))
+    files = record.get("files", {})
+    tensors = record.get("tensors", {})
+    try:
+        hashes = {name: str(entry.get("sha256")) for name, entry in tensors.items()}
+        if all(isinstance(digest, str) for digest in files.values()):
+            return files, hashes
+    except AttributeError:  # no dict
+        pass
+    raise InputError(
+        f"{folder / RECORD}: 'files' and 'tensors' must map names to SHA-256 hashes; convert or"
+        " download the checkpoint again"
+    )
 
 
 def find_changed_files(folder: Path, files: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for every file of ``folder`` that is missing, changed or new compared to
     ``files`` of its record. Of weight files, only the headers are compared.
     """
-    for name in sorted(set(_names(folder)) - files.keys()):
+    for name in sorted(set(_list_hashed(folder)) - files.keys()):
         yield f"{name}: kvfold did not write this file"
     for name, digest in files.items():
         try:
@@ -84,40 +99,17 @@ def find_changed_tensors(checkpoint: Checkpoint, hashes: Mapping[str, str]) -> I
             )
 
 
-def recorded_hashes(record: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """The hashes of files and of tensors in a record; empty if it has none. Raises InputError if it
-    has hashes of files alone.
-    """
-    files = record.get("files", {})
-    if not isinstance(files, dict) or not all(isinstance(value, str) for value in files.values()):
-        raise InputError(
-            f"{RECORD}: the entry 'files' must map file names to hashes, not be {shorten(files)};"
-            " convert or download the checkpoint again"
-        )
-    entries = record.get("tensors")
-    tensors = {
-        name: str(entry["sha256"])
-        for name, entry in (entries.items() if isinstance(entries, dict) else ())
-        if isinstance(entry, dict) and "sha256" in entry
-    }
-    if files and not tensors:
-        raise InputError(
-            f"{RECORD} has no hash of any tensor, because an older version of kvfold wrote it, so"
-            " the weights cannot be compared with it; convert the model again"
-        )
-    return files, tensors
-
-
 def _hash_member(path: Path) -> str:
     """The SHA-256 of a file; of a safetensors file, of its header, since the tensors have their
     own.
     """
-    if path.suffix != ".safetensors":
-        return hash_file(path)
-    length = int.from_bytes(read_bytes(path, length=LENGTH_BYTES), "little")
-    return hash_file(path, end=LENGTH_BYTES + min(length, MAX_HEADER))
+    end = None
+    if path.suffix == ".safetensors":
+        length = int.from_bytes(read_bytes(path, LENGTH_BYTES), "little")
+        end = min(LENGTH_BYTES + length, path.stat().st_size)
+    return hash_file(path, end=end)
 
 
-def _names(folder: Path) -> list[str]:
+def _list_hashed(folder: Path) -> list[str]:
     """The files below ``folder``, except the record and top-level hidden ones (``.git``)."""
     return [name for name in list_files(folder) if name != RECORD and not name.startswith(".")]

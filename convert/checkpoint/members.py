@@ -1,6 +1,6 @@
-"""The files of a checkpoint's folder: safe reading of members, JSON, config.json, kvfold.json.
+"""The files of a checkpoint's folder: which they are, and how they are read safely.
 
-A checkpoint may come from a stranger: every member is read by `read_member` or from the path that
+A checkpoint may come from a stranger: every file is read by `read_member` or from the path that
 `resolve_member` returns, so that no link or name leads out of the folder.
 """
 
@@ -10,10 +10,10 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from io import FileIO
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from kvfold.convert.errors import ADVICE, InputError, shorten, summarize_error
@@ -64,29 +64,22 @@ EXTRA_PATTERNS = (
 DEQUANTIZE = (
     "use the unquantized checkpoint, or dequantize the model first, as docs/questions.md shows"
 )
-# Twice the deepest published model: classes build layers one by one, so that a billion would keep a
-# command for hours
-MOST_LAYERS = 1024
-_LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
-# Far beyond published models: classes compute tables of rotary frequencies from these when they are
-# built
-_MOST_WIDTH = 1 << 20
-_WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "head_dim", "qk_rope_head_dim", "rotary_dim")
+# The largest numbers in a config. Twice the layers of the deepest published model: classes build
+# them one by one, so that a billion would keep a command for hours. Widths far beyond published
+# models: classes compute tables of rotary frequencies from them when they are built.
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"), 1024),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 1 << 20),
+    **dict.fromkeys(("head_dim", "qk_rope_head_dim", "rotary_dim"), 1 << 20),
+}
 _LARGEST_NUMBER = 1 << 53  # many readers of JSON round larger ones
-_LARGEST_CONFIG = 16 << 20  # a thousand times the usual size
 _LARGEST_FILE = 64 << 20  # without weights; the largest tokenizers and indices have half as much
 _HASHED = 64 << 20  # chosen: hashing so many bytes takes less than a tenth of a second
-_BUFFER = 1 << 20
+# Bytes read at once. A thread that imports torch gives the interpreter's lock away every 5 ms or
+# later, so that a copy beside it in smaller steps mostly waits for the lock.
+STEP = 4 << 20
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a surrogate pair as JSON spells it
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-
-
-def raise_problems(problems: list[str]) -> None:
-    """Raise InputError for the first problem, with the others as its details. Does nothing if the
-    list is empty.
-    """
-    if problems:
-        raise InputError(problems[0], details=problems[1:])
 
 
 # Safe reading
@@ -100,14 +93,15 @@ def open_source(path: Path) -> FileIO:
         # a pipe would block until somebody writes into it, and a device may never end
         file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise explain_unreadable(path, error) from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise InputError(f"{path} must be a regular file; replace it with one")
     return file
 
 
-def _unreadable(path: object, error: OSError) -> InputError:
+def explain_unreadable(path: object, error: OSError) -> InputError:
+    """The error of a file or folder that cannot be read."""
     way_out = ADVICE.get(error.errno or 0, "make it readable or download it again")
     return InputError(f"{path} cannot be read ({error.strerror}); {way_out}")
 
@@ -116,57 +110,39 @@ def read_into(buffer: memoryview, file: FileIO, start: int) -> None:
     """Fill ``buffer`` with the bytes of an open file from ``start``. InputError if the file is too
     short or cannot be read.
     """
-    position = 0
-    while position < len(buffer):
-        # one call reads at most 2 GiB
-        part = buffer[position : position + (1 << 30)]
+    end = start + len(buffer)
+    while buffer:
         try:
-            count = os.preadv(file.fileno(), [part], start + position)
+            # one call reads at most 2 GiB
+            count = os.preadv(file.fileno(), [buffer[: 1 << 30]], start)
         except OSError as error:
-            raise _unreadable(file.name, error) from None
+            raise explain_unreadable(file.name, error) from None
         if count == 0:
-            end = start + len(buffer)
             raise InputError(
                 f"{file.name!s} ends before byte {end}: it changed while it was read; run again"
             )
-        position += count
+        buffer = buffer[count:]
+        start += count
 
 
-def read_bytes(path: Path, start: int = 0, length: int = -1) -> bytes:
-    """Read up to ``length`` bytes of a file from ``start``; -1 means all. Raises InputError if it
-    cannot be opened.
+def read_steps(path: Path, start: int, end: int) -> Iterator[memoryview]:
+    """Yield the bytes ``start`` to ``end`` of a file in order, at most ``STEP`` at once, each in
+    the memory of the one before. InputError as in ``read_into``.
     """
     with open_source(path) as file:
-        file.seek(start)
-        return file.read(length)
+        buffer = memoryview(bytearray(min(STEP, end - start)))
+        for position in range(start, end, STEP):
+            step = buffer[: end - position]
+            read_into(step, file, position)
+            yield step
 
 
-def copy_range(source: FileIO, start: int, length: int, target: int, position: int) -> None:
-    """Copy bytes of an open file to ``position`` in another one, by the kernel if it can.
-    Raises InputError if the source is too short or cannot be read.
+def read_bytes(path: Path, length: int = -1) -> bytes:
+    """Read the first ``length`` bytes of a file; -1 means all. Raises InputError if it cannot be
+    opened.
     """
-    end = start + length
-    while start < end:
-        try:
-            count = os.copy_file_range(source.fileno(), target, end - start, start, position)
-        except (AttributeError, OSError):  # macOS has no such call, some file systems refuse it
-            count = 0
-        if count == 0:  # read and written instead, so that an error says which of the two fails
-            buffer = memoryview(bytearray(min(end - start, _BUFFER)))
-            read_into(buffer, source, start)
-            write_all(target, buffer, position)
-            count = len(buffer)
-        start += count
-        position += count
-
-
-def write_all(target: int, data: memoryview, position: int) -> None:
-    """Write all of ``data`` at ``position`` in an open file."""
-    while data:
-        # one call takes at most 2 GiB
-        count = os.pwrite(target, data[: 1 << 30], position)
-        data = data[count:]
-        position += count
+    with open_source(path) as file:
+        return file.read(length)
 
 
 def resolve_member(folder: Path, name: str, named_by: str = "the checkpoint") -> Path:
@@ -174,95 +150,59 @@ def resolve_member(folder: Path, name: str, named_by: str = "the checkpoint") ->
     ``named_by``.
 
     Follows links that end inside the folder or, for a snapshot in the hub cache, inside the same
-    model's ``blobs/``. Raises InputError for all other links, names that are absolute or contain
-    ``..``, and anything but a regular file.
+    model's ``blobs/``. Raises InputError for all that leads elsewhere, and for anything but a
+    regular file.
     """
     folder = folder.resolve()
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts:
-        raise InputError(
-            f"{folder}: {named_by} names {shorten(name)}, which is outside this folder; use paths"
-            " inside it"
-        )
     try:
-        path = (folder / name).resolve()
-        os.stat(path)
-    except FileNotFoundError:
-        pass  # reported below, after a link that leaves the folder
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # too long a name, links in a circle, a NUL character
-        reason = error.strerror if isinstance(error, OSError) else str(error)
+        path = (folder / name).resolve(strict=True)
+    # also links in a circle, or what no path can be: too long a name, a NUL character
+    except (OSError, RuntimeError, ValueError) as error:
         raise InputError(
-            f"{folder}: {named_by} names {shorten(name)}, which cannot be read ({reason}); correct"
-            " the path"
+            f"{folder}: {named_by} names {shorten(name)}, which is missing or cannot be read"
+            f" ({getattr(error, 'strerror', error)}); download the file again"
         ) from None
     # A checkpoint from elsewhere must not make kvfold read, and copy into its result, other files
     # of this machine.
-    blobs = folder.parent.parent / "blobs"
-    roots = [folder, *([blobs] if folder.parent.name == "snapshots" and blobs.is_dir() else [])]
-    if not any(path.is_relative_to(root) for root in roots):
+    in_blobs = folder.parent.name == "snapshots" and path.is_relative_to(
+        folder.parent.parent / "blobs"
+    )
+    if not (path.is_relative_to(folder) or in_blobs):
         raise InputError(
-            f"{folder / name} is a link to {path}, outside the checkpoint; replace it with the file"
-        )
-    if not path.exists():
-        raise InputError(
-            f"{folder}: the file {name if name.isprintable() else shorten(name)} is missing;"
-            " download the file again"
+            f"{folder}: {named_by} names {shorten(name)}, which leads to {path}, outside this"
+            " folder; replace it with the file itself"
         )
     if not path.is_file():
         raise InputError(f"{folder / name} must be a regular file; replace it with one")
     return path
 
 
-def read_member(
-    folder: Path,
-    name: str,
-    named_by: str = "the checkpoint",
-    length: int = -1,
-    most: int = _LARGEST_FILE,
-) -> bytes:
-    """The first ``length`` bytes of a checkpoint's file without weights, or all. InputError as in
-    ``resolve_member``,
-
-    and if the file has more than ``most`` bytes. Every such file of a checkpoint is read by this
-    function.
+def read_member(folder: Path, name: str) -> bytes:
+    """The content of a checkpoint's file without weights: every such file is read by this function.
+    InputError as in ``resolve_member``, and if the file has more than 64 MiB.
     """
-    path = resolve_member(folder, name, named_by)
-    if (size := path.stat().st_size) > most:
+    path = resolve_member(folder, name)
+    if (size := path.stat().st_size) > _LARGEST_FILE:
         raise InputError(
-            f"{folder / name} has {format_bytes(size)}, but at most {format_bytes(most)} are read;"
-            " download it again"
+            f"{folder / name} has {format_bytes(size)}, but at most {format_bytes(_LARGEST_FILE)}"
+            " are read; download it again"
         )
-    return read_bytes(path, length=size if length < 0 else length)
+    return read_bytes(path, size)
 
 
 # JSON, config.json and kvfold.json
 
 
-def load_json(data: bytes, **options: Any) -> Any:
+def load_json(data: bytes) -> Any:
     """Parse bytes as JSON in UTF-8 with valid Unicode strings. Raises ValueError or RecursionError
     with the reason.
     """
-    value = json.loads(data.decode("utf-8"), **options)
+    value = json.loads(data.decode())
     # JSON can spell half of a surrogate pair, and Python reads it, but it can be neither printed
     # nor written later
     if _SURROGATE.search(data):
-        check_unicode(json.dumps(value, ensure_ascii=False))
+        json.dumps(value, ensure_ascii=False).encode()
     return value
-
-
-def check_unicode(text: str) -> None:
-    """Raise ValueError if ``text`` contains half of a surrogate pair."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = ord(text[error.start])
-        raise ValueError(
-            f"it contains half of a surrogate pair, \\u{half:04x}, which is not a character"
-        ) from None
 
 
 def parse_json(path: Path, data: bytes) -> dict[str, Any]:
@@ -293,34 +233,18 @@ def json_beside(folder: Path, name: str) -> dict[str, Any]:
         return {}
 
 
-def recorded_files(folder: Path) -> dict[str, str] | None:
-    """The names and SHA-256 hashes that ``kvfold.json`` of ``folder`` lists; None if the folder has
-    no such record of its own (a link is not one).
-    """
-    if (folder / RECORD).is_symlink():
-        return None
-    files = json_beside(folder, RECORD).get("files")
-    if not isinstance(files, dict) or not files:
-        return None
-    return files if all(isinstance(digest, str) for digest in files.values()) else None
-
-
 def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     """Read ``config.json``. Returns its content and the SHA-256 of its bytes."""
     path = folder / CONFIG
     if not os.path.lexists(path):
         raise InputError(f"{folder}: a checkpoint needs a {CONFIG}; {_instead_of_config(folder)}")
-    data = read_member(folder, CONFIG, most=_LARGEST_CONFIG)
+    data = read_member(folder, CONFIG)
     config = parse_json(path, data)
     tables = [config]
     for table in tables:
         tables += [value for value in table.values() if isinstance(value, dict)]  # of wrappers
         for key, value in table.items():
-            most = _LARGEST_NUMBER
-            if key in _LAYER_KEYS:
-                most = MOST_LAYERS
-            elif key in _WIDTH_KEYS:
-                most = _MOST_WIDTH
+            most = _MOST.get(key, _LARGEST_NUMBER)
             if isinstance(value, int) and "max_length" not in key and abs(value) > most:
                 raise InputError(
                     f"{path}: {key} is {shorten(value)}, but must be at most {most}; correct it"
@@ -332,13 +256,11 @@ def _instead_of_config(folder: Path) -> str:
     """Advice for a folder without a config."""
     if (folder / "adapter_config.json").exists():
         return "merge this LoRA adapter first, as docs/questions.md shows"
-    inside = sorted(
-        path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{CONFIG}")
-    )
-    if inside:
-        return f"did you mean {inside[0]}?"
     if any(folder.glob("*.gguf")):
         return DEQUANTIZE
+    for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}"):
+        for path in folder.glob(pattern):
+            return f"did you mean {path.parent}?"
     return f"use the folder that contains it, or put the model's {CONFIG} beside its weights"
 
 
@@ -399,11 +321,10 @@ def weight_file(names: Collection[str], where: object) -> str:
         if name in names:
             return name
     others = sorted(name for name in names if Path(name).suffix in WEIGHT_SUFFIXES)
-    gguf = any(name.endswith(".gguf") for name in others)
     raise InputError(
         f"{where} has {', '.join(others[:5]) or 'no weights'}, but weights must be in {SINGLE},"
-        f" {INDEX} or {LEGACY_SINGLE};"
-        f" {DEQUANTIZE if gguf else 'save the model with save_pretrained'}"
+        f" {INDEX} or {LEGACY_SINGLE}; save the model with save_pretrained (docs/questions.md shows"
+        " how for GGUF)"
     )
 
 

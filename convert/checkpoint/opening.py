@@ -7,13 +7,11 @@ hub id is used.
 
 import hashlib
 import os
-import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,45 +22,32 @@ from kvfold.convert.checkpoint.members import (
     CHAT_FILES,
     CONFIG,
     DEQUANTIZE,
-    INDEX,
     LEGACY,
-    LEGACY_INDEX,
-    copy_range,
+    STEP,
+    explain_unreadable,
     extra_names,
     file_states,
     json_beside,
-    open_source,
     parse_json,
     portable_name,
-    raise_problems,
     read_bytes,
     read_config,
     read_member,
+    read_steps,
     resolve_member,
     weight_file,
-    write_all,
 )
-from kvfold.convert.errors import ADVICE, InputError, KvfoldError, shorten
+from kvfold.convert.errors import InputError, KvfoldError, shorten
 
 if TYPE_CHECKING:
     import torch
-
-    from kvfold.convert.checkpoint.tensors import LegacyFiles
 
 __all__ = ["Checkpoint", "TensorInfo", "check_opens", "open_checkpoint", "open_headers"]
 
 # The beginning of the text file that Git has in place of a large one
 _LFS_POINTER = b"version https://git-lfs"
-_SHARD_NAMES = {
-    INDEX: re.compile(r"model-\d+-of-\d+\.safetensors"),
-    LEGACY_INDEX: re.compile(r"pytorch_model-\d+-of-\d+\.bin"),
-}
 # Ends of the names of integer tensors that are weights; buffers such as masks and positions are not
 _PACKED = (".weight", ".qweight", ".qzeros", ".weight_packed", ".SCB")
-_HUB_THREADS = 8
-# Bytes copied at once. A thread that imports torch gives the interpreter's lock away every 5 ms or
-# later, so that a copy beside it in smaller steps mostly waits for the lock.
-_STEP = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -76,7 +61,7 @@ class Checkpoint:
     ``config_hash`` is the SHA-256 of config.json.
     ``paths`` maps weight files to their real paths; empty if only headers were fetched.
     ``states`` describes every local file before it was read.
-    ``legacy`` reads pickled weights; None for safetensors.
+    ``legacy`` is True if the weights are pickled.
     ``digests`` has the SHA-256 of each tensor's bytes, once the tensor has been read.
     """
 
@@ -87,8 +72,10 @@ class Checkpoint:
     config_hash: str
     paths: Mapping[str, Path] = field(default_factory=dict)
     states: dict[Path, tuple[int, int, int, int]] = field(default_factory=dict)
-    legacy: "LegacyFiles | None" = None
+    legacy: bool = False
     digests: dict[str, str] = field(default_factory=dict)
+    # the tensors of the legacy file that was read last
+    _loaded: dict[Path, dict[str, "torch.Tensor"]] = field(default_factory=dict)
 
     @property
     def hub_id(self) -> str | None:
@@ -124,51 +111,49 @@ class Checkpoint:
         import torch
 
         shape = self.info(name).shape
-        (whole,) = self.chunks(name)
-        if self.legacy is not None:  # a view of the mapped file
+        (whole,) = self.read_chunks(name)
+        if self.legacy:  # a view of the mapped file
             whole = whole.clone(memory_format=torch.contiguous_format)
         return whole.reshape(shape)
 
-    def chunks(self, name: str, elements: int | None = None) -> "Iterator[torch.Tensor]":
+    def read_chunks(self, name: str, elements: int | None = None) -> "Iterator[torch.Tensor]":
         """Yield a tensor's elements in order, as flat CPU tensors of at most ``elements`` each, to
         limit memory use; all at once without ``elements``.
         """
-        from kvfold.convert.checkpoint.tensors import read_chunks, tensor_memory
+        import torch
+
+        from kvfold.convert.checkpoint.tensors import load_state, read_chunks, tensor_memory
 
         info = self.info(name)
         path = self._path(info)
-        digest = None if name in self.digests else hashlib.sha256()
-        if self.legacy is None:
-            found = read_chunks(path, info, elements)
+        if self.legacy:
+            if path not in self._loaded:
+                self._loaded.clear()
+                self._loaded[path] = load_state(path)
+            flat = self._loaded[path][name].detach().reshape(-1)
+            chunks = iter(torch.split(flat, elements or max(1, len(flat))))
         else:
-            found = self.legacy.chunks(path, info, elements)
-        for chunk in found:
+            chunks = read_chunks(path, info, elements)
+        digest = None if name in self.digests else hashlib.sha256()
+        for chunk in chunks:
             if digest is not None:
                 digest.update(tensor_memory(chunk))
             yield chunk
         if digest is not None:
             self.digests[name] = digest.hexdigest()
 
-    def copy(self, name: str, dtype: str, target: int, position: int) -> Iterator[int]:
-        """Copy a tensor's bytes, cast to the safetensors ``dtype`` if it has another, to
-        ``position`` of the open file ``target``. Yields the size of each step.
+    def read_as(self, name: str, dtype: str) -> Iterator[memoryview]:
+        """Yield a tensor's bytes in order, cast to the safetensors ``dtype`` if it has another, in
+        steps that are each in the memory of the one before.
         """
         info = self.info(name)
-        if self.legacy is None and dtype == info.dtype:
-            with open_source(self._path(info)) as file:
-                for start in range(info.start, info.end, _STEP):
-                    count = min(_STEP, info.end - start)
-                    copy_range(file, start, count, target, position)
-                    position += count
-                    yield count
+        if dtype == info.dtype and not self.legacy:
+            yield from read_steps(self._path(info), info.start, info.end)
             return
         from kvfold.convert.checkpoint.tensors import cast_chunk, tensor_memory, torch_dtype
 
-        for chunk in self.chunks(name, _STEP // 4):
-            data = tensor_memory(cast_chunk(chunk, torch_dtype(dtype), name))
-            write_all(target, data, position)
-            position += len(data)
-            yield len(data)
+        for chunk in self.read_chunks(name, STEP // 4):
+            yield tensor_memory(cast_chunk(chunk, torch_dtype(dtype), name))
 
     def _path(self, info: TensorInfo) -> Path:
         if info.file not in self.paths:
@@ -187,7 +172,7 @@ class Checkpoint:
         lines = [f"{self.config_hash} {CONFIG}\n"]
         for name, info in sorted(self.tensors.items()):
             if name not in self.digests:
-                for _ in self.chunks(name, _STEP):
+                for _ in self.read_chunks(name, STEP):
                     pass
             lines.append(f"{self.digests[name]} {info.dtype} {list(info.shape)} {name}\n")
         return hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -212,8 +197,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Release memory and files; a later read opens them again."""
-        if self.legacy is not None:
-            self.legacy.close()
+        self._loaded.clear()
 
 
 def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
@@ -223,12 +207,11 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     Raises one InputError with all problems: no such folder or id, a missing or invalid config.json,
     truncated or inconsistent files, links that leave the folder, quantized weights.
     """
-    place = _locate(model)
-    if isinstance(place, Path):
-        return _open_folder(place, portable_name(place))
-    folder = hub.download(place).resolve()
-    # a snapshot's folder is named after its commit
-    return _open_folder(folder, f"{place.partition('@')[0]}@{folder.name}")
+    folder = _local_folder(model)
+    if folder is not None:
+        return _open_folder(folder, portable_name(folder))
+    folder = hub.download(str(model))
+    return _open_folder(folder, _hub_origin(model, folder))
 
 
 def check_opens(*models: str) -> None:
@@ -246,60 +229,50 @@ def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
     A legacy checkpoint on the hub has no separate headers, so all of it is downloaded. With
     HF_HUB_OFFLINE, every hub id is opened from the cache.
     """
-    place = _locate(model)
-    if isinstance(place, Path):
-        return open_checkpoint(place)
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE:
-        return open_checkpoint(place)
-    files = hub.remote_files(place)
-    entry = weight_file(files.names, place)
-    if entry in LEGACY:
-        return open_checkpoint(place)
-    config, digest = read_config(files.folder)
-    weight_map = _read_index(files.folder, entry)
-    with ThreadPoolExecutor(_HUB_THREADS) as pool:
-        headers = {
-            file: pool.submit(hub.remote_header, files, file) for file in _shards(weight_map, entry)
-        }
-    tensors = {}
-    problems: list[str] = []
-    for file, header in headers.items():
-        with _collect_problems(problems):
-            tensors[file] = header.result()
+    if constants.HF_HUB_OFFLINE or _local_folder(model) is not None:
+        return open_checkpoint(model)
+    fetched = hub.fetch_headers(str(model))
+    if fetched is None:
+        return open_checkpoint(model)
+    folder, tensors = fetched
+    config, digest = read_config(folder)
+    infos = {info.name: info for info in tensors}
     # no states: a commit on the hub does not change
-    opened = Checkpoint(
-        files.folder, config, {}, f"{place.partition('@')[0]}@{files.commit}", digest
-    )
-    return _add_tensors(opened, tensors, entry, weight_map, files.names, problems)
+    checkpoint = Checkpoint(folder, config, infos, _hub_origin(model, folder), digest)
+    _refuse_quantized(checkpoint)
+    return checkpoint
 
 
-def _locate(model: str | os.PathLike[str]) -> Path | str:
-    """The real path of a folder, or the hub id."""
+def _local_folder(model: str | os.PathLike[str]) -> Path | None:
+    """The real path of a folder, or None for a hub id."""
     folder = Path(model)
     try:
         is_folder = stat.S_ISDIR(folder.stat().st_mode)
     except (OSError, ValueError):  # also what no path can be: too long a name, a NUL character
         if hub.HUB_ID.fullmatch(str(model)):
-            return str(model)
+            return None
         raise InputError(
             f"{model}: no such folder; use a checkpoint's folder or a hub id (owner/name)"
         ) from None
     if not is_folder:
-        advice = DEQUANTIZE if folder.suffix == ".gguf" else "use the folder that contains it"
-        raise InputError(f"{folder} is a file, but a checkpoint is a folder; {advice}")
+        raise InputError(
+            f"{folder} is a file, but a checkpoint is a folder; use the folder that contains it"
+        )
     return folder.resolve()
+
+
+def _hub_origin(model: str | os.PathLike[str], snapshot: Path) -> str:
+    """The id of a hub model with the commit, after which the folder ``snapshot`` is named."""
+    return f"{str(model).partition('@')[0]}@{snapshot.name}"
 
 
 def _open_folder(folder: Path, origin: str) -> Checkpoint:
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        way_out = ADVICE.get(error.errno or 0, "make it readable")
-        raise InputError(
-            f"{folder}: its files cannot be listed ({error.strerror}); {way_out}"
-        ) from None
+        raise explain_unreadable(folder, error) from None
     extra = extra_names(folder, names)
     # states are taken before anything is read: a change in between must not go unseen
     states = file_states(folder / name for name in (CONFIG, *extra))
@@ -310,28 +283,33 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
     # a tokenizer that cannot be copied is told now, not after hours of converting
     for name in (*extra, *({CARD} & {*names})):
         with _collect_problems(problems):
-            read_member(folder, name, length=1)
+            read_member(folder, name)
     read = read_header
-    legacy = None
     if entry in LEGACY:
-        from kvfold.convert.checkpoint.tensors import LegacyFiles, read_legacy_header
+        from kvfold.convert.checkpoint.tensors import read_legacy_header
 
-        legacy = LegacyFiles()
         read = read_legacy_header
     weight_map = _read_index(folder, entry)
     paths = {}
-    tensors = {}
-    for file in _shards(weight_map, entry):
+    tensors: dict[str, list[TensorInfo]] = {}
+    for file in sorted(set(weight_map.values())) or [entry]:
         with _collect_problems(problems):
             path = paths[file] = resolve_member(folder, file, entry)
             states |= file_states([path])
-            if read_bytes(path, length=len(_LFS_POINTER)) == _LFS_POINTER:
+            if read_bytes(path, len(_LFS_POINTER)) == _LFS_POINTER:
                 raise InputError(
                     f"{file}: a Git LFS pointer, not the file itself; fetch it with `git lfs pull`"
                 )
             tensors[file] = read(path, file)
-    opened = Checkpoint(folder, config, {}, origin, digest, paths, states, legacy)
-    return _add_tensors(opened, tensors, entry, weight_map, names, problems)
+    infos = {info.name: info for file in tensors.values() for info in file}
+    if weight_map:
+        problems += _index_problems(entry, weight_map, tensors)
+    if problems:
+        raise InputError(problems[0], problems[1:])
+    legacy = entry in LEGACY
+    checkpoint = Checkpoint(folder, config, infos, origin, digest, paths, states, legacy)
+    _refuse_quantized(checkpoint)
+    return checkpoint
 
 
 @contextmanager
@@ -341,30 +319,6 @@ def _collect_problems(problems: list[str]) -> Iterator[None]:
         yield
     except InputError as error:
         problems += [error.message, *error.details]
-
-
-def _add_tensors(
-    opened: Checkpoint,
-    tensors: dict[str, list[TensorInfo]],
-    entry: str,
-    weight_map: dict[str, str],
-    names: Iterable[str],
-    problems: list[str],
-) -> Checkpoint:
-    """Add the ``tensors`` of each readable file to ``opened``. Raises InputError with ``problems``
-    and the contradictions between the index ``entry``, the files it lists and the ``names`` in the
-    folder.
-    """
-    if weight_map:
-        problems += _index_problems(entry, weight_map, tensors, names)
-    raise_problems(problems)
-    infos = [info for file in tensors.values() for info in file]
-    _refuse_quantized(opened, infos)
-    return replace(opened, tensors={info.name: info for info in infos})
-
-
-def _shards(weight_map: dict[str, str], entry: str) -> list[str]:
-    return sorted(set(weight_map.values())) or [entry]
 
 
 def _read_index(folder: Path, entry: str) -> dict[str, str]:
@@ -387,39 +341,34 @@ def _read_index(folder: Path, entry: str) -> dict[str, str]:
 
 
 def _index_problems(
-    index: str,
-    weight_map: dict[str, str],
-    tensors: dict[str, list[TensorInfo]],
-    names: Iterable[str],
+    index: str, weight_map: dict[str, str], tensors: Mapping[str, Iterable[TensorInfo]]
 ) -> list[str]:
-    listed = set(weight_map.values())
-    problems = [
-        f"{name}: {index} does not mention this shard; remove it or fix the index"
-        for name in sorted(names)
-        if _SHARD_NAMES[index].fullmatch(name) and name not in listed  # of another save
-    ]
+    """A line for each difference between an index and the ``tensors`` of the files that could be
+    read.
+    """
     stored = {(info.name, file) for file, infos in tensors.items() for info in infos}
-    for name, file in weight_map.items():
-        # a file that could not be read has been reported
-        if file in tensors and (name, file) not in stored:
-            problems.append(f"{index}: {file} lacks the listed tensor {name!r}; fetch both again")
-    for name, file in sorted(stored - weight_map.items()):
-        problems.append(f"{file}: {index} does not list its tensor {name!r}; fetch both again")
-    return problems
+    listed = {(name, file) for name, file in weight_map.items() if file in tensors}
+    return [
+        f"{file}: its tensor {name!r} is not in {index}; fetch both again"
+        if (name, file) in stored
+        else f"{index}: {file} lacks the listed tensor {name!r}; fetch both again"
+        for name, file in sorted(stored ^ listed)
+    ]
 
 
-def _refuse_quantized(opened: Checkpoint, tensors: Iterable[TensorInfo]) -> None:
+def _refuse_quantized(checkpoint: Checkpoint) -> None:
     """Raise InputError if the config or a tensor says that the weights are quantized."""
-    settings = opened.config.get("quantization_config") or opened.config.get("compression_config")
+    config = checkpoint.config
+    settings = config.get("quantization_config") or config.get("compression_config")
     if settings:
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
         raise InputError(
-            f"{opened.origin}: its weights are quantized ({shorten(method)}); {DEQUANTIZE}"
+            f"{checkpoint.origin}: its weights are quantized ({shorten(method)}); {DEQUANTIZE}"
         )
-    for info in tensors:
+    for info in checkpoint.tensors.values():
         packed = info.dtype[0] in "IU" and info.name.endswith(_PACKED)
         if packed or info.dtype.startswith(("F8_", "F6_", "F4")):
             raise InputError(
-                f"{opened.origin}: tensor {info.name!r} in {info.file} is quantized ({info.dtype});"
-                f" {DEQUANTIZE}"
+                f"{checkpoint.origin}: tensor {info.name!r} in {info.file} is quantized"
+                f" ({info.dtype}); {DEQUANTIZE}"
             )

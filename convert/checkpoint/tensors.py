@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvfold.convert.checkpoint.headers import TensorInfo
-from kvfold.convert.checkpoint.members import check_unicode, open_source, read_into
+from kvfold.convert.checkpoint.members import open_source, read_into
 from kvfold.convert.errors import InputError, shorten, summarize_error
 
 TORCH_DTYPES = {
@@ -76,8 +76,10 @@ def refuse_non_finite(tensor: torch.Tensor, where: str, consequence: str = "") -
     in the message.
     """
     if bad := count_non_finite(tensor):
-        found = f"{where} has {bad} NaN or infinite element{'s' * (bad != 1)}{consequence}"
-        raise InputError(f"{found}; the model is damaged; download it again")
+        raise InputError(
+            f"{where} has {bad} NaN or infinite element{'s' * (bad != 1)}{consequence}; the model"
+            " is damaged; download it again"
+        )
 
 
 def cast_chunk(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -85,38 +87,16 @@ def cast_chunk(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
     cast = chunk.to(dtype)
     if count_non_finite(cast) and (torch.isinf(cast) & torch.isfinite(chunk)).any():
         largest = chunk[torch.isfinite(chunk)].abs().max().item()
-        limit = f"{DTYPE_NAMES[dtype]} supports at most {torch.finfo(dtype).max:g}"
-        found = f"tensor {name!r} has magnitudes up to {largest:g}, but {limit}"
-        raise InputError(f"{found}; choose bfloat16 or float32 as the stored dtype")
+        raise InputError(
+            f"tensor {name!r} has magnitudes up to {largest:g}, but {DTYPE_NAMES[dtype]} supports"
+            f" at most {torch.finfo(dtype).max:g}; choose bfloat16 or float32 as the stored dtype"
+        )
     return cast
 
 
-class LegacyFiles:
-    """Reads legacy files with ``weights_only=True``, one file at a time and memory-mapped if
-    possible.
-    """
-
-    def __init__(self) -> None:
-        self._path = Path()
-        self._state: dict[str, torch.Tensor] = {}
-
-    def chunks(self, path: Path, info: TensorInfo, elements: int | None) -> Iterator[torch.Tensor]:
-        """Yield flat views of the mapped file of at most ``elements`` each."""
-        if path != self._path:
-            self.close()
-            self._state = load_state(path)
-            self._path = path
-        flat = self._state[info.name].detach().reshape(-1)
-        return iter(torch.split(flat, elements or max(1, flat.numel())))
-
-    def close(self) -> None:
-        self._path = Path()
-        self._state = {}
-
-
-def load_state(path: Path) -> dict[Any, Any]:
-    """Load the pickled dict of tensors. Raises ValueError with a one-line reason if the file
-    contains anything else.
+def load_state(path: Path) -> dict[str, torch.Tensor]:
+    """Load a pickled state dict with ``weights_only=True``, mapped into memory if possible. Raises
+    InputError if the file contains anything but dense tensors by name.
     """
     try:
         with open_source(path) as file:
@@ -124,55 +104,45 @@ def load_state(path: Path) -> dict[Any, Any]:
         if zipped:
             with zipfile.ZipFile(path) as archive:
                 unpacked = sum(entry.file_size for entry in archive.infolist())
-                size = path.stat().st_size
-            if unpacked > size:  # torch.save compresses nothing: this one would fill the memory
-                raise ValueError(f"an archive of {size} bytes that unpacks to {unpacked}")
+            if unpacked > path.stat().st_size:  # torch.save compresses nothing: not its archive
+                raise ValueError(f"an archive that unpacks to {unpacked} bytes, more than it has")
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except pickle.UnpicklingError:  # torch's own text recommends to allow the execution of code
-        raise ValueError(
-            "not a whole file of plain tensors: it is damaged, or its pickle has other objects"
+        if not isinstance(state, dict):
+            raise ValueError(f"it must map names to tensors, not be a {type(state).__name__}")
+        for name, tensor in state.items():
+            if not _is_plain(name, tensor):
+                raise ValueError(f"the value of {shorten(name)} is no dense tensor with a name")
+    except Exception as error:  # torch lets every kind of error of its readers through
+        # torch's own text of an UnpicklingError recommends to allow the execution of code
+        reason = "" if isinstance(error, pickle.UnpicklingError) else f": {summarize_error(error)}"
+        raise InputError(
+            f"{path.name}: not a whole file of plain tensors{reason}; download the file again, or"
+            " save the model with save_pretrained"
         ) from None
-    except (
-        Exception
-    ) as error:  # torch lets every kind of error of its unpickler and of its archive reader through
-        raise ValueError(f"not a whole file of plain tensors: {summarize_error(error)}") from None
-    if not isinstance(state, dict):
-        raise ValueError(f"it must map names to tensors, not be a {type(state).__name__}")
     return state
+
+
+def _is_plain(name: Any, tensor: Any) -> bool:
+    """True if this is the name of a dense tensor of a plain dtype, whole in its file."""
+    return (
+        isinstance(name, str)
+        and name.isprintable()  # half of a surrogate pair could not be written
+        and isinstance(tensor, torch.Tensor)
+        and tensor.layout == torch.strided
+        and not tensor.is_nested
+        and not tensor.is_meta
+        and tensor.dtype in DTYPE_NAMES
+        and tensor.nbytes <= tensor.untyped_storage().nbytes()
+    )
 
 
 def read_legacy_header(path: Path, file: str) -> list[TensorInfo]:
     """The tensors of a legacy file. Raises InputError if it contains anything else."""
     tensors = []
     position = 0
-    try:
-        for name, tensor in load_state(path).items():
-            _check_legacy_tensor(name, tensor)
-            end = position + tensor.nbytes
-            dtype = DTYPE_NAMES[tensor.dtype]
-            tensors.append(TensorInfo(name, dtype, tuple(tensor.shape), file, position, end))
-            position = end
-    except ValueError as error:
-        raise InputError(
-            f"{file}: {error}; download the file again, or save the model with save_pretrained"
-        ) from None
+    for name, tensor in load_state(path).items():
+        end = position + tensor.nbytes
+        dtype = DTYPE_NAMES[tensor.dtype]
+        tensors.append(TensorInfo(name, dtype, tuple(tensor.shape), file, position, end))
+        position = end
     return tensors
-
-
-def _check_legacy_tensor(name: Any, tensor: Any) -> None:
-    """Raise ValueError unless this is the name of a dense tensor of a plain dtype, whole in its
-    file.
-    """
-    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-        pair = f"{type(name).__name__} {shorten(name)} to {type(tensor).__name__}"
-        raise ValueError(f"it must map names to tensors, not {pair}")
-    check_unicode(name)
-    dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_meta
-    if not dense or tensor.dtype not in DTYPE_NAMES:
-        kind = f"{tensor.layout}, {tensor.dtype}, {tensor.device}"
-        raise ValueError(f"tensor {shorten(name)} must be dense and have a plain dtype, not {kind}")
-    stored = tensor.untyped_storage().nbytes()
-    if tensor.numel() * tensor.element_size() > stored:
-        raise ValueError(
-            f"tensor {shorten(name)} has shape {shorten(list(tensor.shape))}, but {stored} bytes"
-        )

@@ -7,21 +7,21 @@ is computed while its bytes pass.
 
 import hashlib
 import json
-import mmap
 import os
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvfold.convert.checkpoint.atomic import write_file
-from kvfold.convert.checkpoint.headers import DTYPE_BITS, LENGTH_BYTES, tensor_bytes
-from kvfold.convert.checkpoint.members import INDEX, SINGLE, write_all
+from kvfold.convert.checkpoint.atomic import open_file, write_all, write_file
+from kvfold.convert.checkpoint.digests import hash_file
+from kvfold.convert.checkpoint.headers import DTYPE_BITS, tensor_bytes
+from kvfold.convert.checkpoint.members import INDEX, SINGLE
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import KvfoldError
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import torch
 
 _ALIGNMENT = 8
-_METADATA: dict[str, object] = {"format": "pt"}
-_TIGHT = (",", ":")
+# More bytes than a header takes for a tensor besides its name, and for all else
+_ENTRY_BYTES = 200
 # Threads that copy and hash: one of them waits for the disk while the other one hashes
 _THREADS = 2
 
@@ -58,11 +58,6 @@ class OutputTensor:
     def nbytes(self) -> int:
         return tensor_bytes(self.dtype, self.shape)
 
-    def header_entry(self, start: int) -> dict[str, dict[str, object]]:
-        """The tensor's entry in a safetensors header, with its bytes beginning at ``start``."""
-        offsets = [start, start + self.nbytes]
-        return {self.name: {"dtype": self.dtype, "shape": self.shape, "data_offsets": offsets}}
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -76,12 +71,17 @@ class Shard:
         """The bytes before the first tensor: length and JSON, padded with spaces to a multiple of 8
         bytes.
         """
-        entries: dict[str, dict[str, object]] = {"__metadata__": _METADATA}
+        entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
         position = 0
         for tensor in self.tensors:
-            entries |= tensor.header_entry(position)
+            offsets = [position, position + tensor.nbytes]
+            entries[tensor.name] = {
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "data_offsets": offsets,
+            }
             position += tensor.nbytes
-        header = json.dumps(entries, separators=_TIGHT).encode()
+        header = json.dumps(entries, separators=(",", ":")).encode()
         header += b" " * (-len(header) % _ALIGNMENT)
         return struct.pack("<Q", len(header)) + header
 
@@ -107,11 +107,10 @@ def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard
     groups: list[list[OutputTensor]] = []
     used = 0
     for tensor in tensors:
-        # an upper bound: how many digits its offsets have is not known before the shard is full
-        cost = tensor.nbytes + len(json.dumps(tensor.header_entry(10**12), separators=_TIGHT))
+        cost = tensor.nbytes + len(json.dumps(tensor.name)) + _ENTRY_BYTES
         if not groups or used + cost > max_bytes:
             groups.append([])
-            used = LENGTH_BYTES + len(json.dumps(_METADATA)) + 16
+            used = _ENTRY_BYTES
         groups[-1].append(tensor)
         used += cost
     shards = []
@@ -125,13 +124,11 @@ def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard
 
 
 def tensor_places(shards: Sequence[Shard]) -> dict[str, TensorPlace]:
-    """Map each tensor's name to its place. Raises KvfoldError if the plan contains a name twice."""
+    """Map each tensor's name to its place."""
     places: dict[str, TensorPlace] = {}
     for shard in shards:
         start = len(shard.header)
         for tensor in shard.tensors:
-            if tensor.name in places:
-                raise KvfoldError(f"tensor {tensor.name!r} appears in the plan twice")
             end = start + tensor.nbytes
             places[tensor.name] = TensorPlace(tensor, shard.file, start, end)
             start = end
@@ -153,16 +150,11 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
 def is_laid_out(path: Path, shard: Shard) -> bool:
     """True if the file at ``path`` has the size and header of ``shard``."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with open_file(path, os.O_RDONLY) as file:
+            size = os.fstat(file).st_size
+            return size == shard.nbytes and os.pread(file, len(shard.header), 0) == shard.header
     except OSError:
         return False
-    try:
-        return (
-            os.fstat(file).st_size == shard.nbytes
-            and os.pread(file, len(shard.header), 0) == shard.header
-        )
-    finally:
-        os.close(file)
 
 
 class ShardWriter:
@@ -173,8 +165,7 @@ class ShardWriter:
     be written in any order. ``shards`` are those that this process writes. To continue a killed
     run, whose files are in the folder, ``resume_written`` names their tensors that it wrote.
     ``written`` has the names of the tensors in the files, and ``digests`` the SHA-256 of each that
-    this object wrote. Raises KvfoldError if the plan contains a tensor twice or contradicts resumed
-    files.
+    this object wrote. An OSError names the file; no link is followed out of the folder.
     """
 
     def __init__(
@@ -189,7 +180,7 @@ class ShardWriter:
         self._progress: Callable[[int], object] | None = None
         self._stopped = threading.Event()
         for shard in self._shards if resume_written is None else ():
-            with self._open(shard.file, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
+            with self._open(shard.file, os.O_CREAT | os.O_EXCL) as file:
                 os.ftruncate(file, shard.nbytes)
                 write_all(file, memoryview(shard.header), 0)
 
@@ -252,7 +243,7 @@ class ShardWriter:
             for name, place in self._places.items()
             if name not in self.written and place.tensor.source is not None
         ]
-        legacy = checkpoint.legacy is not None
+        legacy = checkpoint.legacy
         order = {name: position for position, name in enumerate(checkpoint.tensors)}
         rest.sort(key=lambda place: [order[name] for name in place.tensor.sources])
         if legacy:
@@ -277,28 +268,29 @@ class ShardWriter:
         self, place: TensorPlace, checkpoint: Checkpoint, progress: Callable[[int], object]
     ) -> None:
         tensor = place.tensor
-        infos = [checkpoint.info(name) for name in tensor.sources]
-        size = sum(tensor_bytes(tensor.dtype, info.shape) for info in infos)
-        if infos and size != tensor.nbytes:
-            raise KvfoldError(
-                f"tensor {tensor.name!r} takes {tensor.nbytes} bytes, but its sources have {size}"
-            )
         digest = hashlib.sha256()
+        position = place.start
         with self._open(place.shard) as file:
-            position = place.start
-            for info in infos:
-                for count in checkpoint.copy(info.name, tensor.dtype, file, position):
+            for name in tensor.sources:
+                for data in checkpoint.read_as(name, tensor.dtype):
                     if self._stopped.is_set():
                         return
-                    _hash_range(digest, file, position, position + count)
-                    position += count
-                    progress(count)
-            if not infos:  # the file is zero where nothing was written
-                _hash_range(digest, file, place.start, place.end)
-                progress(tensor.nbytes)
+                    write_all(file, data, position)
+                    digest.update(data)
+                    position += len(data)
+                    progress(len(data))
         self.digests[tensor.name] = digest.hexdigest()
-        if len(infos) == 1 and infos[0].dtype == tensor.dtype:
-            checkpoint.digests[infos[0].name] = digest.hexdigest()
+        if not tensor.sources:  # the file is zero where nothing was written
+            path = self._folder / place.shard
+            self.digests[tensor.name] = hash_file(path, place.start, place.end)
+            progress(tensor.nbytes)
+        elif position != place.end:
+            raise KvfoldError(
+                f"tensor {tensor.name!r} takes {tensor.nbytes} bytes, but its sources have"
+                f" {position - place.start}"
+            )
+        elif len(tensor.sources) == 1 and checkpoint.info(name).dtype == tensor.dtype:
+            checkpoint.digests[name] = digest.hexdigest()
         self.written.add(tensor.name)
 
     def sync(self) -> None:
@@ -311,40 +303,10 @@ class ShardWriter:
 
     def finish(self) -> None:
         """Sync all files. Raises KvfoldError with the tensors that were not written, if any."""
-        if missing := [
-            f"tensor {name!r} was not written" for name in self._places if name not in self.written
-        ]:
-            raise KvfoldError(
-                f"{self._folder}: {len(missing)} of {len(self._places)} tensors are missing",
-                missing,
-            )
+        if missing := [name for name in self._places if name not in self.written]:
+            raise KvfoldError(f"{self._folder}: {len(missing)} tensors were not written", missing)
         self.sync()
 
     # A file is opened for each write: a model may have more files than a process may hold open.
-    @contextmanager
-    def _open(self, shard: str, flags: int = os.O_RDWR) -> Iterator[int]:
-        """Open a shard's file. Any OSError, even in the block, becomes a KvfoldError that names the
-        file.
-        """
-        path = self._folder / shard
-        try:
-            # a link in its place must not lead what is written out of the folder
-            file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            try:
-                yield file
-            finally:
-                os.close(file)
-        except OSError as error:
-            raise KvfoldError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def _hash_range(digest: "hashlib._Hash", file: int, start: int, end: int) -> None:
-    """Add bytes of an open file, which nothing else shortens meanwhile, to ``digest``."""
-    first = start - start % mmap.ALLOCATIONGRANULARITY
-    if start < end:
-        # Mapped: beside a copy, reading through a buffer takes half as much CPU time again.
-        with (
-            mmap.mmap(file, end - first, mmap.MAP_PRIVATE, mmap.PROT_READ, offset=first) as mapped,
-            memoryview(mapped)[start - first :] as part,
-        ):
-            digest.update(part)
+    def _open(self, shard: str, flags: int = 0) -> AbstractContextManager[int]:
+        return open_file(self._folder / shard, os.O_RDWR | flags)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from kvfold.convert.checkpoint.members import RECORD, recorded_files
+from kvfold.convert.checkpoint.members import RECORD
 from kvfold.convert.errors import InputError
 from kvfold.convert.progress import Stages
 
@@ -24,13 +24,14 @@ def push(out: str, repo: str, private: bool) -> None:
     OUT is verified first, and only the files that its kvfold.json lists are uploaded. REPO is
     created if it does not exist. The token is that of `hf auth login`, or HF_TOKEN.
     """
+    from kvfold.convert.checkpoint.digests import read_hashes
     from kvfold.convert.checkpoint.hub import HUB_ID, upload
     from kvfold.convert.measure.verify import check_verified, verify_checkpoint
 
     if "@" in repo or not HUB_ID.fullmatch(repo):
         raise InputError(f"REPO must be owner/name, not {repo!r}", field="repo")
-    recorded = recorded_files(Path(out))
-    if recorded is None:
+    recorded, _ = read_hashes(Path(out))
+    if not recorded:
         raise InputError(
             f"{out} has no {RECORD} with a list of files, so kvfold did not write it; give the"
             " output folder of a conversion"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import (
     append_line,
-    free_space_check,
+    check_free_space,
     output_folder,
     write_file,
 )
@@ -54,7 +54,7 @@ def open_output(plan: Plan) -> Iterator[Path]:
             )
             folder = stack.enter_context(opened)
             needs = estimate_needs(plan)
-            free_space_check(folder, needs.disk + needs.scratch)
+            check_free_space(folder, needs.disk + needs.scratch)
             return folder
 
         folder = processes.broadcast_from_rank0(create)

@@ -13,9 +13,9 @@ from typing import Any
 from kvfold.convert.checkpoint.digests import (
     find_changed_files,
     find_changed_tensors,
-    recorded_hashes,
+    read_hashes,
 )
-from kvfold.convert.checkpoint.members import RECORD, parse_json, read_member
+from kvfold.convert.checkpoint.members import RECORD
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError
 
@@ -58,7 +58,7 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
     except InputError as error:
         # Of a checkpoint that kvfold wrote, say first which file changed since.
         folder = Path(out)
-        files = recorded_hashes(_read_record(folder))[0] if folder.is_dir() else {}
+        files, _ = read_hashes(folder)
         problems = list(find_changed_files(folder, files)) if files else []
         if not problems:
             raise
@@ -69,7 +69,7 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
     from kvfold.convert.stream.stock import empty_model
 
     with closing(opened) as checkpoint:
-        files, tensors = recorded_hashes(_read_record(checkpoint.folder))
+        files, tensors = read_hashes(checkpoint.folder)
         problems = list(find_changed_files(checkpoint.folder, files)) if files else []
         # The class of config.json takes every tensor as it is.
         problems += WeightMap(empty_model(checkpoint.config), checkpoint.tensors).misfits(
@@ -98,14 +98,8 @@ def list_non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[st
     from kvfold.convert.checkpoint.tensors import count_non_finite
 
     for name in names:
-        if bad := sum(map(count_non_finite, checkpoint.chunks(name, _ELEMENTS))):
+        if bad := sum(map(count_non_finite, checkpoint.read_chunks(name, _ELEMENTS))):
             yield (
                 f"tensor {name!r} in {checkpoint.info(name).file} has {bad} NaN or infinite"
                 f" element{'s' * (bad != 1)}"
             )
-
-
-def _read_record(folder: Path) -> dict[str, Any]:
-    """The content of ``kvfold.json``; empty if the folder has none."""
-    path = folder / RECORD
-    return parse_json(path, read_member(folder, RECORD)) if os.path.lexists(path) else {}

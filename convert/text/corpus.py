@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.checkpoint.members import check_unicode, load_json, portable_name
+from kvfold.convert.checkpoint.members import load_json, portable_name
 from kvfold.convert.data import ShippedText, read_documents
 from kvfold.convert.errors import InputError, option_error, summarize_error
 from kvfold.convert.request import SELF
@@ -145,7 +145,7 @@ class Corpus:
             if not isinstance(text, str):
                 raise ValueError("found neither")
             # No tokenizer could read half of a surrogate pair.
-            check_unicode(text)
+            text.encode()
             return text
         except (ValueError, RecursionError) as error:
             raise InputError(f"{where}: {summarize_error(error)}; {_ROW}") from error

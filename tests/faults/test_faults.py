@@ -51,7 +51,7 @@ TRAINING = [
     "--eval-every",
     "0",
 ]
-READS = ("preadv", "pread", "copy_file_range")
+READS = ("preadv", "pread")
 
 
 @pytest.fixture(scope="module")

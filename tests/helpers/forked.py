@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 
 PATIENCE = 120  # seconds of wall time: a child that takes longer hangs
 
-# The calls of a conversion that reach the disk. ``preadv``, ``pread`` and ``copy_file_range`` read
-# the source, the last writes OUT too, as all others do.
-WRITES = ("mkdir", "rename", "fsync", "ftruncate", "pwrite", "write", "copy_file_range")
+# The calls of a conversion that reach the disk. ``preadv`` and ``pread`` read
+# the source, all others write OUT.
+WRITES = ("mkdir", "rename", "fsync", "ftruncate", "pwrite", "write")
 CALLS = (*WRITES, "open", "close", "unlink", "preadv", "pread")
 
 

@@ -16,8 +16,8 @@ from helpers.processes import PATIENCE
 
 from kvfold.convert.checkpoint import atomic
 from kvfold.convert.checkpoint.atomic import (
+    check_free_space,
     check_output,
-    free_space_check,
     output_folder,
     replacing,
 )
@@ -296,17 +296,15 @@ def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any) -> None:
     """What a resumed folder holds counts as room, but for holes."""
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    free_space_check(tmp_path / "out", 1000)
+    check_free_space(tmp_path, 1000)
     with refused():
-        free_space_check(tmp_path / "none" / "out", 1001, "for tokens")
-    folder = tmp_path / ".out.kvfold-00000000"
-    folder.mkdir()
-    (folder / "weights").write_bytes(bytes(1 << 20))
-    free_space_check(folder, 1 << 20)
-    with (folder / "hole").open("wb") as file:
+        check_free_space(tmp_path, 1001)
+    (tmp_path / "weights").write_bytes(bytes(1 << 20))
+    check_free_space(tmp_path, 1 << 20)
+    with (tmp_path / "hole").open("wb") as file:
         file.truncate(1 << 30)
     with pytest.raises(InputError, match="too little disk space"):
-        free_space_check(folder, 1 << 30)
+        check_free_space(tmp_path, 1 << 30)
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path) -> None:

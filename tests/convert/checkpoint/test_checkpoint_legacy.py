@@ -42,7 +42,7 @@ def test_values_shared_storage_and_views(folder: Path, zipped: bool) -> None:
         assert found.is_contiguous()
         assert not found.requires_grad
         assert info.nbytes == found.numel() * found.element_size()
-        assert torch.equal(torch.cat(list(checkpoint.chunks(name, 5))), found.reshape(-1))
+        assert torch.equal(torch.cat(list(checkpoint.read_chunks(name, 5))), found.reshape(-1))
         found.zero_()
     assert torch.equal(checkpoint.read("part"), base[1:3])
 

@@ -13,7 +13,7 @@ from kvfold.convert.checkpoint.atomic import append_line
 from kvfold.convert.checkpoint.members import parse_json
 from kvfold.convert.checkpoint.writer import OutputTensor, ShardWriter, assign_shards
 from kvfold.convert.cli import main
-from kvfold.convert.errors import InputError, KvfoldError, explain_system_error
+from kvfold.convert.errors import InputError, explain_system_error
 from kvfold.convert.recipes import read_recipe
 from kvfold.convert.text.corpus import open_corpus
 
@@ -55,20 +55,18 @@ def test_a_shard_that_became_a_link_is_not_written_through(tmp_path: Path) -> No
     (tmp_path / "secret").write_text("kept")
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors").symlink_to("secret")
-    with pytest.raises(KvfoldError, match="Too many levels of symbolic links"):
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
         writer.sync()
 
 
-def test_the_log_is_a_regular_file(tmp_path: Path) -> None:
+def test_the_log_is_not_written_through_a_link_or_into_a_pipe(tmp_path: Path) -> None:
     append_line(tmp_path / "log", "one")
     append_line(tmp_path / "log", "two")
     (tmp_path / "link").symlink_to("log")
     os.mkfifo(tmp_path / "pipe")
-    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     for name in ("link", "pipe"):
-        with pytest.raises(OSError, match=f"{name}|not a regular file"):
+        with pytest.raises(OSError, match=name):
             append_line(tmp_path / name, "three")
-    os.close(reader)
     assert (tmp_path / "log").read_text() == "one\ntwo\n"
 
 

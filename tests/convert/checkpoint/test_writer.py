@@ -20,11 +20,10 @@ from helpers.checkpoints import tensors as load_tensors
 from helpers.processes import PATIENCE
 from safetensors.torch import save_file
 
-from kvfold.convert.checkpoint import opening
+from kvfold.convert.checkpoint import members, opening
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.writer import (
     OutputTensor,
-    Shard,
     ShardWriter,
     assign_shards,
     tensor_places,
@@ -77,10 +76,6 @@ def copies(checkpoint: Checkpoint, computed: str = "", **dtypes: str) -> list[Ou
         )
         for info in checkpoint.tensors.values()
     ]
-
-
-def plan_of(names: str) -> list[Shard]:
-    return assign_shards([OutputTensor(name, "F32", (2,), None) for name in names], GB)
 
 
 def copy(writer: ShardWriter, checkpoint: Checkpoint) -> list[int]:
@@ -136,13 +131,15 @@ def test_wide_tensors_come_first_and_computed_ones_last() -> None:
     assert [place.start % (place.tensor.nbytes // 3) for place in places.values()] == [0] * 5
 
 
-@pytest.mark.parametrize("by_kernel", [True, False])
-def test_copying_and_hashing_beside_computing(
-    checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, by_kernel: bool
-) -> None:
-    monkeypatch.setattr(opening, "_STEP", 100)
-    if not by_kernel:
-        monkeypatch.delattr("os.copy_file_range")
+@pytest.fixture
+def in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are read in steps of 100 bytes."""
+    monkeypatch.setattr(members, "STEP", 100)
+    monkeypatch.setattr(opening, "STEP", 100)
+
+
+@pytest.mark.usefixtures("in_steps")
+def test_copying_and_hashing_beside_computing(checkpoint: Checkpoint, out: Path) -> None:
     steps: list[int] = []
     outputs = [
         *copies(checkpoint, "c"),
@@ -167,10 +164,8 @@ def test_copying_and_hashing_beside_computing(
     assert sorted(steps)[-2] <= 100  # "c", which was computed, was written at once
 
 
-def test_an_error_beside_the_copy_stops_it(
-    checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening, "_STEP", 8)
+@pytest.mark.usefixtures("in_steps")
+def test_an_error_beside_the_copy_stops_it(checkpoint: Checkpoint, out: Path) -> None:
     begun = threading.Event()
     steps = list[int]()
 
@@ -205,10 +200,8 @@ def test_an_error_of_the_copy_reaches_the_next_write_or_the_end(
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_casts_in_chunks(
-    checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
-    monkeypatch.setattr(opening, "_STEP", 40)
+@pytest.mark.usefixtures("in_steps")
+def test_casts_in_chunks(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
     outputs = copies(checkpoint, BF16=f"F{dtype[5:]}")
     copy(ShardWriter(out, assign_shards(outputs, GB)), checkpoint)
     for name in "abcd":
@@ -245,15 +238,15 @@ def test_legacy_sources_and_a_cast_that_overflows(
 
 
 def test_plans_that_are_not_followed(checkpoint: Checkpoint, out: Path, refused: Any) -> None:
-    writer = ShardWriter(out, plan_of("ab"))
+    shards = assign_shards([OutputTensor(name, "F32", (2,), None) for name in "ab"], GB)
+    writer = ShardWriter(out, shards)
     with refused(KvfoldError):
         writer.write({"a": torch.ones(2, 1)})
     assert writer.write({"a": torch.ones(2), "another process's": torch.ones(2)}) == 8
     with refused(KvfoldError):
         writer.finish()
-    for names in ("ab", "aa"):  # no existing file is overwritten; no tensor is written twice
-        with refused(KvfoldError):
-            ShardWriter(out, plan_of(names))
+    with pytest.raises(FileExistsError):  # no existing file is overwritten
+        ShardWriter(out, shards)
     (out / "model.safetensors").unlink()
     output = OutputTensor("a", "BF16", (16, 8), ("a", "b"))
     with refused(KvfoldError):
@@ -274,30 +267,28 @@ def test_a_killed_run_is_carried_on(checkpoint: Checkpoint, out: Path) -> None:
 
 
 def test_disks_that_fill_up_or_break(
-    checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
+    checkpoint: Checkpoint, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("os.copy_file_range", fail)
     for dtype in ("BF16", "F32"):
         outputs = [replace(copies(checkpoint, BF16=dtype)[0], name=dtype)]
         (out / dtype).mkdir()
         writer = ShardWriter(out / dtype, assign_shards(outputs, GB))
-        for call, error, folder in (
-            ("os.pwrite", KvfoldError, out),
-            ("os.preadv", InputError, checkpoint.folder),
-        ):
-            with monkeypatch.context() as patched, refused(error) as caught:
-                patched.setattr(call, fail)
-                copy(writer, checkpoint)
-            assert str(folder) in str(caught.value)
-        with monkeypatch.context() as patched, refused(KvfoldError):
+        with monkeypatch.context() as patched:
             patched.setattr("os.pwrite", fail)
-            writer.write({dtype: torch.ones(16, 8)})
+            with pytest.raises(OSError, match=str(out)):
+                writer.write({dtype: torch.ones(16, 8)})
+            with pytest.raises(OSError, match=str(out)):
+                copy(writer, checkpoint)
+        monkeypatch.setattr("os.preadv", fail)
+        with pytest.raises(InputError, match=str(checkpoint.folder)):
+            copy(writer, checkpoint)
+        monkeypatch.undo()
 
 
-def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded(tmp_path: Path) -> None:
     """128 MiB in one (sparse) tensor are copied and cast in half of that."""
     elements = 1 << 25
     entry = {"dtype": "F32", "shape": [elements], "data_offsets": [0, 4 * elements]}
@@ -306,7 +297,6 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 4 * elements)
-    monkeypatch.setattr(opening, "_STEP", 1 << 22)
 
     def write() -> None:
         torch.ones(1 << 20).half()

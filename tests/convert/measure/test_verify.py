@@ -43,7 +43,7 @@ def test_a_file_that_cannot_be_opened_any_more(out, refused):
     (out / "tokenizer.json").write_text("{}")
     first, second = verify_checkpoint(out).problems
     assert first.startswith("tokenizer.json: changed since it was written: ")
-    assert second.startswith("model.safetensors: its tensors end at byte ")
+    assert second.startswith("model.safetensors: not a valid safetensors file: ")
 
 
 def test_a_change_of_any_byte_is_found(out):
@@ -66,11 +66,6 @@ def test_a_change_of_any_byte_is_found(out):
     (out / "kvfold.json").write_text(json.dumps(record))
     (problem,) = verify_checkpoint(out).problems
     assert "model.norm.weight" in problem
-    for entry in record["tensors"].values():
-        entry.pop("sha256", None)
-    (out / "kvfold.json").write_text(json.dumps(record))
-    with pytest.raises(InputError, match="older version"):
-        verify_checkpoint(out)
 
 
 def test_files_that_changed(out, told):
