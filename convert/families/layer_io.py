@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import ContextRange
-from kvfold.convert.families.schema import ROLES, Norm, Role
+from kvfold.convert.families.schema import ROLES, Attention, Norm, Role
 from kvfold.convert.families.values import evaluate
 from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm, Rotary
 
@@ -34,24 +34,35 @@ def read_layer(model: Model, layer: int, read: Read) -> AttentionWeights:
     """The attention weights of ``layer`` in their stored dtype. ``read`` returns a tensor of the
     checkpoint by name.
     """
-    geometry = model.geometry
+    size = model.geometry
     attention = model.family.attention
     module = attention.module_of(layer)
-    tensors: dict[str, Any] = {}
-    tensors["q"], tensors["k"], tensors["v"] = _read_qkv(model, module, "weight", read)
-    o = _turned(model, read(f"{module}.{attention.o}.weight"))
-    tensors["o"] = o.reshape(geometry.model_dim, geometry.heads, geometry.head_dim)
-    if "q" in model.biased:
-        biases = _read_qkv(model, module, "bias", read)
-        tensors |= zip(("q_bias", "k_bias", "v_bias"), biases, strict=True)
+
+    def load(name: str) -> Tensor:
+        return _transpose(attention, read(f"{module}.{name}"))
+
+    output = load(f"{attention.o}.weight")
+    tensors: dict[str, Any] = {"o": output.reshape(size.model_dim, size.heads, size.head_dim)}
+    heads = (-1, size.head_dim)
+    kinds = {"weight": "", "bias": "_bias"} if "q" in model.biased else {"weight": ""}
+    for kind, suffix in kinds.items():
+        if attention.qkv is None:
+            names = (attention.q, attention.k, attention.v)
+            rows = [torch.unflatten(load(f"{name}.{kind}"), 0, heads) for name in names]
+        else:
+            fused = torch.unflatten(load(f"{attention.qkv}.{kind}"), 0, heads)
+            rows = _split_heads(attention, fused, size.kv_heads)
+        tensors |= {f"{role}{suffix}": part for role, part in zip("qkv", rows, strict=True)}
     if "o" in model.biased:
-        tensors["o_bias"] = read(f"{module}.{attention.o}.bias")
+        tensors["o_bias"] = load(f"{attention.o}.bias")
     if attention.sinks is not None:
-        tensors["sinks"] = read(f"{module}.{attention.sinks}")
-    if model.qk_norm is not None:
-        tensors["q_norm"] = _read_norm(model, model.qk_norm, module, "q", geometry.heads, read)
-        tensors["k_norm"] = _read_norm(model, model.qk_norm, module, "k", geometry.kv_heads, read)
-    return _rotary_order(model, AttentionWeights(**tensors), (-1, 2))
+        tensors["sinks"] = load(attention.sinks)
+    norm = model.qk_norm
+    if norm is not None:
+        eps = float(evaluate(norm.eps, model.values))
+        tensors["q_norm"] = _read_norm(norm, "q", eps, (size.heads, size.head_dim), load)
+        tensors["k_norm"] = _read_norm(norm, "k", eps, (size.kv_heads, size.head_dim), load)
+    return _reorder_rotary(model, AttentionWeights(**tensors), (-1, 2))
 
 
 def write_layer(
@@ -61,92 +72,75 @@ def write_layer(
     dtype in ``weights``.
 
     The numbers of heads come from ``weights``, so ``model`` may be the source. A fused tensor is
-    written whole if any of its roles is in ``roles``. Raises ``ValueError`` if ``weights`` has a
-    bias or norm that the family cannot store, or lacks one that the family needs.
+    written whole if any of its roles is in ``roles``. Raises ``ValueError`` if the family cannot
+    store a norm of ``weights``.
     """
-    _check_stored(model, weights)
     attention = model.family.attention
-    module = attention.module_of(layer)
-    stored = _rotary_order(model, weights, (2, -1))
-    tensors = _join_qkv(model, module, "weight", stored.q, stored.k, stored.v)
-    if stored.q_bias is not None and stored.k_bias is not None and stored.v_bias is not None:
-        tensors |= _join_qkv(model, module, "bias", stored.q_bias, stored.k_bias, stored.v_bias)
-    output = stored.o.reshape(stored.model_dim, -1)
-    tensors[f"{module}.{attention.o}.weight"] = _turned(model, output)
-    if stored.o_bias is not None:
-        tensors[f"{module}.{attention.o}.bias"] = stored.o_bias
-    if stored.sinks is not None:
-        tensors[f"{module}.{attention.sinks}"] = stored.sinks
-    norms: dict[Role, HeadNorm | None] = {"q": stored.q_norm, "k": stored.k_norm}
-    for role, norm in norms.items():
-        # The values of a norm that is not written may not have been read.
-        if model.qk_norm is not None and norm is not None and role in roles:
-            tensors |= _write_norm(model.qk_norm, module, role, norm)
-    return {
-        name: tensor.contiguous()
-        for name, tensor in tensors.items()
-        if not set(roles).isdisjoint(model.tensors[name].roles)
+    stored = _reorder_rotary(model, weights, (2, -1))
+    tensors: dict[str, Tensor | None] = {
+        **_join_heads(attention, "weight", stored.q, stored.k, stored.v),
+        f"{attention.o}.weight": stored.o.flatten(1),
+        f"{attention.o}.bias": stored.o_bias,
     }
+    if stored.q_bias is not None and stored.k_bias is not None and stored.v_bias is not None:
+        tensors |= _join_heads(attention, "bias", stored.q_bias, stored.k_bias, stored.v_bias)
+    if attention.sinks is not None:
+        tensors[attention.sinks] = stored.sinks
+    norm = model.qk_norm
+    # The values of a norm that is not written may not have been read.
+    if norm is not None and stored.q_norm is not None and "q" in roles:
+        tensors |= _write_norm(norm, "q", stored.q_norm)
+    if norm is not None and stored.k_norm is not None and "k" in roles:
+        tensors |= _write_norm(norm, "k", stored.k_norm)
+    result = {}
+    for suffix, tensor in tensors.items():
+        name = f"{attention.module_of(layer)}.{suffix}"
+        if tensor is not None and not set(roles).isdisjoint(model.tensors[name].roles):
+            result[name] = _transpose(attention, tensor).contiguous()
+    return result
 
 
-def _read_qkv(model: Model, module: str, kind: str, read: Read) -> tuple[Tensor, Tensor, Tensor]:
-    """The query, key and value weights ``[heads, D, E]`` (``kind`` weight) or biases ``[heads, D]``
-    (``kind`` bias).
-    """
-    attention = model.family.attention
-    geometry = model.geometry
-    heads = geometry.heads
-    kv_heads = geometry.kv_heads
-
-    def rows(name: str | None, count: int) -> Tensor:
-        """The tensor ``name``, ``[count D, E]`` or ``[count D]``, with its rows split by head."""
-        tensor = _turned(model, read(f"{module}.{name}.{kind}"))
-        return tensor.reshape(count, geometry.head_dim, *tensor.shape[1:])
-
-    if attention.layout == "separate":
-        return rows(attention.q, heads), rows(attention.k, kv_heads), rows(attention.v, kv_heads)
-    fused = rows(attention.qkv, heads + 2 * kv_heads)
+def _split_heads(attention: Attention, fused: Tensor, kv_heads: int) -> list[Tensor]:
+    """The heads of queries, keys and values in ``fused [H + 2 G, ...]``."""
     if attention.layout == "per_group":
         # Each group lies together (GPT-NeoX, Falcon): its queries, then its key, then its value.
         groups = torch.unflatten(fused, 0, (kv_heads, -1))
-        return groups[:, :-2].flatten(0, 1), groups[:, -2], groups[:, -1]
-    return fused[:heads], fused[heads : heads + kv_heads], fused[heads + kv_heads :]
+        return [groups[:, :-2].flatten(0, 1), groups[:, -2], groups[:, -1]]
+    return list(torch.split(fused, [len(fused) - 2 * kv_heads, kv_heads, kv_heads]))
 
 
-def _join_qkv(
-    model: Model, module: str, kind: str, q: Tensor, k: Tensor, v: Tensor
+def _join_heads(
+    attention: Attention, kind: str, q: Tensor, k: Tensor, v: Tensor
 ) -> dict[str, Tensor]:
-    """The stored tensors for queries, keys and values, by name; the inverse of `_read_qkv`."""
-    attention = model.family.attention
-    if attention.layout == "separate":
+    """The stored tensors for the heads of queries, keys and values, by name in the module."""
+    if attention.qkv is None:
         rows = {attention.q: q, attention.k: k, attention.v: v}
-        return {f"{module}.{name}.{kind}": part.flatten(0, 1) for name, part in rows.items()}
+        return {f"{name}.{kind}": heads.flatten(0, 1) for name, heads in rows.items()}
     fused = torch.cat([q, k, v])
     if attention.layout == "per_group":
         groups = torch.unflatten(q, 0, (len(k), -1))
         fused = torch.cat([groups, k[:, None], v[:, None]], 1).flatten(0, 1)
-    return {f"{module}.{attention.qkv}.{kind}": _turned(model, fused.flatten(0, 1))}
+    return {f"{attention.qkv}.{kind}": fused.flatten(0, 1)}
 
 
-def _turned(model: Model, tensor: Tensor) -> Tensor:
+def _transpose(attention: Attention, tensor: Tensor) -> Tensor:
     # The Conv1D of GPT-2 stores [inputs, outputs].
-    return tensor.T if model.family.attention.transposed and tensor.dim() == 2 else tensor
+    return tensor.T if attention.transposed and tensor.dim() == 2 else tensor
 
 
-def _read_norm(
-    model: Model, norm: Norm, module: str, role: Role, heads: int, read: Read
-) -> HeadNorm:
+def _read_norm(norm: Norm, role: Role, eps: float, shape: tuple[int, int], load: Read) -> HeadNorm:
+    heads, dim = shape
+
     def rows(kind: str) -> Tensor:
-        names = norm.modules(role, heads)
-        stored = torch.cat([read(f"{module}.{name}.{kind}").flatten() for name in names])
-        copies = heads if norm.extent == "shared" else 1
-        return stored.repeat(copies).reshape(heads, model.geometry.head_dim)
+        stored = [load(f"{name}.{kind}").flatten() for name in norm.modules(role, heads)]
+        different = torch.cat(stored).view(-1, dim)
+        return different.repeat(heads // len(different), 1)
 
     return HeadNorm(
         kind=norm.kind,
         weight=rows("weight"),
         bias=rows("bias") if norm.bias else None,
-        eps=float(evaluate(norm.eps, model.values)),
+        eps=eps,
         offset=norm.offset,
         extent="flat" if norm.extent == "flat" else "head",
         shared=norm.extent == "shared",
@@ -154,7 +148,7 @@ def _read_norm(
     )
 
 
-def _write_norm(norm: Norm, module: str, role: Role, head_norm: HeadNorm) -> dict[str, Tensor]:
+def _write_norm(norm: Norm, role: Role, head_norm: HeadNorm) -> dict[str, Tensor]:
     tensors = {}
     for kind, rows in (("weight", head_norm.weight), ("bias", head_norm.bias)):
         if rows is None:
@@ -162,39 +156,15 @@ def _write_norm(norm: Norm, module: str, role: Role, head_norm: HeadNorm) -> dic
         # A fold that gives heads different gains cannot be stored by this class: it must not be cut
         # down to one.
         if norm.extent == "shared" and not torch.equal(rows, rows[:1].expand_as(rows)):
-            raise ValueError(
-                f"{module}: the {role} norm is stored once for all heads, but its rows differ"
-                " between heads"
-            )
-        parts = {
-            "shared": (rows[0],),
-            "flat": (rows.flatten(),),
-            "head": (rows,),
-            "per_head": tuple(rows),
-        }
-        for name, part in zip(norm.modules(role, len(rows)), parts[norm.extent], strict=True):
-            tensors[f"{module}.{name}.{kind}"] = part
+            raise ValueError(f"the {role} norm is stored once for all heads, but its rows differ")
+        stored = {"shared": rows[:1], "flat": rows.view(1, -1), "head": rows[None]}
+        names = norm.modules(role, len(rows))
+        for name, tensor in zip(names, stored.get(norm.extent, rows), strict=True):
+            tensors[f"{name}.{kind}"] = tensor
     return tensors
 
 
-def _check_stored(model: Model, weights: AttentionWeights) -> None:
-    """Raise ``ValueError`` unless ``weights`` has exactly the biases, norms and sinks that the
-    family stores.
-    """
-    # A tensor too many would be dropped by whoever loads the result, one too few would be
-    # initialized at random there.
-    stored = {f"{role}_bias": role in model.biased for role in ROLES}
-    stored |= dict.fromkeys(("q_norm", "k_norm"), model.qk_norm is not None)
-    stored["sinks"] = model.family.attention.sinks is not None
-    for name, needed in stored.items():
-        if (getattr(weights, name) is not None) != needed:
-            rule = "needs" if needed else "cannot store"
-            raise ValueError(
-                f"model_type {model.family.model_type!r} with this config {rule} {name}"
-            )
-
-
-def _rotary_order(
+def _reorder_rotary(
     model: Model, weights: AttentionWeights, pairs: tuple[int, int]
 ) -> AttentionWeights:
     """Switch the rotary dims of q and k to the other order; a no-op if the family stores them
@@ -207,16 +177,13 @@ def _rotary_order(
         return weights
     dims = model.geometry.rotary_dims
     # Dims behind the rotary ones (partial rotation) stay where they are.
-    index = torch.cat(
-        [torch.arange(dims).view(pairs).T.flatten(), torch.arange(dims, model.geometry.head_dim)]
-    )
-
-    def reorder(rows: Tensor) -> Tensor:
-        return rows.index_select(1, index.to(rows.device))
-
+    index = torch.arange(model.geometry.head_dim, device=weights.q.device)
+    index[:dims] = index[:dims].view(pairs).T.flatten()
     changes: dict[str, Any] = {}
-    for name in ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm"):
+    for name in ("q", "k", "q_bias", "k_bias"):
         rows = getattr(weights, name)
-        if rows is not None:
-            changes[name] = rows.map(reorder) if isinstance(rows, HeadNorm) else reorder(rows)
+        changes[name] = None if rows is None else rows[:, index]
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(weights, name)
+        changes[name] = None if norm is None else norm.map(lambda rows: rows[:, index])
     return replace(weights, **changes)

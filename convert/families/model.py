@@ -5,12 +5,10 @@ Does not import torch or transformers, so ``kvfold inspect`` needs less than a s
 headers and a config.
 """
 
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 from kvfold.convert.errors import InputError
@@ -29,7 +27,7 @@ from kvfold.convert.families.rotary import (
     rope_parameters,
     rotary_dims,
 )
-from kvfold.convert.families.schema import ABSENT, ROLES, Block, BlockRole, Family, Role, TensorSpec
+from kvfold.convert.families.schema import ABSENT, ROLES, Block, BlockRole, Family, Role
 from kvfold.convert.families.values import Values, evaluate, evaluate_section, is_number
 
 
@@ -72,29 +70,44 @@ class AttentionLayer:
     growth: float = 0.0
 
 
+# The most layers, and experts of a layer, that are listed one by one. A config with a billion of
+# them would otherwise take memory until the system ends the process, before anybody hears that
+# config and files do not belong together.
+_MOST_LISTED = 4096
+
+
+def _check_count(what: str, count: int) -> int:
+    if count > _MOST_LISTED:
+        raise InputError(
+            f"config.json: {what} must be at most {_MOST_LISTED}, not {count}; check that config.json"
+            " is of this model"
+        )
+    return count
+
+
 def _read_geometry(values: Values) -> Geometry:
     """The sizes of the model. Raises ``InputError`` unless the key/value heads divide the query
     heads.
     """
     sizes = values.family.sizes
-    own = ("kv_heads", "own_kv_heads")
-    names = [item.name for item in fields(sizes) if item.name not in own]
-    numbers = {name: evaluate(getattr(sizes, name), values) for name in names}
-    heads = numbers["heads"]
-    stated = sizes.own_kv_heads if sizes.kv_heads is None else sizes.kv_heads
-    kv_heads = heads if stated is None else int(evaluate(stated, values))
+    heads = evaluate(sizes.heads, values)
+    kv_heads = int(evaluate(sizes.kv_heads or sizes.own_kv_heads or sizes.heads, values))
     if heads % kv_heads:
-        name = sizes.kv_heads or "key/value heads"
         raise InputError(
-            f"config.json: {name} is {kv_heads}, but it must divide the {heads} query heads"
+            f"config.json: {sizes.kv_heads or 'key/value heads'} is {kv_heads}, but it must divide"
+            f" the {heads} query heads"
         )
-    return Geometry(kv_heads=kv_heads, rotary_dims=rotary_dims(values), **numbers)
-
-
-# Layers or experts that are listed one by one whatever the files hold. A config with a billion of
-# them would otherwise take memory until the system ends the process, before anybody hears that
-# config and files do not belong together.
-_MOST_UNCHECKED = 4096
+    return Geometry(
+        layers=_check_count("the number of layers", evaluate(sizes.layers, values)),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=evaluate(sizes.head_dim, values),
+        model_dim=evaluate(sizes.model_dim, values),
+        rotary_dims=rotary_dims(values),
+        vocabulary=evaluate(sizes.vocabulary, values),
+        positions=evaluate(sizes.positions, values),
+        initializer_range=evaluate(sizes.initializer_range, values),
+    )
 
 
 @dataclass(frozen=True)
@@ -137,11 +150,10 @@ class Model:
             self.biased += ("q", "k", "v")
         if evaluate(attention.o_bias, self.values):
             self.biased += ("o",)
-        norm = attention.norm
-        self.qk_norm = norm if norm is not None and evaluate(norm.when, self.values) else None
+        self.qk_norm = attention.norm
+        if attention.norm is not None and not evaluate(attention.norm.when, self.values):
+            self.qk_norm = None
 
-    # The properties below list layers or tensors, of which a wrong config may have billions: they
-    # are made when used.
     @cached_property
     def layers(self) -> tuple[AttentionLayer, ...]:
         """The attention of each layer. Raises ``InputError`` if a scale is not above 0."""
@@ -158,16 +170,25 @@ class Model:
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """All tensors in a checkpoint with this config, by their names in the files."""
-        listed: list[StoredTensor] = []
-        for role, spec, scope, experts in self._rows():
-            shape = tuple(int(evaluate(size, scope)) for size in spec.shape)
-            layer = scope["layer"] if "{layer}" in spec.name else None
-            for expert in range(experts):
-                name = spec.name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
-                listed.append(StoredTensor(name, (role,), layer, shape))
-        for index in range(self.geometry.layers):
-            listed += self._attention_tensors(index)
-        return {tensor.name: tensor for tensor in listed}
+        layers = [self._layer_values(index) for index in range(self.geometry.layers)]
+        tensors: dict[str, StoredTensor] = {}
+        for role, spec in self.family.tensors.items():
+            for scope in layers if "{layer}" in spec.name else [self.values]:
+                if not evaluate(spec.when, scope):
+                    continue
+                layer = scope.names.get("layer")
+                name = spec.name.replace("{layer}", str(layer))
+                shape = tuple(int(evaluate(size, scope)) for size in spec.shape)
+                count = 1 if spec.each is None else int(evaluate(spec.each, scope))
+                for expert in range(_check_count("the number of experts", count)):
+                    expert_name = name.replace("{expert}", str(expert))
+                    tensors[expert_name] = StoredTensor(expert_name, (role,), layer, shape)
+        for layer in range(self.geometry.layers):
+            module = self.family.attention.module_of(layer)
+            for suffix, roles, shape in self._attention_shapes():
+                name = f"{module}.{suffix}"
+                tensors[name] = StoredTensor(name, roles, layer, shape)
+        return tensors
 
     @cached_property
     def names(self) -> dict[tuple[Role | BlockRole, int | None], tuple[str, ...]]:
@@ -197,7 +218,7 @@ class Model:
     def as_stored(self, names: Collection[str]) -> "Model":
         """The model with tensor names as in ``names``; some files omit the family's prefix."""
         prefix = self.family.prefix
-        if not prefix or not names or any(name.startswith(prefix) for name in names):
+        if not names or any(name.startswith(prefix) for name in names):
             return self
         family = self.family.renamed(lambda name: name.removeprefix(prefix))
         return Model(family, self.config, self.tower)
@@ -217,78 +238,61 @@ class Model:
         """The missing, misshaped and unknown tensors in ``stored`` (objects with a shape, by name),
         one line each.
         """
-        experts = (("experts", count) for *_, count in self._rows())
-        for what, count in chain([("layers", self.geometry.layers)], experts):
-            if count > max(len(stored), _MOST_UNCHECKED):
-                return [
-                    f"missing: config.json says {count} {what}, but the files have only"
-                    f" {len(stored)} tensors in all"
-                ]
-        missing = [
-            f"missing: {t.name} {list(t.shape)}"
-            for t in self.tensors.values()
-            if t.name not in stored
-        ]
-        misshaped = [
-            f"wrong shape: {name} is {list(stored[name].shape)}, but config.json says"
-            f" {list(tensor.shape)}"
-            for name, tensor in self.tensors.items()
-            if name in stored and tuple(stored[name].shape) != tensor.shape
-        ]
+        problems = []
+        for name, tensor in self.tensors.items():
+            if name not in stored:
+                problems.append(f"missing: {name} {list(tensor.shape)}")
+            elif tuple(stored[name].shape) != tensor.shape:
+                problems.append(
+                    f"wrong shape: {name} is {list(stored[name].shape)}, but config.json says"
+                    f" {list(tensor.shape)}"
+                )
         # Published files hold buffers that older classes stored and today's do not read (masks,
         # inverse frequencies).
-        tolerated = [
+        tolerated = "|".join(
             re.escape(item.name).replace(r"\{layer\}", r"\d+")
             for item in self.family.tolerated
             if evaluate(item.when, self.values)
-        ]
+        )
         # The tensors of a wrapper outside its language model are copied whatever they are.
-        extra = [
-            f"unknown: {name} {list(stored[name].shape)}"
-            for name in stored
-            if name not in self.tensors
-            and (self.tower is None or name.startswith(self.tower))
-            and not any(re.fullmatch(pattern, name) for pattern in tolerated)
-        ]
-        return missing + misshaped + extra
+        tower = self.tower or ""
+        for name in stored:
+            known = name in self.tensors or re.fullmatch(tolerated, name)
+            if not known and name.startswith(tower):
+                problems.append(f"unknown: {name} {list(stored[name].shape)}")
+        return problems
 
     def _layer_values(self, index: int) -> Values:
         """The values plus ``layer``, ``layer_type`` and ``sparse`` (experts instead of one MLP) for
         layer ``index``.
         """
-        family = self.family
         names: dict[str, Any] = {"layer": index}
-        try:
-            kind = evaluate(family.attention.layer_type, replace(self.values, names=names))
-        except TypeError as error:  # a pattern in words, which the class cannot read either
-            raise InputError(
-                f"config.json: layer_types is missing and cannot be derived ({error}); add it"
-            ) from None
+        values = replace(self.values, names=names)
+        names["layer_type"] = kind = evaluate(self.family.attention.layer_type, values)
         if kind not in (None, "full_attention", "sliding_attention"):
             raise InputError(
                 f"config.json: layer {index} has type {kind!r}, but model_type"
-                f" {family.model_type!r} is supported only with 'full_attention' and"
+                f" {self.family.model_type!r} is supported only with 'full_attention' and"
                 " 'sliding_attention'"
             )
-        names["layer_type"] = kind
-        sparse = evaluate(family.block.sparse, replace(self.values, names=names))
-        return replace(self.values, names={**names, "sparse": bool(sparse)})
+        names["sparse"] = bool(evaluate(self.family.block.sparse, values))
+        return values
 
     def _read_layer(self, index: int) -> AttentionLayer:
         values = self._layer_values(index)
         rotary = self.family.rotary
         attention = self.family.attention
-        try:
-            scale = evaluate(attention.scale, values)
-        except ZeroDivisionError:
-            scale = math.inf
+        scale = evaluate(attention.scale, values)
         if not is_number(scale) or scale <= 0:
             raise InputError(
                 f"config.json: the attention scale ({attention.scale}) must be above 0, not"
                 f" {scale!r}"
             )
-        growth = rotary.query_growth
-        table = {} if growth is None else rope_parameters(values, values["layer_type"])
+        growth = 0.0
+        if rotary.query_growth is not None:
+            table = rope_parameters(values, values["layer_type"])
+            if table.get(rotary.query_growth):
+                growth = read_number(table, rotary.query_growth)
         return AttentionLayer(
             index=index,
             type=values["layer_type"],
@@ -299,27 +303,15 @@ class Model:
             clip=evaluate(attention.clip, values),
             alibi=bool(evaluate(attention.alibi, values)),
             sparse=values["sparse"],
-            growth=read_number(table, growth) if growth and table.get(growth) else 0.0,
+            growth=growth,
         )
 
-    def _rows(self) -> Iterator[tuple[BlockRole, TensorSpec, Values, int]]:
-        """Yield the rows in section ``tensors`` that apply to this config, once per layer if the
-        name has ``{layer}``: role, row, values for the layer, and number of tensors.
-        """
-        layers = [self._layer_values(index) for index in range(self.geometry.layers)]
-        for role, spec in self.family.tensors.items():
-            for scope in layers if "{layer}" in spec.name else [self.values]:
-                if evaluate(spec.when, scope):
-                    count = 1 if spec.each is None else int(evaluate(spec.each, scope))
-                    yield role, spec, scope, count
-
-    def _attention_tensors(self, layer: int) -> Iterator[StoredTensor]:
-        """Yield the attention tensors of ``layer``: weights and biases of projections, sinks, query
-        and key norms.
+    def _attention_shapes(self) -> Iterator[tuple[str, tuple[Role, ...], tuple[int, ...]]]:
+        """Yield name in the module, roles and shape of a layer's attention tensors: weights and
+        biases of projections, sinks, query and key norms.
         """
         attention = self.family.attention
         size = self.geometry
-        module = attention.module_of(layer)
         queries = size.heads * size.head_dim
         keys = size.kv_heads * size.head_dim
         projections: tuple[tuple[str | None, tuple[Role, ...], int, int], ...] = (
@@ -333,21 +325,20 @@ class Model:
             if name is None:
                 continue
             shape = (columns, rows) if attention.transposed else (rows, columns)
-            yield StoredTensor(f"{module}.{name}.weight", roles, layer, shape)
+            yield f"{name}.weight", roles, shape
             if roles[0] in self.biased:
-                yield StoredTensor(f"{module}.{name}.bias", roles, layer, (rows,))
+                yield f"{name}.bias", roles, (rows,)
         if attention.sinks is not None:
-            yield StoredTensor(f"{module}.{attention.sinks}", ("q",), layer, (size.heads,))
+            yield attention.sinks, ("q",), (size.heads,)
         norm = self.qk_norm
         if norm is None:
             return
         sides: tuple[tuple[Role, int], ...] = (("q", size.heads), ("k", size.kv_heads))
         for role, heads in sides:
             extents = {"head": (heads, size.head_dim), "flat": (heads * size.head_dim,)}
-            extent: tuple[int, ...] = extents.get(norm.extent, (size.head_dim,))
             for name in norm.modules(role, heads):
                 for kind in ("weight", "bias") if norm.bias else ("weight",):
-                    yield StoredTensor(f"{module}.{name}.{kind}", (role,), layer, extent)
+                    yield f"{name}.{kind}", (role,), extents.get(norm.extent, (size.head_dim,))
 
 
 def model_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Model:
@@ -360,11 +351,13 @@ def model_of(config: Mapping[str, Any], names: Collection[str] = ()) -> Model:
     family = family_of(config)
     if text_type(config) is None:
         return Model(family, config).as_stored(names)
-    # The language model goes by the wrapper's name in messages and cards.
-    within = names_in_files(names)
+    prefixes = names_in_files(names)
     kind = config["model_type"]
-    architecture = WRAPPERS[kind].architecture
+    # The language model goes by the wrapper's name in messages and cards.
     family = replace(
-        family.renamed(within.wrapped), model_type=kind, architecture=architecture, also=()
+        family.renamed(prefixes.wrapped),
+        model_type=kind,
+        architecture=WRAPPERS[kind].architecture,
+        also=(),
     )
-    return Model(family, text_config(config, names), within.tower)
+    return Model(family, text_config(config, names), prefixes.tower)

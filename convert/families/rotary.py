@@ -30,55 +30,44 @@ def rope_parameters(values: Values, layer_type: str | None = None) -> dict[str, 
     and ``rope_theta``.
 
     If the family's class treats a rope type as another, the other one is returned. Raises
-    ``InputError`` for a table or a value of the wrong type.
+    ``InputError`` for parameters or a base of the wrong type.
     """
     rotary = values.family.rotary
     config = values.config
-    original = "original_max_position_embeddings"
-    table = _stated_table(values, layer_type)
+    # transformers reads rope_scaling first: a file of before transformers 5 that was edited by hand
+    # may have both.
+    new = _read_object(config, "rope_parameters")
+    old = _read_object(config, "rope_scaling")
+    of_type = rotary.by_type.get(layer_type or "")
+    if of_type is None:
+        table = {**(old or new or rotary.table)}
+        theta = config.get(rotary.keys.get("rope_theta", "rope_theta")) or rotary.theta
+        part = config.get(rotary.keys.get("partial_rotary_factor", "partial_rotary_factor"))
+        if part is not None:
+            table.setdefault("partial_rotary_factor", part)
+    else:
+        table = {**_read_object(new, layer_type or ""), **(old if of_type.scaled else {})}
+        theta = (of_type.key and config.get(of_type.key)) or of_type.theta
+    table.setdefault("rope_theta", theta)
+    read_number(table, "rope_theta")
     kind = table.get("rope_type") or table.get("type") or "default"
     if not isinstance(kind, str):
         raise InputError(f"config.json: rope_type must be a string, not {kind!r}")
     table["rope_type"] = rotary.renamed.get(kind, kind)
-    read_number(table, "rope_theta")
     if table["rope_type"] in ("llama3", "yarn", "longrope"):
         # The class's key wins over the table's.
+        original = "original_max_position_embeddings"
         if (positions := config.get(original, rotary.original_positions)) is not None:
             table[original] = positions
         table.setdefault(original, evaluate(values.family.sizes.positions, values))
     return table
 
 
-def _stated_table(values: Values, layer_type: str | None) -> dict[str, Any]:
-    """The rope parameters in the config, ``rope_scaling`` before ``rope_parameters``;
-    ``rope_theta`` has a default.
-    """
-    rotary = values.family.rotary
-    config = values.config
-    theta, part = (rotary.keys.get(key, key) for key in ("rope_theta", "partial_rotary_factor"))
-    # transformers reads rope_scaling first: a file of before transformers 5 that was edited by hand
-    # may have both.
-    new = _mapping(config, "rope_parameters")
-    old = _mapping(config, "rope_scaling")
-    of_type = rotary.by_type.get(layer_type or "")
-    if of_type is None:
-        table = {**(old or new or rotary.table)}
-        table.setdefault("rope_theta", config.get(theta) or rotary.theta)
-        if config.get(part) is not None:
-            table.setdefault("partial_rotary_factor", config[part])
-        return table
-    table = {**_mapping(new, layer_type or "")}
-    if of_type.scaled:
-        table.update(old)
-    table.setdefault("rope_theta", (of_type.key and config.get(of_type.key)) or of_type.theta)
-    return table
-
-
-def _mapping(config: Table, key: str) -> Table:
-    value = config.get(key)
-    if value is not None and not isinstance(value, Mapping):
+def _read_object(table: Table, key: str) -> Table:
+    value = table.get(key) or {}
+    if not isinstance(value, Mapping):
         raise InputError(f"config.json: {key} must be an object or null, not {value!r}")
-    return value or {}
+    return value
 
 
 def older_rope_keys(config: Table) -> dict[str, Any]:
@@ -88,29 +77,28 @@ def older_rope_keys(config: Table) -> dict[str, Any]:
     Empty if the config has the older spelling, or a table for each layer type. The keys do not
     affect transformers 5.
     """
-    table = config.get("rope_parameters")
+    table = config.get("rope_parameters") or {}
     older = config.get("rope_theta") is not None or config.get("rope_scaling")
-    if older or not isinstance(table, Mapping) or "rope_theta" not in table:
+    if older or "rope_theta" not in table:
         return {}
     keys: dict[str, Any] = {"rope_theta": table["rope_theta"]}
     if "partial_rotary_factor" in table and "partial_rotary_factor" not in config:
         keys["partial_rotary_factor"] = table["partial_rotary_factor"]
-    if (kind := table.get("rope_type") or "default") != "default":
-        keys["rope_scaling"] = {
-            **{name: table[name] for name in table if name != "rope_theta"},
-            "type": kind,
-        }
+    kind = table.get("rope_type") or "default"
+    if kind != "default":
+        scaling = {name: value for name, value in table.items() if name != "rope_theta"}
+        keys["rope_scaling"] = {**scaling, "type": kind}
     return keys
 
 
 def read_number(table: Table, key: str) -> float:
     """``table[key]`` as a float. Raises ``InputError`` unless it is a number above 0."""
-    value = table.get(key)
-    if not is_number(value) or table[key] <= 0:
+    value: Any = table.get(key)
+    if not is_number(value) or value <= 0:
         raise InputError(
             f"config.json: {key} of the rotary embedding must be a number above 0, not {value!r}"
         )
-    return float(table[key])
+    return float(value)
 
 
 def rotary_dims(values: Values) -> int:
@@ -119,9 +107,8 @@ def rotary_dims(values: Values) -> int:
     """
     rotary = values.family.rotary
     # Where some layers rotate and some do not (smollm3), the dims are those of the layers that do.
-    if not names_in(rotary.rotates) & {"layer", "layer_type"} and not evaluate(
-        rotary.rotates, values
-    ):
+    per_layer = names_in(rotary.rotates) & {"layer", "layer_type"}
+    if not per_layer and not evaluate(rotary.rotates, values):
         return 0
     head_dim: int = evaluate(values.family.sizes.head_dim, values)
     table = rope_parameters(values)
@@ -167,15 +154,10 @@ def frequencies(
                 return _yarn(table, theta, positions)
             case "longrope":
                 return _longrope(table, theta, positions, context)
+        raise ValueError("only default, linear, llama3, yarn and longrope are supported")
     # A quotient by 0, a number beyond float64, the logarithm of none.
     except (ArithmeticError, ValueError) as error:
-        raise InputError(
-            f"config.json: the parameters of rope_type {kind!r} are invalid: {error}"
-        ) from None
-    raise InputError(
-        f"config.json: rope_type {kind!r} is not supported; use default, linear, llama3, yarn or"
-        " longrope"
-    )
+        raise InputError(f"config.json: rope_type {kind!r} and its parameters: {error}") from None
 
 
 def _llama3(table: Table, theta: list[float]) -> list[float]:

@@ -13,7 +13,7 @@ head_dim`` (``values.py`` defines the language). The string can use the config k
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -113,11 +113,9 @@ class Norm:
         attention module.
         """
         name = self.q if role == "q" else self.k
-        return (
-            [name.replace("{head}", str(head)) for head in range(heads)]
-            if self.extent == "per_head"
-            else [name]
-        )
+        if self.extent != "per_head":
+            return [name]
+        return [name.replace("{head}", str(head)) for head in range(heads)]
 
 
 @dataclass(frozen=True)
@@ -317,8 +315,6 @@ class Family:
 def read_table(path: Path) -> dict[str, Any]:
     """Decode the family file at ``path`` and merge it with the file that it extends, which is in
     the same folder.
-
-    Raises ``ValueError`` for a null that has no entry to remove.
     """
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if "extends" not in table:
@@ -327,67 +323,33 @@ def read_table(path: Path) -> dict[str, Any]:
     # that holds for it.
     merged = read_table(path.with_name(f"{table.pop('extends')}.json"))
     for key, value in table.items():
-        base = merged.get(key)
-        if not isinstance(base, Mapping) or not isinstance(value, Mapping):
-            merged[key] = value
-            continue
-        if absent := [name for name, entry in value.items() if entry is None and name not in base]:
-            raise ValueError(
-                f"{path.name}: {key}: the extended family has no {', '.join(map(repr, absent))} to"
-                " remove with null"
-            )
-        merged[key] = {
-            name: entry for name, entry in {**base, **value}.items() if entry is not None
-        }
+        if isinstance(merged.get(key), Mapping) and isinstance(value, Mapping):
+            entries = {**merged[key], **value}
+            value = {name: entry for name, entry in entries.items() if entry is not None}
+        merged[key] = value
     return merged
 
 
 def parse_family(table: Any, where: str) -> Family:
-    """Build a family from a merged family file. Raises ``ValueError`` starting with ``where`` if it
-    is invalid.
+    """Build a family from a merged family file. Raises ``ValueError`` starting with ``where``, with
+    the place and the key, if a key is missing or unknown.
     """
-    family: Family = _build(Family, table, where, "")
-    # A typing error in a role would otherwise be a tensor that no target looks up, and so be lost
-    # in silence.
-    roles = get_args(BlockRole)
-    if unknown := sorted(set(family.tensors) - set(roles)):
-        raise ValueError(
-            f"{where}: tensors: unknown role {', '.join(map(repr, unknown))}; known:"
-            f" {', '.join(roles)}"
-        )
+    family: Family = _build(Family, table, where)
     return family
 
 
-def _build(cls: Any, table: Any, file: str, place: str) -> Any:
-    """Build a ``cls`` from ``table``. Raises ``ValueError`` with the wrong keys and ``place``, such
-    as ``.sizes``.
-    """
-    where = f"{file}: {place[1:]}" if place else file
-    if not isinstance(table, Mapping):
-        raise ValueError(f"{where}: must be a JSON object, not {table!r}")
+def _build(cls: Any, table: Mapping[str, Any], where: str) -> Any:
     # The dataclass is the schema: its fields are the known keys, those without a default are
     # required.
-    known = {item.name: item for item in fields(cls)}
-    if unknown := sorted(set(table) - set(known)):
-        raise ValueError(
-            f"{where}: unknown key {', '.join(map(repr, unknown))}; known: {', '.join(known)}"
-        )
-    required = [
-        name
-        for name, item in known.items()
-        if item.default is MISSING and item.default_factory is MISSING
-    ]
-    if absent := [name for name in required if name not in table]:
-        raise ValueError(f"{where}: missing key {', '.join(map(repr, absent))}")
-    return cls(
-        **{
-            name: _value(known[name].type, value, file, f"{place}.{name}")
-            for name, value in table.items()
-        }
-    )
+    hints = {item.name: item.type for item in fields(cls)}
+    values = {key: _value(hints.get(key), value, f"{where}: {key}") for key, value in table.items()}
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
-def _value(hint: Any, value: Any, file: str, place: str) -> Any:
+def _value(hint: Any, value: Any, where: str) -> Any:
     """Convert ``value`` to the field type ``hint``; builds sections (``Norm | None``,
     ``Mapping[str, Key]``).
     """
@@ -395,11 +357,7 @@ def _value(hint: Any, value: Any, file: str, place: str) -> Any:
     if section is None or value is None:
         return tuple(value) if isinstance(value, list) else value
     if isinstance(value, list):
-        return tuple(
-            _build(section, entry, file, f"{place}[{at}]") for at, entry in enumerate(value)
-        )
+        return tuple(_build(section, entry, f"{where}: {at}") for at, entry in enumerate(value))
     if get_origin(hint) is Mapping:
-        return {
-            name: _build(section, entry, file, f"{place}.{name}") for name, entry in value.items()
-        }
-    return _build(section, value, file, place)
+        return {name: _build(section, entry, f"{where}: {name}") for name, entry in value.items()}
+    return _build(section, value, where)

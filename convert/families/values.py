@@ -40,13 +40,20 @@ def evaluate(expression: Any, scope: "Values | Mapping[str, Any]") -> Any:
     """Evaluate ``expression`` with the names in ``scope``; anything but a string is returned
     unchanged.
 
-    Raises ``ValueError`` for syntax not allowed in family files, and ``NameError`` for an unknown
-    name.
+    Raises ``InputError`` if the values of a config do not allow it (a division by zero, arithmetic
+    with text), ``ValueError`` for syntax not allowed in family files, and ``NameError`` for an
+    unknown name.
     """
     if not isinstance(expression, str):
         return expression
-    # Safe: _compiled lets neither calls nor attributes through, and there are no builtins.
-    return eval(_compiled(expression), {"__builtins__": {}}, scope)  # type: ignore[arg-type]  # it needs no more of it
+    code = _compile(expression)
+    try:
+        # Safe: _compile lets neither calls nor attributes through, and there are no builtins.
+        return eval(code, {"__builtins__": {}}, scope)  # type: ignore[arg-type]  # it needs no more of it
+    except (ArithmeticError, TypeError) as error:
+        raise InputError(
+            f"config.json: {expression} cannot be computed ({error}); correct these keys"
+        ) from None
 
 
 def evaluate_section(section: Section, scope: "Values") -> Section:
@@ -59,15 +66,12 @@ def names_in(expression: Any) -> frozenset[str]:
     """The names used in ``expression``. Raises ``ValueError`` for syntax not allowed in family
     files.
     """
-    return frozenset(_compiled(expression).co_names) if isinstance(expression, str) else frozenset()
+    return frozenset(_compile(expression).co_names) if isinstance(expression, str) else frozenset()
 
 
 @cache  # unbounded: family files hold a few hundred
-def _compiled(text: str) -> CodeType:
-    try:
-        tree = ast.parse(text, mode="eval")
-    except SyntaxError as error:
-        raise ValueError(f"{text!r} is not an expression: {error.msg}") from None
+def _compile(text: str) -> CodeType:
+    tree = ast.parse(text, mode="eval")
     for node in ast.walk(tree):
         if not isinstance(node, _ALLOWED):
             raise ValueError(
@@ -89,17 +93,14 @@ TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of keys: in words, an
     "number": ("a number", is_number),
     "flag": ("true or false", lambda value: isinstance(value, bool)),
     "text": ("a string", lambda value: isinstance(value, str)),
-    "pattern": (
-        "a whole number or a string",
-        lambda value: isinstance(value, str) or (type(value) is int and value >= 0),
-    ),
+    "pattern": ("a whole number or a string", lambda value: type(value) in (int, str)),
     "counts": (
         "a list of whole numbers",
-        lambda value: isinstance(value, list) and all(type(i) is int for i in value),
+        lambda value: isinstance(value, list) and {*map(type, value)} <= {int},
     ),
     "texts": (
         "a list of strings",
-        lambda value: isinstance(value, list) and all(isinstance(i, str) for i in value),
+        lambda value: isinstance(value, list) and {*map(type, value)} <= {str},
     ),
 }
 
@@ -126,40 +127,40 @@ class Values:
         for key in (name, *self.family.config[name].aliases):
             outer, _, inner = key.partition(".")  # of a key in a table of the config
             value = self.config.get(outer, ABSENT)
-            if inner and value is not ABSENT:
+            if inner:
                 value = value.get(inner, ABSENT) if isinstance(value, Mapping) else ABSENT
             if value is not ABSENT:
                 return key, value
         return name, ABSENT
 
     def __getitem__(self, name: str) -> Any:
+        """The value of ``name``. Raises InputError if the config's key is missing or has the wrong
+        type.
+        """
         if name in self.names:
             return self.names[name]
         if name not in self._read:
-            self._read[name] = self._check(name)
+            self._read[name] = self._read_key(name)
         return self._read[name]
 
-    def _check(self, name: str) -> Any:
-        """The value for a config key. InputError if it is missing or has the wrong type."""
+    def _read_key(self, name: str) -> Any:
         key = self.family.config[name]
         spelling, value = self.find_key(name)
-        wanted, fits = TYPES[key.type]
+        rule, fits = TYPES[key.type]
         # A default is for missing keys alone: null is what a config says, and not every class reads
         # it as its default.
         if value is ABSENT and key.default is not ABSENT:
             return key.default
         if value is None and key.nullable:
             return None
-        if value is ABSENT or value is None:
-            if key.otherwise is not ABSENT:
-                return evaluate(key.otherwise, self)
-            state = "missing" if value is ABSENT else "null"
-            raise InputError(
-                f"config.json: {name} is {state}; model_type {self.family.model_type!r} needs"
-                f" {wanted}"
-            )
+        if value in (ABSENT, None) and key.otherwise is not ABSENT:
+            return evaluate(key.otherwise, self)
         if not fits(value):
-            raise InputError(f"config.json: {spelling} must be {wanted}, not {value!r}")
+            found = "missing" if value is ABSENT else repr(value)
+            raise InputError(
+                f"config.json: {spelling} must be {rule} for model_type"
+                f" {self.family.model_type!r}, but it is {found}"
+            )
         if key.per_layer and len(value) != (layers := evaluate(self.family.sizes.layers, self)):
             raise InputError(
                 f"config.json: {spelling} must have {layers} entries, one per layer, not"

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from helpers.processes import run_python
@@ -34,33 +34,21 @@ def test_sections_merge_entry_by_entry_or_say_what_is_wrong(tmp_path):
     merged = {"kind": "a", "block": {"x": {"one": None}, "z": 1, "w": 5}, "names": ["c"]}
     assert schema.read_table(tmp_path / "second.json") == merged
     assert schema.read_table(tmp_path / "third.json") == {**merged, "kind": "c", "rest": {"q": 1}}
-    write(second={"extends": "first", "block": {"gone": None}})
-    with pytest.raises(
-        ValueError, match=r"^second.json: block: .* has no 'gone' to remove with null$"
-    ):
-        schema.read_table(tmp_path / "second.json")
 
 
 @pytest.mark.parametrize(
     "place", [(), ("config", "head_dim"), ("rotary", "by_type", "full_attention"), ("tolerated", 0)]
 )
-def test_an_unknown_key_is_an_error_that_names_its_place(place):
+def test_an_unknown_or_missing_key_is_an_error_that_names_its_place(place):
     data = inner = table("gemma3_text")
     for step in place:
         inner = inner[step]
     inner["colour"] = "blue"
-    with pytest.raises(ValueError, match="unknown key 'colour'; known: ") as caught:
+    with pytest.raises(ValueError, match="'colour'") as caught:
         schema.parse_family(data, "x.json")
     assert all(str(step) in str(caught.value) for step in place)
-
-
-def test_a_missing_key_and_an_unknown_role_are_errors_that_name_their_place():
-    data = table("llama")
-    data["tensors"]["colour"] = data["tensors"]["gate"]
-    with pytest.raises(ValueError, match="tensors: unknown role 'colour'"):
-        schema.parse_family(data, "x.json")
-    del data["attention"]["scale"], data["attention"]["o"], data["tensors"]["colour"]
-    with pytest.raises(ValueError, match="attention: missing key 'o', 'scale'"):
+    del inner["colour"], data["attention"]["scale"]
+    with pytest.raises(ValueError, match=r"x.json: attention: .*'scale'"):
         schema.parse_family(data, "x.json")
 
 
@@ -90,7 +78,7 @@ def test_the_example_of_the_guide_is_a_family(tmp_path):
 
 
 @pytest.mark.parametrize("name", supported())
-def test_expressions_refer_to_keys_of_the_file_and_to_all_of_them(name):
+def test_expressions_refer_to_keys_of_the_file_and_to_all_of_them_and_roles_exist(name):
     family = load_family(name)
     used = {family.sizes.kv_heads}
     for section in sections_of(family):
@@ -100,6 +88,8 @@ def test_expressions_refer_to_keys_of_the_file_and_to_all_of_them(name):
                 for expression in value if isinstance(value, tuple) else (value,):
                     used |= values.names_in(expression)
     assert used - {"layer", "layer_type", "sparse", None} == set(family.config)
+    # No target looks up a misspelled role: its tensor would be lost in silence.
+    assert set(family.tensors) <= set(get_args(schema.BlockRole))
 
 
 @pytest.mark.parametrize(
@@ -109,11 +99,6 @@ def test_nothing_else_is_allowed(expression):
     for use in (values.names_in, lambda text: values.evaluate(text, {"a": 1})):
         with pytest.raises(ValueError, match="is not allowed in family-file expressions"):
             use(expression)
-
-
-def test_a_malformed_expression_is_named():
-    with pytest.raises(ValueError, match=r"^'a \+' is not an expression: "):
-        values.names_in("a +")
 
 
 def test_reading_families_and_wrappers_imports_neither_torch_nor_transformers():

@@ -31,15 +31,9 @@ def test_roles_select_what_is_written_in_the_stored_dtype():
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
 
 
-def test_biases_and_norms_without_a_place_are_refused(refused):
-    model = bound("llama")
-    normed = bound("qwen3")
-    weights, others = (read_layer(each, 0, stored(each).__getitem__) for each in (model, normed))
-    differing = replace(others.k_norm, weight=torch.randn(8, 8))
-    for place, layer in (
-        (normed, replace(others, k_norm=differing)),
-        (bound("llama", attention_bias=False), weights),
-        (model, replace(weights, v_bias=None)),
-    ):
-        with refused(ValueError):
-            write_layer(place, 0, layer)
+def test_a_norm_for_each_head_is_refused_where_one_is_stored(refused):
+    model = bound("qwen3")
+    weights = read_layer(model, 0, stored(model).__getitem__)
+    differing = replace(weights.k_norm, weight=torch.randn(8, 8))
+    with refused(ValueError):
+        write_layer(model, 0, replace(weights, k_norm=differing))

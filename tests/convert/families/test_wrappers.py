@@ -29,7 +29,7 @@ from kvfold.convert import (
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.family import _SIZES, DEFAULT_SIZES, WRAPPERS
+from kvfold.convert.families.family import DEFAULT_SIZES, WRAPPERS
 from kvfold.convert.families.model import model_of
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.text.tokenizer import check_teacher
@@ -217,7 +217,7 @@ def test_sizes_left_out_are_those_of_the_stock_class():
     assert set(wrappers.MODELS) == set(WRAPPERS)
     for name, sizes in DEFAULT_SIZES.items():
         stock = CONFIG_MAPPING[name]()
-        assert sizes == tuple(getattr(stock, key) for key in _SIZES), name
+        assert sizes == {key: getattr(stock, key) for key in sizes}, name
     for name, each in WRAPPERS.items():
         assert CONFIG_MAPPING[name]().get_text_config().model_type == each.text, name
 
