@@ -64,7 +64,7 @@ def test_help_plans_and_wrong_inputs_import_nothing_heavy(tmp_path):
         "already exists": ["convert", demo, "neox", "--to", "mqa"],
         "--calibration nothing.txt: no such file": [*convert, "--calibration", "nothing.txt"],
         "--text nothing.txt: no such file": ["drift", demo, demo, "--text", "nothing.txt"],
-        "--text nothing.txt: no such file; check": [*uptrain, "nothing.txt"],
+        "--text nothing.txt: no such file or": [*uptrain, "nothing.txt"],
         "/nope/out: no such folder": ["drift", demo, "/nope/out"],
         "/nope/eval: no such folder": ["eval", "/nope/eval", "/nope"],
         "/nope/sweep: no such folder": ["sweep", "/nope/sweep"],
@@ -113,7 +113,7 @@ cli.main({line})
         "convert a b --to mqa --resume",
         "inspect nowhere/at/all",
         "sweep a --within 5%",
-        "inspect a --json " + "x" * 300,
+        "recipes --json " + "x" * 300,
         "inspect \x1b[2J\u202e",
     ],
 )
@@ -137,10 +137,9 @@ def test_a_gpu_that_is_not_there_is_refused_before_the_model(kvfold, line, monke
 def test_inspect_prints_a_summary_and_json(kvfold):
     text = kvfold("inspect", demo_folder()).stdout
     assert "MHA: 8 query heads, 8 key/value heads, head dim 32" in text
-    for line in ([demo_folder(), "--json"], ["--json", demo_folder()]):
-        done = kvfold("inspect", *line)
-        assert json.loads(done.stdout)["attention"] == "MHA"
-        assert done.stderr == text
+    done = kvfold("inspect", demo_folder(), "--json")
+    assert json.loads(done.stdout)["attention"] == "MHA"
+    assert done.stderr == text
 
 
 def test_demo_converts_measures_and_writes_its_table(kvfold, monkeypatch, tmp_path):

@@ -29,9 +29,10 @@ def change(folder, **values):
     ("values", "problem"),
     [
         ({"num_hidden_layers": -1}, "config.json: num_hidden_layers"),
-        ({"num_hidden_layers": 5}, "missing: model.layers.4.self_attn.kv_a_proj_with_mqa.weight"),
+        ({"num_hidden_layers": 5}, "in 5 layers"),
         ({"kv_lora_rank": "x"}, "config.json: kv_lora_rank must be"),
-        ({"kv_lora_rank": 25}, "wrong shape: model.layers.0.self_attn.kv_a_proj_with_mqa.weight"),
+        ({"kv_lora_rank": 25}, "kv_a_proj_with_mqa.weight must be [33, 256]"),
+        ({"rope_parameters": "x"}, "config.json: rope_parameters must be"),
         ({"architectures": {"a": 1}}, "config.json: architectures must be"),
     ],
 )

@@ -3,7 +3,6 @@ reader takes it.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,61 +28,44 @@ def parse(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def run(*words: object) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(list(map(str, words)))
-    assert caught.value.code == 0
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command with ``--json`` on stdout, and parses what is there."""
+
+    def run(*words: object) -> Any:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(list(map(str, words)))
+        assert caught.value.code == 0
+        return parse(capsys.readouterr().out)
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The model that ships, converted to each of ``RESULTS``; what ``convert --json`` printed is
-    beside it.
-    """
-    folder = tmp_path_factory.mktemp("json")
-    converted = {"demo": demo_folder()}
-    for name, options in RESULTS.items():
-        converted[name] = folder / name
-        files = ["--quiet", "--json", folder / f"{name}.json"]
-        run("convert", demo_folder(), folder / name, *options.split(), *files)
-    return converted
-
-
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [
-        *((command, name) for command in ("inspect", "drift") for name in ["demo", *RESULTS]),
-        *(("verify", name) for name in RESULTS),
-        *(("sweep", name) for name in ("demo", "gqa")),
-    ],
-)
-def test_every_command_writes_json_for_every_checkpoint(results, tmp_path, name, command):
-    model = results[name]
-    if name in RESULTS:
-        assert parse(model.with_suffix(".json").read_text())["cache_elements"]["to"] > 0
-    arguments: dict[str, list[object]] = {
-        "inspect": [model],
-        "verify": [model],
-        "drift": [demo_folder(), model, *SMALL],
-        "sweep": [model, "--targets", "mqa", *SMALL, "--quiet"],
-    }
-    run(command, *arguments[command], "--json", tmp_path / "file.json")
-    assert parse((tmp_path / "file.json").read_text())
+@pytest.mark.parametrize("name", RESULTS)
+def test_commands_write_json_for_every_checkpoint(run, tmp_path, name):
+    out = tmp_path / name
+    demo = demo_folder()
+    json_ = ["--json", "-"]
+    assert run("convert", demo, out, *RESULTS[name].split(), *json_)["cache_elements"]["to"] > 0
+    assert run("inspect", out, "--json")["cache"]["cache_elements"] > 0
+    assert run("drift", demo, out, *SMALL, *json_)["sequences"] == 2
+    assert run("verify", out, *json_)["problems"] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RESULTS)
-def test_commands_that_load_whole_models_write_json(results, tmp_path, name):
+def test_commands_that_load_whole_models_write_json(run, tmp_path, name):
     (tmp_path / "text.txt").write_text(read_text("calibration"))
-    bench = "--context 16 --batch 1 --prefill-tokens 0 --seconds 0 --device cpu --quiet --json"
-    uptrain = "--steps 1 --batch-tokens 64 --seq-len 32 --quiet --json"
-    evaluate = "--lengths 256 --samples 2 --quiet --json"
+    out = tmp_path / name
+    demo = demo_folder()
+    run("convert", demo, out, *RESULTS[name].split(), "--json", "-")
+    bench = "--context 16 --batch 1 --prefill-tokens 0 --seconds 0 --device cpu --json -"
+    evaluate = "--lengths 256 --samples 2 --json -"
+    uptrain = "--steps 1 --batch-tokens 64 --seq-len 32 --json -"
+    assert run("bench", out, *bench.split())["rows"]
+    assert run("eval", demo, out, *evaluate.split())["positions"]
     text = ["--text", tmp_path / "text.txt"]
-    run("eval", demo_folder(), results[name], *evaluate.split(), tmp_path / "e")
-    run("bench", results[name], *bench.split(), tmp_path / "b")
-    run("uptrain", results[name], tmp_path / "out", *text, *uptrain.split(), tmp_path / "u")
-    run("recipes", "--json", tmp_path / "r")
-    assert all(parse((tmp_path / file).read_text()) for file in "ebur")
+    assert run("uptrain", out, tmp_path / "trained", *text, *uptrain.split())
 
 
 def test_json_on_stdout_is_alone_when_a_library_prints_past_python():

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from kvfold.convert import inspect_checkpoint
 from kvfold.convert.families.model import model_of
 from kvfold.convert.targets.mla.encode import CONSTANT, mla_tensors
 from kvfold.convert.targets.mla.layout import mla_config, mla_shapes
@@ -233,15 +232,6 @@ def test_it_is_loaded_and_saved_like_any_stock_model(written, tmp_path, caplog, 
     assert {key: read.rope_parameters[key] for key in wrote["rope_parameters"]} == wrote[
         "rope_parameters"
     ]
-
-
-def test_scaled_rope_in_a_deepseek_model_is_nothing_that_engines_were_tried_with(written, tmp_path):
-    written(MlaSpec(9, 8, layout="engine"))
-    assert inspect_checkpoint(str(tmp_path)).engines
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["rope_parameters"]["factor"] = 4.0
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert inspect_checkpoint(str(tmp_path)).engines == []
 
 
 @pytest.mark.parametrize("rank", [5, 47, 511, 2000])
