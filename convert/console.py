@@ -38,15 +38,19 @@ STDOUT = "-"  # stands for stdout in place of a file name, as in other command-l
 WITHDRAWN: dict[str, str] = {
     "--cache": "caches are those of transformers by default; remove the option",
     "--fresh": "a sweep keeps nothing of an interrupted one; remove the option",
+    "--distill-weight": "with --teacher its predictions are the target, without it the text",
+    "--eval-text": "kvfold drift MODEL TRAINED --text FILE measures on another text",
     "--keep-intervals": "convert with several numbers of --polish, each into an OUT of its own",
     "--keep-quantized": "dequantize the model first, as docs/questions.md shows",
+    "--max-shard-size": "shards have at most 5 GB; remove the option",
     "--plot": "--report DIR writes a page with the curve",
     "--q-rank": "queries keep their size, and the cache does not depend on it; remove the option",
     "--resume": "the same command continues an interrupted run by itself",
     "--spill": "hidden states stay in memory; where they do not fit, lower --samples or --seq-len",
     "--teacher": "kvfold uptrain OUT TRAINED --teacher MODEL2 learns from another model",
+    "--temperature": "the predictions of the teacher are matched as they are; remove the option",
     "--threads": "the variable OMP_NUM_THREADS sets the CPU threads",
-    "--train": "kvfold uptrain OUT TRAINED --train all trains all weights",
+    "--train": "convert --polish trains the attention alone, and kvfold uptrain all weights",
 }
 
 Decorator = Callable[[Any], Any]

@@ -33,7 +33,6 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     check_files(json_file)
     check_output(request.out, overwrite=request.overwrite, model=request.model)
     check_sources([request.text], "text")
-    check_sources(filter(None, [request.eval_text]), "eval_text")
     if not request.quiet and launched_as_rank0():
         click.echo(f"reading {request.model}", err=True)
     check_opens(*filter(None, [request.model, request.teacher]))

@@ -124,31 +124,6 @@ def load_calibration(
     )
 
 
-def load_training(
-    text: str,
-    eval_text: str | None,
-    tokenizer: Any,
-    seq_len: int,
-    count: int,
-    held_out: int,
-    seed: int,
-) -> tuple[Tensor, Tensor]:
-    """Draw sequences for uptraining from ``text``: ``[n, T]`` to train on, at most ``count``, and
-    ``[held_out, T]``, which come from ``eval_text`` unless it is None; both int32.
-
-    Raises InputError, naming the option, if a text is unreadable or too short.
-    """
-    advice = "or lower --eval-sequences or --seq-len"
-    reserved = held_out if eval_text is None else 0
-    corpus = open_corpus(text, tokenizer, seed, option="text")
-    rows = draw_sequences(corpus, seq_len, reserved + 1, reserved + count, advice)
-    training = rows[reserved : reserved + count]
-    if eval_text is None:
-        return training, rows[:reserved]
-    corpus = open_corpus(eval_text, tokenizer, seed, option="eval_text")
-    return training, draw_sequences(corpus, seq_len, held_out, held_out, advice)[:held_out]
-
-
 def draw_sequences(corpus: Corpus, seq_len: int, needed: int, wanted: int, advice: str) -> Tensor:
     """All sequences ``[n, T]``, int32, of as much text as yields ``wanted`` of them, in random
     order.

@@ -205,16 +205,11 @@ def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def distillation_loss(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """The mean ``KL(teacher || student)`` in nats per token, for ``[B, T, V]`` logits divided by
-    ``temperature``.
-
-    The result is multiplied by ``temperature ** 2``, which keeps the scale of the gradients (Hinton
-    et al., 2015).
-    """
+def distillation_loss(logits: Tensor, teacher: Tensor) -> Tensor:
+    """The mean ``KL(teacher || student)`` in nats per token, for logits ``[B, T, V]``."""
     # The last position has no next token and does not count.
-    student, target = (x[:, :-1].flatten(0, 1).float() / temperature for x in (logits, teacher))
-    return divergence(student, target) / len(student) * temperature**2
+    rows = logits[:, :-1].flatten(0, 1)
+    return divergence(rows, teacher[:, :-1].flatten(0, 1)) / len(rows)
 
 
 def divergence(logits: Tensor, teacher: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The subclass of ``transformers.Trainer`` for uptraining: its arguments, the losses, the relative
+"""The subclass of ``transformers.Trainer`` for uptraining: its arguments, the loss, the relative
 step sizes and the best weights on held-out text.
 
 Steps are relative to each tensor's size as in polishing (`scale_steps`), but not to its rows and
@@ -14,18 +14,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import patch_environment
 from torch import Tensor
-from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from kvfold.attention.drift.recording import attention_name
+from kvfold.attention.drift.compare import distances
 from kvfold.attention.drift.report import perplexity
-from kvfold.attention.drift.streams import layer_list
 from kvfold.convert.checkpoint.atomic import replacing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.device import choose_device, training_autocast
-from kvfold.convert.errors import InputError, option_error
+from kvfold.convert.device import choose_device
+from kvfold.convert.errors import InputError
 from kvfold.convert.processes import launched_as_rank0
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import attend_in_blocks
@@ -66,31 +65,37 @@ def training_arguments(
     # A single process uses all GPUs that it sees: transformers divides each of its batches among
     # them.
     replicas = torch.cuda.device_count() if processes == 1 and device.type == "cuda" else processes
+    share, rest = divmod(request.sequences, replicas)
+    if rest:
+        raise InputError(
+            f"--batch-tokens: {request.sequences} sequences per step cannot be divided evenly among"
+            f" {replicas} processes or GPUs; use a multiple of {replicas} x --seq-len"
+        )
     # On a CPU a thousand tokens keep the products busy, and more take memory: SmolLM2-135M with its
     # teacher 5.5 GB for 1 x 1024 tokens, 7.9 GB for 2 (peaks of `kvfold uptrain --steps 1`,
     # 2026-11-26).
-    most = batch_size(request.seq_len) if device.type == "cpu" else _GPU_SEQUENCES
-    most = request.micro_batch or most
-    micro, accumulation = divide_batch(request.sequences, most, replicas)
+    limit = batch_size(request.seq_len) if device.type == "cpu" else _GPU_SEQUENCES
+    limit = min(share, request.micro_batch or limit)
+    micro_batch = max(size for size in range(1, limit + 1) if share % size == 0)
     # More steps than a short run has: it ends on the way to the peak.
     warmup = max(WARMUP_STEPS, request.steps // 20)
     if request.warmup is not None:
         warmup = int(request.warmup * request.steps)
     # The noise of Adam's steps falls with the root of the batch; above the largest the rate is
     # limited by curvature.
-    rate = (
-        _AT_WIDTH_ONE / math.sqrt(width) * min(1.0, math.sqrt(request.batch_tokens / _FULL_BATCH))
-    )
-    constant = request.schedule == "constant"
+    batch = min(1.0, request.batch_tokens / _FULL_BATCH)
+    rate = _AT_WIDTH_ONE / math.sqrt(width) * math.sqrt(batch)
     return TrainingArguments(
         output_dir=str(request.work),
         max_steps=request.steps,
-        per_device_train_batch_size=micro,
-        per_device_eval_batch_size=most,
-        gradient_accumulation_steps=accumulation,
+        per_device_train_batch_size=micro_batch,
+        per_device_eval_batch_size=1,
+        gradient_accumulation_steps=share // micro_batch,
         train_sampling_strategy="sequential",
         learning_rate=request.relative_lr or rate,
-        lr_scheduler_type="constant_with_warmup" if constant else request.schedule,
+        lr_scheduler_type="constant_with_warmup"
+        if request.schedule == "constant"
+        else request.schedule,
         warmup_steps=warmup,
         weight_decay=request.weight_decay,
         max_grad_norm=request.clip,
@@ -98,7 +103,6 @@ def training_arguments(
         optim="adamw_torch",
         seed=request.seed,
         bf16=precision == torch.bfloat16,
-        fp16=precision == torch.float16,
         use_cpu=device.type == "cpu",
         ddp_backend="gloo" if device.type == "cpu" and processes > 1 else None,
         ddp_find_unused_parameters=False,
@@ -115,81 +119,22 @@ def training_arguments(
     )
 
 
-def divide_batch(sequences: int, micro_batch: int, replicas: int) -> tuple[int, int]:
-    """Split a global batch of ``sequences``; returns the micro-batch size per replica and the
-    accumulation steps.
-
-    The micro-batch size is at most ``micro_batch``. Raises InputError if ``replicas`` does not
-    divide ``sequences``.
-    """
-    if sequences % replicas:
-        raise InputError(
-            f"--batch-tokens: {sequences} sequences per step cannot be divided evenly among"
-            f" {replicas} processes or GPUs; use a multiple of {replicas} x --seq-len"
-        )
-    share = sequences // replicas
-    micro = max(n for n in range(1, min(micro_batch, share) + 1) if share % n == 0)
-    return micro, share // micro
-
-
-def forward_dtype(request: UptrainRequest, source: Checkpoint) -> torch.dtype:
-    """The dtype of forward passes; ``auto`` is bfloat16 if supported on GPUs, else float16, and on
-    CPUs if it pays.
-
-    Raises InputError if the device cannot compute in the requested one.
-    """
-    device = choose_device(request.device)
-    if request.precision == "float16" and device.type == "cpu":
-        raise option_error(
-            "precision", "float16", "requires a GPU; on a CPU, use bfloat16 or float32"
-        )
-    if request.precision != "auto":
-        precision: torch.dtype = getattr(torch, request.precision)
-        return precision
-    if device.type == "cpu":
-        return training_autocast(source, device) or torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-
-
-def load_student(request: UptrainRequest, source: Checkpoint) -> Any:
-    """Load the model to train in float32, with the parameters that are not trained frozen."""
-    model = load_model(source, torch.float32, request.trust_remote_code)
-    model.config.use_cache = False
-    attend_in_blocks(model, choose_device(request.device))
-    if request.gradient_checkpointing:
-        # The first name is that of transformers 6.
-        enable = getattr(
-            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
-        )
-        enable({"use_reentrant": False})
-    if request.train == "attention":
-        inside = f".{attention_name(layer_list(model)[1][0])}."
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(inside in name)
-    return model
-
-
-def load_teacher(request: UptrainRequest, source: Checkpoint, arguments: TrainingArguments) -> Any:
-    """Load the model to distill from: frozen, in the training's compute dtype, and unsharded on
-    every device. None without one.
-    """
-    from accelerate.utils import patch_environment
-
+def load_teacher(request: UptrainRequest, source: Checkpoint, dtype: torch.dtype) -> Any:
+    """Load the model to distill from: frozen, in ``dtype``, and unsharded. None without one."""
     if request.teacher is None:
         return None
-    precision = forward_dtype(request, source)
     with closing(open_checkpoint(request.teacher)) as opened:
         tokenizer = load_tokenizer(source, request.trust_remote_code, "uptraining")
         check_teacher(opened, source, tokenizer, request.trust_remote_code)
         # Under FSDP transformers loads weights on the first process only; a teacher is not sharded.
         with patch_environment(fsdp_cpu_ram_efficient_loading="false"):
-            teacher = load_model(opened, precision, request.trust_remote_code)
-    return teacher.to(arguments.device).eval().requires_grad_(False)
+            teacher = load_model(opened, dtype, request.trust_remote_code)
+    return teacher.eval().requires_grad_(False)
 
 
 class Uptrainer(Trainer):  # type: ignore[misc]
-    """A trainer of the checkpoint ``source`` for the ``tokens``: ``train``, in their order, and
-    ``held_out``, on which drift is measured unless it is empty.
+    """A trainer of the checkpoint ``source`` on the sequences ``tokens [n, T]``, in their order;
+    drift is measured on ``held_out [m, T]`` unless it is empty.
     """
 
     # Every micro-batch's loss is a mean over equally many tokens.
@@ -200,34 +145,41 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         request: UptrainRequest,
         source: Checkpoint,
         arguments: TrainingArguments,
-        tokens: dict[str, Tensor],
+        teacher: Any,
+        tokens: Tensor,
+        held_out: Tensor,
     ) -> None:
-        self._request = request
-        self._teacher = load_teacher(request, source, arguments)
-        model = load_student(request, source)
+        self._best = request.work / _BEST
+        self._teacher = None if teacher is None else teacher.to(arguments.device)
+        model = load_model(source, torch.float32, request.trust_remote_code)
+        attend_in_blocks(model, choose_device(request.device))
+        if request.gradient_checkpointing:
+            # The first name is that of transformers 6.
+            enable = getattr(
+                model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+            )
+            enable({"use_reentrant": False})
         parameters = dict(model.named_parameters())
         self.constant = hold_constant(parameters) if has_constant(source) else {}
         super().__init__(
             model=model,
             args=arguments,
-            train_dataset=[{"input_ids": row} for row in tokens["train"]],
-            eval_dataset=[{"input_ids": row} for row in tokens["held_out"]],
-            callbacks=[RunCallback(request)],
+            train_dataset=[{"input_ids": row} for row in tokens],
+            eval_dataset=[{"input_ids": row} for row in held_out],
+            callbacks=[RunCallback(request.quiet)],
         )
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = False
+        if self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version != 2:
+            raise InputError(
+                "FSDP version 1 flattens weights, but uptraining needs separate tensors for their"
+                " learning rates; set fsdp_version: 2, as in convert/data/fsdp.yaml"
+            )
         sizes = [tensor_sizes(parameters, self.constant)]
         # A sharded model may have been loaded by the first process only.
         if dist.is_initialized():
             dist.broadcast_object_list(sizes, src=0)
         self._sizes = sizes[0]
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if self.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2:
-            raise InputError(
-                "FSDP version 1 flattens weights, but uptraining needs separate tensors for their"
-                " learning rates and the constant channel; set fsdp_version: 2, as in"
-                " convert/data/fsdp.yaml"
-            )
 
     def run(self, checkpoint: Path | None) -> dict[str, Tensor]:
         """Train from ``checkpoint`` or from the start; returns the whole tensors on the CPU, on the
@@ -237,11 +189,11 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         training.
         """
         self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        if self._last_is_best():
-            return self._state()
+        if not self.eval_dataset:
+            return self._gather_state()
         if not launched_as_rank0():
             return {}
-        state: dict[str, Tensor] = torch.load(self._request.work / _BEST, weights_only=True)
+        state: dict[str, Tensor] = torch.load(self._best, weights_only=True)
         return state
 
     def rows(self) -> list[dict[str, Any]]:
@@ -250,15 +202,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         history = self.state.log_history
         return [dict(sorted(row.items())) for row in history if "train_runtime" not in row]
 
-    def _last_is_best(self) -> bool:
-        """True if all evaluations before the last had larger errors: the KL, or without a teacher
-        the loss.
-        """
-        rows = [row for row in self.rows() if "eval_loss" in row]
-        errors = [row.get("eval_kl", row["eval_loss"]) for row in rows]
-        return not errors or errors[-1] < min(errors[:-1], default=math.inf)
-
-    def _state(self) -> dict[str, Tensor]:
+    def _gather_state(self) -> dict[str, Tensor]:
         model = self.model_wrapped if self.is_fsdp_enabled else self.model
         state = self.accelerator.get_state_dict(model)
         return {name: value.detach().cpu() for name, value in (state or {}).items()}
@@ -284,23 +228,20 @@ class Uptrainer(Trainer):  # type: ignore[misc]
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
         tokens = inputs["input_ids"].long()
-        weight = self._request.distilled
         logits = model(input_ids=tokens, use_cache=False).logits
-        loss: Tensor = logits.new_zeros((), dtype=torch.float32)
-        if weight < 1:
-            loss = loss + (1 - weight) * next_token_loss(logits, tokens)
-        if weight > 0:
-            teacher = self._teacher_logits(tokens, logits.shape[-1])
-            loss = loss + weight * distillation_loss(logits, teacher, self._request.temperature)
-        return loss
+        if self._teacher is None:
+            return next_token_loss(logits, tokens)
+        return distillation_loss(logits, self._teacher_logits(tokens, logits))
 
     @torch.no_grad()
-    def _teacher_logits(self, tokens: Tensor, vocabulary: int) -> Tensor:
-        """The teacher's logits for the student's ``vocabulary``; a larger sibling may pad its own
-        further.
+    def _teacher_logits(self, tokens: Tensor, like: Tensor) -> Tensor:
+        """The teacher's logits for the vocabulary of the student's logits ``like``; a larger
+        sibling may pad its own further. Without a teacher, ``like``.
         """
+        if self._teacher is None:
+            return like
         logits: Tensor = self._teacher(input_ids=tokens, use_cache=False).logits
-        return logits[..., :vocabulary]
+        return logits[..., : like.shape[-1]]
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
@@ -312,56 +253,45 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         for inputs in self.get_eval_dataloader():
             tokens = inputs["input_ids"].long()
             logits = self.model(input_ids=tokens, use_cache=False).logits
-            teacher = logits
-            if self._teacher is not None:
-                teacher = self._teacher_logits(tokens, logits.shape[-1])
-            figures = [
-                torch.stack(
-                    [next_token_loss(s, t), next_token_loss(e, t), distillation_loss(s, e, 1.0)]
-                )
-                for s, e, t in zip(logits.split(1), teacher.split(1), tokens.split(1), strict=True)
-            ]
+            teacher = self._teacher_logits(tokens, logits)
+            sums = distances(teacher[:, :-1], logits[:, :-1], tokens[:, 1:])
             # Of the sequences of all processes, without those that only fill up their last batch.
-            rows.append(self.accelerator.gather_for_metrics(torch.stack(figures)).cpu())
-        loss, teacher_loss, kl = torch.cat(rows).double().mean(0).tolist()
+            rows.append(self.accelerator.gather_for_metrics(sums.T / tokens[0, 1:].numel()).cpu())
+        kl, _, teacher_loss, loss = torch.cat(rows).mean(0).tolist()
         metrics = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
         if self._teacher is not None:
             metrics |= {"eval_kl": kl, "eval_excess": loss - teacher_loss}
+        errors = [held_out_error(row) for row in self.state.log_history if "eval_loss" in row]
+        if held_out_error(metrics) < min(errors, default=math.inf):
+            state = self._gather_state()
+            if launched_as_rank0():
+                with replacing(self._best) as new:
+                    torch.save(state, new)
         # The log adds the epoch to what it is given.
         self.log(dict(metrics))
-        # The last step's weights stay in memory.
-        if self._last_is_best() and self.state.global_step < self.state.max_steps:
-            state = self._state()
-            if launched_as_rank0():
-                with replacing(self._request.work / _BEST) as new:
-                    torch.save(state, new)
         self.control: Any = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics
         )
         return metrics
 
 
+def held_out_error(row: dict[str, float]) -> float:
+    """What the best weights have least of: the KL from the teacher, or the loss without one."""
+    return row.get("eval_kl", row["eval_loss"])
+
+
 class RunCallback(TrainerCallback):  # type: ignore[misc]
-    """Shows the progress and the rows of the log on stderr, and ends a run whose loss is not
-    finite.
-    """
+    """Shows the rows of the log on stderr, and ends a run whose loss is not finite."""
 
-    def __init__(self, request: UptrainRequest) -> None:
-        self._quiet = request.quiet or not launched_as_rank0()
-        self._bar: Any = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        steps = {"total": state.max_steps, "initial": state.global_step}
-        self._bar = tqdm(**steps, desc="training", unit="step", disable=self._quiet or None)
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet or not launched_as_rank0()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        self._bar.update(1)
-        if state.global_step >= state.max_steps:
+        ends = state.global_step >= state.max_steps
+        if ends:
             control.should_evaluate = args.eval_strategy != "no"
-            control.should_log = True
-        if control.should_save:
-            # A resumed run then averages losses over the same steps.
-            control.should_log = True
+        # A run resumed from what is saved now averages losses over the same steps.
+        control.should_log |= ends or control.should_save
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -372,9 +302,5 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
                 " raise --warmup; if neither helps, the model is damaged: use another copy"
             )
         if not self._quiet and "train_runtime" not in row:
-            shown = [f"{name} {row[name]:.4g}" for name in row if name not in ("epoch", "step")]
-            line = f"step {row['step']}/{state.max_steps}: {', '.join(shown)}"
-            tqdm.write(line, file=sys.stderr)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._bar.close()
+            figures = [f"{name} {row[name]:.4g}" for name in row if name not in ("epoch", "step")]
+            print(f"step {row['step']}/{state.max_steps}: {', '.join(figures)}", file=sys.stderr)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kvfold.convert.formatting import SIZE_RULE, is_size
 from kvfold.convert.options import (
     Request,
     device_option,
@@ -15,12 +14,10 @@ from kvfold.convert.options import (
     seq_len_option,
     trust_option,
 )
-from kvfold.convert.request import Device
+from kvfold.convert.request import Device, TrainingDtype
 from kvfold.convert.training.budget import BATCH_TOKENS
 
-Trained = Literal["all", "attention"]
 Schedule = Literal["cosine", "linear", "constant"]
-Precision = Literal["auto", "float32", "bfloat16", "float16"]
 # Adam's first steps are of full size whatever the gradient is. Without warmup 3 steps of 16,384
 # tokens took SmolLM2-135M, MLA 128+64 as fitted, from KL 0.158 to 0.175 (recipes/real_models.py,
 # 2026-11-26).
@@ -44,9 +41,6 @@ class UptrainRequest(Request):
     text: str = option(
         help="Training text: .txt, .jsonl or a dataset name.", panel="Text", metavar="FILE|DATASET"
     )
-    eval_text: str | None = option(
-        None, "Held-out text; default: part of --text.", metavar="FILE|DATASET"
-    )
     seq_len: int = seq_len_option(default=1024, help="Tokens per packed sequence.")
     # The seeds of numpy's generator, which transformers seeds, are below 2**32.
     seed: int = seed_option(
@@ -54,26 +48,11 @@ class UptrainRequest(Request):
     )
     teacher: str | None = option(
         None,
-        "Checkpoint to distill from: the source of MODEL's conversion.",
-        panel="Distillation",
+        "Checkpoint to distill from: the source of MODEL's conversion. Its predictions are then the"
+        " target, instead of the text's next tokens.",
         metavar="MODEL",
     )
-    distill_weight: float | None = option(
-        None,
-        "Weight of the distillation loss, 0 to 1; default with --teacher: 1.",
-        metavar="W",
-        maximum=1,
-    )
-    temperature: float = option(
-        1.0,
-        "Temperature of both distributions in the distillation loss.",
-        rule="a number above 0",
-        check=lambda value: value > 0,
-    )
-    train: Trained = option(
-        "all", "Train all weights, or only those of the attention.", panel="Training"
-    )
-    steps: int = option(1000, "Number of optimizer steps.", minimum=1)
+    steps: int = option(1000, "Number of optimizer steps.", panel="Training", minimum=1)
     batch_tokens: int = option(
         65536, "Tokens per step, summed over all processes; a multiple of --seq-len."
     )
@@ -107,10 +86,10 @@ class UptrainRequest(Request):
     eval_sequences: int = option(64, "Number of held-out sequences.", minimum=1)
     log_every: int = option(10, "Steps between log rows.", minimum=1, runs=True)
     device: Device = device_option(panel="Running")
-    precision: Precision = option(
+    precision: TrainingDtype = option(
         "auto",
-        "Compute dtype; master weights stay float32. auto: bfloat16 on a GPU, and on a CPU that"
-        " multiplies it faster.",
+        "Dtype of products; master weights stay float32. auto: bfloat16 for a model stored in 16"
+        " bits on a device that multiplies it faster, measured.",
     )
     micro_batch: int | None = option(
         None,
@@ -121,26 +100,12 @@ class UptrainRequest(Request):
     )
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass.")
     save_every: int = option(200, "Steps between checkpoints; 0 disables them.", runs=True)
-    max_shard_size: int | str = option(
-        "5GB",
-        "Maximum size per shard.",
-        metavar="SIZE",
-        rule=SIZE_RULE,
-        check=is_size,
-        runs=True,
-    )
     fresh: bool = option(False, "Discard an interrupted run and start over.", runs=True)
     overwrite: bool = option(False, "Replace OUT.", runs=True)
     quiet: bool = option(False, "Do not print progress or a summary.", runs=True)
     trust_remote_code: bool = trust_option()
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        if self.distill_weight is not None and self.teacher is None:
-            yield (
-                "distill_weight",
-                "--distill-weight needs --teacher, the checkpoint to distill from; add it, or omit"
-                " --distill-weight",
-            )
         if self.batch_tokens < 1 or self.batch_tokens % self.seq_len:
             multiple = f"a multiple of --seq-len {self.seq_len}"
             yield "batch_tokens", f"--batch-tokens must be {multiple}, not {self.batch_tokens}"
@@ -151,17 +116,8 @@ class UptrainRequest(Request):
         return self.batch_tokens // self.seq_len
 
     @property
-    def distilled(self) -> float:
-        """The weight of the distillation loss; the next-token loss has the remaining weight, up to
-        1.
-        """
-        if self.teacher is None:
-            return 0.0
-        return 1.0 if self.distill_weight is None else self.distill_weight
-
-    @property
     def work(self) -> Path:
-        """The folder next to OUT for the run's log, tokens and checkpoints."""
+        """The folder next to OUT for the run's checkpoints."""
         out = Path(self.out)
         return out.with_name(out.name + ".training")
 

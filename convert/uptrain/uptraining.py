@@ -1,18 +1,23 @@
-"""Uptraining: training a converted checkpoint a little further on ``transformers.Trainer``."""
+"""Uptraining: training a converted checkpoint a little further on ``transformers.Trainer``.
+
+``OUT.training`` has the checkpoints of Trainer, from which an interrupted run continues, the best
+weights so far, and ``request.json``, which says whose they are.
+"""
 
 import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
+import torch
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from kvfold.attention.drift.report import dtype_name
 from kvfold.convert.checkpoint.atomic import check_output, output_folder, output_lock, write_file
@@ -23,29 +28,31 @@ from kvfold.convert.checkpoint.members import (
     dump,
     parse_json,
     portable_name,
+    read_bytes,
     read_member,
     recorded_name,
+    stamps,
 )
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
-from kvfold.convert.checkpoint.tensors import torch_dtype
+from kvfold.convert.checkpoint.writer import OutputTensor, ShardWriter, assign_shards, write_index
 from kvfold.convert.conversion.card import trained_card
 from kvfold.convert.conversion.record import versions
-from kvfold.convert.device import stored_dtype
+from kvfold.convert.device import choose_device, training_autocast
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.families.family import text_type
-from kvfold.convert.formatting import parse_size, to_json_values
+from kvfold.convert.formatting import to_json_values
 from kvfold.convert.processes import broadcast_from_rank0, launched_as_rank0, on_rank0
 from kvfold.convert.stream.stock import hide_bars, load_config
-from kvfold.convert.text.corpus import check_seq_len
+from kvfold.convert.text.corpus import check_seq_len, open_corpus
+from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
+from kvfold.convert.text.windows import draw_sequences
 from kvfold.convert.training.steps import check_constant
-from kvfold.convert.uptrain.training_folder import (
-    STATE,
-    TOKENS,
-    draw_tokens,
-    resume_or_start,
-)
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
+# The maximum size of a shard, as by default in transformers.
+_SHARD_BYTES = 5 * 10**9
+# Trainer writes this file of a checkpoint last.
+STATE = "trainer_state.json"
 # The figures of an evaluation on held-out text, in nats per token.
 _FIGURES = {
     "eval_loss": "loss",
@@ -110,39 +117,42 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
 
 
 def _train(request: UptrainRequest, source: Checkpoint) -> Uptrained:
-    from kvfold.convert.uptrain.trainer import Uptrainer, forward_dtype, training_arguments
+    from kvfold.convert.uptrain.trainer import (
+        Uptrainer,
+        held_out_error,
+        load_teacher,
+        training_arguments,
+    )
 
     config = load_config(source, request.trust_remote_code)
     check_seq_len(request.seq_len, getattr(config, "max_position_embeddings", None), source.origin)
     # Before the first step, so that a bad file does not cost the training.
-    side_files = _read_side_files(source)
-    precision = forward_dtype(request, source)
+    side_files = read_side_files(source)
+    device = choose_device(request.device)
+    precision = training_autocast(source, device, request.precision) or torch.float32
     hide_bars(request.quiet)
     # From here on the processes are connected.
     arguments = training_arguments(request, config.hidden_size, precision)
     checkpoint = broadcast_from_rank0(lambda: resume_or_start(request, source))
     arguments.eval_on_start = bool(request.eval_every) and checkpoint is None
-    if not request.quiet and launched_as_rank0():
-        print(
-            f"learning rate: {arguments.learning_rate:.2g} of each tensor's size after"
-            f" {arguments.warmup_steps} steps of warmup; forward and backward passes in"
-            f" {dtype_name(precision)}",
-            file=sys.stderr,
-        )
-    on_rank0(lambda: draw_tokens(request, source, config.vocab_size))
-    tokens = load_file(request.work / TOKENS)
-    trainer = Uptrainer(request, source, arguments, tokens)
+    tokens, held_out = broadcast_from_rank0(lambda: draw_tokens(request, source, config.vocab_size))
+    teacher = load_teacher(request, source, precision)
+    trainer = Uptrainer(request, source, arguments, teacher, tokens, held_out)
     state = trainer.run(checkpoint)
 
     def write() -> Uptrained:
         if trainer.constant:
             check_constant(state, source)
         options = request.result_options()
-        for name in options.keys() & {"model", "text", "eval_text", "teacher"}:
+        for name in options.keys() & {"model", "text", "teacher"}:
             options[name] = recorded_name(options[name])
-        record = {"request": options, "text": options["text"], "teacher": options.get("teacher")}
-        record |= _held_out_rows(request, trainer.rows())
-        record |= {"log": trainer.rows(), "precision": dtype_name(precision)}
+        rows = trainer.rows()
+        record: dict[str, Any] = {"request": options, "log": rows}
+        record["precision"] = dtype_name(precision)
+        if measured := [row for row in rows if "eval_loss" in row]:
+            # As in `Uptrainer`, the first of equals is the best.
+            best = min(measured, key=held_out_error)
+            record["held_out"] = {"before": measured[0], "after": best}
         model = trainer.accelerator.unwrap_model(trainer.model)
         _write_checkpoint(request, source, side_files, model, state, record)
         shutil.rmtree(request.work)
@@ -151,53 +161,95 @@ def _train(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     return on_rank0(write) or Uptrained({})
 
 
-def _held_out_rows(request: UptrainRequest, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The log's rows before training and of the state that is written, under ``held_out``; nothing
-    without evaluations.
-    """
-    measured = [row for row in rows if "eval_loss" in row]
-    if not measured:
-        return {}
-    # As in `Uptrainer`, the first of equals is the best.
-    best = min(measured, key=lambda row: row.get("eval_kl", row["eval_loss"]))
-    sizes = {"sequences": request.eval_sequences, "length": request.seq_len}
-    return {"held_out": {**sizes, "before": measured[0], "after": best}}
-
-
-def summary(request: UptrainRequest, uptrained: Uptrained) -> str:
-    """A summary of the result for users, one to four lines long."""
-    tokens = request.steps * request.batch_tokens
-    lines = [f"wrote {request.out}: {request.steps} steps, {tokens} tokens"]
-    for title, before, after in _figures(uptrained.record):
-        lines.append(f"held-out {title}: {before} -> {after} nats per token")
-    return "\n".join(lines)
-
-
-def _figures(record: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """The title of each held-out figure, and the figure before and after training."""
-    drift = record.get("held_out", {"before": {}})
-    for name, title in _FIGURES.items():
-        if name in drift["before"]:
-            yield title, f"{drift['before'][name]:.4f}", f"{drift['after'][name]:.4f}"
-
-
-def _read_side_files(source: Checkpoint) -> dict[str, bytes]:
+def read_side_files(source: Checkpoint) -> dict[str, bytes]:
     """Read the config, tokenizer, license and Python files, ``kvfold.json`` and the model card of
     ``source``, by name.
 
     Raises InputError if a file links out of the folder, is not a regular file or has an invalid
     format.
     """
-    names = [
-        "config.json",
-        *(str(path.relative_to(source.folder)) for path in source.extra_files()),
-    ]
-    names += sorted(path.name for path in source.folder.glob("*.py"))
-    names += [name for name in (RECORD, CARD) if os.path.lexists(source.folder / name)]
-    files = {name: read_member(source.folder, name) for name in dict.fromkeys(names)}
+    folder = source.folder
+    paths = [folder / "config.json", *source.extra_files(), *sorted(folder.glob("*.py"))]
+    paths += [folder / name for name in (RECORD, CARD) if os.path.lexists(folder / name)]
+    names = [str(path.relative_to(folder)) for path in paths]
+    files = {name: read_member(folder, name) for name in names}
     if RECORD in files:
-        parse_json(source.folder / RECORD, files[RECORD])
+        parse_json(folder / RECORD, files[RECORD])
     return files
+
+
+def resume_or_start(request: UptrainRequest, source: Checkpoint) -> Path | None:
+    """Prepare ``OUT.training``. Returns the newest complete checkpoint there, or None for a start.
+
+    Raises InputError if it is of a run with other options or of files of MODEL, the teacher or the
+    text that have changed since, or if the folder contains links or other files: what is read from
+    it must have been written by a run of this request.
+    """
+    work = request.work
+    started = work / "request.json"
+    if link := next((path for path in (work, *work.rglob("*")) if path.is_symlink()), None):
+        raise InputError(
+            f"{link} is a link, but the run writes into this folder; remove it or choose"
+            " another OUT"
+        )
+    before = parse_json(started, read_bytes(started)) if started.is_file() else {}
+    is_own = before.keys() == {"options", "files"}
+    if work.is_file() or (any(work.glob("*")) and not is_own):
+        raise InputError(
+            f"{work}: the run needs this folder, but it contains other files; choose another OUT"
+        )
+    files = [*source.states, *source.extra_files(), Path(request.text)]
+    if request.teacher is not None:
+        with closing(open_checkpoint(request.teacher)) as teacher:
+            files += teacher.states
+    now = json.dumps({"options": request.result_options(), "files": stamps(files)}, indent=1)
+    checkpoint = None if request.fresh else _find_newest(work)
+    if checkpoint is None:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        write_file(started, now)
+    elif before != json.loads(now):
+        raise InputError(
+            f"{work} has an interrupted run with other options, or of a model or text that changed"
+            " since; use the same to continue it, or --fresh to discard it",
+            field="fresh",
+        )
+    else:
+        print(f"resuming from {checkpoint.name} (--fresh starts over)", file=sys.stderr)
+    return checkpoint
+
+
+def _find_newest(work: Path) -> Path | None:
+    """The newest checkpoint that was written to its end."""
+    states = work.glob(f"checkpoint-[0-9]*/{STATE}")
+    for state in sorted(states, key=os.path.getmtime, reverse=True):
+        with suppress(InputError):
+            parse_json(state, read_bytes(state))
+            return state.parent
+    return None
+
+
+def draw_tokens(
+    request: UptrainRequest, source: Checkpoint, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """The sequences to train on, ``[steps * n, T]``, in their order, and those held out,
+    ``[m, T]``; both int32.
+
+    Raises InputError if the text is unreadable, too short or does not fit the model.
+    """
+    held_out = request.eval_sequences if request.eval_every else 0
+    count = request.steps * request.sequences
+    tokenizer = load_tokenizer(source, request.trust_remote_code, "uptraining")
+    corpus = open_corpus(request.text, tokenizer, request.seed, option="text")
+    advice = "or lower --eval-sequences or --seq-len"
+    rows = draw_sequences(corpus, request.seq_len, held_out + 1, held_out + count, advice)
+    check_vocabulary(rows, vocabulary, source.origin)
+    training = rows[held_out : held_out + count]
+    # A new order in every epoch, independent of the number of processes.
+    generator = torch.Generator().manual_seed(request.seed)
+    epochs = -(-count // len(training))
+    order = [torch.randperm(len(training), generator=generator) for _ in range(epochs)]
+    return training[torch.cat(order)[:count]], rows[:held_out]
 
 
 def _write_checkpoint(
@@ -208,78 +260,71 @@ def _write_checkpoint(
     state: Mapping[str, Tensor],
     training: Mapping[str, Any],
 ) -> None:
-    """Write the trained checkpoint to OUT atomically, in the layout of ``source``. ``training`` is
-    the record of the run for ``kvfold.json``.
+    """Write the ``state`` of the trained ``model`` to OUT atomically, with the names, dtypes and
+    shapes of ``source``. ``training`` is the record of the run for ``kvfold.json``.
     """
+    # Files of a base model lack the prefix of the whole model's names.
+    prefix = f"{model.base_model_prefix}."
+    stored = {
+        name if name in source.tensors else name.removeprefix(prefix): tensor
+        for name, tensor in revert_weight_conversion(model, dict(state)).items()
+    }
+    if unknown := stored.keys() - source.tensors.keys() - model.all_tied_weights_keys.keys():
+        raise KvfoldError(
+            f"{min(unknown)}: was trained, but {source.origin} has no such tensor; OUT was not"
+            " written, please report this"
+        )
+    # Tensors that transformers does not load, such as inv_freq of old models, are copied.
+    planned = [
+        OutputTensor(name, info.dtype, info.shape, None if name in stored else name)
+        for name, info in source.tensors.items()
+    ]
+    shards = assign_shards(planned, _SHARD_BYTES)
     with output_folder(request.out, overwrite=request.overwrite, model=source.folder) as folder:
-        dtypes = {name: torch_dtype(info.dtype) for name, info in source.tensors.items()}
-        stored = {
-            name: value.to(dtypes.get(name, stored_dtype(source))) for name, value in state.items()
-        }
-        if model.config.get_text_config().tie_word_embeddings and "lm_head.weight" not in dtypes:
-            # A cast copies a tied head, and save_pretrained no longer sees that it is one.
-            stored.pop("lm_head.weight", None)
-        if damaged := [name for name, value in stored.items() if not value.isfinite().all()]:
-            raise InputError(
-                f"{source.origin}: training produced NaN or infinity in {len(damaged)} tensors, so"
-                " OUT was not written; lower --relative-lr",
-                damaged,
-            )
-        shard_size = parse_size(request.max_shard_size)
-        model.save_pretrained(folder, state_dict=stored, max_shard_size=shard_size)
+        writer = ShardWriter(folder, shards)
+        with writer.copy_rest(source, lambda _: None):
+            writer.write(stored)
+        writer.finish()
+        write_index(folder, shards)
         for name, data in side_files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             write_file(folder / name, data)
-        card = trained_card(
-            side_files.get(CARD, b"").decode(errors="replace"),
-            portable_name(Path(request.out)),
-            _describe(request, training),
-        )
-        write_file(folder / CARD, card)
+        card = side_files.get(CARD, b"").decode(errors="replace")
+        name = portable_name(Path(request.out))
+        write_file(folder / CARD, trained_card(card, name, _describe(request, training)))
         record: dict[str, Any] = json.loads(side_files.get(RECORD, b'{"format": 4}'))
         if "drift" in record:
             record["drift_before_uptraining"] = record.pop("drift")
         record["uptraining"] = {**training, "versions": versions()}
-        add_hashes(record, folder)
+        add_hashes(record, folder, writer.digests)
         write_file(folder / RECORD, dump(to_json_values(record)))
-        _check_written(source, folder, stored)
         source.check_unchanged()
 
 
 def _describe(request: UptrainRequest, training: Mapping[str, Any]) -> str:
-    """The model card's section about the training, with the drift on held-out text if it was
-    measured.
-    """
-    trained = "its attention was" if request.train == "attention" else "all weights were"
-    teacher = f", distilled from `{training['teacher']}`" if training["teacher"] else ""
+    """The model card's section about the training."""
+    options = training["request"]
+    teacher = f", distilled from `{options['teacher']}`" if request.teacher else ""
     lines = [
-        f"A converted checkpoint, trained further by kvfold: {trained} trained for {request.steps}"
-        f" steps of {request.batch_tokens} tokens of {training['text']}{teacher}."
+        "A converted checkpoint, trained further by kvfold: all weights were trained for"
+        f" {request.steps} steps of {request.batch_tokens} tokens of {options['text']}{teacher}.\n"
     ]
-    if "held_out" in training:
-        tokens = f"{request.eval_sequences} x {request.seq_len} held-out tokens"
-        lines += ["", f"| nats per token on {tokens} | before | after |", "|---|---|---|"]
-        lines += [f"| {' | '.join(row)} |" for row in _figures(training)]
+    lines += [f"- {figure}" for figure in _held_out_figures(training)]
     return "\n".join(lines) + "\n"
 
 
-def _check_written(source: Checkpoint, folder: Path, trained: Mapping[str, Tensor]) -> None:
-    """Raise KvfoldError unless ``folder`` has the tensors of ``source``, with their dtypes and
-    shapes.
-    """
-    with closing(open_checkpoint(folder)) as written:
-        after = {name: (info.dtype, info.shape) for name, info in written.tensors.items()}
-    # Tensors that transformers does not load, such as inv_freq of old models, may be missing.
-    before = {
-        name: (info.dtype, info.shape)
-        for name, info in source.tensors.items()
-        if name in after or (name in trained and name != "lm_head.weight")
-    }
-    if before != after:
-        name = min(
-            name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
-        )
-        raise KvfoldError(
-            f"{name}: written as {after.get(name)}, but {source.origin} has {before.get(name)};"
-            " OUT was not written, please report this"
-        )
+def summary(request: UptrainRequest, uptrained: Uptrained) -> str:
+    """A summary of the result for users, one to four lines long."""
+    tokens = request.steps * request.batch_tokens
+    wrote = f"wrote {request.out}: {request.steps} steps, {tokens} tokens"
+    return "\n".join([wrote, *_held_out_figures(uptrained.record)])
+
+
+def _held_out_figures(record: Mapping[str, Any]) -> list[str]:
+    """A line for each figure on held-out text, before and after training."""
+    rows = record.get("held_out", {"before": {}})
+    return [
+        f"held-out {title}: {rows['before'][name]:.4f} -> {rows['after'][name]:.4f} nats per token"
+        for name, title in _FIGURES.items()
+        if name in rows["before"]
+    ]

@@ -28,17 +28,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.attention import register_models
 from kvfold.attention.checkpoints import modeling_kvfold
-from kvfold.attention.interface import BLOCKWISE
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
-from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.plan import mla_specs
 from kvfold.convert.data import read_documents
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
 from kvfold.convert.measure.verify import verify_checkpoint
 from kvfold.convert.targets.own_code import CODE
-from kvfold.convert.uptrain.trainer import load_student
-from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
 # Logits of up to three, after layers without norms on queries and keys; without AVX-512 they differ
 # by 1.3e-5.
@@ -403,23 +399,6 @@ def demo_tokens(folder: Path) -> torch.Tensor:
         .ids
     )
     return torch.tensor(ids[:512]).view(8, 64)
-
-
-def test_attention_alone_is_trained_under_any_name(tiny_family, tmp_path):
-    for name, module in (("gpt2", ".attn."), ("gpt_neox", ".attention."), ("opt", ".self_attn.")):
-        source = open_checkpoint(str(convert(tiny_family(name), tmp_path / name, kv_heads=4)))
-        request = UptrainRequest(
-            model=str(source.folder),
-            out=str(tmp_path / "trained"),
-            text="text.txt",
-            train="attention",
-            device="cpu",
-        )
-        model = load_student(request, source)
-        assert model.config._attn_implementation == BLOCKWISE
-        source.close()
-        trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
-        assert trained == {key for key, _ in model.named_parameters() if module in key}
 
 
 def test_files_may_leave_the_prefix_out_and_hold_masks(tiny_family, tmp_path):

@@ -23,7 +23,7 @@ from kvfold.convert.text.corpus import (
     with_share,
 )
 from kvfold.convert.text.tokenizer import check_vocabulary, prefix_tokens, split_blocks
-from kvfold.convert.text.windows import load_calibration, load_training
+from kvfold.convert.text.windows import load_calibration
 
 BOS = 256
 EOS = 257
@@ -304,21 +304,6 @@ def test_a_text_that_is_too_short_is_told_with_all_that_was_asked_of_it(tmp_path
         load(path, tokenizer, 100, 8)
     with pytest.raises(InputError, match=r"of 513 sequences .* lower --polish, or add --repeat"):
         load(path, tokenizer, 100, 8, further=400, fewer=False)
-
-
-def test_held_out_text_of_uptraining_is_never_trained_on(text, tokenizer):
-    other = text.with_name("other.txt")
-    other.write_text(numbers(60, start=50_000))
-    rows, held_out = load_training(str(text), None, tokenizer, 31, 20, 5, seed=1)
-    assert (rows.shape, held_out.shape) == ((20, 31), (5, 31))
-    assert len(torch.cat([rows, held_out]).unique(dim=0)) == 25
-    rows, held_out = load_training(str(text), str(other), tokenizer, 31, 10**6, 5, seed=1)
-    assert len(rows) == 12000 // 30
-    pieces = [tokenizer.decode(row[1:]).removesuffix("</s>") for row in held_out]
-    assert all(piece in other.read_text() for piece in pieces)
-    for texts in ((str(other), None), (str(text), str(other))):
-        with pytest.raises(InputError, match=r"other.txt: too little text: .* --eval-sequences"):
-            load_training(*texts, tokenizer, 31, 9, 99, seed=0)
 
 
 class FakeDatasets(list):

@@ -175,7 +175,7 @@ def test_losses_of_next_tokens_and_of_distillation():
     tokens = torch.randint(7, (2, 5), generator=generator)
     p, q = (logits.softmax(-1)[:, :-1] for logits in (teacher, student))
     torch.testing.assert_close(
-        distillation_loss(student, teacher, 1.0), (p * (p.log() - q.log())).sum(-1).mean()
+        distillation_loss(student, teacher), (p * (p.log() - q.log())).sum(-1).mean()
     )
     chosen = student.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])
     torch.testing.assert_close(next_token_loss(student, tokens), -chosen.mean())

@@ -4,21 +4,24 @@ import shutil
 from dataclasses import replace
 
 import pytest
-import torch
-from safetensors.torch import save_file
+from helpers.checkpoints import add_demo_tokenizer
 
 from kvfold.convert.checkpoint.atomic import output_lock
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError
-from kvfold.convert.uptrain import uptraining
-from kvfold.convert.uptrain.training_folder import STATE, resume_or_start
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
-from kvfold.convert.uptrain.uptraining import uptrain_checkpoint
+from kvfold.convert.uptrain.uptraining import (
+    STATE,
+    draw_tokens,
+    read_side_files,
+    resume_or_start,
+    uptrain_checkpoint,
+)
 
 
 @pytest.fixture
 def model(tiny_family, tmp_path):
-    return shutil.copytree(tiny_family("llama"), tmp_path / "model")
+    return shutil.copytree(tiny_family("llama", vocab_size=2048), tmp_path / "model")
 
 
 @pytest.fixture
@@ -30,8 +33,6 @@ def request_(model, tmp_path):
     for step in (4, 8):
         checkpoint = request.work / f"checkpoint-{step}"
         checkpoint.mkdir()
-        save_file({"a": torch.ones(9)}, checkpoint / "model.safetensors")
-        torch.save({}, checkpoint / "optimizer.pt")
         (checkpoint / STATE).write_text("{}")
     return request
 
@@ -42,25 +43,16 @@ def resume(request):
     return None if checkpoint is None else checkpoint.name
 
 
-@pytest.mark.parametrize("name", [STATE, "model.safetensors", "optimizer.pt"])
-@pytest.mark.parametrize("size", [0, -1])
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(request_, capsys, name, size):
-    file = request_.work / "checkpoint-8" / name
-    file.write_bytes(file.read_bytes()[:size])
+def test_a_checkpoint_that_is_not_complete_gives_way_to_the_one_before(request_):
+    assert resume(request_) == "checkpoint-8"
+    (request_.work / "checkpoint-8" / STATE).write_text("{")
     assert resume(request_) == "checkpoint-4"
-    assert "discarding checkpoint-8, which is damaged" in capsys.readouterr().err
-
-
-def test_without_a_sound_checkpoint_the_run_starts_over(request_):
-    for step in (4, 8):
-        (request_.work / f"checkpoint-{step}" / STATE).unlink()
+    (request_.work / "checkpoint-4" / STATE).unlink()
     assert resume(request_) is None
     assert not list(request_.work.glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize(
-    "name", [".", "request.json", "checkpoint-8", "checkpoint-8/model.safetensors"]
-)
+@pytest.mark.parametrize("name", [".", "request.json", "checkpoint-8", f"checkpoint-8/{STATE}"])
 def test_links_are_not_followed(request_, name):
     path = request_.work / name
     path.rename(request_.work.parent / "elsewhere")
@@ -69,33 +61,29 @@ def test_links_are_not_followed(request_, name):
         resume(request_)
 
 
-@pytest.mark.parametrize("name", ["text.txt", "model/config.json"])
-def test_changed_files_and_a_fresh_run_start_over(request_, tmp_path, capsys, name):
-    assert resume(request_) == "checkpoint-8"
-    with (tmp_path / name).open("a") as file:
-        file.write("\n")
-    assert resume(request_) is None
-    assert "changed since then" in capsys.readouterr().err
-    assert resume(replace(request_, fresh=True)) is None
-
-
-def test_other_options_are_refused_and_discard_nothing(request_):
-    with pytest.raises(InputError, match="--fresh") as raised:
-        resume(replace(request_, relative_lr=0.1))
-    assert raised.value.field == "relative_lr"
-    assert resume(request_) == "checkpoint-8"
+@pytest.mark.parametrize("changed", ["relative_lr", "text.txt", "model/config.json"])
+def test_other_options_and_changed_files_are_refused_and_discard_nothing(
+    request_, tmp_path, changed
+):
+    request = request_
+    if changed == "relative_lr":
+        request = replace(request_, relative_lr=0.1)
+    else:
+        with (tmp_path / changed).open("a") as file:
+            file.write("\n")
+    with pytest.raises(InputError, match="--fresh"):
+        resume(request)
+    assert (request_.work / "checkpoint-8").exists()
+    assert resume(replace(request, fresh=True)) is None
 
 
 def test_a_folder_that_no_run_wrote_is_left_alone(request_):
-    (request_.work / "request.json").write_bytes(b"[")
-    with pytest.raises(InputError, match=r"request.json: not valid JSON"):
-        resume(request_)
-    (request_.work / "request.json").write_text('{"prompt": "hello"}')
-    with pytest.raises(InputError, match="contains other files"):
-        resume(request_)
-    (request_.work / "request.json").unlink()
-    with pytest.raises(InputError, match="contains other files"):
-        resume(replace(request_, fresh=True))
+    for content in ("[", '{"prompt": "hello"}', None):
+        (request_.work / "request.json").unlink()
+        if content is not None:
+            (request_.work / "request.json").write_text(content)
+        with pytest.raises(InputError, match=r"request.json: not valid JSON|contains other files"):
+            resume(replace(request_, fresh=True))
     assert len(list(request_.work.iterdir())) == 2
 
 
@@ -105,6 +93,26 @@ def test_two_runs_to_one_output(request_):
         pytest.raises(InputError, match=r"out.training is being written by another run"),
     ):
         uptrain_checkpoint(request_)
+
+
+def test_held_out_text_is_never_trained_on(request_, model, tmp_path):
+    """And in every epoch, all of the rest is, in another order."""
+    add_demo_tokenizer(model)
+    (tmp_path / "text.txt").write_text(" ".join(map(str, range(400))))
+    sizes = {"seq_len": 32, "batch_tokens": 32, "eval_sequences": 5}
+    rows = [
+        list(map(tuple, tokens.tolist()))
+        for tokens in draw_tokens(
+            replace(request_, **sizes, steps=200), open_checkpoint(str(model)), 2048
+        )
+    ]
+    training, held_out = rows
+    epoch = len({*training})
+    assert len({*held_out}) == 5
+    assert not {*training} & {*held_out}
+    assert 10 < epoch < 100
+    assert sorted(training[:epoch]) == sorted(training[epoch : 2 * epoch])
+    assert training[:epoch] != training[epoch : 2 * epoch]
 
 
 @pytest.mark.parametrize("content", [b"[]", b'{"a": 1}}', "a link", "a folder"])
@@ -118,4 +126,4 @@ def test_side_files_that_cannot_be_read_or_lead_out_of_the_folder_are_refused(mo
     else:
         path.write_bytes(content)
     with pytest.raises(InputError, match=r"kvfold\.json"):
-        uptraining._read_side_files(open_checkpoint(model))
+        read_side_files(open_checkpoint(model))
