@@ -121,10 +121,12 @@ def _convert_layers(
     # Only here: bytes are copied while it imports torch.
     from kvfold.convert.conversion import layers
 
-    count = plan.geometry.layers
     if calibration is None:
         # Each process converts the layers that it writes.
-        for index in stages.over("convert", journal.pending, count, "layer"):
+        own = {tensor.name for shard in plan.own_shards for tensor in shard.tensors}
+        computed = enumerate(plan.output.computed)
+        indices = [index for index, names in computed if not own.isdisjoint(names)]
+        for index in stages.over("convert", indices, len(indices), "layer"):
             weights = layers.fit_layer(plan, index).weights
             writer.write(plan.output.encode(index, weights))
         return None
@@ -132,7 +134,7 @@ def _convert_layers(
 
     finished = journal.finished
     walk = layers.open_walk(plan, calibration, plan.request.refine, finished)
-    for step in stages.over("convert", walk, count, "layer"):
+    for step in stages.over("convert", walk, plan.geometry.layers, "layer"):
         if step.index < finished:
             step.advance(journal.read_layer(step.index))
             continue
@@ -140,7 +142,7 @@ def _convert_layers(
         step.advance(tensors)
         writer.write(tensors)
         writer.sync()
-        journal.add_layer(notes, writer.digests)
+        journal.add_layer(notes)
     if not processes.is_rank0():
         return None
     with stages("measuring"):

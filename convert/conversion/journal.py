@@ -1,5 +1,5 @@
-"""The journal of a calibrated run: a list of its finished layers, so that the same command resumes
-after the last one.
+"""The journal of a calibrated run: the notes of its finished layers, so that the same command
+resumes after the last one.
 
 Until the output is complete, the journal is in the temporary folder, beside the shards with these
 layers' tensors. A resumed run passes the calibration text through the finished layers, which costs
@@ -9,16 +9,14 @@ the same bytes as that of an uninterrupted run.
 
 import json
 import sys
-from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import replacing, sync_path, write_file
-from kvfold.convert.checkpoint.digests import hash_file
 from kvfold.convert.checkpoint.members import CONFIG, stamps
-from kvfold.convert.checkpoint.writer import is_laid_out, tensor_places
+from kvfold.convert.checkpoint.writer import is_laid_out
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import versions
 from kvfold.convert.errors import InputError, format_option
@@ -32,7 +30,8 @@ _NAME = ".journal.json"
 SELF_TEXT = ".text.pt"
 # The name of the dtype of calibration passes and training steps, which was chosen by measurement.
 PRECISION = ".precision"
-# The masters, moments and best weights of the last saved round of a run that polishes.
+# The masters, moments and best weights of the last saved round of a run that polishes. Its tensors
+# replace those of the layers only when it is complete.
 POLISH_STATE = ".polish.pt"
 
 
@@ -41,117 +40,61 @@ class Journal:
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self.folder = folder
-        self._shards = plan.shards
-        self._computed = plan.output.computed
-        self._places = tensor_places(plan.shards)
+        self._plan = plan
         # Only a calibrated run is resumed, and the settings need torch, which others import once
         # bytes are copied.
         self._settings = run_settings(plan) if plan.request.calibrated else {}
-        self._layers: list[dict[str, Any]] = processes.broadcast_from_rank0(self._read_intact)
-        own = {tensor.name for shard in plan.own_shards for tensor in shard.tensors}
-        # Of this process's shards: the tensors of finished layers, and the layers that are not
-        # finished.
-        self.written = [
-            name for names in self._computed[: self.finished] for name in names if name in own
-        ]
-        self.pending = [
-            layer
-            for layer in range(self.finished, len(self._computed))
-            if own.intersection(self._computed[layer])
-        ]
+        self._notes: list[dict[str, Any]] = processes.broadcast_from_rank0(
+            lambda: (_read(folder) or {"layers": []})["layers"]
+        )
 
     @property
     def finished(self) -> int:
         """The number of finished layers."""
-        return len(self._layers)
+        return len(self._notes)
+
+    @property
+    def written(self) -> list[str]:
+        """The tensors of finished layers."""
+        computed = self._plan.output.computed
+        return [name for names in computed[: self.finished] for name in names]
 
     def read_layer(self, layer: int) -> dict[str, "Tensor"]:
         """The tensors of a finished ``layer`` as stored."""
         from safetensors import safe_open
 
+        names = set(self._plan.output.computed[layer])
         tensors: dict[str, Tensor] = {}
-        for name in self._computed[layer]:
-            with safe_open(self.folder / self._places[name].shard, framework="pt") as file:
-                tensors[name] = file.get_tensor(name)
+        for shard in self._plan.shards:
+            present = [tensor.name for tensor in shard.tensors if tensor.name in names]
+            if present:
+                with safe_open(self.folder / shard.file, framework="pt") as file:
+                    tensors |= {name: file.get_tensor(name) for name in present}
         return tensors
 
-    def add_layer(self, notes: Mapping[str, Any], digests: Mapping[str, str]) -> None:
-        """Record the next layer as finished; its tensors must be on this process's disk.
-
-        ``digests`` has their SHA-256. Every process must call this; the first one writes the file.
+    def add_layer(self, notes: Mapping[str, Any]) -> None:
+        """Record the next layer as finished, once every process calls this with its tensors on
+        disk.
         """
-        names = self._computed[self.finished]
-        own = {name: digests[name] for name in names if name in digests}
-        gathered = dict(ChainMap(*processes.all_gather(own)))
-        self._layers.append({"notes": dict(notes), "sha256": gathered})
+        processes.all_gather(None)
+        self._notes.append(dict(notes))
         if processes.is_rank0():
-            _write(self.folder, {"run": self._settings, "layers": self._layers, "polished": None})
+            with replacing(self.folder / _NAME) as new:
+                write_file(new, json.dumps({"run": self._settings, "layers": self._notes}))
+                sync_path(new)
 
     def merge_notes(self) -> dict[str, Any]:
         """The notes of all layers as lists by name; a layer without a note of a name is left out of
         its list.
         """
         merged: dict[str, Any] = {}
-        for layer in self._layers:
-            for name, note in layer["notes"].items():
+        for notes in self._notes:
+            for name, note in notes.items():
                 merged.setdefault(name, []).append(note)
         return merged
 
-    def _read_intact(self) -> list[dict[str, Any]]:
-        """The recorded layers before the first one whose tensors have changed; all polished ones
-        with their state.
-        """
-        journal = _read(self.folder)
-        if journal is None or journal["run"] != self._settings:
-            return []
-        layers: list[dict[str, Any]] = journal["layers"]
-        state = self.folder / POLISH_STATE
-        intact = 0
-        if journal["polished"] is not None:
-            # Polishing replaced what the layers' hashes are of, and writes it again from its state.
-            if state.is_file() and hash_file(state) == journal["polished"]:
-                intact = len(layers)
-        elif all(is_laid_out(self.folder / shard.file, shard) for shard in self._shards):
-            while intact < len(layers) and self._is_intact(layers[intact]["sha256"]):
-                intact += 1
-        if intact < len(layers):
-            print(
-                f"layer {intact + 1} of the interrupted run is damaged; converting again from this"
-                " layer",
-                file=sys.stderr,
-            )
-        if layers and not intact:
-            # Without a finished layer the shards are created again, to which this journal does not
-            # apply.
-            for file in (_NAME, POLISH_STATE, *(shard.file for shard in self._shards)):
-                (self.folder / file).unlink(missing_ok=True)
-        return layers[:intact]
 
-    def _is_intact(self, digests: Mapping[str, str]) -> bool:
-        """True if the tensors with these ``digests`` by name have them in their files."""
-        for name, digest in digests.items():
-            place = self._places[name]
-            if hash_file(self.folder / place.shard, place.start, place.end) != digest:
-                return False
-        return True
-
-
-def mark_polished(folder: Path) -> None:
-    """Record the hash of the state of polishing, before its tensors replace the fitted ones in
-    ``folder``.
-
-    A run that is interrupted from then on, while its output is measured, writes them again from
-    this state. Without a state, for which the disk had no room, its layers count as damaged.
-    """
-    state = folder / POLISH_STATE
-    journal = _read(folder)
-    if journal is not None and state.is_file():
-        sync_path(state)
-        sync_path(folder)
-        _write(folder, {**journal, "polished": hash_file(state)})
-
-
-def forget(folder: Path) -> None:
+def remove_journal(folder: Path) -> None:
     """Remove the files that only a resumed run needs from ``folder``: the output is complete."""
     for name in (_NAME, SELF_TEXT, PRECISION, POLISH_STATE):
         for path in folder.glob(f"{name}*"):  # what a kill left of a new version too
@@ -168,7 +111,8 @@ def can_resume(plan: Plan, folder: Path) -> bool:
     """True if a run of the same request and source left a finished layer in ``folder``.
 
     Raises InputError if the run there had another request, so that nothing of it is lost. If files
-    of the model or the text have changed since, its layers are of no use: a line on stderr says so.
+    of the model, the text or the run have changed since, its layers are of no use: a line on stderr
+    says so.
     """
     journal = _read(folder)
     if journal is None or not journal["layers"]:
@@ -176,47 +120,37 @@ def can_resume(plan: Plan, folder: Path) -> bool:
     import torch
 
     before = journal["run"]
-    threads = before["device"][2]
-    if threads != torch.get_num_threads():
+    if before["threads"] != torch.get_num_threads():
         # Sums in another order would give other bytes.
-        torch.set_num_threads(threads)
-        print(f"computing with {threads} threads, as the interrupted run did", file=sys.stderr)
+        torch.set_num_threads(before["threads"])
+        print(
+            f"computing with {before['threads']} threads, as the interrupted run did",
+            file=sys.stderr,
+        )
     now = run_settings(plan)
     count = len(journal["layers"])
-    difference = _find_difference(before, now)
-    if difference is not None:
-        raise InputError(
-            f"the interrupted run in {folder} used {difference}; use the same to continue after its"
-            f" layer {count}, or --fresh to discard it"
-        )
-    # A lost mount must not cost the layers.
-    if before == now or not (plan.checkpoint.folder / CONFIG).exists():
-        return True
+    for name in [*now, *before]:
+        old = before.get(name)
+        if name != "files" and old != now.get(name):
+            raise InputError(
+                f"the interrupted run in {folder} used {format_option(name, old)}, not"
+                f" {format_option(name, now.get(name))}; use the same to continue after its layer"
+                f" {count}, or --fresh to discard it"
+            )
     files = [*before["files"], *now["files"]]
     changed = {file[0]: None for file in files if files.count(file) == 1}
+    changed |= {
+        shard.file: None for shard in plan.shards if not is_laid_out(folder / shard.file, shard)
+    }
+    # A lost mount must not cost the layers.
+    if not changed or not (plan.checkpoint.folder / CONFIG).exists():
+        return True
     print(
         f"discarding the finished layers ({count}) in {folder}: {', '.join(changed)} changed since"
         " then; starting over",
         file=sys.stderr,
     )
     return False
-
-
-def _find_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """What differs between the settings of two runs, in words; None if nothing does."""
-    if before["model"] != now["model"]:
-        return f"another model, {before['model']}"
-    old = before["options"]
-    new = now["options"]
-    for name in [*new, *old]:
-        if old.get(name) != new.get(name):
-            used = format_option(name, old.get(name, "unset"))
-            return f"{used}, not {format_option(name, new.get(name, 'unset'))}"
-    if before["device"] != now["device"]:
-        return "another device or number of processes"
-    if before["versions"] != now["versions"]:
-        return "other versions"
-    return None
 
 
 def run_settings(plan: Plan) -> dict[str, Any]:
@@ -227,14 +161,13 @@ def run_settings(plan: Plan) -> dict[str, Any]:
     files = [*plan.checkpoint.states, *(Path(with_share(text)[0]) for text in request.calibration)]
     settings = {
         "model": plan.checkpoint.origin if plan.checkpoint.hub_id else plan.checkpoint.folder,
-        "options": request.result_options() | {"calibration": list(request.calibration)},
+        **request.result_options(),
+        "calibration": request.calibration,
         # Sums are in another order on another device, or with other threads or processes.
-        "device": [
-            request.device,
-            torch.cuda.is_available(),
-            torch.get_num_threads(),
-            processes.world_size(),
-        ],
+        "device": request.device,
+        "cuda": torch.cuda.is_available(),
+        "threads": torch.get_num_threads(),
+        "nproc_per_node": processes.world_size(),
         "versions": versions(),
         "files": stamps(files),
     }
@@ -243,21 +176,14 @@ def run_settings(plan: Plan) -> dict[str, Any]:
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
-    """The settings (``run``), ``layers`` and ``polished`` of the journal in ``folder``; None if
-    damaged or missing.
+    """The settings (``run``) and notes (``layers``) of the journal in ``folder``; None if damaged
+    or missing.
     """
     try:
         journal: dict[str, Any] = json.loads((folder / _NAME).read_bytes())
-        threads = journal["run"]["device"][2]
-        valid = isinstance(threads, int) and "polished" in journal
-        for layer in journal["layers"]:
-            valid &= isinstance(layer["notes"], dict) and isinstance(layer["sha256"], dict)
+        valid = isinstance(journal["run"]["threads"], int)
+        valid = valid and isinstance(journal["run"]["files"], list)
+        valid = valid and all(isinstance(notes, dict) for notes in journal["layers"])
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None
     return journal if valid else None
-
-
-def _write(folder: Path, journal: Mapping[str, Any]) -> None:
-    with replacing(folder / _NAME) as new:
-        write_file(new, json.dumps(journal))
-        sync_path(new)

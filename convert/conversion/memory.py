@@ -3,9 +3,9 @@ not import torch.
 """
 
 import shutil
-from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
+from typing import NamedTuple
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
@@ -40,21 +40,20 @@ _MASTER = 4 + 4 + 8 + 4 + 4
 _ACTIVATIONS = 68
 # Bytes of logits, and of their gradients, in a step of polishing: 8 tensors.
 _POLISHED_LOGITS = 8 * _FLOAT * LOGITS
-# Config, index, card and file system blocks.
-_SLACK = 1 << 20
+# Bytes per trained element of polishing's saved state: master, two moments and the best weights.
+_STATE = 4 * _FLOAT
+# Config, index, card, record and file system blocks.
+_SLACK = 4 << 20
 
 
-@dataclass(frozen=True)
-class Needs:
+class Needs(NamedTuple):
     """The bytes that a conversion needs.
 
     memory: the peak of one process.
-    scratch: on OUT's disk during the run.
-    disk: for the output, with headers and side files.
+    disk: for the output, with headers and side files, and for the state of polishing.
     """
 
     memory: int
-    scratch: int
     disk: int
 
 
@@ -69,89 +68,62 @@ def estimate_needs(plan: Plan) -> Needs:
     """
     request = plan.request
     shape = plan.geometry
-    headers = 3 * sum(len(tensor.name) + 120 for tensor in plan.output.tensors)
-    extra = sum(path.stat().st_size for path in plan.checkpoint.extra_files())
-    disk = sum(tensor.nbytes for tensor in plan.output.tensors) + headers + extra + _SLACK
     width = shape.model_dim
-    latent = request.to == "mla"
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * width
-    fit = _DOUBLE * (
-        (_FIT_SQUARES_OF_TEXT if request.calibrated else _FIT_SQUARES) * width**2 + 4 * attention
-    )
+    names = {name for layer in plan.output.computed for name in layer}
+    trained = sum(prod(tensor.shape) for tensor in plan.output.tensors if tensor.name in names)
+    extra = sum(path.stat().st_size for path in plan.checkpoint.extra_files())
+    disk = sum(shard.nbytes for shard in plan.shards) + extra + _SLACK
+    if request.polish:
+        disk += 2 * _STATE * trained  # a new state is whole before the old one is removed
     if not request.calibrated:
         read = [plan.checkpoint.tensors[name] for name in plan.reads[0]]
         pooling = sum(info.nbytes + _FLOAT * prod(info.shape) for info in read)
-        return Needs(_BASE + (fit * 11 // 10 if latent else pooling), 0, disk)
-
+        factoring = _DOUBLE * (_FIT_SQUARES * width**2 + 4 * attention) * 11 // 10
+        return Needs(_BASE + (pooling if plan.latent is None else factoring), disk)
     length = request.length
     tokens = ceil(request.samples / processes.world_size()) * length
     held_out = count_held_out(request.samples) * length
     # States before and after the source's layer, its attention's, the student's, the targets of
-    # refinement; the student's heads, and of held-out text the source's queries, keys and heads.
-    refined = int(bool(request.refine))
-    states = (4 + refined) * width * (tokens + held_out) + 2 * width * held_out
-    heads = shape.heads * (tokens + 2 * held_out) + shape.kv_heads * held_out
-    held = _FLOAT * (states + heads * shape.head_dim)
-    # One layer of each model, then the embedding and the head with the logits.
-    sizes = [prod(tensor.shape) for tensor in plan.model.tensors.values()]
+    # refinement; of held-out text also the source's queries, keys and heads.
+    states = 5 * width * (tokens + held_out)
+    states += (2 * width + (2 * shape.heads + shape.kv_heads) * shape.head_dim) * held_out
+    # One layer of each model, or the embedding and the head with the logits.
+    model = sum(prod(tensor.shape) for tensor in plan.model.tensors.values())
     ends = 2 * shape.vocabulary * width
-    layer = (sum(sizes) - ends) // shape.layers
     on_gpu = not _on_cpu(request)
-    called = _ACTIVATIONS * min(_TOKENS[on_gpu], tokens) * width
-    in_layers = fit + called + _FLOAT * (max(2 * layer, ends) + 5 * attention * refined)
-    at_end = 4 * _FLOAT * ends + _LOGIT * min(_LOGITS[on_gpu], held_out * shape.vocabulary)
-    whole = _whole_model(plan)
-    # Trials read two Gram matrices of every layer.
-    surveyed = shape.layers * 2 * _DOUBLE * width**2 if request.budget is not None else 0
-    return Needs(
-        memory=_BASE_WITH_TEXT + max(held + max(in_layers, at_end), whole),
-        scratch=surveyed,
-        disk=disk,
+    layers = 2 * (model - ends) // shape.layers + 5 * attention
+    in_layers = (
+        _DOUBLE * (_FIT_SQUARES_OF_TEXT * width**2 + 4 * attention)
+        + _ACTIVATIONS * min(_TOKENS[on_gpu], tokens) * width
+        + _FLOAT * max(layers, ends)
     )
-
-
-def _whole_model(plan: Plan) -> int:
-    """The bytes for polishing, or for writing calibration text, which keep the whole model."""
-    request = plan.request
-    shape = plan.geometry
-    held = 0
+    at_end = 4 * _FLOAT * ends + _LOGIT * min(_LOGITS[on_gpu], held_out * shape.vocabulary)
+    memory = _FLOAT * states + max(in_layers, at_end)
     if writes_text(plan):
-        cached = plan.cache_elements * shape.layers * request.length + 4 * shape.vocabulary
-        model = sum(prod(tensor.shape) for tensor in plan.model.tensors.values())
-        held = _FLOAT * (model + cached * max(1, SELF_TOKENS // request.length))
+        cached = plan.cache_elements * shape.layers * length + 4 * shape.vocabulary
+        memory = max(memory, _FLOAT * (model + cached * max(1, SELF_TOKENS // length)))
     if request.polish:
-        computed = {name for names in plan.output.computed for name in names}
-        sizes = {tensor.name: prod(tensor.shape) for tensor in plan.output.tensors}
-        trained = sum(size for name, size in sizes.items() if name in computed)
-        model = _FLOAT * (sum(sizes.values()) - trained) + _MASTER * trained
-        activations = (
-            _ACTIVATIONS
-            * batch_size(request.length)
-            * request.length
-            * shape.layers
-            * shape.model_dim
-        )
-        steps = min(BLOCK_STEPS, steps_of(request.polish, request.length))
-        states = _FLOAT * steps * batch_size(request.length) * request.length * shape.model_dim
-        held = max(held, model + activations + _POLISHED_LOGITS + states)
-    return held
+        batch = batch_size(length) * length * width
+        steps = min(BLOCK_STEPS, steps_of(request.polish, length))
+        activations = batch * (_ACTIVATIONS * shape.layers + _FLOAT * steps)
+        weights = _FLOAT * (model - trained) + _MASTER * trained
+        memory = max(memory, weights + activations + _POLISHED_LOGITS)
+    return Needs(_BASE_WITH_TEXT + memory, disk)
 
 
 def writes_text(plan: Plan) -> bool:
     """True if the source writes some of the calibration text itself."""
-    texts = (
-        calibration_texts(plan.request.calibration, plan.checkpoint.chats)
-        if plan.request.calibrated
-        else []
-    )
-    return any(name == SELF for name, _ in texts)
+    if not plan.request.calibrated:
+        return False
+    return SELF in dict(calibration_texts(plan.request.calibration, plan.checkpoint.chats))
 
 
 def check_memory(plan: Plan) -> None:
     """Raise InputError if the request needs the whole model in memory, but it does not fit."""
     if writes_text(plan):
-        option = f"text that the model writes itself (--calibration {SELF}, default of chat models)"
-        otherwise = f"leave it out with --calibration {SELF}:0"
+        option = "--calibration self (the default of chat models)"
+        otherwise = f"leave that text out with --calibration {SELF}:0"
     elif plan.request.polish:
         option = "--polish"
         otherwise = "use only --refine, which loads one layer at a time"

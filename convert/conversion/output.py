@@ -21,7 +21,7 @@ from kvfold.convert.checkpoint.digests import add_hashes
 from kvfold.convert.checkpoint.members import RECORD, dump, read_member
 from kvfold.convert.checkpoint.writer import ShardWriter, write_index
 from kvfold.convert.conversion.card import model_card
-from kvfold.convert.conversion.journal import Journal, can_resume, finished_layers, forget
+from kvfold.convert.conversion.journal import Journal, can_resume, finished_layers, remove_journal
 from kvfold.convert.conversion.memory import estimate_needs
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import make_record
@@ -53,8 +53,7 @@ def open_output(plan: Plan) -> Iterator[Path]:
                 fresh=request.fresh,
             )
             folder = stack.enter_context(opened)
-            needs = estimate_needs(plan)
-            check_free_space(folder, needs.disk + needs.scratch)
+            check_free_space(folder, estimate_needs(plan).disk)
             return folder
 
         folder = processes.broadcast_from_rank0(create)
@@ -88,13 +87,13 @@ def open_writer(plan: Plan, journal: Journal, stages: Stages) -> Iterator[ShardW
         )
     writer = ShardWriter(journal.folder, plan.own_shards, journal.written if finished else None)
     sizes = {tensor.name: tensor.nbytes for shard in plan.own_shards for tensor in shard.tensors}
-    resumed = sum(sizes[name] for name in journal.written)
+    resumed = sum(sizes.get(name, 0) for name in journal.written)
     with stages("write", sum(sizes.values()), "B", resumed) as advance:
         with writer.copy_rest(plan.checkpoint, advance):
             yield writer
         writer.finish()
-    writer.digests.update(ChainMap(*processes.all_gather(writer.digests)))
-    plan.checkpoint.digests.update(ChainMap(*processes.all_gather(plan.checkpoint.digests)))
+    for digests in (writer.digests, plan.checkpoint.digests):
+        digests.update(ChainMap(*processes.all_gather(digests)))
 
 
 def write_config(plan: Plan, folder: Path) -> None:
@@ -139,7 +138,7 @@ def complete_output(
     write_file(folder / "README.md", model_card(plan, record, drift))
     add_hashes(record, folder, digests)
     write_file(folder / RECORD, dump(to_json_values(record)))
-    forget(folder)
+    remove_journal(folder)
     plan.checkpoint.check_unchanged()
     return record, drift
 

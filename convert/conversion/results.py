@@ -80,7 +80,6 @@ class Conversion:
                 "disk_bytes": needs.disk,
                 "free_bytes": free_disk(plan),
                 "memory_bytes": needs.memory,
-                "scratch_bytes": needs.scratch,
                 **make_record(plan),
             }
         else:

@@ -13,26 +13,24 @@ from typing import TYPE_CHECKING, Any
 from kvfold.attention.drift.metrics import format_metrics, format_saving
 from kvfold.convert import processes
 from kvfold.convert.conversion.judgment import judge_with_doubt, next_command
-from kvfold.convert.conversion.memory import estimate_needs, free_bytes, free_disk, writes_text
+from kvfold.convert.conversion.memory import estimate_needs, free_bytes, free_disk
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import text_name
 from kvfold.convert.errors import escape_text
-from kvfold.convert.formatting import format_bytes, format_duration, format_tokens
-from kvfold.convert.request import SELF
+from kvfold.convert.formatting import format_bytes, format_duration
 from kvfold.convert.text.corpus import BUILT_IN, calibration_texts
-from kvfold.convert.training.budget import refining_batch, step_tokens, steps_of
+from kvfold.convert.training.budget import step_tokens, steps_of
 
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
 
 _COLUMNS = 100
 _LABEL = 9
-_FILES = 20  # chosen: a screenful
 
 
 def format_block(rows: Iterable[tuple[str, str]], next_command: Sequence[str] = ()) -> str:
     """Lines of ``(label, text)``, wrapped to the terminal and at most 100 columns, then the words
-    of ``next_command`` as shell code. Rows without text are left out.
+    of ``next_command`` as one line of shell code. Rows without text are left out.
     """
     width = min(_COLUMNS, shutil.get_terminal_size((_COLUMNS, 24)).columns) - _LABEL
     lines = []
@@ -43,26 +41,8 @@ def format_block(rows: Iterable[tuple[str, str]], next_command: Sequence[str] = 
             lines.append(f"{label:<{_LABEL}}{line}")
             label = ""
     if next_command:
-        lines.append("next".ljust(_LABEL))
-        for words in _join_options(next_command):
-            if len(lines[-1]) + len(words) > _LABEL + width - len(" \\"):
-                lines[-1] += "\\"
-                lines.append(" " * (_LABEL + 2))
-            lines[-1] += f"{words} "
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _join_options(command: Sequence[str]) -> list[str]:
-    """The words of ``command`` for a shell, each option with its value."""
-    joined: list[str] = []
-    option = False
-    for word in command:
-        if option and not word.startswith("--"):
-            joined[-1] += f" {shlex.quote(word)}"
-        else:
-            joined.append(shlex.quote(word))
-        option = word.startswith("--")
-    return joined
+        lines.append(f"{'next':<{_LABEL}}{shlex.join(next_command)}")
+    return "\n".join(lines)
 
 
 def summarize_conversion(
@@ -112,82 +92,28 @@ def summarize_plan(plan: Plan) -> str:
     """The text on the terminal after ``--dry-run``: the tensors to compute, the text and training,
     and the memory and disk space needed.
     """
+    request = plan.request
     needs = estimate_needs(plan)
-    room = needs.disk + needs.scratch
     per_process = " per process" if processes.world_size() > 1 else ""
     computed = sum(map(len, plan.output.computed))
     copied = len(plan.output.tensors) - computed
     rows = [
         ("plan", describe_conversion(plan)),
         ("cache", describe_cache(plan)),
-        ("tensors", f"{copied} copied, {computed} computed; in layer 0:"),
-        *(("", line) for line in _describe_layer(plan)),
-        ("files", f"{len(plan.shards)}"),
-        *(("", f"{shard.file}") for shard in plan.shards[:_FILES]),
-        ("text", _describe_text(plan)),
-        ("refine", _describe_refinement(plan)),
-        ("polish", _describe_polishing(plan)),
-        ("disk", f"{format_bytes(room)} needed{_format_free(room, free_disk(plan))}"),
-        (
-            "memory",
-            f"about {format_bytes(needs.memory)} needed{per_process}"
-            f"{_format_free(needs.memory, free_bytes(plan))}",
-        ),
-        ("written", "nothing (--dry-run)"),
+        ("tensors", f"{copied} copied, {computed} computed, in {len(plan.shards)} files"),
     ]
+    if request.calibrated:
+        texts = calibration_texts(request.calibration, plan.checkpoint.chats)
+        names = " + ".join(name or BUILT_IN for name, _ in texts)
+        rows.append(("text", f"{request.samples} x {request.length} tokens of {names}"))
+    if request.refine:
+        rows.append(("refine", f"{request.refine} steps in each layer"))
+    if request.polish:
+        steps = steps_of(request.polish, request.length)
+        rows.append(("polish", f"{steps} steps of {step_tokens(request.length)} tokens"))
+    memory = f"about {format_bytes(needs.memory)} needed{per_process}"
+    if (free := free_bytes(plan)) is not None:
+        memory += f", {format_bytes(free)} free"
+    disk = f"{format_bytes(needs.disk)} needed, {format_bytes(free_disk(plan))} free"
+    rows += [("disk", disk), ("memory", memory), ("written", "nothing (--dry-run)")]
     return format_block(rows)
-
-
-def _describe_layer(plan: Plan) -> list[str]:
-    """A line for each tensor that is computed in layer 0. With a budget the split, and so the
-    shapes, are not chosen yet.
-    """
-    before = plan.checkpoint.tensors
-    lines = []
-    for tensor in plan.output.tensors:
-        if tensor.name in plan.output.computed[0]:
-            present = before.get(tensor.name)
-            line = f"{tensor.name} {tensor.dtype} {list(present.shape) if present else 'new'}"
-            if plan.request.budget is None:
-                line += f" -> {list(tensor.shape)}"
-            lines.append(line)
-    return lines
-
-
-def _format_free(needed: int, free: int | None) -> str:
-    return "" if free is None else f", {format_bytes(free)} free{': too little' * (needed > free)}"
-
-
-def _describe_text(plan: Plan) -> str:
-    """The text that a calibrated run will read; empty for other runs."""
-    request = plan.request
-    if not request.calibrated:
-        return ""
-    texts = calibration_texts(request.calibration, plan.checkpoint.chats)
-    total = sum(share for _, share in texts)
-    shares = [f" ({100 * share / total:.0f} %)" if len(texts) > 1 else "" for _, share in texts]
-    names = [(name or BUILT_IN) + share for (name, _), share in zip(texts, shares, strict=True)]
-    line = f"{request.samples} x {request.length} tokens of {' + '.join(names)}"
-    if not writes_text(plan):
-        return line
-    itself = f"{SELF} is text that MODEL writes, which keeps it in memory"
-    return f"{line}; {itself} (--calibration {SELF}:0 leaves it out)"
-
-
-def _describe_refinement(plan: Plan) -> str:
-    """The steps of refinement; empty without ``--refine``."""
-    request = plan.request
-    if not request.refine:
-        return ""
-    batch = min(refining_batch(request.length), request.samples)
-    return f"{request.refine} steps of {batch * request.length} tokens, in each layer"
-
-
-def _describe_polishing(plan: Plan) -> str:
-    """The steps of polishing, after the last layer; empty without ``--polish``."""
-    request = plan.request
-    if not request.polish:
-        return ""
-    steps = steps_of(request.polish, request.length)
-    tokens = step_tokens(request.length)
-    return f"{steps} steps of {tokens} tokens, {format_tokens(steps * tokens)} tokens in all"
