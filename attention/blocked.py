@@ -150,11 +150,10 @@ class AttentionScores:
             maps += seen
             seen = None
         rule = self.rule
-        may_see_nothing = seen is not None or rule.ragged
+        may_see_nothing = seen is not None or rule.starts is not None
         low = block.keys.start
         if rule.hides_keys:
             if rule.window is None and not may_see_nothing:
-                assert isinstance(rule.offset, int)
                 # every query of the block sees all that comes before; the first one's own key,
                 # which all see too, keeps the width even: 127 columns take four times as long as
                 # 128 in bfloat16
@@ -272,7 +271,6 @@ class _BlockedAttention(torch.autograd.Function):
         query_grad = torch.zeros_like(query, memory_format=torch.contiguous_format)
         key_grad = grad.new_zeros(key.shape, dtype=wide)
         value_grad = grad.new_zeros(value.shape, dtype=wide)
-        bias_grad = grad.new_zeros(bias.shape, dtype=wide) if ctx.needs_input_grad[3] else None
         sinks_grad = grad.new_zeros(query.shape[1:3], dtype=wide)
         with torch.autocast(grad.device.type, enabled=False):
             for index, block in enumerate(scores.blocks()):
@@ -289,9 +287,6 @@ class _BlockedAttention(torch.autograd.Function):
                 # weight * (change - sum of weight * change), which holds too where a sink keeps
                 # weights from summing to 1
                 change = torch._softmax_backward_data(change, weights, -1, change.dtype)
-                if bias_grad is not None:
-                    part = block.bias_part(bias_grad)
-                    part += change.view(block.shape).sum_to_size(part.shape)
                 if softcap is not None:
                     # derivative of softcap * tanh(x / softcap): 1 - tanh^2
                     capped = scores.multiply(block).div_(softcap).tanh_()
@@ -303,7 +298,7 @@ class _BlockedAttention(torch.autograd.Function):
             query_grad,
             key_grad.to(key.dtype),
             value_grad.to(value.dtype),
-            None if bias_grad is None else bias_grad.to(bias.dtype),
+            None,
             None if sinks is None else sinks_grad.flatten().to(sinks.dtype),
             *[None] * len(ctx.options),
         )

@@ -41,10 +41,9 @@ def latent_attention(
     *,
     absorbed: bool,
     causal: bool = True,
-    offset: int | Tensor | None = None,
+    offset: int | None = None,
     window: int | None = None,
     starts: Tensor | None = None,
-    lengths: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Latent attention over the slots that each query sees (see ``grouped_attention``): ``[B, H, T,
@@ -57,15 +56,7 @@ def latent_attention(
     _check(query_nope, query_rope, latent, up_key, up_value)
     slots = latent.shape[1]
     rank = up_key.shape[2]
-    rule = visibility(
-        query_nope,
-        slots,
-        causal=causal,
-        offset=offset,
-        window=window,
-        starts=starts,
-        lengths=lengths,
-    )
+    rule = visibility(query_nope, slots, causal=causal, offset=offset, window=window, starts=starts)
     scale = (query_nope.shape[-1] + query_rope.shape[-1]) ** -0.5 if scale is None else scale
     if absorbed:
         query = absorb_query(query_nope, up_key)
@@ -81,7 +72,7 @@ def latent_attention(
         else:
             keys = latent[:, None]
             query = torch.cat([query, query_rope], -1)
-            z = attend(query, keys, keys[..., :rank], rule, scale, None)
+            z = attend(query, keys, keys[..., :rank], rule, scale)
         return expand_value(z, up_value)
     # every head gets keys and values of its own: cheaper where many queries share them
     heads = up_key.shape[0]
@@ -92,7 +83,7 @@ def latent_attention(
     rope = latent[:, None, :, rank:].expand(-1, heads, -1, -1)
     key = torch.cat([nope.transpose(1, 2), rope], -1)
     query = torch.cat([query_nope, query_rope], -1)
-    return attend(query, key, value.transpose(1, 2), rule, scale, None)
+    return attend(query, key, value.transpose(1, 2), rule, scale)
 
 
 def latent_decode(

@@ -88,14 +88,12 @@ class GroupedAttention(nn.Module):
         positions: Tensor | None = None,
         cache: KVCache | None = None,
         starts: Tensor | None = None,
-        lengths: Tensor | None = None,
-        bias: Tensor | None = None,
     ) -> Tensor:
         """Attend from ``x [B, T, E]``; returns ``[B, T, E]``.
 
         With a ``cache``, ``x`` continues the cached tokens. ``positions [T]`` or ``[B, T]`` are
-        used for the rotary embedding; they default to the slot numbers. ``starts [B]``, ``lengths
-        [B]`` and ``bias [1|B, 1|H, T, S]`` are the same as in ``grouped_attention``.
+        used for the rotary embedding; they default to the slot numbers. ``starts [B]`` are
+        those of ``grouped_attention``.
         """
         offset, slots = _number_slots(x, cache)
         query = _split_heads(self.query(x), self.heads)
@@ -105,8 +103,7 @@ class GroupedAttention(nn.Module):
             query, key = self.rotation(slots if positions is None else positions, query, key)
         if cache is not None:
             key, value = cache.append(key, value)
-        masks: dict[str, Any] = {"offset": offset, "starts": starts, "lengths": lengths}
-        z = grouped_attention(query, key, value, bias=bias, **masks, **self.rules)
+        z = grouped_attention(query, key, value, offset=offset, starts=starts, **self.rules)
         return cast(Tensor, self.output(z.transpose(1, 2).flatten(2)))
 
 
@@ -174,7 +171,6 @@ class LatentAttention(nn.Module):
         positions: Tensor | None = None,
         cache: LatentCache | None = None,
         starts: Tensor | None = None,
-        lengths: Tensor | None = None,
         absorbed: bool | None = None,
     ) -> Tensor:
         """Attend from ``x [B, T, E]``; returns ``[B, T, E]``. Arguments as in ``GroupedAttention``.
@@ -208,7 +204,6 @@ class LatentAttention(nn.Module):
             absorbed=absorbed,
             offset=offset,
             starts=starts,
-            lengths=lengths,
             **self.rules,
         )
         return cast(Tensor, self.output(z.transpose(1, 2).flatten(2)))

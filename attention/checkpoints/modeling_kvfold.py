@@ -12,6 +12,7 @@ cached with each latent, ``N`` other dims of the query heads.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,9 +55,11 @@ class FixedRotation(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Base class of grouped and latent attention; subclasses compute the heads' outputs in
-    ``attend``.
+    """Base class of grouped and latent attention; subclasses define ``attend``, which returns the
+    heads' outputs ``[B, T, H, D]``, and the attention weights if they were computed.
     """
+
+    attend: Callable[..., tuple[Tensor, Tensor | None]]
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
@@ -69,33 +72,16 @@ class SelfAttention(nn.Module):
         self.is_causal = True
         self.heads: int = values["heads"]
         self.head_dim: int = values["head_dim"]
-        self.o_proj = nn.Linear(
-            self.heads * self.head_dim,
-            values["model_dim"],
-            bias=values["o_bias"],
-        )
+        query_dim = self.heads * self.head_dim
+        self.o_proj = nn.Linear(query_dim, values["model_dim"], bias=values["o_bias"])
         self.rotation: FixedRotation | None = None
         self.scaling: float = values["scale"]
-        # arguments of attention functions in addition to the mask: the softcap, and the width of
-        # the window
+        # arguments of attention functions in addition to the mask
         self.rules = {
-            name: values[name]
-            for name in ("softcap", "sliding_window")
-            if values.get(name) is not None
+            name: values[name] for name in ("softcap", "sliding_window") if values.get(name)
         }
         self.attention_dropout: float = values["attention_dropout"]
         self.output_dropout = nn.Dropout(values["output_dropout"])
-
-    def attend(
-        self,
-        hidden_states: Tensor,
-        mask: Tensor | None,
-        positions: Tensor | None,
-        cache: Any,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:
-        """The heads' outputs ``[B, T, H, D]``, and the attention weights if they were computed."""
-        raise NotImplementedError
 
     def forward(
         self,
@@ -118,7 +104,8 @@ class SelfAttention(nn.Module):
             start = 0 if cache is None else cache.get_seq_length(self.layer_idx)
             steps = torch.arange(hidden_states.shape[1], device=hidden_states.device)
             position_ids = start + steps[None]
-        outputs, weights = self.attend(hidden_states, attention_mask, position_ids, cache, options)
+        mask = add_alibi(attention_mask, hidden_states, options)
+        outputs, weights = self.attend(hidden_states, position_ids, cache, mask, **options)
         result = self.output_dropout(self.o_proj(outputs.flatten(2)))
         return result if residual is None else residual + result, weights
 
@@ -146,16 +133,15 @@ class GroupedSelfAttention(SelfAttention):
     def attend(
         self,
         hidden_states: Tensor,
-        mask: Tensor | None,
         positions: Tensor | None,
         cache: Any,
-        options: dict[str, Any],
+        *mask: Any,
+        **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         query, key, value = self.project(hidden_states, positions)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        mask = add_alibi(mask, query, options)
-        return apply_attention(self, query, key, value, mask, **options)
+        return apply_attention(self, query, key, value, *mask, **options)
 
     def project(self, hidden_states: Tensor, positions: Tensor | None) -> tuple[Tensor, ...]:
         """Queries ``[B, H, T, D]``, and keys and values ``[B, G, T, D]``, of new tokens."""
@@ -217,11 +203,8 @@ class LatentSelfAttention(SelfAttention):
         query_dim = self.heads * self.head_dim
         rope_query_dim = self.heads * self.rope_dim
         # with a norm, rotary queries are computed from the normed queries
-        self.q_proj = nn.Linear(
-            model_dim,
-            query_dim + (0 if self.norm else rope_query_dim),
-            bias=bias,
-        )
+        projected_dim = query_dim if self.norm else query_dim + rope_query_dim
+        self.q_proj = nn.Linear(model_dim, projected_dim, bias=bias)
         self.kv_down_proj = nn.Linear(model_dim, self.rank + self.rope_dim, bias=True)
         # with a norm, a constant key does not move all scores of a query alike: divisors make it
         # differ by token
@@ -239,12 +222,7 @@ class LatentSelfAttention(SelfAttention):
         self.num_key_value_groups = 1
 
     def attend(
-        self,
-        hidden_states: Tensor,
-        mask: Tensor | None,
-        positions: Tensor | None,
-        cache: Any,
-        options: dict[str, Any],
+        self, hidden_states: Tensor, positions: Tensor | None, cache: Any, mask: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         query, rope_query = self.project_queries(hidden_states)
         rope_query = self.rotate(rope_query, positions)
@@ -257,32 +235,24 @@ class LatentSelfAttention(SelfAttention):
             rope = torch.cat([rope, inverse.flatten(2)[:, None].to(rope.dtype)], -1)
         if cache is not None:
             latent, rope = cache.update(latent, rope, self.layer_idx)
-        key_scales = rope[:, 0, :, self.rope_dim :].transpose(1, 2)
-        rope = rope[..., : self.rope_dim]
+        key_scales = None
         if self.norm is not None:
+            key_scales = rope[:, 0, :, self.rope_dim :].transpose(1, 2)
             repeats = self.heads // key_scales.shape[1]
             key_scales = key_scales.repeat_interleave(repeats, 1)  # [B, H, S]
-        mask = add_alibi(mask, query, options)
+            rope = rope[..., : self.rope_dim]
         # with one query, up-projections of all cached tokens would cost more than attention itself
         if cache is not None and hidden_states.shape[1] == 1:
-            return self.attend_to_latents(
-                query, rope_query, latent, rope, key_scales, mask, options
-            )
+            return self.attend_to_latents(query, rope_query, latent, rope, mask, key_scales)
         key, value = (
             projection(latent[:, 0]).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, S, D]
             for projection in (self.k_up_proj, self.v_up_proj)
         )
         key = torch.cat([key, rope.expand(-1, self.heads, -1, -1)], -1)
-        if self.norm is not None:
+        if key_scales is not None:
             key = key * key_scales[..., None]
-        return apply_attention(
-            self,
-            torch.cat([query, rope_query], -1),
-            key,
-            value,
-            mask,
-            **options,
-        )
+        query = torch.cat([query, rope_query], -1)
+        return apply_attention(self, query, key, value, mask, **options)
 
     def project_queries(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Queries for the latents ``[B, H, T, N]`` and unrotated queries for the rotary keys ``[B,
@@ -304,36 +274,32 @@ class LatentSelfAttention(SelfAttention):
         rope_query: Tensor,
         latent: Tensor,
         rope: Tensor,
-        key_scales: Tensor,
         mask: Tensor | None,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:
+        key_scales: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         """One decoding step (``T = 1``) that attends to the latents without computing keys or
         values.
 
         The up-projections are applied to query and result instead. The heads become ``H`` queries
         ``[B, 1, H, R + P]`` of one key/value head, whose values are the latents.
         """
-        options = {**options, "is_causal": False}
         if self.norm is not None:
             bias = self.k_up_proj.bias.view(self.heads, -1, 1)
             # the constant key meets one more element of each cached key, which is 1
             rope_query = torch.cat([rope_query, query @ bias], -1)
             rope = nn.functional.pad(rope, (0, 1), value=1.0)
-            options["key_scales"] = key_scales[:, None]
-        up_key = self.k_up_proj.weight.view(self.heads, -1, self.rank)
-        up_value = self.v_up_proj.weight.view(self.heads, -1, self.rank)
-        query = torch.cat([torch.einsum("bhtn,hnr->bhtr", query, up_key), rope_query], -1)
-        outputs, weights = apply_attention(
-            self,
-            query.transpose(1, 2),
-            torch.cat([latent, rope], -1),
-            latent,
-            None if mask is None else mask.transpose(1, 2),
-            **options,
+        up_key, up_value = (
+            projection.weight.view(self.heads, -1, self.rank)
+            for projection in (self.k_up_proj, self.v_up_proj)
+        )
+        query = torch.cat([query @ up_key, rope_query], -1).transpose(1, 2)
+        key = torch.cat([latent, rope], -1)
+        mask = None if mask is None else mask.transpose(1, 2)
+        outputs, weights = eager_attention_forward(
+            self, query, key, latent, mask, self.scaling, key_scales=key_scales, **self.rules
         )
         outputs = torch.einsum("bhtr,hdr->bthd", outputs, up_value)
-        return outputs, None if weights is None else weights.transpose(1, 2)
+        return outputs, weights.transpose(1, 2)
 
 
 VARIANTS = {
@@ -356,7 +322,7 @@ def split_norm(x: Tensor, norm: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return x, torch.rsqrt(x.square().mean(dims, keepdim=True) + norm["eps"])
 
 
-def add_alibi(mask: Tensor | None, query: Tensor, options: dict[str, Any]) -> Tensor | None:
+def add_alibi(mask: Tensor | None, hidden: Tensor, options: dict[str, Any]) -> Tensor | None:
     """The mask ``[B, 1, T, S]``, or mask plus biases ``[B, H, T, S]`` if the model passes ALiBi
     biases.
 
@@ -368,12 +334,12 @@ def add_alibi(mask: Tensor | None, query: Tensor, options: dict[str, Any]) -> Te
     if mask is None:
         return None
     if mpt is not None:
-        blank = torch.zeros_like(mask, dtype=query.dtype)
-        biases: Tensor = mpt[None, ..., -mask.shape[-1] :].to(query)
-        return blank.masked_fill(mask, torch.finfo(query.dtype).min) + biases
+        blank = torch.zeros_like(mask, dtype=hidden.dtype)
+        biases: Tensor = mpt[None, ..., -mask.shape[-1] :].to(hidden)
+        return blank.masked_fill(mask, torch.finfo(hidden.dtype).min) + biases
     if bloom is None or mask.shape[1] > 1:
         return mask
-    biases = bloom.view(len(query), -1, 1, mask.shape[-1])
+    biases = bloom.view(len(hidden), -1, 1, mask.shape[-1])
     return mask + biases
 
 
@@ -388,11 +354,9 @@ def apply_attention(
     """Apply the attention function named in the config (sdpa, flash_attention_2, eager, ...): ``[B,
     T, H, D]``.
     """
-    # no other attention function can scale scores by key
-    name = "eager" if "key_scales" in options else module.config._attn_implementation
-    function: Any = eager_attention_forward
-    if name not in (None, "eager"):
-        function = ALL_ATTENTION_FUNCTIONS[name]
+    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(
+        module.config._attn_implementation, eager_attention_forward
+    )
     result: tuple[Tensor, Tensor | None] = function(
         module,
         query,
@@ -425,7 +389,7 @@ def eager_attention_forward(
     repeats = query.shape[1] // key.shape[1]
     scores = scaling * query @ key.repeat_interleave(repeats, 1).mT
     if key_scales is not None:
-        scores = scores * key_scales
+        scores = scores * key_scales[:, None]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     # same mask conventions as sdpa
@@ -467,10 +431,8 @@ def __getattr__(name: str) -> type:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     attributes: dict[str, Any] = {"__module__": __name__}
     if issubclass(stock, transformers.PretrainedConfig):
-        attributes |= {
-            "model_type": f"kvfold_{stock.model_type}",
-            "base_model_tp_plan": None,
-        }
+        attributes["model_type"] = f"kvfold_{stock.model_type}"
+        attributes["base_model_tp_plan"] = None
         built = type(name, (stock,), attributes)
     else:
         stock_config = stock.config_class

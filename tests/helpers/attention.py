@@ -30,50 +30,32 @@ class Case:
     """Mask arguments of one call; ``offset`` ``None`` means ``S - T``."""
 
     causal: bool = True
-    offset: int | Tensor | None = None
+    offset: int | None = None
     window: int | None = None
     starts: Tensor | None = None
-    lengths: Tensor | None = None
-    bias: Tensor | None = None
 
-    @property
-    def options(self) -> dict:
-        """The arguments of ``latent_attention``, and without a bias of ``grouped_attention``."""
-        return {name: value for name, value in vars(self).items() if name != "bias"}
-
-    def offset_of(self, queries: int, keys: int) -> int | Tensor:
+    def offset_of(self, queries: int, keys: int) -> int:
         if self.offset is not None:
             return self.offset
         return keys - queries if self.causal or self.window else 0
 
     def visible(self, batch: int, queries: int, keys: int) -> Tensor:
         """The mask as a matrix ``[B, 1, T, S]``, straight from its definition, on the CPU."""
-        offset = torch.as_tensor(self.offset_of(queries, keys)).expand(batch)
-        place = offset[:, None, None] + torch.arange(queries)[None, :, None]
+        position = self.offset_of(queries, keys) + torch.arange(queries)[None, :, None]
         key = torch.arange(keys)
-        seen = key <= place if self.causal else torch.ones(batch, queries, keys, dtype=torch.bool)
+        seen = torch.ones(batch, queries, keys, dtype=torch.bool)
+        if self.causal:
+            seen = seen & (key <= position)
         if self.window is not None:
-            seen = seen & ((place - key).abs() < self.window)
+            seen = seen & ((position - key).abs() < self.window)
         if self.starts is not None:
             seen = seen & (key >= self.starts[:, None, None])
-        if self.lengths is not None:
-            seen = seen & (key < self.lengths[:, None, None])
         return seen[:, None]
 
     def masks(self, row: int, queries: int, keys: int) -> reference.Masks:
         """The reference's masks for one sequence of the batch."""
-
-        def of_row(value: int | Tensor | None) -> int | None:
-            return int(value[row]) if isinstance(value, Tensor) else value
-
-        offset = of_row(self.offset_of(queries, keys))
-        return reference.Masks(
-            self.causal,
-            offset,
-            self.window,
-            of_row(self.starts) or 0,
-            of_row(self.lengths),
-        )
+        start = 0 if self.starts is None else int(self.starts[row])
+        return reference.Masks(self.causal, self.offset_of(queries, keys), self.window, start, None)
 
 
 def naive(
@@ -90,7 +72,6 @@ def naive(
     key = key.repeat_interleave(share, 1)
     value = value.repeat_interleave(share, 1)
     score = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    score = score if case.bias is None else score + case.bias.to(score)
     seen = case.visible(query.shape[0], query.shape[2], key.shape[2]).to(query.device)
     some = seen.any(-1, keepdim=True)
     # rows that see nothing are kept finite, for their gradients' sake, and cut away after the
