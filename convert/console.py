@@ -28,8 +28,7 @@ from kvfold.convert.errors import (
     summarize_error,
 )
 from kvfold.convert.formatting import to_json_values
-from kvfold.convert.host import may_have_gpu, set_threads
-from kvfold.convert.options import Option, Request, collect_options, missing_gpu_error
+from kvfold.convert.options import Option, Request, collect_options
 from kvfold.convert.signals import interrupt_on_signals
 
 REPORT = "report.html"
@@ -56,37 +55,14 @@ WITHDRAWN: dict[str, str] = {
 Decorator = Callable[[Any], Any]
 
 
-class PanelOption(click.Option):
-    """An option with the heading under which ``--help`` lists it."""
-
-    def __init__(self, *names: Any, panel: str | None = None, **details: Any) -> None:
-        super().__init__(*names, **details)
-        self.panel = panel or "Running"
-
-
-class PanelCommand(click.Command):
-    """A command whose ``--help`` groups options by panel; those without one are in Running."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            row = parameter.get_help_record(ctx)
-            if isinstance(parameter, click.Option) and row is not None:
-                panels.setdefault(getattr(parameter, "panel", "Running"), []).append(row)
-        for title, rows in panels.items():
-            with formatter.section(title):
-                formatter.write_dl(rows)
-
-
 def request_options(
     request: type[Request],
     build: Callable[[dict[str, Any], dict[str, Any]], Request] | None = None,
 ) -> Decorator:
     """Decorator that adds the fields of ``request`` to a click command as arguments and options.
 
-    The decorated function receives the request built from them: ``request(**values)``, or with
-    ``build``, for which no option is required, ``build(values, further)``. It may remove some of
-    the ``further`` options of the function. A flag that is set by default has a form ``--no-NAME``.
+    The decorated function receives the request built from them: ``request(**values)``, or
+    ``build(values, further)``, which may remove some of the ``further`` options of the function.
     """
     options = collect_options(request)
 
@@ -95,25 +71,29 @@ def request_options(
         def command(**values: Any) -> None:
             own = {name: values.pop(name) for name in options}
             built = request(**own) if build is None else build(own, values)
-            # Before a model is downloaded; `device.choose_device` asks torch.
-            if getattr(built, "device", None) == "cuda" and not may_have_gpu():
-                raise missing_gpu_error()
+            if getattr(built, "device", None) == "cuda":  # before a model is downloaded
+                from kvfold.convert.device import choose_device
+
+                choose_device("cuda")
             function(built, **values)
 
         decorated: Any = command
         for spec in reversed(options.values()):
-            required = spec.default is MISSING and (build is None or spec.argument)
-            decorated = _parameter(spec, required)(decorated)
+            decorated = _parameter(spec)(decorated)
         return decorated
 
     return decorate
 
 
-def _parameter(spec: Option, required: bool) -> Decorator:
-    """The click argument or option for one field."""
+def _parameter(spec: Option) -> Decorator:
+    """The click argument or option for one field, whose value the request checks. A flag that is
+    set by default has a form ``--no-NAME``.
+    """
     if spec.argument:
-        count = 1 if spec.item_type is None else -1
+        count = -1 if spec.is_tuple else 1
+        required = spec.default is MISSING
         return click.argument(spec.name, metavar=spec.metavar, nargs=count, required=required)
+    is_flag = bool in spec.types
     spelling = format_option(spec.name)
     if spec.default is True:
         spelling += f"/{format_option(spec.name, False)}"
@@ -121,27 +101,19 @@ def _parameter(spec: Option, required: bool) -> Decorator:
     if isinstance(default, tuple):
         default = ",".join(map(str, default))
     metavar = spec.metavar
-    if spec.choices and not metavar:
-        metavar = f"[{'|'.join(spec.choices)}]"
-    elif spec.types == (int,) and not metavar:
-        metavar = "N"
-    is_flag = bool in spec.types
-    is_number = spec.types and str not in spec.types and not spec.choices
+    if metavar is None and not is_flag:
+        metavar = f"[{'|'.join(spec.choices)}]" if spec.choices else "N"
     return click.option(
         spelling,
         *spec.aliases,
         spec.name,
-        cls=PanelOption,
-        panel=spec.panel,
         help=spec.help,
         metavar=metavar,
-        required=required,
         multiple=spec.multiple,
         is_flag=is_flag,
         default=default,
-        show_default=not is_flag and (bool(default) or default == 0),
-        # No click.Choice: the request checks words, and its errors suggest similar ones.
-        type=spec.types[0] if is_number else str,
+        show_default=not is_flag and default not in (None, ""),
+        type=None if is_flag else str,
     )
 
 
@@ -180,7 +152,10 @@ def run_command(
     SIGTERM, which job schedulers and containers send, and SIGHUP end the command as Ctrl-C does.
     The notes of an exception say what an ended run left behind.
     """
-    set_threads()
+    # By default OpenMP's threads spin while they wait for one another, and burn the time of other
+    # processes. Set before torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
     # Children of libraries, such as compilers, must not import a stranger's file of the current
     # folder.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
@@ -217,7 +192,13 @@ def _explain(error: Exception, name: str) -> tuple[str | None, int]:
     if isinstance(error, KvfoldError):
         return str(error), error.exit_status
     if isinstance(error, click.ClickException):
-        return _explain_usage(error, name), 2
+        context = getattr(error, "ctx", None)
+        name = context.command_path if context else name
+        text = " ".join(error.format_message().split()).rstrip(".")
+        option = getattr(error, "option_name", None)
+        if option in WITHDRAWN:
+            text = f"{option} was withdrawn; {WITHDRAWN[option]}"
+        return escape_text(f"{name}: {text}; see `{name} --help`"), 2
     if isinstance(error, BrokenPipeError):
         # The interpreter flushes stdout once more at its end, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -239,64 +220,52 @@ def _notes(error: BaseException) -> str:
     return "; ".join(notes)
 
 
-def _explain_usage(error: click.ClickException, name: str) -> str:
-    """A sentence about an invalid command line that refers to the right command's ``--help``."""
-    text = escape_text(error.format_message().replace("\n", " ").rstrip("."))
-    if isinstance(error, click.NoSuchOption) and error.option_name in WITHDRAWN:
-        text = f"{error.option_name} was withdrawn; {WITHDRAWN[error.option_name]}"
-    if isinstance(error, click.UsageError) and error.ctx:
-        name = error.ctx.command_path
-    return f"{name}: {text[:1].lower()}{text[1:]}; see `{name} --help`"
-
-
 def check_files(json_file: str | None, report: str | None = None) -> None:
-    """Raise InputError if a file for ``--json`` or ``--report`` cannot be drawn or written, because
-    a long run must not end in an error that its first second could have found.
+    """Raise InputError if the file of ``--json`` or ``--report`` cannot be drawn or written,
+    because a long run must not end in an error that its first second could have found.
 
     With ``--json -``, stdout is reserved for the JSON from here on.
     """
     if json_file == STDOUT:
         _reserve_stdout()
     elif json_file is not None:
-        _check_writable("json", json_file, Path(json_file))
+        _check_writable("json", Path(json_file))
     if report is not None:
         if find_spec("matplotlib") is None:
             install = "draws with matplotlib; install it: pip install 'kvfold[report]'"
             raise option_error("report", report, install)
-        _check_writable("report", report, Path(report) / REPORT, new_folder=True)
+        _check_writable("report", Path(report) / REPORT)
 
 
 def _reserve_stdout() -> None:
     """Send to stderr what libraries print to stdout past Python, as tokenizers does with its
     warnings.
     """
-    usual = sys.__stdout__
-    if usual is not None and sys.stdout is usual and usual.fileno() == 1:
-        usual.flush()
-        sys.stdout = os.fdopen(os.dup(1), "w", encoding=usual.encoding, errors=usual.errors)
+    stdout = sys.__stdout__
+    if stdout is not None and stdout is sys.stdout:
+        stdout.flush()
+        sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
 
 
-def _check_writable(option: str, value: str, file: Path, new_folder: bool = False) -> None:
-    """Raise InputError if ``file`` cannot be written. Its folder may be missing if ``new_folder``.
+def _check_writable(option: str, file: Path) -> None:
+    """Raise InputError if ``file`` cannot be written; missing folders are made then.
 
     Links are refused, because they may lead anywhere, and pipes, because they would block.
     """
-    reason = None
+    fault = None
+    existing = file
     try:
         if not stat.S_ISREG(file.lstat().st_mode):
-            reason = "it is a folder, a link or no regular file"
-        existing = file
+            fault = "it is a folder, a link or no regular file"
     except FileNotFoundError:
         existing = next(path for path in file.parents if path.exists())
-        if existing != file.parent and not new_folder:
-            reason = f"there is no folder {file.parent}"
     except (OSError, ValueError) as error:
-        reason = summarize_error(error)
-    if reason is None and not os.access(existing, os.W_OK):
-        reason = "permission denied"
-    if reason is not None:
-        raise option_error(option, value, f": cannot be written ({reason}); name another path")
+        fault = summarize_error(error)
+    if fault is None and not os.access(existing, os.W_OK):
+        fault = f"{existing} is not writable"
+    if fault is not None:
+        raise option_error(option, file, f": cannot be written ({fault}); name another path")
 
 
 def print_result(json_file: str | None, value: Callable[[], Any], text: str) -> None:
@@ -308,10 +277,7 @@ def print_result(json_file: str | None, value: Callable[[], Any], text: str) -> 
         if json_file == STDOUT:
             click.echo(content)
         else:
-            try:
-                Path(json_file).write_text(f"{content}\n", encoding="utf-8")
-            except OSError as error:
-                reason = f": cannot be written ({error.strerror}); name another file"
-                raise option_error("json", json_file, reason) from error
+            Path(json_file).parent.mkdir(parents=True, exist_ok=True)
+            Path(json_file).write_text(f"{content}\n", encoding="utf-8")
     if text:
         click.echo(text, err=json_file == STDOUT)

@@ -1,15 +1,16 @@
 """The device and the dtype for computing with a checkpoint."""
 
+import re
 from collections import Counter
 from functools import cache
+from pathlib import Path
 from time import process_time
 
 import torch
 
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.tensors import torch_dtype
-from kvfold.convert.host import measure_host_memory
-from kvfold.convert.options import missing_gpu_error
+from kvfold.convert.errors import option_error
 
 _COMPUTED = ("F32", "BF16", "F16")
 # A training step casts its activations too: below this ratio the products' gain is about lost. A
@@ -27,7 +28,8 @@ def choose_device(name: str) -> torch.device:
     without a GPU.
     """
     if name == "cuda" and not torch.cuda.is_available():
-        raise missing_gpu_error()
+        rule = ": torch finds no CUDA device on this machine; use --device cpu or auto"
+        raise option_error("device", name, rule)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
@@ -74,11 +76,8 @@ def training_autocast(
         if len(tensor.shape) == 2:
             bytes_by_shape[tensor.shape] += tensor.nbytes
     outputs, inputs = bytes_by_shape.most_common(1)[0][0]
-    return (
-        torch.bfloat16
-        if measure_bfloat16_speedup(device, outputs, inputs) >= BFLOAT16_PAYS
-        else None
-    )
+    speedup = measure_bfloat16_speedup(device, outputs, inputs)
+    return torch.bfloat16 if speedup >= BFLOAT16_PAYS else None
 
 
 @cache
@@ -91,16 +90,19 @@ def measure_bfloat16_speedup(device: torch.device, outputs: int, inputs: int) ->
     # Measured, because no list of processors is complete: AMX, AVX512-BF16 and Arm's units have no
     # flag in common, and without any a product in bfloat16 takes many times as long.
     rows, most = _TIMED_SHAPE[device.type]
-    shapes = ((rows, min(inputs, most)), (min(inputs, most), min(outputs, most)))
+    inner = min(inputs, most)
+    # Processor time on a CPU: beside other work the clock gave ratios from 1.4 to 22 for one of
+    # 2.1.
+    clock = process_time if device.type == "cpu" else timer
     seconds = []
     for dtype in (torch.float32, torch.bfloat16):
-        left, right = (torch.ones(shape, dtype=dtype, device=device) for shape in shapes)
-        # Processor time on a CPU: beside other work the clock gave ratios from 1.4 to 22 for one of
-        # 2.1.
-        clock = process_time if device.type == "cpu" else timer
-        names = {"left": left, "right": right}
+        left = torch.ones(rows, inner, dtype=dtype, device=device)
+        right = torch.ones(inner, min(outputs, most), dtype=dtype, device=device)
         product = Timer(
-            "left @ right", timer=clock, globals=names, num_threads=torch.get_num_threads()
+            "left @ right",
+            timer=clock,
+            globals={"left": left, "right": right},
+            num_threads=torch.get_num_threads(),
         )
         seconds.append(min(product.timeit(2).mean for _ in range(_TIMED)))
     return seconds[0] / seconds[1]
@@ -110,4 +112,6 @@ def measure_free_memory(device: torch.device) -> int | None:
     """Free memory on ``device`` in bytes; None if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return measure_host_memory()
+    statistics = Path("/proc/meminfo")  # Linux
+    available = statistics.exists() and re.search(r"MemAvailable: *(\d+)", statistics.read_text())
+    return int(available[1]) * 1024 if available else None

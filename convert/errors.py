@@ -12,34 +12,20 @@ _SHOWN = 20
 # A value from a hostile config.json may be a megabyte of brackets: errors show only its beginning
 # and end.
 _REPR = reprlib.Repr()
-_REPR.maxlevel = 3
-_REPR.maxlist = 16
 _REPR.maxstring = 200
 _REPR.maxother = 200
-# Names that other tools use for our values.
-_USUAL = {
-    "deepseek": "free",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "fp32": "float32",
-    "gpu": "cuda",
-}
-
-
 _LONG_WORD = re.compile(r"\S{1000,}")  # longer than paths are
-_NO_VALUE = object()
 _OPTIONS = {"contexts": "context", "batches": "batch"}  # fields whose options have a different name
 
 
-def format_option(field: str, value: Any = _NO_VALUE) -> str:
+def format_option(field: str, value: Any = True) -> str:
     """The command-line spelling of a field: ``--kv-heads 5``; ``--fresh`` for a true flag,
     ``--no-retrieval`` for a false one.
     """
     name = _OPTIONS.get(field, field).replace("_", "-")
-    if value is False:
-        return f"--no-{name}"
-    return f"--{name}" if value is _NO_VALUE or value is True else f"--{name} {value}"
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name} {value}"
 
 
 class KvfoldError(Exception):
@@ -152,6 +138,5 @@ def suggest_name(name: Any, known: Iterable[str]) -> str:
     # Case, dashes and surrounding blanks do not matter.
     names = {text.lower().replace("-", "_"): text for text in known}
     wanted = str(name).strip().lower().replace("-", "_")
-    usual = _USUAL.get(wanted)
-    close = [usual] if usual in names else get_close_matches(wanted, names, 1)
+    close = get_close_matches(wanted, names, 1)
     return f" (did you mean {names[close[0]]}?)" if close else ""

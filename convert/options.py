@@ -9,23 +9,21 @@ recipes, records and the keywords of public functions.
 """
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from kvfold.convert.errors import InputError, format_option, option_error, suggest_name
+from kvfold.convert.errors import InputError, format_option, suggest_name
+from kvfold.convert.formatting import parse_number
 
 # Tokens of a sequence with --seq-len auto: measured in convert/README.md, "The loss by position".
 AUTO_LENGTH = 512
-# Whole numbers that Python reads quickly, in the digits of a keyboard: int() also takes those of
-# other scripts.
-_DIGITS = "[0-9]{1,18}"
 _TYPE_RULES = {
     bool: "true or false",
-    int: "a whole number of at least {}",
-    float: "a number of at least {}",
+    int: "a whole number from {} to {}",
+    float: "a number from {} to {}",
     str: "text",
 }
 
@@ -37,7 +35,6 @@ class Option:
 
     Attributes:
         help: Text for ``--help``.
-        panel: Heading in ``--help`` for this option and the following ones.
         metavar: Name of the value in ``--help``.
         aliases: Further spellings on the command line.
         minimum: Smallest number.
@@ -50,13 +47,12 @@ class Option:
         multiple: An option with a tuple that is repeated, instead of taking one text with commas.
         name: Name of the field.
         default: Its default, or ``MISSING``.
-        types: Accepted types among bool, int, float and str.
+        types: Accepted types among bool, int, float and str, of a tuple's items.
         choices: Accepted words, of a ``Literal``.
-        item_type: Type of a tuple's items; None if the value is no tuple.
+        is_tuple: True if the value is a tuple.
     """
 
     help: str = ""
-    panel: str | None = None
     metavar: str | None = None
     aliases: tuple[str, ...] = ()
     minimum: float = 0
@@ -72,43 +68,47 @@ class Option:
     default: Any = None
     types: tuple[type, ...] = ()
     choices: tuple[str, ...] = ()
-    item_type: type | None = None
+    is_tuple: bool = False
 
     def normalize(self, value: Any) -> Any:
         """``value`` as a request stores it: paths as text, lists as tuples, digits as numbers."""
-        if self.item_type is None:
+        if not self.is_tuple:
             return self._normalize_item(value)
         if isinstance(value, str) and not (self.argument or self.multiple):
             value = [item.strip() for item in value.split(",") if item.strip()]
-        if not isinstance(value, (list, tuple)):
-            value = [] if value is None else [value]
-        return tuple(dict.fromkeys(map(self._normalize_item, value)))
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(dict.fromkeys(map(self._normalize_item, items)))
 
     def _normalize_item(self, value: Any) -> Any:
         if isinstance(value, os.PathLike):
             return os.fspath(value)
-        # A number of steps may also be a word, so the command line passes it as text.
-        counts = self.item_type is int or (self.choices and int in self.types)
-        return int(value) if counts and re.fullmatch(_DIGITS, str(value)) else value
+        # int() also reads the digits of other scripts.
+        if isinstance(value, str) and value.isascii():
+            for number in {int, float} & {*self.types}:
+                with suppress(ValueError):
+                    return number(value)
+        return value
 
     def broken_rule(self, value: Any) -> str | None:
         """The rule that ``value`` breaks, in words that follow "must be"; None if it is valid."""
         if value is None and self.default is None:
             return None
-        if self.item_type is not None:
-            valid = all(type(item) is self.item_type and str(item).strip() for item in value)
-            return None if valid and 0 not in value else self.rule
-        if isinstance(value, str) and value in self.choices:
+        if all(map(self._accepts, value if self.is_tuple else (value,))):
             return None
         if not self.types:
             return f"one of {', '.join(self.choices)}{suggest_name(value, self.choices)}"
-        rule = self.rule or _TYPE_RULES[self.types[0]].format(self.minimum)
+        return self.rule or _TYPE_RULES[self.types[0]].format(self.minimum, self.maximum)
+
+    def _accepts(self, value: Any) -> bool:
         # Compared exactly, because isinstance accepts True as an int.
-        if type(value) not in self.types and not (type(value) is int and float in self.types):
-            return rule
-        if type(value) in (int, float) and not self.minimum <= value <= self.maximum:
-            return f"at most {self.maximum}" if value > self.maximum else rule
-        return None if self.check is None or self.check(value) else rule
+        kind = type(value)
+        if kind is str and value in self.choices:
+            return True
+        if kind not in self.types and not (kind is int and float in self.types):
+            return False
+        if kind in (int, float) and not self.minimum <= value <= self.maximum:
+            return False
+        return self.check is None or bool(self.check(value))
 
 
 def option(default: Any = MISSING, help: str = "", **details: Any) -> Any:
@@ -140,6 +140,14 @@ length_option = partial(
     rule="a whole number of at least 2, or auto",
 )
 steps_option = partial(option, 0, metavar="STEPS|auto", rule="a number of steps or auto")
+size_option = partial(
+    option,
+    "5GB",
+    "Maximum size of a weight file.",
+    metavar="SIZE",
+    rule="a size with its unit, such as 5GB or 500MB",
+    check=partial(parse_number, unit="B"),
+)
 precision_option = partial(
     option,
     "auto",
@@ -152,16 +160,14 @@ def collect_options(request: type[Any]) -> dict[str, Option]:
     """The options of a request by name, in field order."""
     hints = get_type_hints(request)
     options: dict[str, Option] = {}
-    panel = None
     for declared in fields(request):
         spec: Option = declared.metadata["option"]
-        panel = spec.panel or panel
-        spec = replace(spec, panel=panel, name=declared.name, default=declared.default)
+        spec = replace(spec, name=declared.name, default=declared.default)
         for member in get_args(hints[declared.name] | None):
             if get_origin(member) is Literal:
                 spec = replace(spec, choices=get_args(member))
             elif get_origin(member) is tuple:
-                spec = replace(spec, item_type=get_args(member)[0])
+                spec = replace(spec, types=get_args(member)[:1], is_tuple=True)
             elif member in _TYPE_RULES:
                 spec = replace(spec, types=(*spec.types, member))
         options[declared.name] = spec
@@ -209,12 +215,6 @@ def value_problems(
             shown = ", ".join(map(repr, value)) if isinstance(value, tuple) else repr(value)
             option_name = name.upper() if options[name].argument else format_option(name)
             yield name, f"{option_name} must be {rule}, not {shown}"
-
-
-def missing_gpu_error() -> InputError:
-    """The error of ``--device cuda`` on a machine without a GPU."""
-    rule = ": torch finds no CUDA device on this machine; use --device cpu or auto"
-    return option_error("device", "cuda", rule)
 
 
 def format_argv(values: Mapping[str, Any]) -> list[str]:

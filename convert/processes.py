@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvfold.convert.errors import InputError, KvfoldError, summarize_error
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Rank 0 may work for hours; a dead process is noticed at once by its closed connection.
-_LONGEST_WORK = timedelta(hours=24)
+LONGEST_WORK = timedelta(hours=24)
 _CONNECTION_SECONDS = 50  # within a minute all end if one never connects
 
 Result = TypeVar("Result")
@@ -81,7 +81,7 @@ def process_group(device: str) -> Iterator[None]:
         timeout = timedelta(seconds=_CONNECTION_SECONDS)
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=_LONGEST_WORK
+            backend, store=store, rank=rank, world_size=size, timeout=LONGEST_WORK
         )
     except (RuntimeError, ValueError) as error:
         raise KvfoldError(
@@ -117,17 +117,12 @@ def _failures_as_errors() -> Iterator[None]:
 
 def on_rank0(work: Callable[[], Result]) -> Result | None:
     """Call ``work`` on rank 0 and return its result there; the others wait, hours if need be."""
-    if (dist := _distributed()) is None:
-        return work()
-    # Training's collectives keep the short timeout that reveals a hung process.
-    group = dist.new_group(backend="gloo", timeout=_LONGEST_WORK)
     results: list[Result] = []
-    broadcast_from_rank0(lambda: results.append(work()), group)
-    dist.destroy_process_group(group)
+    broadcast_from_rank0(lambda: results.append(work()))
     return results[0] if results else None
 
 
-def broadcast_from_rank0(work: Callable[[], Result], group: Any = None) -> Result:
+def broadcast_from_rank0(work: Callable[[], Result]) -> Result:
     """Call ``work`` on rank 0; every process, all of which must call this, returns its result or
     raises its KvfoldError.
     """
@@ -140,11 +135,10 @@ def broadcast_from_rank0(work: Callable[[], Result], group: Any = None) -> Resul
         except KvfoldError as error:
             outcome[1] = error
     with _failures_as_errors():
-        dist.broadcast_object_list(outcome, src=0, group=group)
+        dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]
-    result: Result = outcome[0]
-    return result
+    return cast(Result, outcome[0])
 
 
 def all_gather(value: Result) -> list[Result]:
@@ -170,21 +164,10 @@ def all_reduce(tensors: Iterable["Tensor"]) -> None:
                 tensor.copy_(dense)
 
 
-def gather_first_rows(rows: "Tensor", limit: int) -> "Tensor":
-    """The first ``limit`` of all processes' ``rows [n, ...]``, concatenated in rank order."""
-    if _distributed() is None:
-        return rows[:limit]
-    import torch
-
-    # Gathered as objects: the tensors' own gather would need equally many rows from each process.
-    return torch.cat(all_gather(rows[:limit].cpu()))[:limit].to(rows.device)
-
-
 def shard_range(number: int) -> range:
     """This process's share of ``number`` items: contiguous, with sizes that differ by at most 1."""
-    rank = get_rank()
-    size = world_size()
-    return range(number * rank // size, number * (rank + 1) // size)
+    start, stop = (number * rank // world_size() for rank in (get_rank(), get_rank() + 1))
+    return range(start, stop)
 
 
 def shard(items: Items) -> Items:

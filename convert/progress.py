@@ -13,25 +13,6 @@ Progress = Callable[[str, int, int], None]  # stage, units done, total
 Advance = Callable[[int], None]
 
 _LINE_SECONDS = 30.0  # between lines where stderr is no terminal
-# Stages as progress names them.
-_STAGE_NAMES = {
-    "survey": "calibrating",
-    "splits": "comparing",
-    "finals": "refining",
-    "convert": "fitting",
-    "sweep": "fitting",
-    "write": "writing",
-    "polish": "polishing",
-    "compare": "comparing",
-    "floor": "measuring rounding",
-    "bench": "timing",
-    "retrieval": "answering questions",
-    "replies": "writing replies",
-    "losses": "measuring the loss by position",
-    "train": "training",
-    "evaluate": "measuring on held-out text",
-    "text": "writing the calibration text",
-}
 
 
 class _Lines(tqdm):  # type: ignore[type-arg]
@@ -39,11 +20,7 @@ class _Lines(tqdm):  # type: ignore[type-arg]
 
     @staticmethod
     def status_printer(file: Any) -> Callable[[str], None]:
-        def print_line(text: str) -> None:
-            if text.strip():
-                print(text, file=file, flush=True)
-
-        return print_line
+        return lambda text: print(text, file=file, flush=True) if text.strip() else None
 
 
 @dataclass
@@ -65,21 +42,21 @@ class Stages:
         the number of units done since its last call.
         """
         terminal = sys.stderr.isatty()
+        seconds = 0.1 if terminal else _LINE_SECONDS
         bar = (tqdm if terminal else _Lines)(
-            desc=_STAGE_NAMES.get(name, name),
-            total=total or None,
+            desc=name,
+            total=total,
             initial=done,
             unit=unit,
             unit_scale=unit == "B",
             bar_format=None if total else "{desc}",
-            mininterval=0.1 if terminal else _LINE_SECONDS,
+            mininterval=seconds,
             miniters=1,
-            delay=0 if terminal else _LINE_SECONDS,
+            delay=0 if terminal else seconds,
             smoothing=0,
             leave=False,
             dynamic_ncols=True,
             disable=self.quiet or self.progress is not None or not (terminal or total),
-            file=sys.stderr,
         )
 
         def advance(amount: int) -> None:

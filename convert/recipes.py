@@ -68,7 +68,7 @@ def format_recipes() -> str:
     rows += [[str(recipe.get(key, "")) for key in keys] for recipe in list_recipes()]
     note = "before, after: KV-cache elements per token per layer"
     command = "kvfold convert MODEL OUT --recipe NAME uses one"
-    return "\n".join([*format_table(rows, left=(0, 1)), "", note, command])
+    return "\n".join([*format_table(rows), "", note, command])
 
 
 def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
@@ -125,27 +125,20 @@ def read_recipe(recipe: str) -> Recipe:
         with path.open("rb") as file:
             text = file.read(_LARGEST_RECIPE).decode("utf-8-sig")
         content = tomllib.loads(text)
-    except OSError as error:
-        reason = f"cannot be read ({error.strerror}); check its permissions"
-        raise InputError(f"{origin}: {reason}") from error
-    except (ValueError, RecursionError) as error:  # also of numbers with too many digits
+    except (OSError, ValueError, RecursionError) as error:  # also of numbers with too many digits
         raise InputError(
             f"{origin} is not valid TOML: {summarize_error(error)}; correct the file"
         ) from error
     about = content.pop("about", {})
-    options = {
-        name: spec for name, spec in collect_options(ConvertRequest).items() if not spec.runs
-    }
-    keys = ", ".join(options)
-    problems = [
-        f"unknown key {key!r}{suggest_name(key, options)}; a recipe may contain {keys}"
-        for key in content
-        if key not in options
-    ]
-    values = {key: options[key].normalize(content[key]) for key in content if key in options}
-    problems += [message for _, message in value_problems(options, values)]
+    specs = {name: spec for name, spec in collect_options(ConvertRequest).items() if not spec.runs}
+    problems = []
+    for key in content.keys() - specs.keys():
+        similar = suggest_name(key, specs)
+        problems.append(f"unknown key {key!r}{similar}; a recipe may contain {', '.join(specs)}")
+    values = {key: specs[key].normalize(content[key]) for key in specs.keys() & content.keys()}
+    problems += [message for _, message in value_problems(specs, values)]
     # Options in [about] would be silently ignored.
-    if not isinstance(about, dict) or about.keys() & options.keys():
+    if not isinstance(about, dict) or about.keys() & specs.keys():
         problems.append("[about] must be a table without options; write options above it")
     if problems:
         raise InputError(f"{origin}: {problems[0]}", problems[1:], field="recipe")

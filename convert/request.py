@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from kvfold.convert.errors import format_option
-from kvfold.convert.formatting import SIZE_RULE, is_size, parse_size, parse_tokens
+from kvfold.convert.formatting import parse_number
 from kvfold.convert.methods import registry
 from kvfold.convert.methods.registry import DEFAULT, Method
 from kvfold.convert.options import (
@@ -22,6 +22,7 @@ from kvfold.convert.options import (
     precision_option,
     seed_option,
     seq_len_option,
+    size_option,
     steps_option,
     trust_option,
 )
@@ -70,12 +71,12 @@ _texts = partial(
     (),
     metavar="FILE|DATASET|self",
     rule="the name of a text file or dataset",
-    panel="Calibration",
     multiple=True,
+    check=str.strip,
 )
 _samples = partial(option, default=128, help="Calibration sequences.", minimum=1)
 _numbers = partial(
-    option, metavar="N,N", rule="positive numbers separated by commas, such as 2048,8192"
+    option, metavar="N,N", rule="positive numbers separated by commas, such as 2048,8192", minimum=1
 )
 _latent = partial(option, None, targets=("mla",))
 _fold = partial(option, None, targets=("gqa", "mqa"))
@@ -99,9 +100,7 @@ class ConvertRequest(Request):
     out: str = option(
         argument=True, rule="the path of an output folder", check=str.strip, runs=True
     )
-    to: AttentionKind = option(
-        help="Attention kind to convert to; required without --recipe.", panel="Target"
-    )
+    to: AttentionKind = option(help="Attention kind to convert to; required without --recipe.")
     kv_heads: int | None = option(
         None, "Key/value heads to keep (gqa).", minimum=1, targets=("gqa",)
     )
@@ -154,7 +153,6 @@ class ConvertRequest(Request):
         "Time to spend: quick only fits (the default), normal also refines in 50 steps and polishes"
         " on 100k tokens, thorough in 200 and on 400k. Stands for --refine, --polish and"
         " --repeat-text, which are for experts.",
-        panel="Refinement",
     )
     refine: Steps = steps_option(
         "Steps of training each layer's attention to reconstruct the source's, without labels."
@@ -165,17 +163,15 @@ class ConvertRequest(Request):
         " against MODEL's predictions; needs memory for the whole model.",
         metavar="STEPS|TOKENS|auto",
         rule="a number of steps, a number of tokens above 0 such as 200k or 1M, or 'auto'",
-        check=lambda value: isinstance(value, int) or parse_tokens(value),
+        check=lambda value: isinstance(value, int) or parse_number(value),
     )
     repeat_text: bool = option(
         False, "Polish on the text again where it has fewer tokens than --polish."
     )
-    device: Device = device_option(panel="Running")
+    device: Device = device_option()
     precision: TrainingDtype = precision_option()
     dtype: Dtype = dtype_option(help="Stored dtype; auto keeps the source's dtype.")
-    max_shard_size: int | str = option(
-        "5GB", "Maximum size of a weight file.", metavar="SIZE", rule=SIZE_RULE, check=is_size
-    )
+    max_shard_size: str = size_option()
     dry_run: bool = option(
         False, "Print the plan, memory and disk space; write nothing.", runs=True
     )
@@ -234,7 +230,7 @@ class ConvertRequest(Request):
 
     @property
     def shard_bytes(self) -> int:
-        return parse_size(self.max_shard_size) or 0
+        return parse_number(self.max_shard_size, "B") or 0
 
     def result_options(self) -> dict[str, Any]:
         """The options that determine the result."""
@@ -262,74 +258,39 @@ class ConvertRequest(Request):
             if given and spec.targets and self.to not in spec.targets:
                 allowed = " or ".join(f"--to {target}" for target in spec.targets)
                 yield name, f"{format_option(name)} needs {allowed}, not --to {self.to}; omit it"
-        named = f"--method {self.resolved_method}"
-        no_text = f"but {named} reads no text; use --method {DEFAULT}"
-        no_split = self.to == "mla" and self.budget is None
-        needs_split = (
-            "--to mla needs --kv-rank and --rope-dim, or --budget, in KV-cache elements per token"
-            " per layer"
-        )
-        # Each field with whether its value is wrong, and why.
-        rules = (
-            (
+        if self.to == "gqa" and self.kv_heads is None:
+            yield (
                 "kv_heads",
-                self.to == "gqa" and self.kv_heads is None,
                 "--to gqa needs --kv-heads, the number of key/value heads to keep; `kvfold inspect"
                 " MODEL` lists the possible numbers",
-            ),
-            ("kv_rank", no_split and self.kv_rank is None, needs_split),
-            ("rope_dim", no_split and self.kv_rank and self.rope_dim is None, needs_split),
-            (
-                "budget",
-                self.budget and (self.kv_rank or self.rope_dim is not None),
-                "--budget chooses --kv-rank and --rope-dim; omit either --budget or these two",
-            ),
-            (
-                "budget",
-                self.budget and not method.reads_text,
-                f"--budget chooses by the drift measured on text, {no_text}",
-            ),
-            (
-                "layout",
-                self.layout == "engine" and not method.reads_text,
-                f"--layout engine calibrates the latent's norm on text, {no_text}",
-            ),
-            (
+            )
+        by_budget = self.budget is not None
+        split = (self.kv_rank, self.rope_dim)
+        if self.to == "mla" and any((size is None) != by_budget for size in split):
+            yield (
+                "budget" if by_budget else "kv_rank",
+                "--to mla needs --kv-rank and --rope-dim, or else --budget, in KV-cache elements"
+                " per token per layer",
+            )
+        read_text = {
+            "budget": self.budget,
+            "objective": self.objective,
+            "layout": self.layout == "engine",
+            "group": self.group == "similar",
+            "calibration": self.calibration and not self.calibrated,
+        }
+        for name, wanted in read_text.items():
+            if wanted and not method.reads_text:
+                needs = f"needs text, but --method {self.resolved_method} reads none"
+                yield name, f"{format_option(name)} {needs}; omit it, or use --method {DEFAULT}"
+        if self.rotate_latent and self.layout == "engine":
+            yield (
                 "rotate_latent",
-                self.rotate_latent and self.resolved_layout == "engine",
                 "--rotate-latent increases the error of an FP8 cache with --layout engine; omit it,"
                 " or use --layout free",
-            ),
-            (
-                "objective",
-                self.objective and not method.takes_objective,
-                f"--objective has no effect with {named}; omit it, or use --method {DEFAULT}",
-            ),
-            (
-                "group",
-                self.group == "similar" and not method.reads_text,
-                f"--group similar compares heads on text, {no_text}, or omit --group",
-            ),
-            (
-                "effort",
-                self.effort,
-                f"--effort {self.effort} chooses --refine and --polish; omit it, or these two",
-            ),
-            (
-                "repeat_text",
-                self.repeat_text and not self.polish,
-                "--repeat-text has no effect without --polish; omit it, or add --polish auto",
-            ),
-            (
-                "calibration",
-                self.calibration and not self.calibrated,
-                f"--calibration has no effect, because {named} reads text only with --refine or"
-                f" --polish; omit it, or use --method {DEFAULT}",
-            ),
-        )
-        for field, wrong, reason in rules:
-            if wrong:
-                yield field, reason
+            )
+        if self.effort:
+            yield "effort", "--effort chooses --refine and --polish; omit it, or these two"
 
 
 @dataclass(frozen=True)
@@ -366,7 +327,6 @@ class SweepRequest(Request):
         (),
         "gqa:HEADS, mqa, mla:ELEMENTS (kvfold chooses the split) or mla:RANK+ROTARY, as in gqa:4,2"
         " mqa mla:576,512+64. Default: a few that suit MODEL.",
-        panel="Targets",
         metavar="TARGET...",
         multiple=True,
         rule="targets such as gqa:4,2 mqa mla:576,512+64",
@@ -378,7 +338,6 @@ class SweepRequest(Request):
         0.01,
         "Largest acceptable rise in perplexity (0.01 is 1 %); the smallest target within it is"
         " recommended.",
-        panel="Decision",
         metavar="X",
         rule="a number above 0 and below 1; 0.01 accepts 1 % more perplexity",
         check=lambda value: 0 < value < 1,
@@ -392,10 +351,8 @@ class SweepRequest(Request):
     samples: int = _samples()
     seq_len: Length = length_option()
     seed: int = seed_option()
-    refine: Steps = steps_option(
-        "Steps of training each layer's attention, for every target.", panel="Refinement"
-    )
-    device: Device = device_option(panel="Running")
+    refine: Steps = steps_option("Steps of training each layer's attention, for every target.")
+    device: Device = device_option()
     precision: TrainingDtype = precision_option()
     dtype: Dtype = dtype_option(help="Stored dtype of OUT.")
     quiet: bool = option(False, "Print no progress.")

@@ -6,7 +6,6 @@ call that creates a folder and the ``try`` whose ``finally`` removes it, or insi
 """
 
 import ctypes
-import os
 import resource
 import signal
 import threading
@@ -20,6 +19,7 @@ from typing import Any, Self
 
 # Ctrl-C, job schedulers and containers, a closed terminal
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_MEMORY = 512 << 20
 _CLEAN_UP_SECONDS = 10  # in which further signals are ignored; chosen
 
 
@@ -104,9 +104,9 @@ def interrupt_on_signals() -> Iterator[None]:
 
 
 @contextmanager
-def limit_resources(seconds: float, most_bytes: int = 512 << 20) -> Iterator[None]:
-    """Raise TimeoutError in the block after ``seconds``, in any thread; MemoryError beyond
-    ``most_bytes`` of memory.
+def limit_resources(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block after ``seconds``, in any thread; MemoryError beyond 512 MiB
+    of memory.
 
     For data from a checkpoint that Python code interprets, such as a chat template: a single
     operation in C is not interrupted, but cannot get the memory either.
@@ -125,11 +125,9 @@ def limit_resources(seconds: float, most_bytes: int = 512 << 20) -> Iterator[Non
     watcher.start()
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
     statistics = Path("/proc/self/statm")
-    if statistics.exists():  # Linux
-        present = int(statistics.read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
-        limits = [present + most_bytes, before, hard]
-        soft = min(limit for limit in limits if limit != resource.RLIM_INFINITY)
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    if statistics.exists() and before == resource.RLIM_INFINITY:  # Linux
+        present = int(statistics.read_text().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (present + _MEMORY, hard))
     try:
         yield
     finally:

@@ -7,8 +7,6 @@ from click.core import ParameterSource
 
 from kvfold.convert import processes
 from kvfold.convert.console import (
-    PanelCommand,
-    PanelOption,
     check_files,
     json_option,
     print_result,
@@ -47,16 +45,12 @@ def _build_request(options: dict[str, Any], further: dict[str, Any]) -> ConvertR
 
 _recipe = click.option(
     "--recipe",
-    cls=PanelOption,
-    panel="Target",
     metavar="NAME|FILE.toml",
     help="Recipe with default options; options on the command line override its values.",
 )
 
 
-@click.command(
-    cls=PanelCommand, short_help="Convert MODEL to a smaller KV cache, into the folder OUT."
-)
+@click.command(short_help="Convert MODEL to a smaller KV cache, into the folder OUT.")
 @request_options(ConvertRequest, _build_request)
 @_recipe
 @json_option("Also write the result to FILE; with -, write only it to stdout.")

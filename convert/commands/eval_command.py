@@ -14,8 +14,6 @@ from kvfold.convert.text.corpus import check_sources
 if TYPE_CHECKING:
     from kvfold.convert.measure.eval import Evaluation
 
-_WIDTHS = (27, 9, 7, 7, 17)
-
 
 @click.command("eval", short_help="Compare OUT with MODEL on tasks and long contexts.")
 @request_options(EvalRequest)
@@ -62,7 +60,7 @@ def format_evaluation(evaluation: "Evaluation") -> str:
         "differences are paired by document, with 95 % intervals",
         "",
     ]
-    return "\n".join([*heading, *format_table(rows, _WIDTHS)])
+    return "\n".join([*heading, *format_table(rows)])
 
 
 def _format_row(name: str, row: dict[str, Any]) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import (
     STDOUT,
-    PanelCommand,
     check_files,
     json_option,
     print_result,
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 _TARGET = re.compile(r"[\w+]*[:,][\w:,+]*|\d[\d,+]*|gqa|mqa|mla", re.IGNORECASE)
 
 
-class _SweepCommand(PanelCommand):
+class _SweepCommand(click.Command):
     """A command whose ``--targets`` accepts several words: those that look like targets, as in
     ``gqa:4,2 mqa``.
     """

@@ -9,7 +9,6 @@ import click
 from kvfold.convert.checkpoint.atomic import check_output
 from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import (
-    PanelCommand,
     check_files,
     json_option,
     print_result,
@@ -20,7 +19,7 @@ from kvfold.convert.text.corpus import check_sources
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
 
-@click.command(cls=PanelCommand, short_help="Train a converted checkpoint a little further.")
+@click.command(short_help="Train a converted checkpoint a little further.")
 @request_options(UptrainRequest)
 @json_option("Also write the record and the log to FILE; with -, write only these, to stdout.")
 def uptrain(request: UptrainRequest, json_file: str | None) -> None:

@@ -16,7 +16,7 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import text_name
 from kvfold.convert.device import choose_device, training_autocast
 from kvfold.convert.errors import option_error
-from kvfold.convert.formatting import parse_tokens
+from kvfold.convert.formatting import parse_number
 from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.progress import Stages
 from kvfold.convert.request import LONG_LENGTH
@@ -111,7 +111,7 @@ def load_tokens(
             request.seed,
             further=further,
             # Only a number of tokens says how much text there must be.
-            fewer=parse_tokens(request.polish) is None or request.repeat_text,
+            fewer=parse_number(request.polish) is None or request.repeat_text,
             write=lambda count: _write_sequences(plan, tokenizer, scratch, stages, count),
             long_length=min(LONG_LENGTH, plan.geometry.positions),
         )

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.plan import Plan
+from kvfold.convert.device import choose_device, measure_free_memory
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_bytes
-from kvfold.convert.host import may_have_gpu, measure_host_memory
-from kvfold.convert.request import SELF, SELF_TOKENS, ConvertRequest, count_held_out
+from kvfold.convert.request import SELF, SELF_TOKENS, count_held_out
 from kvfold.convert.text.corpus import calibration_texts
 from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, batch_size, steps_of
 
@@ -91,7 +91,7 @@ def estimate_needs(plan: Plan) -> Needs:
     # One layer of each model, or the embedding and the head with the logits.
     model = sum(prod(tensor.shape) for tensor in plan.model.tensors.values())
     ends = 2 * shape.vocabulary * width
-    on_gpu = not _on_cpu(request)
+    on_gpu = choose_device(request.device).type == "cuda"
     layers = 2 * (model - ends) // shape.layers + 5 * attention
     in_layers = (
         _DOUBLE * (_FIT_SQUARES_OF_TEXT * width**2 + 4 * attention)
@@ -149,14 +149,4 @@ def free_bytes(plan: Plan) -> int | None:
     """The free bytes of memory on the device that ``plan`` uses; None if the system does not report
     them.
     """
-    if _on_cpu(plan.request):
-        return measure_host_memory()
-    # Only here: it imports torch, which takes seconds.
-    from kvfold.convert.device import choose_device, measure_free_memory
-
     return measure_free_memory(choose_device(plan.request.device))
-
-
-def _on_cpu(request: ConvertRequest) -> bool:
-    """True if the conversion certainly computes on a CPU."""
-    return request.device == "cpu" or (request.device == "auto" and not may_have_gpu())

@@ -4,7 +4,7 @@ this module.
 
 import math
 
-from kvfold.convert.formatting import parse_tokens
+from kvfold.convert.formatting import parse_number
 
 # Chosen, not tuned: eight rounds, enough for `training.polish.slowdown` to judge the rate.
 AUTO_POLISH_STEPS = 200
@@ -33,7 +33,7 @@ def steps_of(polish: int | str, length: int) -> int:
     """The steps requested by ``polish``: a number, ``"auto"``, or tokens (``"1M"``) in sequences of
     ``length``.
     """
-    if (tokens := parse_tokens(polish)) is not None:
+    if (tokens := parse_number(polish)) is not None:
         return math.ceil(tokens / step_tokens(length))
     return AUTO_POLISH_STEPS if polish == "auto" else int(polish)
 

@@ -25,7 +25,7 @@ from kvfold.convert.checkpoint.atomic import replacing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device
 from kvfold.convert.errors import InputError
-from kvfold.convert.processes import launched_as_rank0
+from kvfold.convert.processes import LONGEST_WORK, launched_as_rank0
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import attend_in_blocks
 from kvfold.convert.text.tokenizer import check_teacher, load_tokenizer
@@ -106,6 +106,7 @@ def training_arguments(
         use_cpu=device.type == "cpu",
         ddp_backend="gloo" if device.type == "cpu" and processes > 1 else None,
         ddp_find_unused_parameters=False,
+        ddp_timeout=int(LONGEST_WORK.total_seconds()),
         logging_steps=request.log_every,
         logging_nan_inf_filter=False,
         eval_strategy="steps" if request.eval_every else "no",

@@ -39,7 +39,7 @@ class UptrainRequest(Request):
     model: str = option(argument=True)
     out: str = option(argument=True, runs=True)
     text: str = option(
-        help="Training text: .txt, .jsonl or a dataset name.", panel="Text", metavar="FILE|DATASET"
+        help="Training text: .txt, .jsonl or a dataset name.", metavar="FILE|DATASET"
     )
     seq_len: int = seq_len_option(default=1024, help="Tokens per packed sequence.")
     # The seeds of numpy's generator, which transformers seeds, are below 2**32.
@@ -52,7 +52,7 @@ class UptrainRequest(Request):
         " target, instead of the text's next tokens.",
         metavar="MODEL",
     )
-    steps: int = option(1000, "Number of optimizer steps.", panel="Training", minimum=1)
+    steps: int = option(1000, "Number of optimizer steps.", minimum=1)
     batch_tokens: int = option(
         65536, "Tokens per step, summed over all processes; a multiple of --seq-len."
     )
@@ -81,11 +81,10 @@ class UptrainRequest(Request):
     eval_every: int = option(
         100,
         "Steps between drift measurements; 0 disables them.",
-        panel="Measurement",
     )
     eval_sequences: int = option(64, "Number of held-out sequences.", minimum=1)
     log_every: int = option(10, "Steps between log rows.", minimum=1, runs=True)
-    device: Device = device_option(panel="Running")
+    device: Device = device_option()
     precision: TrainingDtype = option(
         "auto",
         "Dtype of products; master weights stay float32. auto: bfloat16 for a model stored in 16"

@@ -363,9 +363,10 @@ def gather_statistics(
     statistics = accumulator.result()
     check_finite(states, source, layer.index)
     length = states[0].shape[1]
-    return statistics, processes.gather_first_rows(
-        inputs, length * chunk_size(source.device, length)
-    )
+    most = length * chunk_size(source.device, length)
+    # Gathered as objects: the tensors' own gather would need equally many rows from each process.
+    rows = torch.cat(processes.all_gather(inputs[:most].cpu()))
+    return statistics, rows[:most].to(inputs.device)
 
 
 @torch.no_grad()

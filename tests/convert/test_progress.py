@@ -12,7 +12,7 @@ def test_without_a_terminal_a_line_gives_the_stage_and_the_time_left(monkeypatch
     with progress.Stages()("convert", 32, "layer", 5) as advance:
         advance(1)
         advance(1)
-    assert re.search(r"^fitting: +22%.* 7/32 \[00:00<00:0\d", capsys.readouterr().err, re.MULTILINE)
+    assert re.search(r"^convert: +22%.* 7/32 \[00:00<00:0\d", capsys.readouterr().err, re.MULTILINE)
 
 
 def test_a_terminal_has_bars(monkeypatch):
@@ -21,7 +21,7 @@ def test_a_terminal_has_bars(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)
     with progress.Stages()("convert", 4, "layer"), progress.Stages()("reading"):
         pass
-    assert re.search(r"\rfitting: +0%.*\rreading", stream.getvalue(), re.DOTALL)
+    assert re.search(r"\rconvert: +0%.*\rreading", stream.getvalue(), re.DOTALL)
 
 
 def test_steps_go_to_the_caller_where_there_is_one(capsys):

@@ -120,7 +120,7 @@ def test_an_objective_of_a_module(usual: Path, tmp_path, way: str) -> None:
             {"objective": "score"},
             r"--objective score is not a known objective; use one of scores .did you mean scores",
         ),
-        ({"objective": "scores", "method": "mean"}, "--objective has no effect with --method mean"),
+        ({"objective": "scores", "method": "mean"}, "--objective needs text, but --method mean"),
     ],
 )
 def test_names_are_checked_with_the_request(options: dict[str, Any], message: str) -> None:
