@@ -1,6 +1,6 @@
 """``kvfold convert``: convert a checkpoint, with options of the command line or of a recipe."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -14,9 +14,6 @@ from kvfold.convert.console import (
     request_options,
 )
 from kvfold.convert.request import ConvertRequest
-
-if TYPE_CHECKING:
-    from kvfold.convert.conversion.results import Conversion
 
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
@@ -57,43 +54,22 @@ _recipe = click.option(
 @report_option("charts of the results")
 def convert(request: ConvertRequest, json_file: str | None, report: str | None) -> None:
     """Convert MODEL and write the result to the folder OUT."""
-    check_files(json_file, report=report)
+    check_files(json_file, report)
     from kvfold.convert.conversion.convert import convert_checkpoint
 
     if not (request.quiet or request.dry_run) and processes.launched_as_rank0():
         click.echo(f"reading {request.model}", err=True)
     with processes.process_group(request.device):
         result = convert_checkpoint(request)
-        if processes.is_rank0():
-            summary = result.summary()
-            if report is not None and not request.dry_run:
-                _write_report(report, result, request.quiet)
-            print_result(
-                json_file,
-                result.to_dict,
-                summary if request.dry_run or not request.quiet else "",
+        if not processes.is_rank0():
+            return
+        summary = result.summary()
+        if report is not None and not request.dry_run:
+            from kvfold.convert.measure.report import write_drift_report
+
+            title = f"{result.plan.checkpoint.origin} as {result.attention.after}"
+            write_drift_report(
+                report, "kvfold convert", title, result.drift, summary, request.quiet
             )
-
-
-def _write_report(folder: str, conversion: "Conversion", quiet: bool) -> None:
-    from kvfold.attention.drift.metrics import format_metrics, format_saving, position_rows
-    from kvfold.convert.conversion.judgment import judge_with_doubt
-    from kvfold.convert.measure.plots import plot_drift
-    from kvfold.convert.measure.report import write_report
-
-    drift = conversion.drift
-    elements = conversion.cache_elements
-    saving = format_saving(elements.before, elements.after)
-    headline = (
-        f"{conversion.plan.checkpoint.origin} as {conversion.attention.after}: {saving} cache"
-    )
-    write_report(
-        folder,
-        command="kvfold convert",
-        headline=headline if drift is None else f"{headline}, {judge_with_doubt(drift)}",
-        lead=[] if drift is None else [format_metrics(drift)],
-        tables=[] if drift is None else [drift.table_rows(), position_rows(drift)],
-        plots=[] if drift is None else plot_drift(drift),
-        notes=conversion.summary().splitlines(),
-        quiet=quiet,
-    )
+        shown = summary if request.dry_run or not request.quiet else ""
+        print_result(json_file, result.to_dict, shown)

@@ -9,7 +9,6 @@ from kvfold.attention.drift.metrics import (
     format_error,
     format_metrics,
     format_saving,
-    position_rows,
 )
 from kvfold.convert.checkpoint.opening import check_opens
 from kvfold.convert.console import (
@@ -55,7 +54,7 @@ def drift(request: DriftRequest, layers: bool, json_file: str | None, report: st
     """Measure the drift of the converted checkpoint OUT from MODEL, layer by layer and in the
     predictions.
     """
-    check_files(json_file, report=report)
+    check_files(json_file, report)
     check_sources(filter(None, [request.text]), "text")
     if not request.quiet:
         click.echo(f"reading {request.model} and {request.out}", err=True)
@@ -65,21 +64,10 @@ def drift(request: DriftRequest, layers: bool, json_file: str | None, report: st
     measured = drift_checkpoints(request)
     summary = summarize_drift(request, measured, layers)
     if report is not None:
-        from kvfold.convert.measure.plots import plot_drift
-        from kvfold.convert.measure.report import write_report
+        from kvfold.convert.measure.report import write_drift_report
 
-        saving = format_saving(measured.source_cache_bytes, measured.student_cache_bytes)
-        name = measured.about["converted"]["name"]
-        write_report(
-            report,
-            command="kvfold drift",
-            headline=f"{name}: {saving} cache, {judge_with_doubt(measured)}",
-            lead=[format_metrics(measured)],
-            tables=[measured.table_rows(), position_rows(measured)],
-            plots=plot_drift(measured),
-            notes=summary.splitlines(),
-            quiet=request.quiet,
-        )
+        title = measured.about["converted"]["name"]
+        write_drift_report(report, "kvfold drift", title, measured, summary, request.quiet)
     print_result(json_file, measured.to_dict, summary)
 
 
@@ -90,11 +78,10 @@ def summarize_drift(request: DriftRequest, report: "DriftReport", layers: bool =
     floor = report.floor
     before = report.source_cache_bytes
     after = report.student_cache_bytes
-    text = report.about["text"]["name"]
-    dtypes = dict.fromkeys([report.source_dtype, report.student_dtype])
+    text = f"{report.sequences} x {report.length} tokens of {report.about['text']['name']}"
     rows = [
         ("drift", " from ".join(report.about[name]["name"] for name in ("converted", "source"))),
-        ("text", f"{report.sequences} x {report.length} tokens of {text}"),
+        ("text", f"{text}, {report.student_dtype} on {report.device}"),
         ("cache", f"{before} -> {after} bytes per token, {format_saving(before, after)}"),
         ("loss", format_metrics(report)),
         ("rounding", f"alone: KL {format_error(floor.kl)} nats" if floor else ""),
@@ -102,15 +89,9 @@ def summarize_drift(request: DriftRequest, report: "DriftReport", layers: bool =
     ]
     if not layers:
         return format_block(rows, ["kvfold", "drift", request.model, request.out, "--layers"])
+    figures = format_table(report.table_rows())
     return "\n".join(
-        [
-            format_block([*rows, ("dtype", f"{' and '.join(dtypes)} on {report.device}")]),
-            "",
-            *format_table(report.table_rows()),
-            "",
-            *format_table(layer_rows(report)),
-            _LEGEND,
-        ]
+        [format_block(rows), "", *figures, "", *format_table(layer_rows(report)), _LEGEND]
     )
 
 
@@ -122,10 +103,9 @@ def layer_rows(report: "DriftReport") -> list[tuple[str, ...]]:
         errors = [format_error(getattr(layer, name)) for name in _LAYER_COLUMNS]
         rows.append((str(index), *errors))
     if report.floor is not None:
-        lows = report.floor.layers
-        largest = [
-            max((getattr(low, name) or 0.0 for low in lows), default=math.nan)
-            for name in _LAYER_COLUMNS
-        ]
-        rows.append(("rounding", *map(format_error, largest)))
+        largest = []
+        for name in _LAYER_COLUMNS:
+            floors = [getattr(layer, name) or 0.0 for layer in report.floor.layers]
+            largest.append(format_error(max(floors, default=math.nan)))
+        rows.append(("rounding", *largest))
     return rows

@@ -4,7 +4,6 @@ chat template.
 
 import shutil
 import textwrap
-import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -31,31 +30,29 @@ _SEPARATOR = " | "
 class Speaker:
     """A loaded model in a conversation.
 
-    name: what the user called it.
     model, tokenizer: transformers' own.
-    messages: its side of the conversation so far, which only a chat template reads.
+    messages: its side of the conversation so far, which a chat template reads.
     """
 
-    name: str
     model: Any
     tokenizer: Any
     messages: list[dict[str, str]] = field(default_factory=list)
 
-    def answer(self, prompt: str, max_new_tokens: int) -> tuple[str, float]:
-        """The greedy answer and the tokens per second; a model without a chat template continues
-        the prompt.
+    def answer(self, prompt: str, max_new_tokens: int) -> str:
+        """The greedy answer, which joins the conversation; a model without a chat template
+        continues the prompt.
         """
+        self.messages.append({"role": "user", "content": prompt})
         if self.tokenizer.chat_template is None:
             tokens = self.tokenizer(prompt)["input_ids"]
         else:
-            messages = [*self.messages, {"role": "user", "content": prompt}]
             tokens = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
+                self.messages, add_generation_prompt=True, return_dict=False
             )
-        started = time.perf_counter()
         reply = write_reply(self.model, self.tokenizer, torch.tensor(tokens), max_new_tokens)
-        text = self.tokenizer.decode(reply, skip_special_tokens=True).strip()
-        return text, len(reply) / (time.perf_counter() - started)
+        text: str = self.tokenizer.decode(reply, skip_special_tokens=True).strip()
+        self.messages.append({"role": "assistant", "content": text})
+        return text
 
 
 @torch.no_grad()
@@ -94,7 +91,7 @@ def load_speaker(name: str, request: ChatRequest) -> Speaker:
     # Other attention has nothing to absorb.
     with suppress(ValueError):
         absorb(model)
-    return Speaker(name, model, tokenizer)
+    return Speaker(model, tokenizer)
 
 
 def format_columns(texts: Sequence[str], width: int) -> str:
@@ -116,24 +113,14 @@ def format_columns(texts: Sequence[str], width: int) -> str:
 def chat_models(request: ChatRequest, prompts: IO[str]) -> None:
     """Answer every line of ``prompts`` on stdout, until the end or Ctrl-C."""
     hide_bars(False)
-    names = filter(None, [request.model, request.against])
+    names = [request.model, *filter(None, [request.against])]
     speakers = [load_speaker(name, request) for name in names]
     if speakers[0].tokenizer.chat_template is None:
         click.echo("the model has no chat template: it continues each prompt", err=True)
-    click.echo(
-        "a message per line, answered in full (--max-new-tokens"
-        f" {request.max_new_tokens}); Ctrl-D ends",
-        err=True,
-    )
+    answered = f"answered in full (--max-new-tokens {request.max_new_tokens})"
+    click.echo(f"a message per line, {answered}; Ctrl-D ends", err=True)
     width = shutil.get_terminal_size().columns
+    click.echo(format_columns(names, width))
     for prompt in filter(None, map(str.strip, prompts)):
         answers = [speaker.answer(prompt, request.max_new_tokens) for speaker in speakers]
-        heads = []
-        for speaker, (text, speed) in zip(speakers, answers, strict=True):
-            speaker.messages.append({"role": "user", "content": prompt})
-            speaker.messages.append({"role": "assistant", "content": text})
-            heads.append(f"{speaker.name} ({speed:.1f} tokens/s)")
-        if not prompts.isatty():
-            click.echo(f"> {prompt}")
-        click.echo(format_columns(heads, width) + "\n")
-        click.echo(format_columns([text for text, _ in answers], width) + "\n")
+        click.echo(f"> {prompt}\n{format_columns(answers, width)}\n")

@@ -1,6 +1,5 @@
 """Compare two checkpoints layer by layer, with one layer of each in memory."""
 
-import sys
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -10,7 +9,6 @@ import torch
 
 from kvfold.attention.drift.compare import compare
 from kvfold.attention.drift.report import TOKENS_AT_ONCE, DriftReport, make_report
-from kvfold.convert.checkpoint.members import RECORD
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
@@ -41,7 +39,14 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         closing(open_checkpoint(request.out)) as student,
     ):
         config = load_config(source, request.trust_remote_code)
-        check_models_match(request, source, student)
+        converted = load_config(student, request.trust_remote_code)
+        for key in ("num_hidden_layers", "vocab_size", "hidden_size"):
+            expected = getattr(config, key, None)
+            if getattr(converted, key, None) != expected:
+                raise InputError(
+                    f"{request.out}: {key} must be {expected} as in {request.model}; use a"
+                    " checkpoint that was converted from that model"
+                )
         positions = getattr(config, "max_position_embeddings", None)
         check_seq_len(request.seq_len, positions, source.origin)
         device = choose_device(request.device)
@@ -53,12 +58,8 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         teacher = open_stream(source, device, request.dtype)
         compared = open_stream(student, device, request.dtype)
         check_vocabulary(tokens, teacher.vocabulary, source.origin)
-        sequences, length = tokens.shape
-        if not request.quiet:
-            where = f"{sequences} x {length} tokens of {text.name}"
-            print(f"comparing on {where}", file=sys.stderr, flush=True)
         stages = Stages(progress, request.quiet)
-        size = max(1, TOKENS_AT_ONCE // length)
+        size = max(1, TOKENS_AT_ONCE // request.seq_len)
         with torch.no_grad(), stages("compare", teacher.layers, "layer") as advance:
             measured = compare(teacher, compared, tokens, size, partial(advance, 1))
         with stages("floor", teacher.layers, "layer") as advance:
@@ -69,28 +70,6 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
             "text": {"name": text.name, "sha256": text.digest(), "seed": request.seed},
         }
         return replace(report, about=about)
-
-
-def check_models_match(request: DriftRequest, source: Checkpoint, student: Checkpoint) -> None:
-    """Raise InputError if the models differ in depth, width or vocabulary; warn on stderr if they
-    seem to be swapped.
-    """
-    config = load_config(source, request.trust_remote_code)
-    converted = load_config(student, request.trust_remote_code)
-    for key in ("num_hidden_layers", "vocab_size", "hidden_size"):
-        before = getattr(config, key, None)
-        after = getattr(converted, key, None)
-        if before != after:
-            raise InputError(
-                f"{request.out}: {key} must be {before} as in {request.model}, not {after}; use a"
-                " checkpoint that was converted from that model"
-            )
-    if (source.folder / RECORD).exists() and not (student.folder / RECORD).exists():
-        print(
-            f"warning: {request.model} has a {RECORD}, as conversions have, and {request.out} has"
-            " none; the source comes first, then its conversion",
-            file=sys.stderr,
-        )
 
 
 def open_stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> CheckpointStream:

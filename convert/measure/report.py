@@ -7,9 +7,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvfold.attention.drift.metrics import format_metrics, format_saving, position_rows
+from kvfold.attention.drift.report import DriftReport
 from kvfold.convert.console import REPORT
+from kvfold.convert.conversion.judgment import judge_with_doubt
 from kvfold.convert.errors import option_error
-from kvfold.convert.measure.plots import Plot
+from kvfold.convert.measure.plots import Plot, plot_drift
 
 _TEMPLATE = "report.html.jinja"
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -69,3 +72,21 @@ def write_report(
         ) from error
     if not quiet:
         print(f"wrote {file}: open it in a browser", file=sys.stderr)
+
+
+def write_drift_report(
+    folder: str, command: str, title: str, drift: DriftReport | None, summary: str, quiet: bool
+) -> None:
+    """Write the page on a conversion called ``title`` and on its ``drift``, if it was measured;
+    ``summary`` is the text on the terminal. Raises InputError as `write_report` does.
+    """
+    lead: list[str] = []
+    tables: list[Sequence[Sequence[str]]] = []
+    plots: list[Plot] = []
+    if drift is not None:
+        saving = format_saving(drift.source_cache_bytes, drift.student_cache_bytes)
+        title += f": {saving} cache, {judge_with_doubt(drift)}"
+        lead = [format_metrics(drift)]
+        tables = [drift.table_rows(), position_rows(drift)]
+        plots = plot_drift(drift)
+    write_report(folder, command, title, lead, tables, plots, summary.splitlines(), quiet)

@@ -16,7 +16,7 @@ from kvfold.convert.commands import demo_command
 from kvfold.convert.data import demo_folder
 from kvfold.convert.recipes import list_recipe_names
 
-HEAVY = ("torch", "transformers", "numpy", "huggingface_hub", "safetensors")
+HEAVY = ("torch", "transformers")
 
 
 @pytest.fixture
@@ -136,8 +136,8 @@ def test_inspect_prints_a_summary_and_json(kvfold):
 
 
 def test_demo_converts_measures_and_writes_its_table(kvfold, monkeypatch, tmp_path):
-    pooled = {"mqa-mean": demo_command.CONVERSIONS["mqa-mean"]}
-    monkeypatch.setattr(demo_command, "CONVERSIONS", pooled)
+    pooled = {"mqa-mean": demo_command.TARGETS["mqa-mean"]}
+    monkeypatch.setattr(demo_command, "TARGETS", pooled)
     monkeypatch.setattr(demo_command, "_WINDOWS", 1)
     monkeypatch.setattr(demo_command, "_LENGTH", 16)
     result = json.loads(kvfold("demo", tmp_path / "kept", "--json", "-").stdout)

@@ -41,15 +41,13 @@ def test_texts_stand_side_by_side():
 def test_a_model_keeps_the_conversation_and_its_latent_is_absorbed(chatty):
     speaker = load_speaker(str(chatty), ChatRequest(model=str(chatty), device="cpu"))
     assert {type(module) for module in speaker.model.modules()} & set(ABSORBED.values())
-    first, rate = speaker.answer("What is a list?", 4)
-    assert rate > 0
-    assert speaker.messages == []
-    speaker.messages += [
+    first = speaker.answer("What is a list?", 4)
+    second = speaker.answer("And a set?", 4)
+    messages = [
         {"role": "user", "content": "What is a list?"},
         {"role": "assistant", "content": first},
+        {"role": "user", "content": "And a set?"},
     ]
-    second, _ = speaker.answer("And a set?", 4)
-    messages = [*speaker.messages, {"role": "user", "content": "And a set?"}]
     text = speaker.tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False
     )
@@ -71,6 +69,6 @@ def test_two_models_answer_every_line(chatty, capsys, monkeypatch):
     request = ChatRequest(model=str(chatty), against=other, max_new_tokens=3, device="cpu")
     chat_models(request, io.StringIO("The list\n\nThe set\n"))
     shown = capsys.readouterr().out.splitlines()
-    heads = [line for line in shown if "tokens/s" in line]
-    assert len(heads) == 2
-    assert all(line.startswith(str(chatty)) and f" | {other}" in line for line in heads)
+    assert shown[0].startswith(str(chatty))
+    assert f" | {other}" in shown[0]
+    assert [line for line in shown if line.startswith(">")] == ["> The list", "> The set"]

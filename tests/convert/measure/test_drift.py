@@ -105,12 +105,3 @@ def test_models_that_do_not_match_are_told_in_any_family(tiny_family, tmp_path, 
     with refused() as caught:
         drift_checkpoints(DriftRequest(models[0], models[0], seq_len=100_000, quiet=True))
     assert caught.value.field == "seq_len"
-
-
-def test_a_conversion_in_place_of_its_source_is_told(demo_latent, capsys):
-    for models, warned in (
-        ((demo_latent, demo_folder()), True),
-        ((demo_folder(), demo_latent), False),
-    ):
-        drift_checkpoints(DriftRequest(*models, samples=1, seq_len=16, quiet=True))
-        assert ("the source comes first" in capsys.readouterr().err) == warned
