@@ -11,7 +11,6 @@ the model according to its sources) or ``no``. `tests/engines` runs them.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +30,7 @@ from kvfold.convert.targets.mla.spec import (
 from kvfold.convert.targets.own_code import needs_own_code
 from kvfold.convert.targets.same_family import cache_elements
 
+_ENGINES = json.loads(Path(__file__).with_name("engines.json").read_text(encoding="utf-8"))
 _KERNEL_SPLITS = ((512, 64), (448, 64), (256, 64))
 _CACHE_DIVISORS = (2, 3, 4, 8)  # proposed caches, as parts of the source's
 _RANKS = (1, 2, 4, 8)  # of tensor parallelism
@@ -116,11 +116,6 @@ class Support:
         return f"{self.engine}: {', '.join(filter(None, (answer, source, self.how)))}"
 
 
-@cache
-def _load_engines() -> dict[str, dict[str, Any]]:
-    return json.loads(Path(__file__).with_name("engines.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-
-
 def support_for(model: ServedModel) -> list[Support]:
     """Every engine's answer for ``model``."""
     cached = model.cache_elements()
@@ -131,7 +126,7 @@ def support_for(model: ServedModel) -> list[Support]:
         "kernel_heads": KERNEL_HEADS,
     }
     result = []
-    for name, engine in _load_engines().items():
+    for name, engine in _ENGINES.items():
         row = next(row for row in engine["answers"] if evaluate(row["when"], scope))
         serves = row["answer"] != "no"
         result.append(

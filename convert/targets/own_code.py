@@ -21,7 +21,7 @@ from kvfold.convert.checkpoint.writer import OutputTensor
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.values import evaluate
-from kvfold.convert.targets.mla.spec import MlaSpec, cached_divisors
+from kvfold.convert.targets.mla.spec import MlaSpec, attention_shapes, cached_divisors
 from kvfold.convert.targets.output_checkpoint import OutputCheckpoint, output_dtype
 from kvfold.convert.targets.same_family import FoldCheckpoint, attention_label, cache_elements
 
@@ -98,7 +98,7 @@ class OwnMlaCheckpoint(OutputCheckpoint):
         from kvfold.convert.targets.mla.encode import own_tensors  # needs torch, a plan does not
 
         module = self.model.family.attention.module_of(layer)
-        return own_tensors(weights, latent_shapes(self.model, layer, self.spec), module, self.spec)
+        return own_tensors(weights, attention_shapes(self.model, self.spec, module), self.spec)
 
     def with_frequencies(self, theta: Sequence[Sequence[float]]) -> Self:
         source = self.model
@@ -135,7 +135,8 @@ def plan_own_mla(
     `cached_divisors` (divisors of norms) if the source normalizes queries and keys.
     """
     divisors = cached_divisors(source, spec)
-    shapes = [latent_shapes(source, layer, spec) for layer in range(source.geometry.layers)]
+    modules = map(source.family.attention.module_of, range(source.geometry.layers))
+    shapes = [attention_shapes(source, spec, module) for module in modules]
     return OwnMlaCheckpoint(
         kind=f"MLA {spec.kv_rank}+{spec.rope_dim}" + (f"+{divisors}" if divisors else ""),
         config={},
@@ -216,42 +217,6 @@ def grouped_model(source: Model, kv_heads: int) -> Model:
         rotary=replace(family.rotary, style="half"),
     )
     return Model(family, source.config, source.tower)
-
-
-def latent_shapes(source: Model, layer: int, spec: MlaSpec) -> dict[str, tuple[int, ...]]:
-    """The shapes of the attention tensors in ``layer``, by name."""
-    size = source.geometry
-    module = source.family.attention.module_of(layer)
-    width = size.model_dim
-    heads = size.heads
-    dim = size.head_dim
-    rank = spec.kv_rank
-    rope = spec.rope_dim
-    # Kept norms act on whole queries, so their rotary part is a map of the normalized query.
-    queries = heads * dim if source.qk_norm is not None else heads * (dim + rope)
-    shapes: dict[str, tuple[int, ...]] = {
-        "q_proj.weight": (queries, width),
-        "kv_down_proj.weight": (rank + rope, width),
-        "kv_down_proj.bias": (rank + rope,),
-        "k_up_proj.weight": (heads * dim, rank),
-        "v_up_proj.weight": (heads * dim, rank),
-        "o_proj.weight": (width, heads * dim),
-        "o_proj.bias": (width,),
-    }
-    if "q" in source.biased:
-        shapes["q_proj.bias"] = (queries,)
-    if source.qk_norm is not None:
-        keys = size.kv_heads * dim
-        shapes |= {
-            "q_norm.weight": (heads, dim),
-            "k_proj.weight": (keys, width),
-            "k_up_proj.bias": (heads * dim,),
-        }
-        if rope:
-            shapes["q_rope_proj.weight"] = (heads * rope, dim)
-        if "k" in source.biased:
-            shapes["k_proj.bias"] = (keys,)
-    return {f"{module}.{name}": shape for name, shape in shapes.items()}
 
 
 def _output_tensors(

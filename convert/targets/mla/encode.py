@@ -60,9 +60,9 @@ def mla_tensors(latent: LatentWeights, layer: int, spec: MlaSpec) -> dict[str, T
 
 
 def own_tensors(
-    latent: LatentWeights, shapes: Mapping[str, tuple[int, ...]], module: str, spec: MlaSpec
+    latent: LatentWeights, shapes: Mapping[str, tuple[int, ...]], spec: MlaSpec
 ) -> dict[str, Tensor]:
-    """The attention tensors of ``module`` in layout ``kvfold``, by name, with ``shapes``. The class
+    """The attention tensors of a layer in layout ``kvfold``, by name, with ``shapes``. The class
     has biases that a layer may lack; they are zero.
     """
     latent = mix_channels(latent) if spec.rotated else latent
@@ -93,7 +93,7 @@ def own_tensors(
             tensors["q_proj.bias"] = torch.cat([latent.q_nope_bias, latent.q_rope_bias], 1)
     encoded = {}
     for name, shape in shapes.items():
-        tensor = tensors.get(name.removeprefix(f"{module}."))
+        tensor = tensors.get(".".join(name.split(".")[-2:]))
         tensor = latent.o.new_zeros(shape) if tensor is None else tensor.reshape(shape)
         encoded[name] = tensor.contiguous()
     return encoded

@@ -19,8 +19,9 @@ concatenations of the bytes of source tensors. The class adds a shared expert to
 but the source has no shared expert: layout ``free`` stores a shared expert of width 0, and layout
 ``engine`` stores zeros, because the loaders of engines expect its tensors.
 
-``classes.json`` has the constant keys of each class, in the order of config.json; null stands for a
-value of the model. A DeepSeek model without experts has the smallest numbers that its readers
+``classes.json`` has the keys of config.json for each class, in order; strings are expressions (see
+``families/values.py``). The pad token is left out in layout ``free``, because transformers 5.23
+zeroes its embedding when it loads a Youtu model. A DeepSeek model without experts has the smallest numbers that its readers
 accept: llama.cpp refuses a model with as many groups of experts as experts, hence two.
 """
 
@@ -28,7 +29,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -39,7 +39,14 @@ from kvfold.convert.checkpoint.writer import OutputTensor
 from kvfold.convert.families.family import PLAIN_NAMES, WrappedNames, names_in_files
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import BlockRole
-from kvfold.convert.targets.mla.spec import ATTENTION, MlaSpec, context_length, query_rank
+from kvfold.convert.families.values import evaluate
+from kvfold.convert.targets.mla.spec import (
+    ATTENTION,
+    MlaSpec,
+    attention_shapes,
+    context_length,
+    mla_sizes,
+)
 from kvfold.convert.targets.output_checkpoint import OutputCheckpoint, output_dtype
 
 if TYPE_CHECKING:
@@ -55,13 +62,9 @@ _ROLE_NAMES: dict[BlockRole, str] = {
     "up": "model.layers.{layer}.mlp.up_proj.weight",
     "down": "model.layers.{layer}.mlp.down_proj.weight",
 }
+_CLASSES = json.loads(Path(__file__).with_name("classes.json").read_text(encoding="utf-8"))
 Source = str | tuple[str, ...] | None
 Shapes = dict[str, tuple[tuple[int, ...], Source]]
-
-
-@cache
-def _load_classes() -> dict[str, dict[str, dict[str, Any]]]:
-    return json.loads(Path(__file__).with_name("classes.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
 def mla_config(
@@ -73,57 +76,31 @@ def mla_config(
     ``dtype`` is in the spelling of transformers. The dtype has two keys, for readers before and
     after transformers 5; in layout ``engine`` so do the frequencies.
     """
-    size = model.geometry
     block = model.block
-    config = model.config
-    stock = _load_classes()["experts" if block.sparse else spec.layout]
-    nope, value = spec.head_dims(size.head_dim)
     # Where all layers have experts, the width of the MLPs that the model lacks is theirs.
     down = model.names.get(("down", 0)) or model.names["expert_down", 0]
-    width = model.tensors[down[0]].shape[1]
-    moe = {"first_k_dense_replace": size.layers, "moe_intermediate_size": width}
+    values = {
+        "attention_dropout": 0.0,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        **model.config,
+        **vars(block),
+        **mla_sizes(model, spec),
+        "context": context_length(model),
+        "mlp_width": model.tensors[down[0]].shape[1],
+    }
     if block.sparse:
-        routing = block.routing
-        assert routing is not None  # model_problems refuses models without
-        first = next(layer.index for layer in model.layers if layer.sparse)
-        downs = model.names["expert_down", first]
-        moe = {
-            "first_k_dense_replace": first,
-            "moe_intermediate_size": model.tensors[downs[0]].shape[1],
-            "n_routed_experts": len(downs),
-            "n_shared_experts": int(spec.layout == "engine"),
-            "num_experts_per_tok": routing.per_token,
-            "norm_topk_prob": routing.renormalized,
-        }
-    experts = stock["experts"]
-    # transformers 5.23 zeroes the embedding of the pad token when it loads a Youtu model.
-    pad = None if spec.layout == "free" else config.get("pad_token_id")
+        assert block.routing is not None  # model_problems refuses models without
+        sparse = [layer.index for layer in model.layers if layer.sparse]
+        downs = model.names["expert_down", sparse[0]]
+        values["dense_layers"] = sparse[0]
+        values["expert_width"] = model.tensors[downs[0]].shape[1]
+        values["experts"] = len(downs)
+        values["experts_per_token"] = block.routing.per_token
+        values["renormalized"] = block.routing.renormalized
+    stock = _CLASSES["experts" if block.sparse else spec.layout]
+    keys = {**stock["class"], **_CLASSES["all"], **stock["experts"]}
     return {
-        **stock["class"],
-        "attention_bias": spec.constant,
-        "attention_dropout": config.get("attention_dropout", 0.0),
-        "bos_token_id": config.get("bos_token_id"),
-        "eos_token_id": config.get("eos_token_id"),
-        "pad_token_id": pad,
-        "vocab_size": size.vocabulary,
-        "hidden_size": size.model_dim,
-        "hidden_act": block.activation,
-        "intermediate_size": width,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.heads,
-        "kv_lora_rank": spec.kv_rank,
-        "q_lora_rank": query_rank(model, spec),
-        "qk_nope_head_dim": nope,
-        "qk_rope_head_dim": spec.rope_dim,
-        "v_head_dim": value,
-        "max_position_embeddings": context_length(model),
-        "initializer_range": size.initializer_range,
-        "rms_norm_eps": block.norm_eps,
-        "tie_word_embeddings": block.tied and spec.layout != "engine",
-        "use_cache": True,
-        "rope_interleave": True,
-        **{key: moe[key] if value is None else value for key, value in experts.items()},
+        **{key: evaluate(value, values) for key, value in keys.items()},
         **_rope_config(model, spec, theta),
         "dtype": dtype,
         "torch_dtype": dtype,  # the spelling before transformers 5
@@ -299,8 +276,10 @@ def mla_shapes(model: Model, spec: MlaSpec) -> Shapes:
     if head != embedding or spec.layout == "engine":
         shapes["lm_head.weight"] = (model.tensors[head].shape, head)
     for layer in range(model.geometry.layers):
-        for name, shape in _attention_shapes(model, spec).items():
-            shapes[f"{ATTENTION.format(layer=layer)}.{name}"] = (shape, None)
+        module = ATTENTION.format(layer=layer)
+        shapes |= {
+            name: (shape, None) for name, shape in attention_shapes(model, spec, module).items()
+        }
         for fused in model.names.get(("gate_up", layer), ()):  # two tensors in the stock class
             rows, width = model.tensors[fused].shape
             shapes[_ROLE_NAMES["gate"].format(layer=layer)] = ((rows // 2, width), None)
@@ -310,34 +289,6 @@ def mla_shapes(model: Model, spec: MlaSpec) -> Shapes:
                 shapes[name.format(layer=layer)] = (model.tensors[source].shape, source)
         if model.layers[layer].sparse:
             shapes |= _expert_shapes(model, spec, layer)
-    return shapes
-
-
-def _attention_shapes(model: Model, spec: MlaSpec) -> dict[str, tuple[int, ...]]:
-    """The shapes of a layer's attention tensors, all of them computed, by name in the module."""
-    size = model.geometry
-    heads = size.heads
-    width = size.model_dim
-    rank = spec.kv_rank
-    nope, value = spec.head_dims(size.head_dim)
-    queries = heads * (nope + spec.rope_dim)
-    q_rank = query_rank(model, spec)
-    if q_rank is None:
-        shapes: dict[str, tuple[int, ...]] = {"q_proj.weight": (queries, width)}
-    else:
-        shapes = {
-            "q_a_proj.weight": (q_rank, width),
-            "q_a_layernorm.weight": (q_rank,),
-            "q_b_proj.weight": (queries, q_rank),
-        }
-    shapes["kv_a_proj_with_mqa.weight"] = (rank + spec.rope_dim, width)
-    shapes["kv_a_layernorm.weight"] = (rank,)
-    shapes["kv_b_proj.weight"] = (heads * (nope + value), rank)
-    shapes["o_proj.weight"] = (width, heads * value)
-    if spec.constant:
-        for name in ("kv_a_proj_with_mqa", "o_proj", "q_a_proj"):
-            if f"{name}.weight" in shapes:
-                shapes[f"{name}.bias"] = shapes[f"{name}.weight"][:1]
     return shapes
 
 

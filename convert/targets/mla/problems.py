@@ -2,20 +2,27 @@
 import torch.
 
 Each problem is one line: a feature of the model that the layout cannot express, and an option to
-use instead.
+use instead. ``problems.json`` lists the features: of the attention, for every MLA layout; beyond
+these, for layout ``kvfold``, for the stock classes, and for engines. ``when`` is an expression over
+the facts that `_facts` collects (see ``families/values.py``).
 """
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from kvfold.attention.checkpoints import SOURCES
 from kvfold.convert.families.family import WRAPPERS
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import rope_parameters
 from kvfold.convert.families.schema import ROLES
+from kvfold.convert.families.values import evaluate
 from kvfold.convert.targets.mla.spec import MlaSpec, cached_divisors, context_length
 from kvfold.convert.targets.same_family import cache_elements
 
-_FIXED_ROPE = ("default", "linear", "llama3", "yarn", "longrope")
+_FEATURES = json.loads(Path(__file__).with_name("problems.json").read_text(encoding="utf-8"))
+_FIXED_ROPE = {"default", "linear", "llama3", "yarn", "longrope"}
 _EXPERT_ROLES = {"router", "expert_gate", "expert_up", "expert_down"}
 _MLP_ROLES = {"gate", "up", "gate_up", "down"}
 _NORM_ROLES = {"final_norm", "attention_norm", "mlp_norm"}
@@ -26,7 +33,7 @@ def latent_problems(model: Model, spec: MlaSpec, *, allow_growth: bool = False) 
     """All reasons why ``model`` cannot be converted to ``spec``, one line each; empty if it can."""
     problems = _own_problems(model) if spec.layout == "kvfold" else model_problems(model)
     if spec.layout == "engine":
-        for feature in _engine_features(model):
+        for feature in _list_features(model, "engine"):
             problems.append(f"--layout engine: engines misread {feature}; use --layout free")
     return [*problems, *_size_problems(model, spec, allow_growth)]
 
@@ -41,115 +48,67 @@ def model_problems(model: Model) -> list[str]:
             f"--to mla: {kind} has a fixed language model class without an MLA version; use --to"
             " gqa instead"
         ]
-    layout = "--to gqa" if kind not in SOURCES or any(_own_features(model)) else "--layout kvfold"
-    features = [*_attention_features(model), *_stock_features(model)]
-    if model.block.sparse:
-        features += _expert_features(model)
+    instead = "--to gqa" if _own_problems(model) else "--layout kvfold"
     return [
-        f"--to mla: {kind} has {feature}, which the stock MLA class cannot express; use {layout}"
+        f"--to mla: {kind} has {feature}, which the stock MLA class cannot express; use {instead}"
         " instead"
-        for feature in features
+        for feature in _list_features(model, "attention", "stock")
     ]
 
 
 def _own_problems(model: Model) -> list[str]:
     """Reasons why the model cannot be converted to layout ``kvfold``."""
     kind = model.family.model_type
-    problems = [
-        f"--layout kvfold: {kind} has {feature}, which MLA cannot express; use --to gqa instead"
-        for feature in _own_features(model)
+    features = _list_features(model, "attention", "kvfold")
+    if kind not in SOURCES or model.tower is not None:
+        features.append("no latent modules in this layout yet")
+    return [
+        f"--layout kvfold: {kind} has {feature}; use --layout free or --to gqa instead"
+        for feature in features
     ]
-    if not problems and (kind not in SOURCES or model.tower is not None):
-        problems = [
-            f"--layout kvfold: {kind} has no latent modules in this layout yet; use --layout free"
-            " or --to gqa instead"
-        ]
-    return problems
 
 
-def _own_features(model: Model) -> Iterator[str]:
-    """Yield the features that layout ``kvfold`` cannot express."""
-    yield from _attention_features(model)
-    # A stock class is cut to the shorter context instead; this layout keeps the source's.
-    if context_length(model) < model.geometry.positions:
-        yield f"other rotary frequencies for texts above {context_length(model)} tokens"
+def _list_features(model: Model, *groups: str) -> list[str]:
+    """The features in ``groups`` of ``problems.json`` that ``model`` has."""
+    facts = _facts(model)
+    return [
+        row["feature"].format(**facts)
+        for group in groups
+        for row in _FEATURES[group]
+        if evaluate(row["when"], facts)
+    ]
 
 
-def _attention_features(model: Model) -> Iterator[str]:
-    """Yield the features of the attention that no MLA layout can express."""
-    norm = model.qk_norm
-    if model.family.attention.sinks is not None:
-        yield "learned attention sinks"
-    if norm is not None and (norm.bias or norm.after_rotary):
-        yield "norms on queries and keys with biases or after the rotary embedding"
-    if any(layer.clip is not None for layer in model.layers):
-        yield "queries, keys and values that are clipped"
-    if any(layer.growth for layer in model.layers):
-        yield "queries that grow with their position"
-    kinds = {rope_parameters(model.values, layer.type)["rope_type"] for layer in model.layers}
-    for kind in sorted(kinds.difference(_FIXED_ROPE)):
-        yield f"rope_type {kind!r} instead of {', '.join(_FIXED_ROPE)}"
-
-
-def _stock_features(model: Model) -> Iterator[str]:
-    """Yield the features that layout ``kvfold`` can express but the stock classes cannot."""
-    block = model.block
-    if block.norm != "rms" or block.norm_bias or not block.norm_weight or block.norm_offset:
-        yield "norms other than the standard RMSNorm"
-    if block.order != "pre":
-        yield f"{block.order!r} norm placement"
-    scales = (block.residual_scale, block.embedding_scale, block.logit_scale)
-    if scales != (1.0, 1.0, 1.0) or block.logit_softcap is not None:
-        yield "scales or softcaps on residuals, embeddings or logits"
-    roles = {role for role, _ in model.names}
-    # Whatever the block says: a tensor that the class has no place for would be lost.
-    others = sorted(roles - _STOCK_ROLES)
-    if others:
-        yield f"tensors for {', '.join(others)}"
-    if block.mlp == "plain":
-        yield "MLPs without a gate"
+def _facts(model: Model) -> dict[str, Any]:
     layers = model.layers
+    norm = model.qk_norm
     context = context_length(model)
-    windows = [layer.window for layer in layers if layer.window and layer.window < context]
-    if windows:
-        yield (
-            f"{len(windows)} of {len(layers)} layers with a sliding window of {windows[0]} tokens,"
-            f" fewer than the context of {context} (max_position_embeddings)"
-        )
-    if any(layer.softcap is not None for layer in layers):
-        yield "a softcap on attention scores"
     tables = [rope_parameters(model.values, layer.type) for layer in layers]
-    if any(table != tables[0] for table in tables):
-        yield "different rotary frequencies per layer type"
-
-
-def _expert_features(model: Model) -> Iterator[str]:
-    """Yield the features of the experts that the stock class cannot express."""
-    if model.block.routing is None:
-        yield "experts that are not chosen by the softmax of all router logits"
-    sparse = [layer.index for layer in model.layers if layer.sparse]
-    dense = [layer.index for layer in model.layers if not layer.sparse and layer.index > sparse[0]]
-    if dense:
-        yield f"experts in layer {sparse[0]} but not in layer {dense[0]} after it"
-    counts = [len(model.names.get(("expert_down", layer), ())) for layer in sparse]
-    # The router adds up the best two of each group, and there is one group.
-    if 1 in counts:
-        yield "layers with one expert"
-    if 0 in counts:
-        yield "experts whose gate, up and down projections are not stored one by one"
-
-
-def _engine_features(model: Model) -> Iterator[str]:
-    """Yield the features that inference engines ignore or misread."""
-    rope = rope_parameters(model.values)["rope_type"]
-    if model.tower is not None:
-        yield "language models in wrappers"
-    if model.biased:
-        yield f"biases on {', '.join(model.biased)}"
-    if rope != "default":
-        yield f"rope_type {rope!r}"
-    if model.block.activation not in ("silu", "swish"):
-        yield f"the activation {model.block.activation!r}"
+    sparse = [layer.index for layer in layers if layer.sparse]
+    experts = [len(model.names.get(("expert_down", layer), ())) for layer in sparse]
+    return {
+        **vars(model.block),
+        "sinks": model.family.attention.sinks,
+        "qk_norm_bias": norm is not None and norm.bias,
+        "qk_norm_after_rotary": norm is not None and norm.after_rotary,
+        "clip": any(layer.clip is not None for layer in layers),
+        "growth": any(layer.growth for layer in layers),
+        "softcap": any(layer.softcap is not None for layer in layers),
+        "rope_type": rope_parameters(model.values)["rope_type"],
+        "other_rope_types": ", ".join({table["rope_type"] for table in tables} - _FIXED_ROPE),
+        "rope_tables": sum(table not in tables[:index] for index, table in enumerate(tables)),
+        "positions": model.geometry.positions,
+        "context": context,
+        "layers": len(layers),
+        "windows": sum(0 < (layer.window or 0) < context for layer in layers),
+        # Whatever the block says: a tensor that the class has no place for would be lost.
+        "other_tensors": ", ".join(sorted({role for role, _ in model.names} - _STOCK_ROLES)),
+        "dense_behind": sparse != list(range(len(layers)))[-len(sparse) :],
+        # The router of the stock class adds up the best two of each group, and there is one group.
+        "fewest_experts": min(experts, default=0),
+        "wrapper": model.tower is not None,
+        "biased": ", ".join(model.biased),
+    }
 
 
 def _size_problems(model: Model, spec: MlaSpec, allow_growth: bool) -> Iterator[str]:

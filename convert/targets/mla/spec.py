@@ -1,11 +1,20 @@
-"""The sizes of latent attention (MLA) in a converted model. Does not import torch."""
+"""The sizes of latent attention (MLA) in a converted model. Does not import torch.
 
+``shapes.json`` has the attention tensors of the stock classes and of layout ``kvfold``: their shapes
+and conditions are expressions (see ``families/values.py``) over the sizes of the source and the
+spec. Norms that are kept in layout ``kvfold`` act on whole queries, so the rotary part of a query
+is there a map of the normalized query.
+"""
+
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import rope_parameters
+from kvfold.convert.families.values import evaluate
 from kvfold.convert.request import Layout
 
 # Sizes that vLLM's MLA kernels take: cached elements R + P, and dims of a head (unrotated, rotary,
@@ -14,6 +23,7 @@ KERNEL_CACHES = (576, 512, 320)
 KERNEL_HEADS = ((128, 64, 128), (64, 64, 128), (192, 64, 256), (256, 0, 256))
 ATTENTION = "model.layers.{layer}.self_attn"  # of all three classes
 EXPERT_TYPE = "mistral4"
+_SHAPES = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
 LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "youtu", EXPERT_TYPE)
 
 
@@ -107,3 +117,32 @@ def context_length(model: Model) -> int:
     if table["rope_type"] == "longrope" and table.get("short_factor") != table.get("long_factor"):
         return min(positions, int(table["original_max_position_embeddings"]))
     return positions
+
+
+def mla_sizes(model: Model, spec: MlaSpec) -> dict[str, Any]:
+    """The sizes of ``model`` as MLA of ``spec``, by the names in ``shapes.json`` and
+    ``classes.json``.
+    """
+    nope, value = spec.head_dims(model.geometry.head_dim)
+    return {
+        **vars(model.geometry),
+        **vars(spec),
+        "constant": spec.constant,
+        "nope_dim": nope,
+        "value_dim": value,
+        "q_rank": query_rank(model, spec),
+        "biased": "q" in model.biased,
+        "normed": model.qk_norm is not None,
+    }
+
+
+def attention_shapes(model: Model, spec: MlaSpec, module: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in the attention ``module`` of ``model`` as MLA of ``spec``, by
+    name, all of them computed.
+    """
+    sizes = mla_sizes(model, spec)
+    return {
+        f"{module}.{name}": tuple(evaluate(size, sizes) for size in row["shape"])
+        for name, row in _SHAPES["kvfold" if spec.layout == "kvfold" else "stock"].items()
+        if evaluate(row["when"], sizes)
+    }

@@ -168,7 +168,7 @@ def test_shapes_and_routing_are_those_of_the_stock_class(name, changes, layout):
     ("name", "changes", "feature"),
     [
         ("qwen2_moe", {}, "shared_router"),
-        ("qwen3_moe", {"mlp_only_layers": [1]}, "not in layer 1"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "without experts"),
         ("mixtral", {"num_local_experts": 1, "num_experts": 1}, "one expert"),
     ],
 )
