@@ -50,8 +50,8 @@ class _Absorbed:
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Same contract as the stock modules: output ``[B, T, E]`` and, with eager attention, the
-        attention weights ``[B, H, T, S]``.
+        """Same contract as the stock modules: output ``[B, T, E]`` and, with eager attention, which
+        is the stock form, the attention weights ``[B, H, T, S]``.
         """
         stock: Any = super()
         if not _absorbs(self, hidden_states, attention_mask, past_key_values):
@@ -63,22 +63,20 @@ class _Absorbed:
                 **kwargs,
             )
             return result
-        return _decode(
-            self,
-            hidden_states,
-            position_embeddings,
-            attention_mask,
-            past_key_values,
-            kwargs,
+        output = _decode(
+            self, hidden_states, position_embeddings, attention_mask, past_key_values, kwargs
         )
+        return output, None
 
 
 def _absorbs(layer: Any, hidden: Tensor, mask: Any, cache: Any) -> bool:
     """True if attending to the latents is cheaper and possible: no gradient, and the mask and
     weight are readable.
     """
-    # without a past there is nothing to expand again; static caches always have all of their slots
-    if cache is None or torch.is_grad_enabled():
+    # without a past there is nothing to expand again; static caches always have all of their slots.
+    # Eager attention returns maps, which absorbed attention does not compute
+    eager = layer.config._attn_implementation == "eager"
+    if cache is None or torch.is_grad_enabled() or eager:
         return False
     if not cache.is_compileable and not cache.get_seq_length(layer.layer_idx):
         return False
@@ -106,7 +104,7 @@ def _decode(
     mask: Tensor | None,
     cache: Any,
     options: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """Attend to the cached latents and rotary keys directly."""
     if layer.q_lora_rank is None:
         query = layer.q_proj(hidden)
@@ -149,20 +147,10 @@ def _decode(
     # views: nothing is copied
     up = layer.kv_b_proj.weight.view(-1, nope_dim + layer.v_head_dim, layer.kv_lora_rank)
     query = absorb_query(nope, up[:, :nope_dim])
-    weights = None
-    if layer.config._attn_implementation == "eager":
-        # whole maps, as every eager attention makes them
-        scores = layer.scaling * (query @ latent.mT + rope @ key_rope.mT)
-        if mask is not None:
-            scores = (
-                scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-            )
-        weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-        z = weights @ latent
-    else:
-        z = latent_decode(query, rope, latent[:, 0], key_rope[:, 0], layer.scaling, mask)
+    z = latent_decode(query, rope, latent[:, 0], key_rope[:, 0], layer.scaling, mask)
     z = expand_value(z, up[:, nope_dim:]).transpose(1, 2)  # [B, T, H, Dv]
-    return layer.o_proj(z.flatten(2)), weights
+    output: Tensor = layer.o_proj(z.flatten(2))
+    return output
 
 
 class AbsorbedDeepseekV2Attention(_Absorbed, deepseek_v2.DeepseekV2Attention):  # type: ignore[misc]

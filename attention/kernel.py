@@ -15,10 +15,10 @@ out.
 # ruff: noqa: ANN001, ANN202 -- a kernel's annotations are Triton's: they mark what is constant when
 # it is compiled
 
+import math
 import os
 from contextlib import nullcontext
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -29,45 +29,35 @@ _LOG2_E = 1.4426950408889634
 # slots of a part: chosen, not measured on a GPU, so that a part reads far more than the sums it
 # leaves for the merge
 _FEWEST_SLOTS = 256
+# stages of a program's loads
+_STAGES = 2
 # channels of a merging program: chosen, not measured on a GPU; several programs then share the
 # ranks in use
 _MERGED = 128
 
 
-class Tile(NamedTuple):
-    """What a program handles at once, ``heads`` and ``slots``, with how many ``warps``, and the
-    stages of its loads.
-    """
-
-    heads: int
-    slots: int
-    warps: int
-    stages: int = 2
-
-
-def choose_tile(heads: int, rank: int, rope: int, size: int, shared: int | None) -> Tile:
-    """The tile for ``heads`` query heads and a cache of ``rank + rope`` channels of ``size`` bytes.
+def choose_tile(heads: int, rank: int, rope: int, size: int, shared: float) -> tuple[int, int, int]:
+    """How many heads and slots a program handles at once, and its warps, for ``heads`` query heads
+    and a cache of ``rank + rope`` channels of ``size`` bytes.
 
     ``shared`` is the most shared memory of a program in bytes; at least 16 slots are taken. For a
-    rank of 512 the sizes were chosen on an H200, as the stage `tiles` of recipes/gpu_check.py times
-    them; others were not measured.
+    rank of 512 the sizes were chosen by timing on an H200; others were not measured.
     """
     # Tensor cores take at least 16 rows. The float32 sums are in registers: those of 32 heads of
     # rank 512 take half of what 4 warps have, those of 64 half of what 8 have.
     rows = max(16, min(64, int(triton.next_power_of_2(heads))))
-    tile = Tile(rows, 64, 8 if rows * rank > 32 * 512 else 4)
+    warps = 8 if rows * rank > 32 * 512 else 4
     # Shared memory keeps the queries, the slots and their weights, as Triton 3.9 compiles tiles for
     # Hopper; for other cards that is at least what they take. Hopper's products of 64 rows read
     # every stage from it, others one less.
-    buffers = tile.stages - (rows < 64)
-    row = (rank + rope) * size
-    while (
-        shared
-        and tile.slots > 16
-        and (rows + buffers * tile.slots) * row + rows * tile.slots * size > shared
-    ):
-        tile = tile._replace(slots=tile.slots // 2)
-    return tile
+    buffers = _STAGES if rows == 64 else _STAGES - 1
+    slots = 64
+    while slots > 16:
+        channels = (rows + buffers * slots) * (rank + rope) + rows * slots
+        if channels * size <= shared:
+            break
+        slots //= 2
+    return rows, slots, warps
 
 
 @cache
@@ -90,16 +80,10 @@ def _split_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton
     slots,
     split_slots,
     splits,
-    q_b,
-    q_h,
-    qr_b,
-    qr_h,
     c_b,
     c_s,
     k_b,
     k_s,
-    m_b,
-    m_s,
     R: tl.constexpr,
     P: tl.constexpr,
     RANK: tl.constexpr,
@@ -122,12 +106,12 @@ def _split_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton
     end = tl.minimum(slots, first + split_slots)
 
     q = tl.load(
-        query + b * q_b + h[:, None] * q_h + r[None, :],
+        query + (b * heads + h)[:, None] * R + r[None, :],
         mask=head_mask[:, None] & (r < R)[None, :],
         other=0.0,
     )
     qr = tl.load(
-        query_rope + b * qr_b + h[:, None] * qr_h + p[None, :],
+        query_rope + (b * heads + h)[:, None] * P + p[None, :],
         mask=head_mask[:, None] & (p < P)[None, :],
         other=0.0,
     )
@@ -159,7 +143,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]  # its annotations are Triton
         score = tl.dot(qr, tl.trans(k), score) * scale
         seen = slot_mask
         if HAS_MASK:
-            seen = seen & (tl.load(mask + b * m_b + s * m_s, mask=slot_mask, other=0) != 0)
+            seen = seen & (tl.load(mask + b * slots + s, mask=slot_mask, other=0) != 0)
         score = tl.where(seen[None, :], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         # a part that sees nothing yet has no maximum: exp2(-inf - -inf) would be NaN
@@ -223,43 +207,42 @@ def decode_latent(
     *,
     mask: Tensor | None = None,
     splits: int | None = None,
-    tile: Tile | None = None,
 ) -> Tensor:
     """``softmax(scale * (query . latent + query_rope . key_rope)) latent`` over the visible slots:
     ``[B, H, 1, R]``.
 
     Sequences see the slots where ``mask`` is True; a sequence that sees no slot gets zeros.
-    ``splits`` is the number of parts per sequence, by default enough to keep the device busy;
-    `choose_tile` is the default ``tile``.
+    ``splits`` is the number of parts per sequence, by default enough to keep the device busy.
     """
     batch, heads, _, rank = query.shape
     slots = latent.shape[1]
     rope = query_rope.shape[-1]
-    # the kernel takes strides of all dims but the last
-    query, query_rope, latent, key_rope = (
-        tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-        for tensor in (query, query_rope, latent, key_rope)
+    query = query.contiguous()
+    query_rope = query_rope.contiguous()
+    # parts of the cache stay where they are
+    latent, key_rope = (
+        tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (latent, key_rope)
     )
     # Tensor cores take at least 16 channels.
     rank_width, rope_width = (max(16, int(triton.next_power_of_2(width))) for width in (rank, rope))
     on_gpu = query.device.type == "cuda"
-    shared = _most_shared_bytes(query.device.index) if on_gpu else None
-    tile = tile or choose_tile(heads, rank_width, rope_width, query.element_size(), shared)
-    blocks = triton.cdiv(heads, tile.heads)
-    # enough parts for two waves of programs, one per multiprocessor at a time, none under the
-    # fewest slots
-    busy = (
-        2 * torch.cuda.get_device_properties(query.device).multi_processor_count
-        if on_gpu
-        else batch * blocks
+    shared = math.inf
+    busy = 1
+    if on_gpu:
+        shared = _most_shared_bytes(query.device.index)
+        # two waves of programs, one per multiprocessor at a time
+        busy = 2 * torch.cuda.get_device_properties(query.device).multi_processor_count
+    size = query.element_size()
+    tile_heads, tile_slots, warps = choose_tile(heads, rank_width, rope_width, size, shared)
+    blocks = triton.cdiv(heads, tile_heads)
+    splits = splits or min(
+        triton.cdiv(busy, batch * blocks), max(1, triton.cdiv(slots, _FEWEST_SLOTS))
     )
-    splits = splits or max(1, min(-(-busy // (batch * blocks)), -(-slots // _FEWEST_SLOTS)))
-    split_slots = triton.cdiv(triton.cdiv(slots, splits), tile.slots) * tile.slots
+    split_slots = triton.cdiv(triton.cdiv(slots, splits), tile_slots) * tile_slots
     splits = max(1, triton.cdiv(slots, split_slots))
     z = torch.empty(batch, heads, splits, rank, dtype=torch.float32, device=query.device)
     log_sums = torch.empty(batch, heads, splits, dtype=torch.float32, device=query.device)
-    seen = None if mask is None else mask.expand(batch, -1).view(torch.uint8)
-    mask_strides = (0, 0) if seen is None else seen.stride()
+    seen = None if mask is None else mask.expand(batch, -1).contiguous().view(torch.uint8)
     # Triton's interpreter treats bfloat16 numbers as their integer bits
     widen = os.environ.get("TRITON_INTERPRET") == "1" and query.dtype == torch.bfloat16
     result = torch.empty(batch, heads, 1, rank, dtype=query.dtype, device=query.device)
@@ -280,21 +263,18 @@ def decode_latent(
             slots,
             split_slots,
             splits,
-            *query.stride()[:2],
-            *query_rope.stride()[:2],
             *latent.stride()[:2],
             *key_rope.stride()[:2],
-            *mask_strides,
             R=rank,
             P=rope,
             RANK=rank_width,
             ROPE=rope_width,
-            HEADS=tile.heads,
-            SLOTS=tile.slots,
+            HEADS=tile_heads,
+            SLOTS=tile_slots,
             HAS_MASK=mask is not None,
             WIDEN=widen,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            num_warps=warps,
+            num_stages=_STAGES,
         )
         _merge_kernel[(batch * heads, triton.cdiv(rank, channels))](
             z,

@@ -10,7 +10,7 @@ heads, ``D`` query/key dim of a head, ``Dv`` value dim of a head.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from inspect import signature
@@ -93,27 +93,19 @@ class OpenLayer:
     """One layer of a stream, in memory.
 
     ``arguments`` returns the arguments that the stock model passes to the layer with a residual
-    stream ``[B, T, E]``. ``tensors`` replace the module's parameters with the same names; None runs
-    the module unchanged. ``guard`` makes the context in which the module runs, which may explain
-    its errors.
+    stream ``[B, T, E]``. ``tensors`` replace the module's parameters with the same names. ``guard``
+    makes the context in which the module runs, which may explain its errors.
     """
 
     index: int
     module: nn.Module
     arguments: Callable[[Tensor], Arguments]
-    tensors: dict[str, Tensor] | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     guard: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def __call__(self, hidden: Tensor) -> LayerOutput:
-        """Run the whole layer on ``hidden [B, T, E]``."""
-        return self.run(hidden, whole=True)
-
-    def attend(self, hidden: Tensor) -> LayerOutput:
-        """Run the layer only up to its attention output; ``hidden`` of the result is None."""
-        return self.run(hidden, whole=False)
-
-    def run(self, hidden: Tensor, *, whole: bool = True) -> LayerOutput:
-        """Run the layer as the stock model would; ``whole=False`` stops at the attention output.
+    def __call__(self, hidden: Tensor, whole: bool = True) -> LayerOutput:
+        """Run the layer on ``hidden [B, T, E]`` as the stock model would; ``whole=False`` stops at
+        the attention output.
 
         Gradients flow to ``tensors``. ``query`` and ``key`` of the result are None if the model's
         attention does not use transformers' attention interface, or if its mask contains more than
@@ -121,19 +113,11 @@ class OpenLayer:
         """
         layer = self.module
         arguments = self.arguments(hidden)
-        with (
-            self.guard(),
-            _recording(layer.get_submodule(attention_name(layer)), whole) as recording,
-        ):
-            try:
-                result = functional_call(
-                    layer,
-                    self.tensors or {},
-                    (hidden, *arguments.args),
-                    arguments.kwargs,
-                )
-            except Stop:
-                result = None
+        args = (hidden, *arguments.args)
+        result = None
+        attention = layer.get_submodule(attention_name(layer))
+        with self.guard(), _recording(attention, whole) as recording, suppress(Stop):
+            result = functional_call(layer, self.tensors, args, arguments.kwargs)
         if recording.output is None or recording.input is None:
             raise ValueError(
                 f"{type(layer).__name__} never called its attention module, so nothing was recorded"
@@ -141,14 +125,17 @@ class OpenLayer:
         after = result[0] if isinstance(result, tuple) else result
         return LayerOutput(after, recording.output, recording.input, **recording.call)
 
+    def attend(self, hidden: Tensor) -> LayerOutput:
+        """Run the layer only up to its attention output; ``hidden`` of the result is None."""
+        return self(hidden, whole=False)
+
     def run_submodule(self, name: str, inputs: Tensor) -> Tensor:
         """The output of the layer's submodule ``name`` for ``inputs``."""
         module = self.module.get_submodule(name)
-        prefix = f"{name}."
         tensors = {
-            key.removeprefix(prefix): tensor
-            for key, tensor in (self.tensors or {}).items()
-            if key.startswith(prefix)
+            key.removeprefix(f"{name}."): tensor
+            for key, tensor in self.tensors.items()
+            if key.startswith(f"{name}.")
         }
         result: Tensor = functional_call(module, tensors, (inputs,))
         return result
@@ -171,14 +158,13 @@ def attention_name(layer: nn.Module) -> str:
 @contextmanager
 def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
     """Record the input and output of ``attention`` during the context."""
-    config = getattr(attention, "config", None)
+    config: Any = getattr(attention, "config", None)
     implementation = getattr(config, "_attn_implementation", None) or "eager"
     files = [sys.modules.get(kind.__module__) for kind in type(attention).__mro__]
     # "eager" is each modeling file's own function
     eagers = [getattr(file, "eager_attention_forward", None) for file in files]
-    recording = _Recording(
-        AttentionInterface().get(implementation, next(filter(None, eagers), None))
-    )
+    eager = next(filter(None, eagers), None)
+    recording = _Recording(AttentionInterface().get(implementation, eager))
 
     def record_output(
         module: nn.Module,
@@ -212,11 +198,11 @@ def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
     try:
         if dispatches:
             # the public setter also rewrites every sub-config
-            config._attn_implementation_internal = RECORDER  # type: ignore[union-attr]
+            config._attn_implementation_internal = RECORDER
         yield recording
     finally:
         if dispatches:
-            config._attn_implementation_internal = implementation  # type: ignore[union-attr]
+            config._attn_implementation_internal = implementation
         _current.reset(token)
         hook.remove()
 
@@ -239,8 +225,8 @@ def _record(
     )
     length = query.shape[2]
     window = options.get("sliding_window")
-    scale = options.get("scaling")
     window = window if isinstance(window, int) and window < length else None
+    scale = options.get("scaling")
     # without a mask, attention functions go by what the call says, then by what the module says
     causal = options.get("is_causal", bool(getattr(module, "is_causal", True))) is not False
     # with a cache or another sequence as keys, positions do not match rows

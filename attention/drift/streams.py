@@ -18,7 +18,7 @@ arguments of each layer, and computes logits from any residual stream::
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,6 @@ from kvfold.attention.drift.recording import (
 StreamLayer = Callable[[Tensor], LayerOutput]
 
 
-@runtime_checkable
 class LayerStream(Protocol):
     """A model as a sequence of layers, computed on ``device`` and in ``dtype``."""
 
@@ -80,16 +79,10 @@ def as_stream(
     """A stream on ``device`` and in ``dtype`` for a loaded transformers causal language model or an
     existing stream.
 
-    None keeps the model's own. Raises ValueError for other types, or if the model's decoder layers
-    cannot be found.
+    None keeps the model's own. Raises ValueError if the model's decoder layers cannot be found.
     """
     if isinstance(model, nn.Module):
         return LoadedStream(model, device, dtype)
-    if not isinstance(model, LayerStream):
-        raise ValueError(
-            f"the model has type {type(model).__name__!r}; it must be a transformers model or a"
-            " LayerStream"
-        )
     same_device = device is None or torch.device(device) == model.device
     if same_device and dtype in (None, model.dtype):
         return model
@@ -161,10 +154,7 @@ class LoadedStream:
         return cache_bytes_per_token(self._frame.layers, enter)
 
     def to(
-        self,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "LoadedStream":
         return LoadedStream(self.model, device or self.device, dtype or self.dtype)
 

@@ -227,7 +227,6 @@ class CheckpointStream:
         """Rebuild parameters of an open layer from what ``read`` returns now; gradients reach the
         tensors returned.
         """
-        assert layer.tensors is not None  # as open_layer makes it
         for source in sources:
             loaded = self.weights.load(source, self.read, self.dtype, self.device)
             for name, tensor in loaded.items():

@@ -69,7 +69,7 @@ class Layer(nn.Module):
         return self.self_attn(hidden_states + 1, mask)[0] * 2
 
 
-def record(attention: nn.Module, mask: Tensor | None, tensors=None):
+def record(attention: nn.Module, mask: Tensor | None, **tensors: Tensor):
     arguments = Arguments((), {"mask": mask})
     return OpenLayer(0, Layer(attention), lambda _: arguments, tensors)(HIDDEN)
 
@@ -204,7 +204,7 @@ def test_nothing_is_left_behind_where_a_layer_fails(layer, error):
 def test_tensors_take_the_place_of_the_modules_parameters():
     attention = Attention()
     weight = torch.randn(5, 24, requires_grad=True)
-    output = record(attention, None, {"self_attn.o_proj.weight": weight})
+    output = record(attention, None, **{"self_attn.o_proj.weight": weight})
     assert torch.equal(output.output_weight, weight.view(5, 4, 6))
     summed = torch.einsum("bthd,ehd->bte", output.context, output.output_weight)
     torch.testing.assert_close(output.attention, summed)
