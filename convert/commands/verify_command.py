@@ -29,5 +29,5 @@ def verify(out: str, json_file: str | None) -> None:
         f"{verification.origin}: {files}; {verification.tensors} tensors match config.json, all"
         f" {verification.elements:,} values are finite"
     )
-    print_result(json_file, verification.to_dict, "" if verification.problems else summary)
+    print_result(json_file, lambda: vars(verification), "" if verification.problems else summary)
     check_verified(verification)

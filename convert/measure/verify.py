@@ -6,9 +6,8 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvfold.convert.checkpoint.digests import (
     find_changed_files,
@@ -38,10 +37,6 @@ class Verification:
     tensors: int
     elements: int
     problems: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
-        return asdict(self)
 
 
 def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
@@ -86,9 +81,10 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
 def check_verified(verification: Verification) -> None:
     """Raise InputError with everything that differs."""
     if verification.problems:
-        count = f"{len(verification.problems)} difference{'s' * (len(verification.problems) > 1)}"
-        rule = f"is not what {RECORD} and config.json say: {count}; make it again"
-        raise InputError(f"{verification.origin} {rule}", verification.problems)
+        raise InputError(
+            f"{verification.origin} is not what {RECORD} and config.json say; make it again",
+            verification.problems,
+        )
 
 
 def list_non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
@@ -99,7 +95,5 @@ def list_non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[st
 
     for name in names:
         if bad := sum(map(count_non_finite, checkpoint.read_chunks(name, _ELEMENTS))):
-            yield (
-                f"tensor {name!r} in {checkpoint.info(name).file} has {bad} NaN or infinite"
-                f" element{'s' * (bad != 1)}"
-            )
+            file = checkpoint.info(name).file
+            yield f"tensor {name!r} in {file} has NaN or infinite elements: {bad}"

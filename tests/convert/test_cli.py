@@ -127,14 +127,6 @@ def test_a_gpu_that_is_not_there_is_refused_before_the_model(kvfold, line, monke
     assert error.startswith("error: --device cuda: torch finds no CUDA device")
 
 
-def test_inspect_prints_a_summary_and_json(kvfold):
-    text = kvfold("inspect", demo_folder()).stdout
-    assert "MHA: 8 query heads, 8 key/value heads, head dim 32" in text
-    done = kvfold("inspect", demo_folder(), "--json")
-    assert json.loads(done.stdout)["attention"] == "MHA"
-    assert done.stderr == text
-
-
 def test_demo_converts_measures_and_writes_its_table(kvfold, monkeypatch, tmp_path):
     pooled = {"mqa-mean": demo_command.TARGETS["mqa-mean"]}
     monkeypatch.setattr(demo_command, "TARGETS", pooled)

@@ -103,14 +103,6 @@ def test_replies_are_compared_with_those_of_the_source():
     }
 
 
-def test_differences_are_paired_with_students_t():
-    row = evaluation.pair(torch.tensor([1, 0, 1]), torch.tensor([1, 0, 0]))
-    assert row["difference"] == pytest.approx(-1 / 3)
-    # Student's t with 2 degrees of freedom, 4.30, times 1/3.
-    assert row["margin"] == pytest.approx(1.434, rel=0.15)
-    assert evaluation.pair(torch.ones(1), torch.ones(1))["margin"] is None
-
-
 def test_tasks_need_the_harness(monkeypatch, refused):
     monkeypatch.setattr(evaluation, "find_spec", lambda name: None)
     request = EvalRequest(demo_folder(), demo_folder(), tasks=["lambada_openai"])
