@@ -351,12 +351,6 @@ def replacing(path: Path) -> Iterator[Path]:
         new.unlink(missing_ok=True)
 
 
-def append_line(path: Path, line: str) -> None:
-    """Append a line to the user's text file, which must not be a link."""
-    with open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
-        os.write(file, f"{line}\n".encode())
-
-
 def sync_path(path: Path) -> None:
     """Flush one file or folder to disk with fsync."""
     with open_file(path, os.O_RDONLY) as file:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.attention.drift.metrics import position_rows
 from kvfold.convert.checkpoint.hub import HUB_ID
-from kvfold.convert.checkpoint.members import CARD, portable_name, read_member
+from kvfold.convert.checkpoint.members import CARD, read_member
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.conversion.judgment import judge
 from kvfold.convert.conversion.plan import Plan
@@ -23,7 +23,7 @@ from kvfold.convert.conversion.summary import losses_by_text
 from kvfold.convert.errors import escape_text
 from kvfold.convert.families.family import WRAPPERS
 from kvfold.convert.options import format_argv, list_run_options
-from kvfold.convert.request import SELF, ConvertRequest
+from kvfold.convert.request import ConvertRequest
 from kvfold.convert.signals import limit_resources
 from kvfold.convert.text.corpus import with_share
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
 
 _CARD_SECONDS = 3.0
-_TEMPLATE = "card.md.jinja"
 
 
 def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None") -> str:
@@ -41,47 +40,20 @@ def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None
     from jinja2 import Environment
     from markupsafe import Markup
 
-    request = plan.request
-    # Tensors that no transform touches.
-    rest = "byte for byte" if request.dtype == "auto" else f"stored as {request.dtype}"
-    source = source_name(plan)
-    per_rank = record["cache_elements_per_rank"]
-    latent = plan.latent
     values: dict[str, Any] = {
-        "front": Markup(front_matter(plan.checkpoint)),
+        "plan": plan,
         "record": record,
         "drift": drift,
-        "name": plan.checkpoint.origin,
-        "kind": plan.output.kind,
-        "source": source,
-        "beside": " (whose folder must be next to this one)" if "../" in source else "",
-        "figures": [],
-        "ranks": [
-            (ranks, before, per_rank["to"][ranks])
-            for ranks, before in per_rank["from"].items()
-            if ranks in per_rank["to"] and ranks != "1"
-        ],
-        "experts": plan.result.experts,
+        "front": Markup(front_matter(plan.checkpoint)),
+        "source": source_name(plan),
         "loader": "Mistral4ForCausalLM" if plan.result.experts else "AutoModelForCausalLM",
-        "code": None if plan.output.code is None else plan.output.code.rpartition(".")[2],
-        "latent": latent,
-        "split": latent and f"{latent.kv_rank}+{latent.rope_dim}",
-        # The table of engines says under which conditions they serve it. transformers needs no
-        # server.
-        "serves": {
-            engine["engine"]: engine["how"]
-            for engine in record["engines"]
-            if engine["serves"] and engine["engine"] != "transformers"
-        },
+        "code": plan.output.code and plan.output.code.rpartition(".")[2],
         # `kvfold uptrain` trains a plain model that writes text.
         "wrapped": plan.checkpoint.config.get("model_type") in WRAPPERS,
-        "method": request.chosen_method.card,
-        "rest": rest,
         "command": _reproducing_command(plan),
     }
     if drift is not None:
         values |= {
-            "figures": drift.table_rows()[1:],
             "positions": position_rows(drift),
             "text": text_name(record["calibration"]["source"]),
             "by_text": losses_by_text(record),
@@ -90,7 +62,7 @@ def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, finalize=make_safe
     )
-    template = (Path(__file__).parent / _TEMPLATE).read_text(encoding="utf-8")
+    template = (Path(__file__).parent / "card.md.jinja").read_text(encoding="utf-8")
     return environment.from_string(template).render(values)
 
 
@@ -165,17 +137,11 @@ def _reproducing_command(plan: Plan) -> str:
         for name, value in plan.request.non_defaults().items()
         if name not in list_run_options(ConvertRequest)
     }
-    if plan.request.calibration:
-        # Files by their names alone: no path of this machine is in the card.
-        named = [(text, with_share(text)[0]) for text in plan.request.calibration]
-        given["calibration"] = tuple(
-            (
-                portable_name(Path(name)) + text.removeprefix(name)
-                if name != SELF and Path(name).exists()
-                else text
-            )
-            for text, name in named
-        )
+    # Files by their names alone: no path of this machine is in the card.
+    given["calibration"] = tuple(
+        Path(text).name if Path(with_share(text)[0]).exists() else text
+        for text in plan.request.calibration
+    )
     return f"kvfold convert {source_name(plan)} {shlex.join(['converted', *format_argv(given)])}"
 
 

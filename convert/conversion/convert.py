@@ -91,10 +91,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
                 )
             )
     record, drift = completed or ({}, None)
-    seconds = time.monotonic() - started
-    if processes.is_rank0():
-        output.append_log(request, seconds)
-    return Conversion(plan, Path(request.out), seconds, record, drift)
+    return Conversion(plan, Path(request.out), time.monotonic() - started, record, drift)
 
 
 def _plan_only(request: ConvertRequest) -> Conversion:

@@ -1,8 +1,6 @@
 """The files of a conversion's output: its temporary folder, the shards, and what completes them."""
 
-import json
 import sys
-import time
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import (
-    append_line,
     check_free_space,
     output_folder,
     write_file,
@@ -25,10 +22,8 @@ from kvfold.convert.conversion.journal import Journal, can_resume, finished_laye
 from kvfold.convert.conversion.memory import estimate_needs
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import make_record
-from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import to_json_values
 from kvfold.convert.progress import Stages
-from kvfold.convert.request import ConvertRequest
 
 if TYPE_CHECKING:
     from kvfold.attention.drift.report import DriftReport
@@ -41,7 +36,6 @@ def open_output(plan: Plan) -> Iterator[Path]:
     interrupted run; all processes share the first one's folder.
     """
     request = plan.request
-    folder: Path | None = None
     with ExitStack() as stack:
 
         def create() -> Path:
@@ -57,11 +51,6 @@ def open_output(plan: Plan) -> Iterator[Path]:
             return folder
 
         folder = processes.broadcast_from_rank0(create)
-        if not folder.is_dir():
-            raise InputError(
-                f"{folder}: this machine cannot see the temporary folder that the first process"
-                " created; choose an OUT on a file system that all machines share"
-            )
         try:
             yield folder
         except BaseException as error:
@@ -141,19 +130,3 @@ def complete_output(
     remove_journal(folder)
     plan.checkpoint.check_unchanged()
     return record, drift
-
-
-def append_log(request: ConvertRequest, seconds: float) -> None:
-    """Append date, duration and options to ``OUT.log``. OUT contains none of them, so equal
-    requests produce equal bytes.
-    """
-    line = {
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "seconds": round(seconds, 3),
-        "request": {name: value for name, value in vars(request).items() if value is not None},
-    }
-    path = Path(f"{Path(request.out)}.log")
-    try:
-        append_line(path, json.dumps(line, default=str))
-    except OSError as error:
-        print(f"warning: {path}: cannot write the log ({error.strerror})", file=sys.stderr)

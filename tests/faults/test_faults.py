@@ -154,7 +154,7 @@ def check(end: forked.Ended, parent: Path, whole: dict[str, bytes], killed: bool
         last = [line for line in end.stderr.splitlines() if not line.startswith("  ")][-1]
         assert last.startswith("error: "), end
         assert "the system:" not in last, end
-    left = {path.name for path in parent.iterdir()} - {"out", "out.log"}
+    left = {path.name for path in parent.iterdir()} - {"out"}
     assert killed or not left, (left, end.stderr)
     return out.exists()
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvfold.convert.checkpoint.atomic import append_line
 from kvfold.convert.checkpoint.members import parse_json
 from kvfold.convert.checkpoint.writer import OutputTensor, ShardWriter, assign_shards
 from kvfold.convert.cli import main
@@ -57,17 +56,6 @@ def test_a_shard_that_became_a_link_is_not_written_through(tmp_path: Path) -> No
     (tmp_path / "model.safetensors").symlink_to("secret")
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
         writer.sync()
-
-
-def test_the_log_is_not_written_through_a_link_or_into_a_pipe(tmp_path: Path) -> None:
-    append_line(tmp_path / "log", "one")
-    append_line(tmp_path / "log", "two")
-    (tmp_path / "link").symlink_to("log")
-    os.mkfifo(tmp_path / "pipe")
-    for name in ("link", "pipe"):
-        with pytest.raises(OSError, match=name):
-            append_line(tmp_path / name, "three")
-    assert (tmp_path / "log").read_text() == "one\ntwo\n"
 
 
 def test_what_the_system_refuses_is_named() -> None:
