@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     )
     from kvfold.attention.checkpoints.registered import register_models
     from kvfold.attention.deepseek import absorb, unabsorb
-    from kvfold.attention.drift.profile import distance_profile, row_kl
+    from kvfold.attention.drift.profile import distance_profile
     from kvfold.attention.drift.report import DriftReport, measure_drift
     from kvfold.attention.drift.streams import LayerStream
     from kvfold.attention.grouped import grouped_attention
@@ -46,7 +46,6 @@ _MODULES = {
     "register_models": "checkpoints.registered",
     "rotary_frequencies": "rotary",
     "rotary_tables": "rotary",
-    "row_kl": "drift.profile",
     "unabsorb": "deepseek",
 }
 __all__ = [
@@ -67,7 +66,6 @@ __all__ = [
     "register_models",
     "rotary_frequencies",
     "rotary_tables",
-    "row_kl",
     "unabsorb",
 ]
 

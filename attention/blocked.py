@@ -13,8 +13,8 @@ of each row is complete within one block and nothing has to be merged; memory is
 For the backward pass, the weights are saved if there are few of them, and otherwise recomputed
 block by block. Queries that see no key get zeros.
 
-``AttentionScores`` is the part without values, also used for attention sums and the divergence
-between two attentions (``drift/profile.py``) and for decoding over a latent cache (``latent.py``).
+``AttentionScores`` is the part without values, also used for attention sums (``drift/profile.py``)
+and for decoding over a latent cache (``latent.py``).
 """
 
 from collections.abc import Iterator
@@ -135,12 +135,8 @@ class AttentionScores:
         assert total is not None
         return total
 
-    def mask(self, block: Block) -> tuple[Tensor, Tensor | None]:
-        """The scores of a block, ``[b * g, M * rows, width]``, ``-inf`` where hidden.
-
-        Also returns a boolean tensor that marks the rows that see no key, or None if every row sees
-        a key.
-        """
+    def weigh(self, block: Block) -> Tensor:
+        """The weights of a block: ``[b * g, M * rows, width]``; zeros if a query sees no key."""
         scores = self.multiply(block)
         maps = scores.view(block.shape)
         if self.softcap is not None:
@@ -149,39 +145,33 @@ class AttentionScores:
         if seen is not None and seen.dtype != torch.bool:
             maps += seen
             seen = None
-        rule = self.rule
-        may_see_nothing = seen is not None or rule.starts is not None
+        may_see_nothing = seen is not None or self.rule.starts is not None
         low = block.keys.start
-        if rule.hides_keys:
-            if rule.window is None and not may_see_nothing:
+        if self.rule.hides_keys:
+            if self.rule.window is None and not may_see_nothing:
                 # every query of the block sees all that comes before; the first one's own key,
                 # which all see too, keeps the width even: 127 columns take four times as long as
                 # 128 in bfloat16
-                low = max(low, rule.offset + block.queries.start)
-            ruled = rule.block(block.queries, slice(low, block.keys.stop), maps.device)
+                low = max(low, self.rule.offset + block.queries.start)
+            ruled = self.rule.block(block.queries, slice(low, block.keys.stop), maps.device)
             ruled = (ruled[block.batch] if ruled.shape[0] > 1 else ruled)[:, None, None]
             seen = ruled if seen is None else seen & ruled
-        if seen is None:
-            return scores, None
-        # log(0) = -inf is added, because filling through a mask takes three times as long in
-        # bfloat16
-        maps[..., low - block.keys.start :] += seen.to(maps.dtype).log_()
-        return scores, ~seen.any(-1, keepdim=True) if may_see_nothing else None
-
-    def weigh(self, block: Block) -> Tensor:
-        """The weights of a block: ``[b * g, M * rows, width]``; zeros if a query sees no key."""
-        scores, blind = self.mask(block)
-        maps = scores.view(block.shape)
+        if seen is not None:
+            # log(0) = -inf is added, because filling through a mask takes three times as long in
+            # bfloat16
+            maps[..., low - block.keys.start :] += seen.to(maps.dtype).log_()
         if self.sinks is None:
             torch.softmax(scores, -1, out=scores)
         else:
             sinks = self.sinks.to(maps.dtype).view(1, -1, maps.shape[2], 1, 1)[:, block.groups]
             column = sinks.expand(*maps.shape[:-1], 1)
             maps.copy_(torch.cat([maps, column], -1).softmax(-1)[..., :-1])
-        # mostly there are none, and filling costs as much as a softmax; on a GPU, asking would wait
-        # for it
-        if blind is not None and (not blind.is_cpu or blind.any()):
-            maps.masked_fill_(blind, 0.0)
+        if seen is not None and may_see_nothing:
+            blind = ~seen.any(-1, keepdim=True)
+            # mostly there are none, and filling costs as much as a softmax; on a GPU, asking would
+            # wait for it
+            if not blind.is_cpu or blind.any():
+                maps.masked_fill_(blind, 0.0)
         return scores
 
 

@@ -5,7 +5,7 @@ running the student's layer on the teacher's residual stream, so they show the e
 alone; propagated numbers come from the student's own residual stream.
 
 Shapes: ``B`` sequences in a batch, ``T`` positions, ``N`` sequences in all, ``E`` model dim,
-``V`` vocabulary, ``H`` query heads.
+``V`` vocabulary.
 """
 
 import itertools
@@ -14,19 +14,15 @@ from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvfold.attention.drift.profile import divergence_terms, row_kl
-from kvfold.attention.drift.recording import LayerOutput
 from kvfold.attention.drift.streams import LayerStream, StreamLayer
 
 # Logits of each model in memory at once: 32 MB and 512 MB in float32
 _CPU_LOGITS = 1 << 23
 _GPU_LOGITS = 1 << 27
-# numbers compared to match heads
-_SAMPLED = 1 << 22
-# tokens on which attention rows are compared: the maps of both models take as long as a layer
-_ROW_TOKENS = 4096
+# a log probability whose p is below what float32 adds up, and whose 1/p would soon overflow it
+_NEGLIGIBLE = -80.0
 # tokens of the first stretch of positions
 _FIRST = 64
 
@@ -35,16 +31,12 @@ _FIRST = 64
 class LayerDrift:
     """Relative errors ``||y - y'|| / ||y||`` of a layer's attention output and of the residual
     stream after the layer.
-
-    ``row_kl`` is the mean KL between attention rows, in nats, over all heads and the first 4096
-    tokens; None if the attention maps of the two models cannot be compared.
     """
 
     attention_local: float
     attention_propagated: float
     residual_local: float
     residual_propagated: float
-    row_kl: float | None
 
 
 @dataclass(frozen=True)
@@ -127,8 +119,6 @@ def compare_layer(
     return its drift.
     """
     errors = []
-    rows = []
-    sequences = 0
     for batch, (hidden, student_hidden) in enumerate(zip(expected, actual, strict=True)):
         shown = hidden.to(student.device, student.dtype)
         output = layer(hidden)
@@ -142,81 +132,10 @@ def compare_layer(
             (output.states, propagated.states),
         ]
         errors.append(torch.stack([_squared_error(*pair) for pair in pairs]))
-        if sequences * hidden.shape[1] < _ROW_TOKENS:
-            kl = compare_rows(output, local)
-            rows += [] if kl is None else [kl * len(hidden)]
-            sequences += len(hidden)
         expected[batch] = output.states
         actual[batch] = propagated.states
     sums = torch.stack(errors).sum(0).tolist()
-    mean_kl = float(torch.stack(rows).sum()) / sequences if rows else None
-    attention, attention_propagated, residual, residual_propagated = (
-        relative(*pair) for pair in sums
-    )
-    return LayerDrift(attention, attention_propagated, residual, residual_propagated, mean_kl)
-
-
-def compare_rows(teacher: LayerOutput, student: LayerOutput) -> Tensor | None:
-    """Mean KL between the attention rows of both models, over all heads and positions.
-
-    None unless both have recorded the rows of as many heads, under the same mask and without sinks.
-    """
-    query = student.query
-    key = student.key
-    if teacher.query is None or teacher.key is None or query is None or key is None:
-        return None
-    if query.shape[1] != teacher.query.shape[1] or student.window != teacher.window:
-        return None
-    if teacher.sinks is not None or student.sinks is not None:
-        return None
-    if teacher.context is None or student.context is None:
-        return None
-    order = match_heads(teacher, student).to(query.device)
-    return row_kl(
-        teacher.query,
-        teacher.key,
-        query[:, order].to(teacher.query.device),
-        key[:, order // (query.shape[1] // key.shape[1])].to(teacher.query.device),
-        teacher.scale,
-        student.scale,
-        window=teacher.window,
-        causal=teacher.causal,
-        softcap=teacher.softcap,
-        other_softcap=student.softcap,
-    ).mean()
-
-
-def match_heads(teacher: LayerOutput, student: LayerOutput) -> Tensor:
-    """The student head that corresponds to each teacher head: ``[H]``.
-
-    Folding may relabel heads, since a layer's output does not depend on their order. Heads are
-    compared by their contributions to that output, which do not depend on the basis of their
-    values. They keep their numbers unless a greedy matching of the most similar heads reduces the
-    difference by more than half.
-    """
-    contributions = []
-    for output in (teacher, student):
-        assert output.context is not None
-        assert output.output_weight is not None
-        context = output.context.flatten(0, 1)
-        # some positions, spread over the batch
-        count = max(1, _SAMPLED // (context.shape[1] * len(output.output_weight)))
-        context = context[:: -(-len(context) // count)].double().cpu()
-        weight = output.output_weight.double().cpu()
-        heads = torch.einsum("nhd,ehd->hne", context, weight).flatten(1)
-        contributions.append(nn.functional.normalize(heads))
-    similarity = contributions[0] @ contributions[1].mT
-    same = torch.arange(len(similarity))
-    order = same.clone()
-    left = similarity.clone()
-    # greedy, because heads that correspond are far more alike than any others
-    for _ in same:
-        row, column = divmod(int(left.argmax()), len(same))
-        order[row] = column
-        left[row] = -torch.inf
-        left[:, column] = -torch.inf
-    difference = 1 - similarity
-    return order if difference[same, order].sum() < 0.5 * difference[same, same].sum() else same
+    return LayerDrift(*[relative(*pair) for pair in sums])
 
 
 def compare_predictions(
@@ -284,6 +203,19 @@ def stretch_bounds(length: int) -> list[tuple[int, int]]:
         ends.append(end)
         end *= 2
     return list(itertools.pairwise([*ends, length]))
+
+
+def divergence_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """``p log(p / q) - p + q`` elementwise; the sum over a whole distribution is the KL.
+
+    Computed as ``p (expm1(d) - d)`` with ``d = log q - log p``: terms are never negative, and
+    nothing cancels if p is near q.
+    """
+    ratio = log_q - log_p
+    p = log_p.exp()
+    terms = torch.expm1(ratio).sub_(ratio).mul_(p)
+    # where p vanishes its ratio overflows, and only q is left of the terms
+    return torch.where(log_p < _NEGLIGIBLE, log_q.exp().sub_(p).clamp_min_(0), terms)
 
 
 def distances(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:

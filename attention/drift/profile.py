@@ -1,5 +1,4 @@
-"""Attention weight by distance, and the KL divergence between two attentions, without storing a
-whole attention map.
+"""Attention weight by distance, without storing a whole attention map.
 
 Shapes: ``B`` sequences, ``H`` query heads, ``G`` key heads (``H`` is a multiple of ``G``; head
 ``h`` uses key head ``h // (H // G)``), ``T`` positions, ``D`` head dim. Rows of the map are
@@ -20,9 +19,6 @@ from kvfold.attention.checks import (
     expect_shape,
 )
 from kvfold.attention.mask import Visibility
-
-# a log probability whose p is below what float32 adds up, and whose 1/p would soon overflow it
-_NEGLIGIBLE = -80.0
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -92,85 +88,13 @@ def attention_sums(
     return profile / profile.sum(-1, keepdim=True), received.sum(1) / (groups * share)
 
 
-@torch.no_grad()
-def row_kl(
-    query: Tensor,
-    key: Tensor,
-    other_query: Tensor,
-    other_key: Tensor,
-    scale: float,
-    other_scale: float,
-    *,
-    window: int | None = None,
-    causal: bool = True,
-    softcap: float | None = None,
-    other_softcap: float | None = None,
-) -> Tensor:
-    """Mean over batch and queries of ``KL(p || p')`` between two models' attention rows, in nats:
-    ``[H]``, float64.
-
-    ``query [B, H, T, D]`` and ``key [B, G, T, D]`` define ``p``; ``other_query [B, H, T, D']`` and
-    ``other_key [B, G', T, D']`` define ``p'``. Both models must have the same number of query heads
-    and the same mask; head dim and number of key heads may differ. Equal maps give exactly 0.
-    """
-    if other_query.shape[:3] != query.shape[:3]:
-        shapes = list(other_query.shape[:3]), list(query.shape[:3])
-        raise ValueError(
-            "other_query has [B, H, T] = {}; it must be {}, as in query".format(*shapes)
-        )
-    batch, heads, length, _ = query.shape
-    models = (
-        _scores(
-            query,
-            key,
-            scale,
-            True,
-            window=window,
-            causal=causal,
-            softcap=softcap,
-        ),
-        _scores(
-            other_query,
-            other_key,
-            other_scale,
-            True,
-            window=window,
-            causal=causal,
-            softcap=other_softcap,
-        ),
-    )
-    total = torch.zeros(batch, heads, dtype=torch.float64, device=query.device)
-    for block in models[0].blocks(buffers=4):
-        log_p, log_q = (torch.log_softmax(model.mask(block)[0], -1) for model in models)
-        part = total[block.batch, block.groups]
-        part += divergence_terms(log_p, log_q).sum(-1).sum(-1, dtype=torch.float64).view(part.shape)
-    return total.mean(0) / length
-
-
-def divergence_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``p log(p / q) - p + q`` elementwise, 0 where both are masked; the sum over a whole
-    distribution is the KL.
-
-    Computed as ``p (expm1(d) - d)`` with ``d = log q - log p``: terms are never negative, and
-    nothing cancels if p is near q.
-    """
-    ratio = log_q - log_p
-    p = log_p.exp()
-    terms = torch.expm1(ratio).sub_(ratio).mul_(p)
-    # where p vanishes its ratio overflows, and only q is left of the terms
-    return torch.where(log_p < _NEGLIGIBLE, log_q.exp().sub_(p).clamp_min_(0), terms)
-
-
 def _scores(
     query: Tensor,
     key: Tensor,
     scale: float,
-    expand: bool = False,
     **options: Unpack[ScoreOptions],
 ) -> AttentionScores:
-    """Check the inputs and return their scores, in float32 or wider; ``expand`` repeats key heads
-    to ``H``.
-    """
+    """Check the inputs and return their scores, in float32 or wider."""
     expect_shape("query", query, "B H T D", {})
     batch, heads, length, dim = query.shape
     expect_shape("key", key, "B G T D", {"B": batch, "T": length, "D": dim})
@@ -186,8 +110,6 @@ def _scores(
     wide = torch.promote_types(query.dtype, torch.float32)
     query = query.to(wide)
     key = key.to(wide)
-    # models to be compared may have other numbers of key heads, so that only query heads correspond
-    key = key.repeat_interleave(heads // key.shape[1], 1) if expand else key
     grouped = torch.unflatten(query, 1, (key.shape[1], -1))
     rule = Visibility(options.get("causal", True), 0, window)
     return AttentionScores(

@@ -22,7 +22,6 @@ from transformers import AttentionInterface
 
 RECORDER = "kvfold_recorder"
 _ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
-_OUTPUT_NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo")
 
 
 class Stop(Exception):
@@ -47,8 +46,7 @@ class LayerOutput:
     visible keys; most models have no softcap. ``sinks`` are the scores of an additional key whose
     value is zero. ``window`` is the number of keys that a query sees, including its own; without
     ``causal``, it sees as many in the other direction. ``context`` contains each head's weighted
-    values before the output projection, whose weight is ``output_weight``: head ``h`` adds
-    ``output_weight[:, h] @ context[b, t, h]`` to the attention output. A field is None if the model
+    values before the output projection. A field is None if the model
     does not expose it.
     """
 
@@ -63,7 +61,6 @@ class LayerOutput:
     sinks: Tensor | None = None  # [H]
     causal: bool = True
     context: Tensor | None = None  # [B, T, H, Dv]
-    output_weight: Tensor | None = None  # [E, H, Dv]
 
     @property
     def states(self) -> Tensor:
@@ -178,14 +175,6 @@ def _recording(attention: nn.Module, whole: bool) -> Iterator[_Recording]:
         if len(args) > 1 and "residual" in signature(module.forward).parameters:
             result = result - args[1]
         recording.output = result
-        # read within the call, where it may be one of ``tensors``
-        weight = _output_weight(module)
-        context = recording.call.pop("context", None)
-        if context is not None and weight is not None:
-            heads, dim = context.shape[2:]
-            if weight.shape == (result.shape[-1], heads * dim):
-                recording.call["context"] = context
-                recording.call["output_weight"] = weight.view(-1, heads, dim)
         if not whole:
             raise Stop
 
@@ -255,14 +244,3 @@ def _record(
 
 
 AttentionInterface.register(RECORDER, _record)
-
-
-def _output_weight(attention: nn.Module) -> Tensor | None:
-    """The output projection's weight in ``attention`` as ``[E, H * Dv]``, from either storage
-    order, or None.
-    """
-    for projection in (getattr(attention, name, None) for name in _OUTPUT_NAMES):
-        weight = getattr(projection, "weight", None)
-        if isinstance(weight, Tensor) and weight.dim() == 2:
-            return (weight.T if type(projection).__name__ == "Conv1D" else weight).detach()
-    return None

@@ -32,15 +32,13 @@ _LAYER_COLUMNS = {
     "attention_propagated": ("attention,", "propagated"),
     "residual_local": ("residual,", "local"),
     "residual_propagated": ("residual,", "propagated"),
-    "row_kl": ("rows,", "KL"),
 }
 _LEGEND = """
 attention, residual: relative error of the attention's output, and of the
   residual stream after the layer; local: with the source's inputs; propagated:
   with the converted model's own inputs
-rows, KL: between attention weights in nats, mean over heads and positions
 rounding: the largest error of any layer that rounding alone causes
--: not comparable, or not finite"""
+-: not finite"""
 
 
 @click.command(short_help="Measure the drift of OUT from MODEL, layer by layer.")
@@ -105,7 +103,7 @@ def layer_rows(report: "DriftReport") -> list[tuple[str, ...]]:
     if report.floor is not None:
         largest = []
         for name in _LAYER_COLUMNS:
-            floors = [getattr(layer, name) or 0.0 for layer in report.floor.layers]
+            floors = [getattr(layer, name) for layer in report.floor.layers]
             largest.append(format_error(max(floors, default=math.nan)))
         rows.append(("rounding", *largest))
     return rows

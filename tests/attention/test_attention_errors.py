@@ -13,7 +13,6 @@ from kvfold.attention import (
     latent_attention,
     rotary_frequencies,
     rotary_tables,
-    row_kl,
 )
 from kvfold.attention.drift.streams import as_stream
 from kvfold.attention.interface import blockwise_attention
@@ -60,7 +59,6 @@ CASES = {
     "gradient": lambda: append(learns=True),
     "missing size": lambda: cache_bytes("gqa", 1, 1, torch.half, head_dim=2),
     "variant": lambda: cache_bytes("mha2", 1, 1, torch.half),
-    "row KL": lambda: row_kl(QUERY, QUERY, QUERY[:, :2], QUERY, 1.0, 1.0),
     "softcap": lambda: blockwise_attention(nn.Module(), QUERY, KEY, KEY, None, softcap=1.0),
     "model": lambda: as_stream(nn.Linear(2, 2)),
 }

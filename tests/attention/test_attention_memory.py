@@ -9,7 +9,7 @@ from helpers.processes import run_python
 
 PROBE = r"""
 import ctypes, re, torch
-from kvfold.attention import distance_profile, grouped_attention, latent_attention, row_kl
+from kvfold.attention import distance_profile, grouped_attention, latent_attention
 T = 6144
 def peak():
     # of this process alone: a child's maximum, as the system reports it, includes its parent's
@@ -31,7 +31,6 @@ def calls(length):
         yield f"latent, {absorbed=}", lambda: latent_attention(*mla, absorbed=absorbed)
     for window in (None, length // 16):
         yield f"profile, {window=}", lambda: distance_profile(q, k, 0.5, window=window)
-        yield f"row KL, {window=}", lambda: row_kl(q, k, q, v, 0.5, 0.5, window=window)
     g = [x.clone().requires_grad_() for x in (q, k, v)]
     yield "gradients", lambda: grouped_attention(*g, starts=starts).sum().backward()
 for _, call in calls(64):
@@ -58,5 +57,5 @@ def test_peak_memory_at_6k_is_far_below_a_score_matrix():
     """
     lines = run_python("-c", PROBE).stdout.splitlines()
     megabytes = {line.split(": ")[0]: float(line.split(": ")[1]) for line in lines}
-    assert len(megabytes) == 13
+    assert len(megabytes) == 11
     assert max(megabytes.values()) < 24, megabytes

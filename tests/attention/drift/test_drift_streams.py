@@ -50,10 +50,8 @@ def test_a_stream_computes_exactly_what_the_model_does(family):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", "gpt2"])
 @torch.no_grad()
-def test_queries_keys_and_heads_explain_the_attention(family):
-    """Maps from the recorded queries and keys are the model's own, and head contributions add up
-    to its output.
-    """
+def test_queries_and_keys_explain_the_attention(family):
+    """Maps from the recorded queries and keys are the model's own."""
     model = tiny_decoder(family, attn_implementation="eager")
     tokens = random_tokens()
     maps = model(tokens, output_attentions=True).attentions
@@ -66,19 +64,6 @@ def test_queries_keys_and_heads_explain_the_attention(family):
             output.softcap,
         )
         torch.testing.assert_close(weights, expected, **precision.ACTIVATIONS)
-        summed = torch.einsum(
-            "bthd,ehd->bte",
-            output.context,
-            output.output_weight,
-        )
-        # all that is left is the output projection's bias, the same everywhere
-        bias = output.attention - summed
-        torch.testing.assert_close(
-            bias,
-            bias[:1, :1].expand_as(bias),
-            rtol=0,
-            atol=1e-5,
-        )
 
 
 def test_families_outside_the_attention_interface_have_no_queries():

@@ -1,6 +1,4 @@
-"""Distance profiles and row KL against whole attention maps in float64."""
-
-import math
+"""Distance profiles against whole attention maps in float64."""
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from kvfold.attention import blocked
 from kvfold.attention.drift.profile import (
     attention_sums,
     distance_profile,
-    row_kl,
 )
 
 QUICKLY = settings(
@@ -91,27 +88,6 @@ def test_sums_are_those_of_whole_maps(sizes, window, causal, softcap, with_sinks
     torch.testing.assert_close(received, maps.mean(1).sum(1), rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.usefixtures("budget")
-@QUICKLY
-@given(SIZES, WINDOW, st.booleans(), SOFTCAP)
-def test_row_kl_is_the_mean_divergence_of_rows(sizes, window, causal, softcap):
-    query, key = heads(*sizes)
-    other_query, other_key = heads(sizes[0] + 1, *sizes[1:])
-    other_key = other_key[:, :1]
-    options = {
-        "window": window,
-        "causal": causal,
-        "softcap": softcap,
-        "other_softcap": 4.0,
-    }
-    result = row_kl(query, key, other_query, other_key, 0.5, 0.3, **options)
-    seen = visible(query.shape[2], window, causal)
-    p = attention_maps(query, key, 0.5, seen, softcap)
-    q = attention_maps(other_query, other_key, 0.3, seen, 4.0)
-    expected = (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1).mean((0, 2))
-    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-14)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_float32_arithmetic_is_as_exact_as_the_formula_in_float32(
     dtype,
@@ -122,37 +98,3 @@ def test_float32_arithmetic_is_as_exact_as_the_formula_in_float32(
     naive = sum_by_distance(attention_maps(query.float(), key.float(), 0.25, seen))
     error = (distance_profile(query, key, 0.25) - exact).abs().max()
     assert error <= 2 * (naive - exact).abs().max()
-
-
-def test_row_kl_of_equal_maps_is_zero():
-    # weights down to e^-80 and beyond
-    query, key = (20 * x.float() for x in heads())
-    assert row_kl(query, key, query.clone(), key.clone(), 0.25, 0.25).tolist() == [0.0] * 4
-
-
-def test_row_kl_of_nearly_equal_maps_keeps_its_digits_in_float32():
-    query, key = (x.float() for x in heads())
-    other = query * (1 + 1e-4)
-    exact = row_kl(
-        query.double(),
-        key.double(),
-        other.double(),
-        key.double(),
-        0.3,
-        0.3,
-    )
-    result = row_kl(query, key, other, key, 0.3, 0.3)
-    # below what a sum of p log(p / q) in float32 could tell from zero
-    assert (exact < 1e-7).all()
-    torch.testing.assert_close(result, exact, rtol=1e-2, atol=0)
-
-
-def test_row_kl_counts_what_only_the_second_map_sees_and_what_is_not_a_number():
-    # one key has the whole of p and the other, far below float32's smallest number, the whole of q
-    query = torch.tensor([[[[0.0], [1.0]]]])
-    key = torch.tensor([[[[0.0], [200.0]]]])
-    assert row_kl(query, key, query, -key, 1.0, 1.0).item() == pytest.approx(200 / 2)
-    query, key = (x.float() for x in heads(share=1, length=5))
-    broken = key.clone()
-    broken[0, 1, 2] = math.nan
-    assert row_kl(query, key, query, broken, 1.0, 1.0).isnan().tolist() == [False, True]
