@@ -9,7 +9,7 @@ from time import process_time
 import torch
 
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.tensors import torch_dtype
+from kvfold.convert.checkpoint.tensors import TORCH_DTYPES
 from kvfold.convert.errors import option_error
 
 _COMPUTED = ("F32", "BF16", "F16")
@@ -52,7 +52,7 @@ def compute_dtype(checkpoint: Checkpoint, device: torch.device, name: str = "aut
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype of most of the checkpoint's bytes; float32 if none of them is F32, BF16 or F16."""
     stored = {dtype: size for dtype, size in checkpoint.float_bytes().items() if dtype in _COMPUTED}
-    return torch_dtype(max(stored, key=stored.__getitem__)) if stored else torch.float32
+    return TORCH_DTYPES[max(stored, key=stored.__getitem__)] if stored else torch.float32
 
 
 def training_autocast(

@@ -29,7 +29,6 @@ _ASIDE = ".old"
 # of Linux's renameat2
 _AT_FDCWD = -100
 _EXCHANGE = 2
-_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def check_output(
@@ -141,7 +140,6 @@ def output_folder(
         # replacement cut short
         check_output(out, overwrite=overwrite, model=model)
         folder = _work_folder(target, stale, None if fresh else resume)
-        published = False
         try:
             signals.deliver()
             yield folder
@@ -153,11 +151,11 @@ def output_folder(
                 sync_path(Path(current))
             signals.deferred = True  # from here on OUT's old and new folder may have changed places
             _publish(folder, target, overwrite)
-            published = True
+            resume = None
         finally:
             signals.deferred = True
             _complete_replacement(folder.with_name(folder.name + _ASIDE), target)
-            if published or resume is None or not resume(folder):
+            if resume is None or not resume(folder):
                 # OUT's predecessor after an exchange
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -287,15 +285,9 @@ def _exchange(source: Path, target: Path) -> bool:
     """Exchange two folders with Linux's renameat2. Returns False if the C library, kernel or file
     system lacks it.
     """
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if function is None:
-        return False
-    if function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _UNSUPPORTED:
-        return False
-    raise OSError(code, os.strerror(code), str(target))
+    function = getattr(ctypes.CDLL(None), "renameat2", None)
+    paths = _AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target)
+    return function is not None and function(*paths, _EXCHANGE) == 0
 
 
 # Single files

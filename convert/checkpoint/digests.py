@@ -4,22 +4,24 @@ files whole. Together they cover every byte of a checkpoint that kvfold wrote.
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.checkpoint.headers import LENGTH_BYTES
+from kvfold.convert.checkpoint.headers import header_end
 from kvfold.convert.checkpoint.members import (
     RECORD,
+    file_states,
     list_files,
     parse_json,
-    read_bytes,
     read_member,
     read_steps,
     resolve_member,
 )
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError, shorten
+
+_HASHED = 64 << 20  # chosen: hashing so many bytes takes less than a tenth of a second
 
 
 def hash_file(path: Path, start: int = 0, end: int | None = None) -> str:
@@ -30,6 +32,21 @@ def hash_file(path: Path, start: int = 0, end: int | None = None) -> str:
     for step in read_steps(path, start, path.stat().st_size if end is None else end):
         digest.update(step)
     return digest.hexdigest()
+
+
+def stamps(paths: Iterable[Path]) -> list[list[Any]]:
+    """Path, size, and SHA-256 of each existing file, as JSON values, to tell whether it changed
+    since.
+
+    A file above 64 MiB has its modification time in place of the SHA-256, which would take seconds
+    per file.
+    """
+    # A copied or mounted folder has new times, and the hours of an interrupted run are not
+    # discarded for that.
+    return [
+        [str(path), size, hash_file(path) if size <= _HASHED and path.is_file() else time]
+        for path, (_, _, size, time) in file_states(paths).items()
+    ]
 
 
 def add_hashes(
@@ -94,7 +111,7 @@ def find_changed_tensors(checkpoint: Checkpoint, hashes: Mapping[str, str]) -> I
     for name, digest in checkpoint.digests.items():
         if digest != hashes.get(name):
             yield (
-                f"tensor {name!r} in {checkpoint.info(name).file}: changed since it was written:"
+                f"tensor {name!r} in {checkpoint.tensors[name].file}: changed since it was written:"
                 f" its SHA-256 is {digest}, not {shorten(hashes.get(name))}"
             )
 
@@ -103,11 +120,10 @@ def _hash_member(path: Path) -> str:
     """The SHA-256 of a file; of a safetensors file, of its header, since the tensors have their
     own.
     """
-    end = None
+    end = path.stat().st_size
     if path.suffix == ".safetensors":
-        length = int.from_bytes(read_bytes(path, LENGTH_BYTES), "little")
-        end = min(LENGTH_BYTES + length, path.stat().st_size)
-    return hash_file(path, end=end)
+        end = min(header_end(path), end)
+    return hash_file(path, 0, end)
 
 
 def _list_hashed(folder: Path) -> list[str]:

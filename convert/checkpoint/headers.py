@@ -7,31 +7,22 @@ data_offsets}}`` padded with spaces, then the bytes of all tensors without gaps
 
 import json
 import math
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from kvfold.convert.checkpoint.members import open_source
+from kvfold.convert.checkpoint.members import read_bytes
 from kvfold.convert.errors import InputError, shorten, summarize_error
 
-# Bits per element of every dtype the format knows
-DTYPE_BITS = {
-    **dict.fromkeys(("BOOL", "U8", "I8"), 8),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
-    **dict.fromkeys(("U32", "I32", "F32"), 32),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    "F4": 4,
-}
+# Every dtype the format knows: its bits per element, and torch's name unless it is a quantized one
+DTYPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("dtypes.json").read_text())
 # torch's spelling of floats
 TORCH_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 FLOAT_DTYPES = frozenset(TORCH_NAMES)
 _MOST_ELEMENTS = 2**63 - 1  # along one dim of a tensor in torch
-LENGTH_BYTES = 8
+_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,8 @@ class TensorInfo:
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """The size of a tensor in bytes; for sub-byte dtypes, it is rounded up to whole bytes."""
-    return -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
+    bits: int = DTYPES[dtype]["bits"]
+    return -(-math.prod(shape) * bits // 8)
 
 
 def read_header(path: Path, file: str) -> list[TensorInfo]:
@@ -66,15 +58,16 @@ def read_header(path: Path, file: str) -> list[TensorInfo]:
     try:
         # The library checks lengths and types, that each tensor has the bytes of its dtype and
         # shape, and that together they fill the file.
-        with safe_open(path, framework="numpy"), open_source(path) as source:
-            length = int.from_bytes(source.read(LENGTH_BYTES), "little")
-            entries = json.loads(source.read(length), object_pairs_hook=_refuse_duplicates)
+        with safe_open(path, framework="numpy"):
+            base = header_end(path)
+        header = read_bytes(path, base)[_LENGTH_BYTES:]
+        entries = json.loads(header, object_pairs_hook=_refuse_duplicates)
         entries.pop("__metadata__", None)
         tensors = []
         for name, entry in entries.items():
             if max(entry["shape"], default=0) > _MOST_ELEMENTS:
                 raise ValueError(f"tensor {shorten(name)} has shape {shorten(entry['shape'])}")
-            start, end = (LENGTH_BYTES + length + offset for offset in entry["data_offsets"])
+            start, end = (base + offset for offset in entry["data_offsets"])
             shape = tuple(entry["shape"])
             tensors.append(TensorInfo(name, entry["dtype"], shape, file, start, end))
     except (SafetensorError, ValueError) as error:
@@ -85,9 +78,13 @@ def read_header(path: Path, file: str) -> list[TensorInfo]:
     return sorted(tensors, key=lambda tensor: (tensor.start, tensor.end))
 
 
+def header_end(path: Path) -> int:
+    """The position of a safetensors file's first tensor, according to its first bytes."""
+    return _LENGTH_BYTES + int.from_bytes(read_bytes(path, _LENGTH_BYTES), "little")
+
+
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"its header contains the name {shorten(name)} twice")
+        raise ValueError("its header contains a name twice")
     return result

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvfold.convert.checkpoint.headers import DTYPE_BITS, TensorInfo, tensor_bytes
+from kvfold.convert.checkpoint.headers import DTYPES, TensorInfo
 from kvfold.convert.checkpoint.members import (
     CHAT_FILES,
     CONFIG,
@@ -23,7 +23,7 @@ from kvfold.convert.checkpoint.members import (
 from kvfold.convert.errors import InputError, shorten, summarize_error
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[^@\s]+)?")
-_SMALL = [CONFIG, "adapter_config.json", "*.py", *EXTRA_PATTERNS]
+_SMALL = [CONFIG, "*.py", *EXTRA_PATTERNS]
 _SAFETENSORS = [SINGLE, INDEX, "model-*-of-*.safetensors"]
 _LEGACY = [LEGACY_SINGLE, LEGACY_INDEX, "pytorch_model-*-of-*.bin"]
 _HUB_ADVICE = {
@@ -69,15 +69,13 @@ def fetch_headers(model: str) -> tuple[Path, list[TensorInfo]] | None:
             return None
         for file, header in sorted(found.files_metadata.items()):
             for name, info in header.tensors.items():
-                start, end = info.data_offsets
-                shape = tuple(info.shape)
-                if info.dtype not in DTYPE_BITS or tensor_bytes(info.dtype, shape) != end - start:
+                if info.dtype not in DTYPES:
                     raise InputError(
-                        f"{model}: {file}: tensor {shorten(name)} of dtype {shorten(info.dtype)}"
-                        f" and shape {shorten(shape)} cannot have {end - start} bytes; choose"
-                        " another model"
+                        f"{model}: {file}: tensor {shorten(name)} has an unknown dtype,"
+                        f" {shorten(info.dtype)}; choose another model"
                     )
-                tensors.append(TensorInfo(name, info.dtype, shape, file, start, end))
+                shape = tuple(info.shape)
+                tensors.append(TensorInfo(name, info.dtype, shape, file, *info.data_offsets))
     return folder, sorted(tensors, key=lambda tensor: (tensor.file, tensor.start))
 
 
@@ -102,25 +100,25 @@ def upload(folder: Path, names: Iterable[str], repository: str, private: bool = 
     paths = {name: resolve_member(folder, name, RECORD) for name in sorted(names)}
     import huggingface_hub
 
-    _hide_progress()
     files = [huggingface_hub.CommitOperationAdd(name, str(path)) for name, path in paths.items()]
-    try:
+    advice = (
+        "check the name (owner/name), and log in with `hf auth login` and a token that may write"
+    )
+    with _translate_errors(repository, advice):
         huggingface_hub.create_repo(repository, private=private, exist_ok=True)
         commit = huggingface_hub.create_commit(
             repository, files, commit_message="Converted by kvfold"
         )
-    except Exception as error:  # as in `_translate_errors`
-        raise InputError(
-            f"{repository}: the upload failed ({summarize_error(error)}); check the network and the"
-            " name (owner/name), and log in with `hf auth login` and a token that may write"
-        ) from None
     return str(commit.commit_url)
 
 
 @contextmanager
-def _translate_errors(model: str) -> Iterator[None]:
+def _translate_errors(model: str, advice: str = "check the path or the hub id") -> Iterator[None]:
     """Turn any failure of a request to the hub in the block into an InputError."""
-    _hide_progress()
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     try:
         yield
     except InputError:
@@ -128,14 +126,6 @@ def _translate_errors(model: str) -> Iterator[None]:
     # the hub's library passes on its transport's errors, which have no common base
     except Exception as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]
-        failed = f"no such folder here, and the hub could not provide it ({summarize_error(error)})"
-        advice = [text for name, text in _HUB_ADVICE.items() if name in kinds]
-        reason = advice[0] if advice else f"{failed}; check the path or the hub id"
-        raise InputError(f"{model}: {reason}") from None
-
-
-def _hide_progress() -> None:
-    from huggingface_hub.utils import disable_progress_bars
-
-    if not sys.stderr.isatty():
-        disable_progress_bars()
+        known = [text for name, text in _HUB_ADVICE.items() if name in kinds]
+        reason = f"the hub refused or could not be reached ({summarize_error(error)}); {advice}"
+        raise InputError(f"{model}: {known[0] if known else reason}") from None

@@ -4,7 +4,6 @@ A checkpoint may come from a stranger: every file is read by `read_member` or fr
 `resolve_member` returns, so that no link or name leads out of the folder.
 """
 
-import fnmatch
 import hashlib
 import json
 import os
@@ -12,7 +11,6 @@ import re
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,6 @@ WEIGHT_SUFFIXES = {
     ".onnx",
     ".npz",
 }
-TEMPLATES = "additional_chat_templates"  # a folder of .jinja files, which tokenizers load
 # The files of a tokenizer that may have its chat template
 CHAT_FILES = "tokenizer_config.json", "chat_template.jinja"
 # Files that are passed on with the weights: how to use them, and under which terms
@@ -52,8 +49,8 @@ EXTRA_PATTERNS = (
     "*.model",
     "*.tiktoken",
     "*.jinja",
-    "*preprocessor_config.json",
-    "processor_config.json",
+    "additional_chat_templates/*.jinja",
+    "*processor_config.json",
     "LICENSE*",
     "LICENCE*",
     "NOTICE*",
@@ -74,7 +71,6 @@ _MOST = {
 }
 _LARGEST_NUMBER = 1 << 53  # many readers of JSON round larger ones
 _LARGEST_FILE = 64 << 20  # without weights; the largest tokenizers and indices have half as much
-_HASHED = 64 << 20  # chosen: hashing so many bytes takes less than a tenth of a second
 # Bytes read at once. A thread that imports torch gives the interpreter's lock away every 5 ms or
 # later, so that a copy beside it in smaller steps mostly waits for the lock.
 STEP = 4 << 20
@@ -85,64 +81,54 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 # Safe reading
 
 
-def open_source(path: Path) -> FileIO:
-    """Open a regular file for unbuffered reading. Raises InputError if it is none or cannot be
-    read.
-    """
-    try:
-        # a pipe would block until somebody writes into it, and a device may never end
-        file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    except OSError as error:
-        raise explain_unreadable(path, error) from None
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise InputError(f"{path} must be a regular file; replace it with one")
-    return file
-
-
 def explain_unreadable(path: object, error: OSError) -> InputError:
     """The error of a file or folder that cannot be read."""
     way_out = ADVICE.get(error.errno or 0, "make it readable or download it again")
     return InputError(f"{path} cannot be read ({error.strerror}); {way_out}")
 
 
-def read_into(buffer: memoryview, file: FileIO, start: int) -> None:
-    """Fill ``buffer`` with the bytes of an open file from ``start``. InputError if the file is too
-    short or cannot be read.
+def read_into(buffer: memoryview, path: Path, start: int) -> None:
+    """Fill ``buffer`` with the bytes of a regular file from ``start``. InputError if it is none, is
+    too short or cannot be read.
     """
     end = start + len(buffer)
-    while buffer:
+    try:
+        # a pipe would block until somebody writes into it, and a device may never end
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            # one call reads at most 2 GiB
-            count = os.preadv(file.fileno(), [buffer[: 1 << 30]], start)
-        except OSError as error:
-            raise explain_unreadable(file.name, error) from None
-        if count == 0:
-            raise InputError(
-                f"{file.name!s} ends before byte {end}: it changed while it was read; run again"
-            )
-        buffer = buffer[count:]
-        start += count
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise InputError(f"{path} must be a regular file; replace it with one")
+            while buffer:
+                count = os.preadv(file, [buffer[: 1 << 30]], start)  # one call reads at most 2 GiB
+                if count == 0:
+                    raise InputError(
+                        f"{path} ends before byte {end}: it changed while it was read; run again"
+                    )
+                buffer = buffer[count:]
+                start += count
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise explain_unreadable(path, error) from None
 
 
 def read_steps(path: Path, start: int, end: int) -> Iterator[memoryview]:
     """Yield the bytes ``start`` to ``end`` of a file in order, at most ``STEP`` at once, each in
     the memory of the one before. InputError as in ``read_into``.
     """
-    with open_source(path) as file:
-        buffer = memoryview(bytearray(min(STEP, end - start)))
-        for position in range(start, end, STEP):
-            step = buffer[: end - position]
-            read_into(step, file, position)
-            yield step
+    buffer = memoryview(bytearray(min(STEP, end - start)))
+    for position in range(start, end, STEP):
+        step = buffer[: end - position]
+        read_into(step, path, position)
+        yield step
 
 
-def read_bytes(path: Path, length: int = -1) -> bytes:
-    """Read the first ``length`` bytes of a file; -1 means all. Raises InputError if it cannot be
-    opened.
-    """
-    with open_source(path) as file:
-        return file.read(length)
+def read_bytes(path: Path, length: int | None = None) -> bytes:
+    """Read a file, or its first ``length`` bytes. InputError as in ``read_into``."""
+    size = path.stat().st_size
+    data = bytearray(size if length is None else min(length, size))
+    read_into(memoryview(data), path, 0)
+    return bytes(data)
 
 
 def resolve_member(folder: Path, name: str, named_by: str = "the checkpoint") -> Path:
@@ -187,7 +173,7 @@ def read_member(folder: Path, name: str) -> bytes:
             f"{folder / name} has {format_bytes(size)}, but at most {format_bytes(_LARGEST_FILE)}"
             " are read; download it again"
         )
-    return read_bytes(path, size)
+    return read_bytes(path)
 
 
 # JSON, config.json and kvfold.json
@@ -237,7 +223,10 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     """Read ``config.json``. Returns its content and the SHA-256 of its bytes."""
     path = folder / CONFIG
     if not os.path.lexists(path):
-        raise InputError(f"{folder}: a checkpoint needs a {CONFIG}; {_instead_of_config(folder)}")
+        raise InputError(
+            f"{folder}: a checkpoint needs a {CONFIG}; use the folder that contains it (a LoRA"
+            " adapter or a GGUF file must be converted first, as docs/questions.md shows)"
+        )
     data = read_member(folder, CONFIG)
     config = parse_json(path, data)
     tables = [config]
@@ -250,18 +239,6 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
                     f"{path}: {key} is {shorten(value)}, but must be at most {most}; correct it"
                 )
     return config, hashlib.sha256(data).hexdigest()
-
-
-def _instead_of_config(folder: Path) -> str:
-    """Advice for a folder without a config."""
-    if (folder / "adapter_config.json").exists():
-        return "merge this LoRA adapter first, as docs/questions.md shows"
-    if any(folder.glob("*.gguf")):
-        return DEQUANTIZE
-    for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}"):
-        for path in folder.glob(pattern):
-            return f"did you mean {path.parent}?"
-    return f"use the folder that contains it, or put the model's {CONFIG} beside its weights"
 
 
 def dump(value: Mapping[str, Any]) -> str:
@@ -292,25 +269,20 @@ def list_files(folder: Path) -> list[str]:
     """The relative paths of all files below ``folder``, sorted. A link to a folder is a file: what
     is behind it is not part of ``folder``.
     """
-    names = []
-    for root, folders, files in os.walk(folder):
-        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
-        names += [os.path.relpath(os.path.join(root, name), folder) for name in files + links]
-    return sorted(names)
+    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return sorted(str(path.relative_to(folder)) for path in files)
 
 
-def extra_names(folder: Path, names: Iterable[str]) -> list[str]:
-    """The sorted files among ``names``, those of ``folder``, that an output needs besides the
-    weights, such as tokenizers and licenses; and those in its folder of chat templates.
+def extra_names(folder: Path) -> list[str]:
+    """The sorted names of the files of ``folder`` that an output needs besides the weights, such as
+    tokenizers, chat templates and licenses.
     """
-    extra = [
-        name
-        for name in sorted(names)
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in EXTRA_PATTERNS)
-        and Path(name).suffix not in (".py", *WEIGHT_SUFFIXES)
-    ]
-    templates = sorted((folder / TEMPLATES).glob("*.jinja"))
-    return extra + [f"{TEMPLATES}/{path.name}" for path in templates]
+    files = {path for pattern in EXTRA_PATTERNS for path in folder.glob(pattern)}
+    return sorted(
+        str(path.relative_to(folder))
+        for path in files
+        if path.suffix not in (".py", *WEIGHT_SUFFIXES)
+    )
 
 
 def weight_file(names: Collection[str], where: object) -> str:
@@ -354,22 +326,3 @@ def file_states(paths: Iterable[Path]) -> dict[Path, tuple[int, int, int, int]]:
             status = os.stat(path)
             states[path] = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
     return states
-
-
-def stamps(paths: Iterable[Path]) -> list[list[Any]]:
-    """Path, size, and SHA-256 of each existing file, as JSON values, to tell whether it changed
-    since.
-
-    A file above 64 MiB has its modification time in place of the SHA-256, which would take seconds
-    per file.
-    """
-    # A copied or mounted folder has new times, and the hours of an interrupted run are not
-    # discarded for that.
-    found = []
-    for path, (_, _, size, time) in file_states(paths).items():
-        with suppress(OSError):
-            small = path.is_file() and size <= _HASHED
-            found.append(
-                [str(path), size, hashlib.sha256(path.read_bytes()).hexdigest() if small else time]
-            )
-    return found

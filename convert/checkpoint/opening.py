@@ -37,7 +37,7 @@ from kvfold.convert.checkpoint.members import (
     resolve_member,
     weight_file,
 )
-from kvfold.convert.errors import InputError, KvfoldError, shorten
+from kvfold.convert.errors import InputError, shorten
 
 if TYPE_CHECKING:
     import torch
@@ -99,18 +99,11 @@ class Checkpoint:
                 sizes[info.dtype] += info.nbytes
         return sizes
 
-    def info(self, name: str) -> TensorInfo:
-        if name not in self.tensors:
-            raise KvfoldError(f"{self.origin} has no tensor {name!r}")
-        return self.tensors[name]
-
     def read(self, name: str) -> "torch.Tensor":
-        """Read a tensor in its stored dtype into CPU memory of its own. KvfoldError if only headers
-        were fetched.
-        """
+        """Read a tensor in its stored dtype into CPU memory of its own."""
         import torch
 
-        shape = self.info(name).shape
+        shape = self.tensors[name].shape
         (whole,) = self.read_chunks(name)
         if self.legacy:  # a view of the mapped file
             whole = whole.clone(memory_format=torch.contiguous_format)
@@ -124,8 +117,8 @@ class Checkpoint:
 
         from kvfold.convert.checkpoint.tensors import load_state, read_chunks, tensor_memory
 
-        info = self.info(name)
-        path = self._path(info)
+        info = self.tensors[name]
+        path = self.paths[info.file]
         if self.legacy:
             if path not in self._loaded:
                 self._loaded.clear()
@@ -146,22 +139,14 @@ class Checkpoint:
         """Yield a tensor's bytes in order, cast to the safetensors ``dtype`` if it has another, in
         steps that are each in the memory of the one before.
         """
-        info = self.info(name)
+        info = self.tensors[name]
         if dtype == info.dtype and not self.legacy:
-            yield from read_steps(self._path(info), info.start, info.end)
+            yield from read_steps(self.paths[info.file], info.start, info.end)
             return
-        from kvfold.convert.checkpoint.tensors import cast_chunk, tensor_memory, torch_dtype
+        from kvfold.convert.checkpoint.tensors import TORCH_DTYPES, cast_chunk, tensor_memory
 
         for chunk in self.read_chunks(name, STEP // 4):
-            yield tensor_memory(cast_chunk(chunk, torch_dtype(dtype), name))
-
-    def _path(self, info: TensorInfo) -> Path:
-        if info.file not in self.paths:
-            raise KvfoldError(
-                f"tensor {info.name!r} cannot be read: only headers were fetched; use"
-                " open_checkpoint"
-            )
-        return self.paths[info.file]
+            yield tensor_memory(cast_chunk(chunk, TORCH_DTYPES[dtype], name))
 
     def model_digest(self) -> str:
         """The SHA-256 of config.json and of every tensor's name, dtype, shape and bytes, however
@@ -176,12 +161,6 @@ class Checkpoint:
                     pass
             lines.append(f"{self.digests[name]} {info.dtype} {list(info.shape)} {name}\n")
         return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-    def extra_files(self) -> list[Path]:
-        """Paths of the tokenizer, generation, chat template and license files in ``folder``; no
-        Python, no weights.
-        """
-        return [self.folder / name for name in extra_names(self.folder, os.listdir(self.folder))]
 
     def check_unchanged(self) -> None:
         """Raise InputError if a file has changed since the checkpoint was opened. Call this before
@@ -273,7 +252,7 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
         names = sorted(os.listdir(folder))
     except OSError as error:
         raise explain_unreadable(folder, error) from None
-    extra = extra_names(folder, names)
+    extra = extra_names(folder)
     # states are taken before anything is read: a change in between must not go unseen
     states = file_states(folder / name for name in (CONFIG, *extra))
     config, digest = read_config(folder)
@@ -349,9 +328,7 @@ def _index_problems(
     stored = {(info.name, file) for file, infos in tensors.items() for info in infos}
     listed = {(name, file) for name, file in weight_map.items() if file in tensors}
     return [
-        f"{file}: its tensor {name!r} is not in {index}; fetch both again"
-        if (name, file) in stored
-        else f"{index}: {file} lacks the listed tensor {name!r}; fetch both again"
+        f"{index} and {file} disagree about tensor {name!r}; fetch both again"
         for name, file in sorted(stored ^ listed)
     ]
 

@@ -10,37 +10,14 @@ from typing import Any
 
 import torch
 
-from kvfold.convert.checkpoint.headers import TensorInfo
-from kvfold.convert.checkpoint.members import open_source, read_into
+from kvfold.convert.checkpoint.headers import DTYPES, TensorInfo
+from kvfold.convert.checkpoint.members import read_bytes, read_into
 from kvfold.convert.errors import InputError, shorten, summarize_error
 
 TORCH_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
+    name: getattr(torch, entry["torch"]) for name, entry in DTYPES.items() if "torch" in entry
 }
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype for a safetensors dtype name."""
-    if name not in TORCH_DTYPES:
-        raise InputError(f"dtype {name} must be one of {', '.join(TORCH_DTYPES)}")
-    return TORCH_DTYPES[name]
 
 
 def tensor_memory(tensor: torch.Tensor) -> memoryview:
@@ -52,13 +29,12 @@ def read_chunks(path: Path, info: TensorInfo, elements: int | None) -> Iterator[
     """Yield the elements of a tensor in a safetensors file, as flat tensors of at most ``elements``
     each; all at once without ``elements``.
     """
-    dtype = torch_dtype(info.dtype)
+    dtype = TORCH_DTYPES[info.dtype]
     step = info.nbytes if elements is None else elements * dtype.itemsize
-    with open_source(path) as file:
-        for start in range(info.start, max(info.end, info.start + 1), max(step, 1)):
-            buffer = torch.empty(min(step, info.end - start), dtype=torch.uint8)
-            read_into(tensor_memory(buffer), file, start)
-            yield buffer.view(dtype)
+    for start in range(info.start, max(info.end, info.start + 1), max(step, 1)):
+        buffer = torch.empty(min(step, info.end - start), dtype=torch.uint8)
+        read_into(tensor_memory(buffer), path, start)
+        yield buffer.view(dtype)
 
 
 def count_non_finite(tensor: torch.Tensor) -> int:
@@ -99,8 +75,8 @@ def load_state(path: Path) -> dict[str, torch.Tensor]:
     InputError if the file contains anything but dense tensors by name.
     """
     try:
-        with open_source(path) as file:
-            zipped = file.read(4) == b"PK\x03\x04"  # an archive of torch 1.6 or newer can be mapped
+        # an archive of torch 1.6 or newer can be mapped
+        zipped = read_bytes(path, 4) == b"PK\x03\x04"
         if zipped:
             with zipfile.ZipFile(path) as archive:
                 unpacked = sum(entry.file_size for entry in archive.infolist())

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from kvfold.convert.checkpoint.atomic import open_file, write_all, write_file
 from kvfold.convert.checkpoint.digests import hash_file
-from kvfold.convert.checkpoint.headers import DTYPE_BITS, tensor_bytes
+from kvfold.convert.checkpoint.headers import DTYPES, tensor_bytes
 from kvfold.convert.checkpoint.members import INDEX, SINGLE
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import KvfoldError
@@ -118,7 +118,7 @@ def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard
         name = f"model-{number:05}-of-{len(groups):05}.safetensors"
         # wider dtypes first: every tensor then begins at a multiple of its item size, as memory
         # maps need
-        group.sort(key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.source is None))
+        group.sort(key=lambda tensor: (-DTYPES[tensor.dtype]["bits"], tensor.source is None))
         shards.append(Shard(SINGLE if len(groups) == 1 else name, tuple(group)))
     return shards
 
@@ -191,10 +191,10 @@ class ShardWriter:
         Raises InputError if a value overflows, KvfoldError if a shape is not as planned.
         """
         from kvfold.convert.checkpoint.tensors import (
+            TORCH_DTYPES,
             cast_chunk,
             refuse_non_finite,
             tensor_memory,
-            torch_dtype,
         )
 
         for copy in self._copies:
@@ -210,7 +210,7 @@ class ShardWriter:
                     f"tensor {name!r} has shape {tuple(tensor.shape)}, but the plan requires"
                     f" {place.tensor.shape}"
                 )
-            stored = cast_chunk(tensor, torch_dtype(place.tensor.dtype), name).cpu().contiguous()
+            stored = cast_chunk(tensor, TORCH_DTYPES[place.tensor.dtype], name).cpu().contiguous()
             refuse_non_finite(
                 stored,
                 f"converted tensor {name!r}",
@@ -289,7 +289,7 @@ class ShardWriter:
                 f"tensor {tensor.name!r} takes {tensor.nbytes} bytes, but its sources have"
                 f" {position - place.start}"
             )
-        elif len(tensor.sources) == 1 and checkpoint.info(name).dtype == tensor.dtype:
+        elif len(tensor.sources) == 1 and checkpoint.tensors[name].dtype == tensor.dtype:
             checkpoint.digests[name] = digest.hexdigest()
         self.written.add(tensor.name)
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import replacing, sync_path, write_file
-from kvfold.convert.checkpoint.members import CONFIG, stamps
+from kvfold.convert.checkpoint.digests import stamps
+from kvfold.convert.checkpoint.members import CONFIG
 from kvfold.convert.checkpoint.writer import is_laid_out
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import versions

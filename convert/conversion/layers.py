@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.tensors import refuse_non_finite, torch_dtype
+from kvfold.convert.checkpoint.tensors import TORCH_DTYPES, refuse_non_finite
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.layer_io import layer_rotary, read_layer
@@ -162,10 +162,10 @@ def source_layer(plan: Plan, layer: int) -> AttentionWeights:
     needed = set(plan.reads[layer])
 
     def read(name: str) -> Tensor:
-        info = checkpoint.info(name)
+        info = checkpoint.tensors[name]
         if name not in needed:
             # Pooling leaves queries and the output alone: they have a shape, but no bytes are read.
-            return torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
+            return torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device="meta")
         tensor = checkpoint.read(name)
         refuse_non_finite(tensor, f"{checkpoint.origin}: tensor {name!r} in {info.file}")
         return tensor

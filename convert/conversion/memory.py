@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvfold.convert import processes
+from kvfold.convert.checkpoint.members import extra_names
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.device import choose_device, measure_free_memory
 from kvfold.convert.errors import InputError
@@ -72,7 +73,8 @@ def estimate_needs(plan: Plan) -> Needs:
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * width
     names = {name for layer in plan.output.computed for name in layer}
     trained = sum(prod(tensor.shape) for tensor in plan.output.tensors if tensor.name in names)
-    extra = sum(path.stat().st_size for path in plan.checkpoint.extra_files())
+    source = plan.checkpoint.folder
+    extra = sum((source / name).stat().st_size for name in extra_names(source))
     disk = sum(shard.nbytes for shard in plan.shards) + extra + _SLACK
     if request.polish:
         disk += 2 * _STATE * trained  # a new state is whole before the old one is removed

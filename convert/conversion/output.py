@@ -15,7 +15,7 @@ from kvfold.convert.checkpoint.atomic import (
     write_file,
 )
 from kvfold.convert.checkpoint.digests import add_hashes
-from kvfold.convert.checkpoint.members import RECORD, dump, read_member
+from kvfold.convert.checkpoint.members import RECORD, dump, extra_names, read_member
 from kvfold.convert.checkpoint.writer import ShardWriter, write_index
 from kvfold.convert.conversion.card import model_card
 from kvfold.convert.conversion.journal import Journal, can_resume, finished_layers, remove_journal
@@ -107,10 +107,9 @@ def complete_output(
     """
     # Tokenizer and license files, and the modeling code, which is found without importing it: it
     # needs torch.
-    for path in plan.checkpoint.extra_files():
-        name = path.relative_to(plan.checkpoint.folder)
+    for name in extra_names(plan.checkpoint.folder):
         (folder / name).parent.mkdir(exist_ok=True)
-        write_file(folder / name, read_member(plan.checkpoint.folder, str(name)))
+        write_file(folder / name, read_member(plan.checkpoint.folder, name))
     if plan.output.code is not None and (spec := find_spec(plan.output.code)) is not None:
         code = Path(str(spec.origin))
         write_file(folder / code.name, code.read_bytes())

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvfold.attention.checkpoints import SOURCES
-from kvfold.convert.checkpoint.headers import DTYPE_BITS
+from kvfold.convert.checkpoint.headers import DTYPES
 from kvfold.convert.checkpoint.members import RECORD
 from kvfold.convert.checkpoint.opening import Checkpoint, open_headers
 from kvfold.convert.conversion.plan import possible_kv_heads
@@ -310,7 +310,7 @@ def _file_facts(
 
 def compute_cache_size(result: ServedModel, windows: list[int | None], dtype: str) -> CacheSize:
     """The cache size of ``result``; ``windows`` has an entry per layer, None for full attention."""
-    layer_bytes = result.cache_elements() * DTYPE_BITS[dtype] // 8
+    layer_bytes = result.cache_elements() * DTYPES[dtype]["bits"] // 8
     by_context = {}
     for name, context in CONTEXTS.items():
         slots = sum(min(context, window or context) for window in windows)

@@ -95,5 +95,5 @@ def list_non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[st
 
     for name in names:
         if bad := sum(map(count_non_finite, checkpoint.read_chunks(name, _ELEMENTS))):
-            file = checkpoint.info(name).file
+            file = checkpoint.tensors[name].file
             yield f"tensor {name!r} in {file} has NaN or infinite elements: {bad}"

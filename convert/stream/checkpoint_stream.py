@@ -17,11 +17,11 @@ stored (``training/refine.py``).
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from kvfold.attention.drift.recording import Arguments, OpenLayer, attention_name
 from kvfold.attention.drift.streams import Frame, cache_bytes_per_token
@@ -100,11 +100,6 @@ class CheckpointStream:
         """
         return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
 
-    @property
-    def training_dtype(self) -> torch.dtype:
-        """The dtype of matrix products in `training`."""
-        return self.autocast or self.dtype
-
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed ``tokens [B, T]``. Returns the first layer's input ``[B, T, E]``.
@@ -119,7 +114,7 @@ class CheckpointStream:
             self._table = self.read(self.weights.source_of(self._embedding).names[0])
         table = self._table[rows.to(self._table.device)].to(self.device, self.dtype)
         tensors = {**self._load_named(self._around), self._embedding: table}
-        with errors_as_input_errors("config.json"):
+        with errors_as_input_errors():
             return self._frame.enter(tensors, input_ids=local)[0]
 
     @contextmanager
@@ -151,7 +146,7 @@ class CheckpointStream:
                 self._frame.layers[index],
                 arguments,
                 tensors,
-                partial(errors_as_input_errors, "config.json"),
+                errors_as_input_errors,
             )
         finally:
             tensors.clear()
@@ -163,11 +158,9 @@ class CheckpointStream:
         The output head stays in memory until ``release``.
         """
         ends = self._load_named([*self._around, *self._head])
-        with errors_as_input_errors("config.json"):
-            blank = torch.zeros(1, *hidden.shape[1:], dtype=self.dtype, device=self.device).expand(
-                len(hidden), -1, -1
-            )
-            return self._frame.logits(hidden, ends, inputs_embeds=blank)
+        with errors_as_input_errors():
+            blank = torch.zeros(1, *hidden.shape[1:], dtype=self.dtype, device=self.device)
+            return self._frame.logits(hidden, ends, inputs_embeds=blank.expand_as(hidden))
 
     @torch.no_grad()
     def _enter_blank(self, tokens: int, **options: Any) -> tuple[Tensor, list[Arguments]]:
@@ -177,14 +170,14 @@ class CheckpointStream:
         Parameters outside the layers, such as position embeddings, are zeros too, because no
         argument depends on them.
         """
-        ends = {name: self.weights.expected[name] for name in self._around}
+        expected = self.weights.expected
         zeros = {
-            name: torch.zeros_like(tensor, dtype=self.dtype, device=self.device)
-            for name, tensor in ends.items()
-            if tensor.is_floating_point()
+            name: torch.zeros_like(expected[name], dtype=self.dtype, device=self.device)
+            for name in self._around
+            if expected[name].is_floating_point()
         }
         blank = torch.zeros(1, tokens, self._width, dtype=self.dtype, device=self.device)
-        with errors_as_input_errors("config.json"):
+        with errors_as_input_errors():
             return self._frame.enter(zeros, inputs_embeds=blank, **options)
 
     def _load_named(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -209,13 +202,13 @@ class CheckpointStream:
         # By names, not by contents: a stored tensor that the student renames or joins is still the
         # teacher's.
         origins = {origin for name in source.names for origin in self._origins.get(name, (name,))}
+        expected = self.weights.expected
         for other, loaded in self._teacher._loaded.items():
-            if other.target == source.target and origins == set(other.names):
-                shapes = {name: tensor.shape for name, tensor in loaded.items()}
-                if all(
-                    self.weights.expected[name].shape == shape for name, shape in shapes.items()
-                ):
-                    return loaded
+            same = other.target == source.target and origins == set(other.names)
+            if same and all(
+                expected[name].shape == tensor.shape for name, tensor in loaded.items()
+            ):
+                return loaded
         return None
 
     def attention_sources(self, index: int) -> list[WeightSource]:
@@ -236,11 +229,11 @@ class CheckpointStream:
         """The names of a layer's stored tensors; an ``index`` of None means all tensors outside the
         layers.
         """
-        inside = f"{self._frame.path}." if index is None else f"{self._frame.path}.{index}."
+        prefix = f"{self._frame.path}." if index is None else f"{self._frame.path}.{index}."
         return [
             name
             for target, source in self.weights.sources.items()
-            if target.startswith(inside) != (index is None)
+            if target.startswith(prefix) != (index is None)
             for name in source.names
         ]
 
@@ -254,12 +247,13 @@ class CheckpointStream:
 
         def enter(tokens: int) -> tuple[Tensor, list[Arguments]]:
             hidden, arguments = self._enter_blank(tokens, use_cache=True)
-            moved = [Arguments(_to_meta(item.args), _to_meta(item.kwargs)) for item in arguments]
-            return hidden.to("meta"), moved
+            calls = [(item.args, item.kwargs) for item in arguments]
+            calls = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), calls)
+            return hidden.to("meta"), [Arguments(*call) for call in calls]
 
         # Counted in the cache that generation makes, on the meta device, so that no rule of a class
         # is repeated here.
-        with errors_as_input_errors("config.json"):
+        with errors_as_input_errors():
             total = cache_bytes_per_token(self._frame.layers, enter)
         name = self._config.get("dtype") or self._config.get("torch_dtype")
         stored = getattr(torch, str(name).removeprefix("torch."), self.dtype)
@@ -274,16 +268,3 @@ class CheckpointStream:
         device = self.device if device is None else device
         dtype = self.dtype if dtype is None else dtype
         return type(self)(self._config, self.read, self._names, device, dtype)
-
-
-def _to_meta(value: Any) -> Any:
-    """Copy ``value`` with all tensors, also in tuples and dicts, on the meta device; a cache object
-    stays as it is.
-    """
-    if isinstance(value, Tensor):
-        return value.to("meta")
-    if isinstance(value, tuple):
-        return tuple(_to_meta(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _to_meta(item) for key, item in value.items()}
-    return value

@@ -30,10 +30,10 @@ from transformers.core_model_loading import (
 
 from kvfold.convert.checkpoint.headers import TensorInfo
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.checkpoint.tensors import torch_dtype
+from kvfold.convert.checkpoint.tensors import TORCH_DTYPES
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.layer_io import Read
-from kvfold.convert.stream.stock import auto_class, empty_model, errors_as_input_errors, reason
+from kvfold.convert.stream.stock import auto_class, empty_model, errors_as_input_errors, explain
 
 
 @dataclass(frozen=True)
@@ -81,23 +81,19 @@ class WeightMap:
         inside = [target for target in self.expected if target.startswith(prefix)]
         missing = [target for target in inside if target not in sourced]
         if missing:
-            raise self._lacks(missing)
+            raise InputError(
+                f"the checkpoint lacks tensors for {len(missing)} parameters of"
+                f" {type(self.model).__name__}",
+                missing,
+            )
         return [source for target, source in self.sources.items() if target.startswith(prefix)]
 
     def source_of(self, target: str) -> WeightSource:
         """The source of a parameter, or of the one that it is tied to. Raises InputError if neither
         has a source.
         """
-        source = self.sources.get(target) or self.sources.get(self.tied.get(target, ""))
-        if source is None:
-            raise self._lacks([target])
-        return source
-
-    def _lacks(self, missing: list[str]) -> InputError:
-        kind = type(self.model).__name__
-        return InputError(
-            f"the checkpoint lacks tensors for {len(missing)} parameters of {kind}", missing
-        )
+        self.under(target)
+        return self.sources.get(target) or self.sources[self.tied[target]]
 
     def load(
         self, source: WeightSource, read: Read, dtype: torch.dtype, device: torch.device | str
@@ -138,7 +134,7 @@ class WeightMap:
     def misfits(self, stored: Mapping[str, TensorInfo]) -> list[str]:
         """List the parameters that ``stored`` lacks or contains in another shape, one line each."""
         tensors = {
-            name: torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
+            name: torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device="meta")
             for name, info in stored.items()
         }
         problems = []
@@ -154,7 +150,7 @@ class WeightMap:
             # of a converter that joins what does not go together
             except (RuntimeError, ValueError, IndexError) as error:
                 problems.append(
-                    f"{', '.join(source.names[:3])}: cannot form {source.target}: {reason(error)}"
+                    f"{', '.join(source.names[:3])}: cannot form {source.target}: {explain(error)}"
                 )
         return problems
 

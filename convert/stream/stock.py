@@ -20,8 +20,6 @@ from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, KvfoldError, explain_system_error, summarize_error
 from kvfold.convert.families.family import WRAPPERS
 
-_LONGEST_REASON = 200  # characters of another library's error text
-
 # transformers 5.23 ships Mistral4ForCausalLM, but AutoModelForCausalLM does not know it yet;
 # `register` of 5.17 ignores its own configs.
 if "mistral4" in CONFIG_MAPPING and "mistral4" not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -53,22 +51,19 @@ def empty_model(
     the model, raises InputError with the key of config.json that is at fault.
     """
     device = torch.device(device)
-    try:
-        return _build(config, dtype, device)
-    except InputError:
-        raise
-    except Exception as error:
-        key = _wrong_key(config, dtype, device)
-        if key is not None:
+    with errors_as_input_errors():
+        try:
+            return _build(config, dtype, device)
+        except InputError:
+            raise
+        except Exception as error:
+            key = _wrong_key(config, dtype, device)
+            if key is None:
+                raise
             raise InputError(
                 f"config.json: {key} must be a value that a {config.get('model_type')} model"
-                f" supports, not {config[key]!r} ({reason(error)})"
+                f" supports, not {config[key]!r} ({explain(error)})"
             ) from error
-        if isinstance(error, RuntimeError):  # of torch itself, such as no memory on a device
-            raise
-        raise InputError(
-            f"config.json: transformers cannot build this model ({reason(error)})"
-        ) from error
 
 
 def _wrong_key(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> str | None:
@@ -101,8 +96,8 @@ def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
     hf_config.output_router_logits = False
     stock = auto._model_mapping[type(hf_config)]
     attention = BLOCKWISE
-    if not getattr(stock, "_supports_attention_backend", False):  # as bloom, which computes its own
-        attention = "sdpa" if getattr(stock, "_supports_sdpa", False) else "eager"
+    if not stock._supports_attention_backend:  # as bloom, which computes its own
+        attention = "sdpa" if stock._supports_sdpa else "eager"
     with torch.device("meta"):
         # torch's grouped matrix product, which experts use by default, has no float64
         experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
@@ -115,11 +110,13 @@ def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
     # drops it: an embedding table of 4 GB, or all experts of a layer, must then fit in memory.
     stored = model.state_dict().keys()
     for path, module in model.named_modules():
-        buffers = dict(module.named_buffers(path, recurse=False))
-        pending = [name for name in buffers if name not in stored]
-        for name in pending:
-            value = torch.empty_like(buffers[name], device=device)
-            setattr(module, name.rpartition(".")[2], value)
+        pending = [
+            (name, buffer)
+            for name, buffer in module.named_buffers(recurse=False)
+            if f"{path}.{name}" not in stored
+        ]
+        for name, buffer in pending:
+            setattr(module, name, torch.empty_like(buffer, device=device))
         if pending:
             model._init_weights(module)
     return model.eval().requires_grad_(False)
@@ -141,12 +138,13 @@ def attend_in_blocks(model: Any, device: torch.device) -> None:
         model.config._attn_implementation = BLOCKWISE
 
 
-def reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {summarize_error(error)}"[:_LONGEST_REASON]
+def explain(error: Exception) -> str:
+    """The kind of another library's error and the beginning of its text."""
+    return f"{type(error).__name__}: {summarize_error(error, 200)}"
 
 
 @contextmanager
-def errors_as_input_errors(where: str) -> Iterator[None]:
+def errors_as_input_errors(where: str = "config.json") -> Iterator[None]:
     """Turn errors in transformers' classes, which only the config can cause here, into InputErrors
     about ``where``.
     """
@@ -158,7 +156,7 @@ def errors_as_input_errors(where: str) -> Iterator[None]:
         if explain_system_error(error) or "CUDA" in str(error):  # of the memory or the device
             raise
         raise InputError(
-            f"{where}: transformers cannot build or run this model ({reason(error)})"
+            f"{where}: transformers cannot build or run this model ({explain(error)})"
         ) from error
 
 

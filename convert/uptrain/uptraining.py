@@ -21,17 +21,17 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from kvfold.attention.drift.report import dtype_name
 from kvfold.convert.checkpoint.atomic import check_output, output_folder, output_lock, write_file
-from kvfold.convert.checkpoint.digests import add_hashes
+from kvfold.convert.checkpoint.digests import add_hashes, stamps
 from kvfold.convert.checkpoint.members import (
     CARD,
     RECORD,
     dump,
+    extra_names,
     parse_json,
     portable_name,
     read_bytes,
     read_member,
     recorded_name,
-    stamps,
 )
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.writer import OutputTensor, ShardWriter, assign_shards, write_index
@@ -168,13 +168,12 @@ def read_side_files(source: Checkpoint) -> dict[str, bytes]:
     Raises InputError if a file links out of the folder, is not a regular file or has an invalid
     format.
     """
-    folder = source.folder
-    paths = [folder / "config.json", *source.extra_files(), *sorted(folder.glob("*.py"))]
-    paths += [folder / name for name in (RECORD, CARD) if os.path.lexists(folder / name)]
-    names = [str(path.relative_to(folder)) for path in paths]
-    files = {name: read_member(folder, name) for name in names}
+    names = ["config.json", *extra_names(source.folder)]
+    names += sorted(path.name for path in source.folder.glob("*.py"))
+    names += [name for name in (RECORD, CARD) if os.path.lexists(source.folder / name)]
+    files = {name: read_member(source.folder, name) for name in dict.fromkeys(names)}
     if RECORD in files:
-        parse_json(folder / RECORD, files[RECORD])
+        parse_json(source.folder / RECORD, files[RECORD])
     return files
 
 
@@ -198,7 +197,7 @@ def resume_or_start(request: UptrainRequest, source: Checkpoint) -> Path | None:
         raise InputError(
             f"{work}: the run needs this folder, but it contains other files; choose another OUT"
         )
-    files = [*source.states, *source.extra_files(), Path(request.text)]
+    files = [*source.states, Path(request.text)]
     if request.teacher is not None:
         with closing(open_checkpoint(request.teacher)) as teacher:
             files += teacher.states

@@ -49,7 +49,7 @@ from torch import Tensor
 from kvfold.attention.drift import compare
 from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.tensors import refuse_non_finite, torch_dtype
+from kvfold.convert.checkpoint.tensors import TORCH_DTYPES, refuse_non_finite
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.layer_io import read_layer
 from kvfold.convert.families.model import Model
@@ -172,7 +172,7 @@ class Student:
         self._planned = {tensor.name: tensor for tensor in output.tensors}
         self._read_source = source.read
         self._put: Mapping[str, Tensor] = {}
-        self.dtypes = {name: torch_dtype(tensor.dtype) for name, tensor in self._planned.items()}
+        self.dtypes = {name: TORCH_DTYPES[tensor.dtype] for name, tensor in self._planned.items()}
         # The student shares the tensors of the source's open layer that both checkpoints store
         # identically.
         origins = {name: tensor.sources for name, tensor in self._planned.items() if tensor.sources}

@@ -13,29 +13,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvfold.convert.checkpoint.members import stamps
+from kvfold.convert.checkpoint.digests import stamps
+from kvfold.convert.checkpoint.members import extra_names
 from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers
 from kvfold.convert.checkpoint.tensors import count_non_finite
-from kvfold.convert.errors import InputError, KvfoldError
+from kvfold.convert.errors import InputError
 
 
-def raw_file(path: Path, header: Any, data: bytes = b"") -> None:
-    """A safetensors file of exactly this header (JSON value or bytes) and data."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-
-
-def entry(
-    start: int, end: int, dtype: str = "F32", shape: list[int] | None = None
-) -> dict[str, Any]:
-    return {
-        "dtype": dtype,
-        "shape": [(end - start) // 4] if shape is None else shape,
-        "data_offsets": [start, end],
-    }
+def entry(start: int, end: int, dtype: str = "F32", shape: list[int] | None = None) -> Any:
+    shape = [(end - start) // 4] if shape is None else shape
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
 
 EMPTY = json.dumps(entry(0, 0)).encode()
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 @pytest.fixture
@@ -47,23 +38,16 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sharded(folder: Path) -> Path:
-    shards = {
-        "model-00001-of-00002.safetensors": {
-            "a": torch.arange(6.0).reshape(2, 3),
-            "b": torch.ones(4),
-        },
-        "model-00002-of-00002.safetensors": {"c": torch.zeros(2, dtype=torch.int64)},
-    }
-    for file, tensors in shards.items():
-        save_file(tensors, folder / file)
-    write_index(folder, {name: file for file, tensors in shards.items() for name in tensors})
+    first = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
+    save_file(first, folder / FIRST)
+    save_file({"c": torch.zeros(2, dtype=torch.int64)}, folder / SECOND)
+    write_index(folder, {"a": FIRST, "b": FIRST, "c": SECOND})
     return folder
 
 
 def write_index(folder: Path, weight_map: Any) -> None:
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(index)
 
 
 def problems_of(model: Path | str) -> list[str]:
@@ -94,13 +78,10 @@ def test_reads_what_safetensors_reads_whole_and_in_chunks(folder: Path, dtype: s
 
 
 def test_tensor_positions_are_those_of_the_file(sharded: Path) -> None:
-    checkpoint = open_headers(sharded)
-    info = checkpoint.tensors["a"]
+    info = open_headers(sharded).tensors["a"]
     assert (info.dtype, info.shape, info.nbytes) == ("F32", (2, 3), 24)
     raw = (sharded / info.file).read_bytes()[info.start : info.end]
     assert np.frombuffer(raw, "<f4").tolist() == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(KvfoldError, match="model has no tensor 'nope'"):
-        checkpoint.read("nope")
 
 
 def test_model_digest_is_of_config_and_tensors_however_they_are_sharded(sharded: Path) -> None:
@@ -134,7 +115,7 @@ def test_extra_files(sharded: Path) -> None:
     passed_on = ["LICENSE", "chat_template.jinja", "tokenizer.json", "tokenizer.model"]
     for name in (*passed_on, "README.md", "pytorch_model.bin", "tokenizer.py", "notes.txt"):
         (sharded / name).write_text("x")
-    assert [path.name for path in open_checkpoint(sharded).extra_files()] == passed_on
+    assert extra_names(sharded) == passed_on
 
 
 def test_a_single_file_goes_before_an_index_as_in_transformers(sharded: Path) -> None:
@@ -152,24 +133,12 @@ def test_what_is_no_checkpoint_folder(
         open_checkpoint(name)
 
 
-@pytest.mark.parametrize(
-    ("file", "advice"),
-    [
-        ("weights.gguf", "dequantize"),
-        ("adapter_config.json", "LoRA"),
-        ("snapshots/0123/config.json", "did you mean .*0123"),
-    ],
-)
-def test_folders_without_a_config(tmp_path: Path, file: str, advice: str) -> None:
-    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / file).touch()
-    with pytest.raises(InputError, match=advice):
-        open_checkpoint(tmp_path)
-
-
 @pytest.mark.parametrize("file", ["config.json", "consolidated.00.pth", "model.gguf"])
-def test_folders_without_weights(folder: Path, refused: Any, file: str) -> None:
+def test_folders_without_a_config_or_weights(folder: Path, refused: Any, file: str) -> None:
     (folder / file).open("a").close()
+    with refused():
+        open_checkpoint(folder)
+    (folder / "config.json").unlink()
     with refused():
         open_checkpoint(folder)
 
@@ -196,7 +165,6 @@ def test_invalid_json(folder: Path, file: str, text: str) -> None:
     [
         ({"t": entry(0, 8, "F31")}, 8),
         ({"t": entry(0, 8, shape=[3])}, 8),
-        ({"t": entry(0, 8, shape=[-2])}, 8),
         ({"t": entry(0, 4, shape=[True])}, 4),
         ({"t": entry(8, 0, shape=[2])}, 8),
         ({"t": {"dtype": "F32", "shape": [2]}}, 8),
@@ -204,22 +172,22 @@ def test_invalid_json(folder: Path, file: str, text: str) -> None:
         ({"t": entry(0, 8), "u": entry(4, 12)}, 12),
         ({"t": entry(0, 8)}, 7),
         ({"t": entry(0, 8)}, 9),
-        ({"t": entry(0, 8), "__metadata__": {"a": 1}}, 8),
         ({"t": entry(0, 0, shape=[2**63])}, 0),
         ({"t": entry(0, 0, shape=[2**32, 2**32])}, 0),
         ({"t": entry(0, 0, shape=[0, 2**63])}, 0),
         ({"t": entry(0, 0, shape=[int("9" * 4000)] * 500)}, 0),
         ({"t": entry(0, 0, shape=[1] * 100_000)}, 0),
-        (b"[1]", 0),
         (b"{nope}", 0),
         (b'{"t":1,"t":1}', 8),
         (b'{"\\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}', 0),
         (b"{%b}" % b",".join(b'"%d": %b' % (i % 19_999, EMPTY) for i in range(20_000)), 0),
     ],
-    ids=range(21),
+    ids=range(18),
 )
 def test_faulty_headers(folder: Path, header: Any, size: int) -> None:
-    raw_file(folder / "model.safetensors", header, bytes(size))
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    data = struct.pack("<Q", len(text)) + text + bytes(size)
+    (folder / "model.safetensors").write_bytes(data)
     began = time.process_time()
     assert "download the file again" in problems_of(folder)[0]
     assert time.process_time() - began < 2  # also where numbers are huge, or names many
@@ -236,10 +204,8 @@ def test_files_without_a_header(folder: Path, content: bytes) -> None:
 
 
 def test_index_and_shards_that_disagree_are_reported_at_once(sharded: Path) -> None:
-    first = "model-00001-of-00002.safetensors"
-    second = "model-00002-of-00002.safetensors"
-    save_file({"b": torch.ones(1), "c": torch.ones(1), "extra": torch.ones(1)}, sharded / second)
-    listed = {"a": first, "b": first, "c": second, "gone": second, "d": "model-7.safetensors"}
+    save_file({"b": torch.ones(1), "c": torch.ones(1), "extra": torch.ones(1)}, sharded / SECOND)
+    listed = {"a": FIRST, "b": FIRST, "c": SECOND, "gone": SECOND, "d": "model-7.safetensors"}
     write_index(sharded, listed)
     problems = problems_of(sharded)
     for name in ("model-7", "'gone'", "'b'", "'extra'"):
@@ -282,7 +248,7 @@ def test_small_files_count_as_changed_by_their_content_and_large_ones_by_their_t
     assert stamps([config]) == before
     config.write_text(config.read_text().replace("llama", "LLAMA"))
     assert stamps([config]) != before
-    monkeypatch.setattr("kvfold.convert.checkpoint.members._HASHED", 4)
+    monkeypatch.setattr("kvfold.convert.checkpoint.digests._HASHED", 4)
     before = stamps([config])
     os.utime(config, (2, 2))
     assert stamps([config]) != before

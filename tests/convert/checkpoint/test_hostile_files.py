@@ -11,7 +11,6 @@ import pytest
 
 from kvfold.convert.checkpoint.members import parse_json
 from kvfold.convert.checkpoint.writer import OutputTensor, ShardWriter, assign_shards
-from kvfold.convert.cli import main
 from kvfold.convert.errors import InputError, explain_system_error
 from kvfold.convert.recipes import read_recipe
 from kvfold.convert.text.corpus import open_corpus
@@ -80,10 +79,3 @@ def test_recipes_that_never_end_or_that_python_does_not_parse(tmp_path: Path, re
         (tmp_path / "odd.toml").write_text(content)
         with pytest.raises(InputError, match="is not valid TOML: "):  # Python words the reason
             read_recipe(str(tmp_path / "odd.toml"))
-
-
-def test_steps_that_are_no_number(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["convert", "m", "o", "--to", "mqa", "--refine", "\N{SUPERSCRIPT TWO}"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("error: --refine ")
