@@ -10,7 +10,6 @@ from typing import Any
 
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.request import SELF
-from kvfold.convert.targets.engines import describe_fold
 
 
 def versions() -> dict[str, str | None]:
@@ -44,10 +43,6 @@ def make_record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[s
         "cache_elements": {
             "from": plan.cache_elements,
             "to": plan.output.cache_elements,
-        },
-        "cache_elements_per_rank": {
-            "from": describe_fold(plan.model).per_rank(),
-            "to": plan.result.per_rank(),
         },
         "engines": [asdict(verdict) for verdict in plan.engines],
         **measured,

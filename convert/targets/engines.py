@@ -33,7 +33,6 @@ from kvfold.convert.targets.same_family import cache_elements
 _ENGINES = json.loads(Path(__file__).with_name("engines.json").read_text(encoding="utf-8"))
 _KERNEL_SPLITS = ((512, 64), (448, 64), (256, 64))
 _CACHE_DIVISORS = (2, 3, 4, 8)  # proposed caches, as parts of the source's
-_RANKS = (1, 2, 4, 8)  # of tensor parallelism
 
 
 @dataclass(frozen=True)
@@ -71,24 +70,9 @@ class ServedModel:
     vocabulary: int = 0
     experts: bool = False
 
-    def cache_elements(self, ranks: int = 1) -> int:
-        """KV-cache elements per token per layer on each of ``ranks`` tensor-parallel ranks.
-
-        Key/value heads are divided among the ranks, with at least one per rank; every rank caches
-        the whole latent.
-        """
-        latent = self.kv_rank + self.rope_dim + self.divisors
-        return latent or 2 * -(-self.kv_heads // ranks) * self.head_dim
-
-    def per_rank(self) -> dict[str, int]:
-        """`cache_elements` by number of ranks, for 1, 2, 4 and 8 where they divide the heads."""
-        return {
-            str(ranks): self.cache_elements(ranks)
-            for ranks in _RANKS
-            if self.query_heads % ranks == 0
-            # Fewer key/value heads than ranks are repeated, if each rank gets a whole number.
-            and (self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0)
-        }
+    def cache_elements(self) -> int:
+        """KV-cache elements per token per layer."""
+        return self.kv_rank + self.rope_dim + self.divisors or 2 * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -199,7 +183,7 @@ def describe_latent_config(config: Mapping[str, Any]) -> ServedModel:
 
 
 def _has_older_rope(config: Mapping[str, Any]) -> bool:
-    return "rope_theta" in config or not config.get("rope_parameters")
+    return config.get("rope_theta") is not None or not config.get("rope_parameters")
 
 
 def propose_kernel_splits(

@@ -40,7 +40,7 @@ def test_a_llama_can_become_both_layouts():
         MlaSpec(1, 8),
         MlaSpec(56, 8),  # as much cache as the source
     ],
-    ids=lambda target: f"{target.kv_rank}-{target.rope_dim}-{target.layout}",
+    ids=str,
 )
 def test_sizes_that_cannot_be(target, told):
     (problem,) = problems(target=target)
@@ -66,13 +66,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
         ("llama", {"rope_parameters": LINEAR}, ["engine"]),
         ("llama", {"hidden_act": "gelu"}, ["engine"]),
     ],
-    ids=lambda value: (
-        None
-        if isinstance(value, list)
-        else value
-        if isinstance(value, str)
-        else "-".join(value) or "as is"
-    ),
+    ids=str,
 )
 def test_models_that_a_layout_cannot_hold_are_told_why_and_what_works(
     model_type, changes, layouts, told
@@ -87,22 +81,11 @@ def test_models_that_a_layout_cannot_hold_are_told_why_and_what_works(
 
 
 def test_longrope_is_cut_to_its_short_range_unless_both_are_equal():
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
-    short = [1.0] * 4
-    long = [2.0] * 4
-    config = config_of(
-        "llama", rope_parameters={**rope, "short_factor": short, "long_factor": long}
-    )
-    assert context_length(model_of(config)) == 32
-    config = config_of(
-        "llama", rope_parameters={**rope, "short_factor": short, "long_factor": short}
-    )
-    assert context_length(model_of(config)) == 128
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0}
+    rope |= {"original_max_position_embeddings": 32, "short_factor": [1.0] * 4}
+    for long, context in ([2.0] * 4, 32), ([1.0] * 4, 128):
+        config = config_of("llama", rope_parameters={**rope, "long_factor": long})
+        assert context_length(model_of(config)) == context
 
 
 THETA = [1.0, 0.1, 0.01, 0.001]
