@@ -43,18 +43,21 @@ def kvfold(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-kvfold.add_command(inspect)
-kvfold.add_command(convert)
-kvfold.add_command(sweep)
-kvfold.add_command(drift)
-kvfold.add_command(verify)
-kvfold.add_command(evaluate)
-kvfold.add_command(uptrain)
-kvfold.add_command(bench)
-kvfold.add_command(chat)
-kvfold.add_command(push)
-kvfold.add_command(recipes)
-kvfold.add_command(demo)
+for _command in (
+    inspect,
+    convert,
+    sweep,
+    drift,
+    verify,
+    evaluate,
+    uptrain,
+    bench,
+    chat,
+    push,
+    recipes,
+    demo,
+):
+    kvfold.add_command(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -43,6 +43,7 @@ WITHDRAWN: dict[str, str] = {
     "--keep-quantized": "dequantize the model first, as docs/questions.md shows",
     "--max-shard-size": "shards have at most 5 GB; remove the option",
     "--plot": "--report DIR writes a page with the curve",
+    "--lr": "--relative-lr is the option's name",
     "--q-rank": "queries keep their size, and the cache does not depend on it; remove the option",
     "--resume": "the same command continues an interrupted run by itself",
     "--spill": "hidden states stay in memory; where they do not fit, lower --samples or --seq-len",
@@ -105,7 +106,6 @@ def _parameter(spec: Option) -> Decorator:
         metavar = f"[{'|'.join(spec.choices)}]" if spec.choices else "N"
     return click.option(
         spelling,
-        *spec.aliases,
         spec.name,
         help=spec.help,
         metavar=metavar,

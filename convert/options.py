@@ -9,7 +9,7 @@ recipes, records and the keywords of public functions.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
@@ -36,7 +36,6 @@ class Option:
     Attributes:
         help: Text for ``--help``.
         metavar: Name of the value in ``--help``.
-        aliases: Further spellings on the command line.
         minimum: Smallest number.
         maximum: Largest number. Products of a few defaults fit the 63 bits of torch's sizes.
         check: Whether a value of the right type is valid.
@@ -54,7 +53,6 @@ class Option:
 
     help: str = ""
     metavar: str | None = None
-    aliases: tuple[str, ...] = ()
     minimum: float = 0
     maximum: float = 2**31
     check: Callable[[Any], object] | None = None
@@ -157,7 +155,9 @@ precision_option = partial(
 
 
 def collect_options(request: type[Any]) -> dict[str, Option]:
-    """The options of a request by name, in field order."""
+    """The options of a request by name: arguments, then those that its class declares itself, then
+    inherited ones.
+    """
     hints = get_type_hints(request)
     options: dict[str, Option] = {}
     for declared in fields(request):
@@ -171,12 +171,9 @@ def collect_options(request: type[Any]) -> dict[str, Option]:
             elif member in _TYPE_RULES:
                 spec = replace(spec, types=(*spec.types, member))
         options[declared.name] = spec
-    return options
-
-
-def list_run_options(request: type) -> frozenset[str]:
-    """Names of the options that only say where and how to run and do not change the result."""
-    return frozenset(name for name, spec in collect_options(request).items() if spec.runs)
+    own = request.__annotations__
+    order = sorted(options, key=lambda name: not options[name].argument and 1 + (name not in own))
+    return {name: options[name] for name in order}
 
 
 class Request:
@@ -185,10 +182,15 @@ class Request:
     """
 
     def __post_init__(self) -> None:
-        options = collect_options(type(self))
-        for name, spec in options.items():
-            object.__setattr__(self, name, spec.normalize(getattr(self, name)))
-        problems = list(value_problems(options, vars(self))) or list(self.problems())
+        problems = []
+        for name, spec in collect_options(type(self)).items():
+            value = spec.normalize(getattr(self, name))
+            object.__setattr__(self, name, value)
+            if (rule := spec.broken_rule(value)) is not None:
+                shown = ", ".join(map(repr, value)) if isinstance(value, tuple) else repr(value)
+                option_name = name.upper() if spec.argument else format_option(name)
+                problems.append((name, f"{option_name} must be {rule}, not {shown}"))
+        problems = problems or list(self.problems())
         if problems:
             field, message = problems[0]
             raise InputError(message, [further for _, further in problems[1:]], field=field)
@@ -205,16 +207,15 @@ class Request:
             if vars(self)[name] != spec.default
         }
 
-
-def value_problems(
-    options: Mapping[str, Option], values: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
-    """A field and a sentence for each value that its option does not accept."""
-    for name, value in values.items():
-        if name in options and (rule := options[name].broken_rule(value)) is not None:
-            shown = ", ".join(map(repr, value)) if isinstance(value, tuple) else repr(value)
-            option_name = name.upper() if options[name].argument else format_option(name)
-            yield name, f"{option_name} must be {rule}, not {shown}"
+    def result_options(self) -> dict[str, Any]:
+        """The options that determine the result, without unset ones and those that only say where
+        and how to run.
+        """
+        return {
+            name: vars(self)[name]
+            for name, spec in collect_options(type(self)).items()
+            if not (spec.runs or vars(self)[name] is None or vars(self)[name] is False)
+        }
 
 
 def format_argv(values: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from kvfold.convert.errors import InputError, shorten, suggest_name, summarize_error
 from kvfold.convert.formatting import format_table
 from kvfold.convert.methods.registry import methods_of
-from kvfold.convert.options import collect_options, value_problems
+from kvfold.convert.options import collect_options
 from kvfold.convert.request import ConvertRequest
 
 _RECIPE_FOLDER = Path(__file__).resolve().parent / "data" / "recipes"
@@ -135,8 +135,6 @@ def read_recipe(recipe: str) -> Recipe:
     for key in content.keys() - specs.keys():
         similar = suggest_name(key, specs)
         problems.append(f"unknown key {key!r}{similar}; a recipe may contain {', '.join(specs)}")
-    values = {key: specs[key].normalize(content[key]) for key in specs.keys() & content.keys()}
-    problems += [message for _, message in value_problems(specs, values)]
     # Options in [about] would be silently ignored.
     if not isinstance(about, dict) or about.keys() & specs.keys():
         problems.append("[about] must be a table without options; write options above it")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -17,7 +17,6 @@ from kvfold.convert.options import (
     device_option,
     dtype_option,
     length_option,
-    list_run_options,
     option,
     precision_option,
     seed_option,
@@ -44,11 +43,6 @@ EFFORTS: dict[str, dict[str, Any]] = {
     "thorough": {"refine": 200, "polish": "400k", "repeat_text": True},
 }
 DEFAULT_LAYOUT: Layout = "free"
-_LAYOUTS = (
-    "free is for transformers and vLLM's Transformers backend; engine is for vLLM, SGLang,"
-    " llama.cpp and mlx-lm, and loses a little more; kvfold brings modeling code, for families"
-    " without a stock MLA class."
-)
 # Tasks of `kvfold eval` that need neither a download nor lm-evaluation-harness.
 # Tokens of the sequences on which the loss by position is measured, in models of that context;
 # chosen.
@@ -65,16 +59,7 @@ def count_held_out(samples: int) -> int:
 # Options of several requests; keywords replace what differs in one of them.
 # An empty path, as from an unset shell variable, would mean the current folder, which ``overwrite``
 # replaces.
-_source = partial(option, argument=True, rule="a folder or a hub id", check=str.strip)
-_texts = partial(
-    option,
-    (),
-    metavar="FILE|DATASET|self",
-    rule="the name of a text file or dataset",
-    multiple=True,
-    check=str.strip,
-)
-_samples = partial(option, default=128, help="Calibration sequences.", minimum=1)
+_source = partial(option, argument=True, rule="a folder or a hub id", check=str.strip, runs=True)
 _numbers = partial(
     option, metavar="N,N", rule="positive numbers separated by commas, such as 2048,8192", minimum=1
 )
@@ -83,7 +68,55 @@ _fold = partial(option, None, targets=("gqa", "mqa"))
 
 
 @dataclass(frozen=True)
-class ConvertRequest(Request):
+class RunRequest(Request):
+    """The options of every command that runs MODEL on text."""
+
+    model: str = _source()
+    _: KW_ONLY
+    seed: int = seed_option()
+    device: Device = device_option()
+    dtype: Dtype = dtype_option()
+    quiet: bool = option(False, "Print no progress and no summary.", runs=True)
+    trust_remote_code: bool = trust_option()
+
+
+@dataclass(frozen=True)
+class CalibratedRequest(RunRequest):
+    """The options of commands that fit targets on calibration text."""
+
+    _: KW_ONLY
+    layout: Layout | None = option(
+        None,
+        f"Layout of an MLA checkpoint (default {DEFAULT_LAYOUT}). free is for transformers and"
+        " vLLM's Transformers backend; engine is for vLLM, SGLang, llama.cpp and mlx-lm, and loses a"
+        " little more; kvfold brings modeling code, for families without a stock MLA class.",
+        targets=("mla",),
+    )
+    calibration: tuple[str, ...] = option(
+        (),
+        "Text that resembles the model's use: a text file, a .jsonl file or a dataset name; self:"
+        " MODEL generates it. Repeat the option to mix texts, in equal shares or by weight:"
+        " --calibration FILE:3 --calibration FILE2:1. A third of the text of a model with a chat"
+        " template is self, unless the option names it; self:0 turns this off.",
+        metavar="FILE|DATASET|self",
+        rule="the name of a text file or dataset",
+        multiple=True,
+        check=str.strip,
+    )
+    samples: int = option(128, "Calibration sequences.", minimum=1)
+    seq_len: Length = length_option()
+    refine: Steps = steps_option(
+        "Steps of training each layer's attention to reconstruct the source's, without labels."
+    )
+    precision: TrainingDtype = precision_option()
+    dtype: Dtype = dtype_option(help="Stored dtype; auto keeps the source's dtype.")
+    fresh: bool = option(
+        False, "Discard what an interrupted run has finished, and start over.", runs=True
+    )
+
+
+@dataclass(frozen=True)
+class ConvertRequest(CalibratedRequest):
     """One conversion. Fields are ``kvfold convert`` options with underscores, which ``--help``
     explains.
 
@@ -96,7 +129,6 @@ class ConvertRequest(Request):
     'principal'
     """
 
-    model: str = _source(runs=True)
     out: str = option(
         argument=True, rule="the path of an output folder", check=str.strip, runs=True
     )
@@ -125,12 +157,6 @@ class ConvertRequest(Request):
     group: Literal["similar", "contiguous"] | None = _fold(
         "How to group the heads that will share keys and values: by similarity, or neighbors."
     )
-    layout: Layout | None = option(
-        None,
-        f"Layout of an MLA checkpoint (default {DEFAULT_LAYOUT}). {_LAYOUTS}",
-        metavar="|".join(get_args(Layout)),
-        targets=("mla",),
-    )
     rotate_latent: bool = option(
         False,
         "Mix the latent's channels to reduce the error of an FP8 or INT8 KV cache (mla).",
@@ -139,23 +165,11 @@ class ConvertRequest(Request):
     allow_growth: bool = option(
         False, "Allow targets whose cache is not smaller than the source's.", runs=True
     )
-    calibration: tuple[str, ...] = _texts(
-        "Text that resembles the model's use: a text file, a .jsonl file or a dataset name; self:"
-        " MODEL generates it. Repeat the option to mix texts, in equal shares or by weight:"
-        " --calibration FILE:3 --calibration FILE2:1. A third of the text of a model with a chat"
-        " template is self, unless the option names it; self:0 turns this off."
-    )
-    samples: int = _samples()
-    seq_len: Length = length_option()
-    seed: int = seed_option(help="Seed for drawing sequences (and for --method random).")
     effort: Literal["quick", "normal", "thorough"] | None = option(
         None,
         "Time to spend: quick only fits (the default), normal also refines in 50 steps and polishes"
         " on 100k tokens, thorough in 200 and on 400k. Stands for --refine, --polish and"
         " --repeat-text, which are for experts.",
-    )
-    refine: Steps = steps_option(
-        "Steps of training each layer's attention to reconstruct the source's, without labels."
     )
     polish: Steps | str = option(
         0,
@@ -168,21 +182,13 @@ class ConvertRequest(Request):
     repeat_text: bool = option(
         False, "Polish on the text again where it has fewer tokens than --polish."
     )
-    device: Device = device_option()
-    precision: TrainingDtype = precision_option()
-    dtype: Dtype = dtype_option(help="Stored dtype; auto keeps the source's dtype.")
     max_shard_size: str = size_option()
     dry_run: bool = option(
         False, "Print the plan, memory and disk space; write nothing.", runs=True
     )
-    fresh: bool = option(
-        False, "Discard the finished layers of an interrupted run of OUT and start over.", runs=True
-    )
     overwrite: bool = option(
         False, "Replace OUT; the old one stays intact until the new one is on disk.", runs=True
     )
-    quiet: bool = option(False, "Print no progress and no summary.", runs=True)
-    trust_remote_code: bool = trust_option()
 
     def __post_init__(self) -> None:
         # From here on an effort is the options that it stands for: they are recorded, and compared
@@ -203,10 +209,8 @@ class ConvertRequest(Request):
 
     @property
     def resolved_layout(self) -> Layout:
-        """The layout of an MLA result; ``free`` for methods that read no text, which ``engine`` is
-        calibrated on.
-        """
-        return self.layout or (DEFAULT_LAYOUT if self.chosen_method.reads_text else "free")
+        """The layout of an MLA result."""
+        return self.layout or DEFAULT_LAYOUT
 
     @property
     def calibrated(self) -> bool:
@@ -234,18 +238,16 @@ class ConvertRequest(Request):
 
     def result_options(self) -> dict[str, Any]:
         """The options that determine the result."""
-        left_out = {"calibration", *list_run_options(type(self))}
+        left_out = {"calibration"}
         if not self.calibrated:
             left_out |= {"samples", "seq_len", "refine", "polish"}
             if not self.chosen_method.seeded:
                 left_out.add("seed")
-        options = {
-            name: value
-            for name, value in vars(self).items()
-            if name not in left_out and value is not None and value is not False
-        }
+        options = super().result_options()
         options |= {"max_shard_size": self.shard_bytes, "method": self.resolved_method}
-        return options | ({"layout": self.resolved_layout} if self.to == "mla" else {})
+        if self.to == "mla":
+            options["layout"] = self.resolved_layout
+        return {name: value for name, value in options.items() if name not in left_out}
 
     def problems(self) -> Iterator[tuple[str, str]]:
         method = self.chosen_method
@@ -256,8 +258,7 @@ class ConvertRequest(Request):
             # them.
             given = getattr(self, name) not in (None, False, "kvfold")
             if given and spec.targets and self.to not in spec.targets:
-                allowed = " or ".join(f"--to {target}" for target in spec.targets)
-                yield name, f"{format_option(name)} needs {allowed}, not --to {self.to}; omit it"
+                yield name, f"{format_option(name)} has no effect with --to {self.to}; omit it"
         if self.to == "gqa" and self.kv_heads is None:
             yield (
                 "kv_heads",
@@ -294,35 +295,28 @@ class ConvertRequest(Request):
 
 
 @dataclass(frozen=True)
-class DriftRequest(Request):
+class DriftRequest(RunRequest):
     """A comparison by ``kvfold drift``: MODEL and OUT run on ``samples`` sequences of ``seq_len``
     tokens.
     """
 
-    model: str = _source()
     out: str = _source()
     text: str | None = option(
         None,
         "Text to measure on (.txt, .jsonl); default: held-out text that ships with kvfold.",
         metavar="FILE",
     )
-    samples: int = _samples(default=16, help="Number of sequences.")
+    samples: int = option(16, "Number of sequences.", minimum=1)
     seq_len: int = seq_len_option()
-    seed: int = seed_option()
-    device: Device = device_option()
-    dtype: Dtype = dtype_option()
-    trust_remote_code: bool = trust_option(help="Allow tokenizer code in MODEL to run.")
-    quiet: bool = option(False, "Print no progress.")
 
 
 @dataclass(frozen=True)
-class SweepRequest(Request):
+class SweepRequest(CalibratedRequest):
     """A sweep by ``kvfold sweep``: targets for MODEL that are fitted and measured together.
 
     ``targets`` is a string as on the command line, or a list.
     """
 
-    model: str = _source()
     targets: tuple[str, ...] = option(
         (),
         "gqa:HEADS, mqa, mla:ELEMENTS (kvfold chooses the split) or mla:RANK+ROTARY, as in gqa:4,2"
@@ -330,9 +324,6 @@ class SweepRequest(Request):
         metavar="TARGET...",
         multiple=True,
         rule="targets such as gqa:4,2 mqa mla:576,512+64",
-    )
-    layout: Layout | None = option(
-        None, f"Layout of MLA targets (default {DEFAULT_LAYOUT}). {_LAYOUTS}"
     )
     within: float = option(
         0.01,
@@ -345,25 +336,12 @@ class SweepRequest(Request):
     out: str | None = option(
         None, "Also convert MODEL to the recommended target, into the folder OUT.", metavar="OUT"
     )
-    calibration: tuple[str, ...] = _texts(
-        "Text that resembles the model's use, as in `kvfold convert`."
-    )
-    samples: int = _samples()
-    seq_len: Length = length_option()
-    seed: int = seed_option()
-    refine: Steps = steps_option("Steps of training each layer's attention, for every target.")
-    device: Device = device_option()
-    precision: TrainingDtype = precision_option()
-    dtype: Dtype = dtype_option(help="Stored dtype of OUT.")
-    quiet: bool = option(False, "Print no progress.")
-    trust_remote_code: bool = trust_option()
 
 
 @dataclass(frozen=True)
-class EvalRequest(Request):
+class EvalRequest(RunRequest):
     """A comparison by ``kvfold eval`` of MODEL and OUT on tasks and long contexts."""
 
-    model: str = _source()
     out: str = _source()
     tasks: tuple[str, ...] = option(
         (),
@@ -381,9 +359,7 @@ class EvalRequest(Request):
         (),
         "Context lengths in tokens; default: 256,512,1024, or MODEL's maximum.",
     )
-    samples: int = _samples(
-        default=16, help="Documents per length, and prompts of replies.", minimum=2
-    )
+    samples: int = option(16, "Documents per length, and prompts of replies.", minimum=2)
     text: str | None = option(
         None,
         "Text to hide words in; default: held-out text that ships with kvfold.",
@@ -393,11 +369,6 @@ class EvalRequest(Request):
         True, "Measure retrieval from long texts too, besides the loss by position and --tasks."
     )
     batch: int = option(1, "Task documents per batch.", minimum=1)
-    seed: int = seed_option()
-    device: Device = device_option()
-    dtype: Dtype = dtype_option()
-    quiet: bool = option(False, "Print no progress.")
-    trust_remote_code: bool = trust_option()
 
     @property
     def harness_tasks(self) -> tuple[str, ...]:
@@ -429,14 +400,8 @@ class BenchRequest(Request):
     quiet: bool = option(False, "Print no progress.")
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        if self.layers is not None and self.shape is None:
-            needs = "needs --shape, because a checkpoint's layers are fixed"
-            yield "layers", f"--layers {needs}; omit --layers"
         if not self.models and self.shape is None:
-            yield (
-                "models",
-                "nothing to time; name at least one MODEL, or use --shape llama-2-7b",
-            )
+            yield "models", "nothing to time; name a MODEL, or use --shape llama-2-7b"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from kvfold.convert.conversion.record import text_name
 from kvfold.convert.conversion.summary import losses_by_text
 from kvfold.convert.errors import escape_text
 from kvfold.convert.families.family import WRAPPERS
-from kvfold.convert.options import format_argv, list_run_options
+from kvfold.convert.options import collect_options, format_argv
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.signals import limit_resources
 from kvfold.convert.text.corpus import with_share
@@ -132,11 +132,9 @@ def _reproducing_command(plan: Plan) -> str:
     """The command that reproduces the checkpoint, with every option that affects it and differs
     from its default.
     """
-    given = {
-        name: value
-        for name, value in plan.request.non_defaults().items()
-        if name not in list_run_options(ConvertRequest)
-    }
+    specs = collect_options(ConvertRequest)
+    changed = plan.request.non_defaults()
+    given = {name: value for name, value in changed.items() if not specs[name].runs}
     # Files by their names alone: no path of this machine is in the card.
     given["calibration"] = tuple(
         Path(text).name if Path(with_share(text)[0]).exists() else text

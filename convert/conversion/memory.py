@@ -10,7 +10,6 @@ from typing import NamedTuple
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.members import extra_names
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.device import choose_device, measure_free_memory
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_bytes
 from kvfold.convert.request import SELF, SELF_TOKENS, count_held_out
@@ -93,6 +92,8 @@ def estimate_needs(plan: Plan) -> Needs:
     # One layer of each model, or the embedding and the head with the logits.
     model = sum(prod(tensor.shape) for tensor in plan.model.tensors.values())
     ends = 2 * shape.vocabulary * width
+    from kvfold.convert.device import choose_device  # imports torch, which takes seconds
+
     on_gpu = choose_device(request.device).type == "cuda"
     layers = 2 * (model - ends) // shape.layers + 5 * attention
     in_layers = (
@@ -151,4 +152,6 @@ def free_bytes(plan: Plan) -> int | None:
     """The free bytes of memory on the device that ``plan`` uses; None if the system does not report
     them.
     """
+    from kvfold.convert.device import choose_device, measure_free_memory
+
     return measure_free_memory(choose_device(plan.request.device))

@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from kvfold.convert.options import (
     Request,
     device_option,
-    list_run_options,
     option,
     seed_option,
     seq_len_option,
@@ -61,7 +60,6 @@ class UptrainRequest(Request):
         "Peak learning rate (AdamW) relative to the size of each tensor; default: follows the width"
         " and the batch.",
         metavar="RATE",
-        aliases=("--lr",),
         rule="a number between 0 and 1",
         check=lambda value: 0 < value < 1,
     )
@@ -119,14 +117,3 @@ class UptrainRequest(Request):
         """The folder next to OUT for the run's checkpoints."""
         out = Path(self.out)
         return out.with_name(out.name + ".training")
-
-    def result_options(self) -> dict[str, Any]:
-        """The options that affect the result, without unset ones and those that only affect how the
-        run proceeds.
-        """
-        left_out = list_run_options(UptrainRequest)
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name not in left_out and value is not None
-        }
