@@ -106,7 +106,6 @@ cli.main({line})
         "convert a b --to mqa --resume",
         "inspect nowhere/at/all",
         "sweep a --within 5%",
-        "recipes --json " + "x" * 300,
         "inspect \x1b[2J\u202e",
     ],
 )
@@ -146,7 +145,6 @@ def test_convert_prints_its_plan_and_its_result(kvfold, tmp_path):
     planned = kvfold(*pooled, "--dry-run", "--json", "-")
     assert json.loads(planned.stdout)["out"] is None
     assert saving in planned.stderr
-    assert "model.layers.0.self_attn.k_proj.weight BF16 [256, 256] -> [32, 256]" in planned.stderr
     assert not list(tmp_path.iterdir())
     converted = kvfold(*pooled, "--json", tmp_path / "result.json")
     assert saving in converted.stdout
