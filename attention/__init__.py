@@ -8,17 +8,10 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfold.attention.cache import (
-        KVCache,
-        LatentCache,
-        cache_bytes,
-        cache_numbers,
-    )
+    from kvfold.attention.cache import KVCache, LatentCache
     from kvfold.attention.checkpoints.registered import register_models
     from kvfold.attention.deepseek import absorb, unabsorb
-    from kvfold.attention.drift.profile import distance_profile
     from kvfold.attention.drift.report import DriftReport, measure_drift
-    from kvfold.attention.drift.streams import LayerStream
     from kvfold.attention.grouped import grouped_attention
     from kvfold.attention.latent import latent_attention
     from kvfold.attention.modeling import GroupedAttention, LatentAttention
@@ -34,12 +27,8 @@ _MODULES = {
     "KVCache": "cache",
     "LatentAttention": "modeling",
     "LatentCache": "cache",
-    "LayerStream": "drift.streams",
     "absorb": "deepseek",
     "apply_rotary": "rotary",
-    "cache_bytes": "cache",
-    "cache_numbers": "cache",
-    "distance_profile": "drift.profile",
     "grouped_attention": "grouped",
     "latent_attention": "latent",
     "measure_drift": "drift.report",
@@ -54,12 +43,8 @@ __all__ = [
     "KVCache",
     "LatentAttention",
     "LatentCache",
-    "LayerStream",
     "absorb",
     "apply_rotary",
-    "cache_bytes",
-    "cache_numbers",
-    "distance_profile",
     "grouped_attention",
     "latent_attention",
     "measure_drift",

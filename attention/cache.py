@@ -1,4 +1,4 @@
-"""Caches that store exactly what each attention variant needs, and their size in bytes.
+"""Caches that store exactly what each attention variant needs.
 
 Shapes: ``B`` sequences, ``C`` slots of capacity, ``G`` key/value heads, ``D`` head dim, ``R``
 latent rank, ``P`` rotary dims. Each layer has its own cache object; slot ``s`` stores the ``s``-th
@@ -7,14 +7,13 @@ the attention. Caches are for inference: they reject tensors that require a grad
 """
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvfold.attention.checks import expect_alike
 
-Variant = Literal["mha", "gqa", "mqa", "mla"]
 # growing copies at most three tokens per token held, however long the cache becomes
 _GROWTH = 1.5
 
@@ -39,9 +38,7 @@ class SlotCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots in use (``length`` per sequence), the same number that ``cache_bytes``
-        computes.
-        """
+        """Bytes of the slots in use, ``length`` per sequence."""
         return sum(buffer[..., : self.length, :].nbytes for buffer in self.buffers)
 
     def _append(self, **tokens: Tensor) -> tuple[Tensor, ...]:
@@ -112,51 +109,3 @@ class LatentCache(SlotCache):
         length, R + P]``.
         """
         return self._append(latent=latent)[0]
-
-
-def cache_numbers(
-    variant: Variant,
-    *,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    value_dim: int | None = None,
-    kv_rank: int | None = None,
-    rope_dim: int | None = None,
-) -> int:
-    """KV-cache elements per token per layer: ``2 H D`` (mha), ``2 G D`` (gqa), ``2 D`` (mqa), ``R +
-    P`` (mla).
-
-    ``value_dim`` defaults to ``head_dim``. Raises ValueError if a size required by the variant is
-    missing.
-    """
-    sizes: dict[str, tuple[Any, Any]] = {
-        "mha": (heads, head_dim),
-        "gqa": (kv_heads, head_dim),
-        "mqa": (1, head_dim),
-        "mla": (kv_rank, rope_dim),
-    }
-    if None in sizes.get(variant, (None,)):
-        raise ValueError(
-            f"variant is {variant!r}; it must be 'mha' with heads and head_dim, 'gqa' with kv_heads"
-            " and head_dim, 'mqa' with head_dim, or 'mla' with kv_rank and rope_dim"
-        )
-    first, second = sizes[variant]
-    if variant == "mla":
-        return int(first + second)
-    return int(first * (second + (second if value_dim is None else value_dim)))
-
-
-def cache_bytes(
-    variant: Variant,
-    layers: int,
-    context: int,
-    dtype: torch.dtype,
-    *,
-    batch: int = 1,
-    **sizes: int | None,
-) -> int:
-    """KV-cache bytes for ``batch`` sequences of ``context`` tokens, all ``layers``; sizes as in
-    ``cache_numbers``.
-    """
-    return cache_numbers(variant, **sizes) * batch * layers * context * dtype.itemsize

@@ -73,12 +73,9 @@ def _absorbs(layer: Any, hidden: Tensor, mask: Any, cache: Any) -> bool:
     """True if attending to the latents is cheaper and possible: no gradient, and the mask and
     weight are readable.
     """
-    # without a past there is nothing to expand again; static caches always have all of their slots.
-    # Eager attention returns maps, which absorbed attention does not compute
+    # eager attention returns maps, which absorbed attention does not compute
     eager = layer.config._attn_implementation == "eager"
     if cache is None or torch.is_grad_enabled() or eager:
-        return False
-    if not cache.is_compileable and not cache.get_seq_length(layer.layer_idx):
         return False
     queries = hidden.shape[1]
     # several queries without a mask are left to the attention function, which knows the keys they
@@ -184,34 +181,33 @@ def absorb(model: AnyModel) -> AnyModel:
 
     Calling it again changes nothing. Raises ValueError if ``model`` has no such attention.
     """
-    layers = [module for module in model.modules() if type(module) in ABSORBED | _STOCK]
-    if not layers:
+    if not any(type(module) in ABSORBED | _STOCK for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} has no DeepSeek, Youtu or Mistral4 attention to absorb;"
             " convert its checkpoint to MLA first: `kvfold convert MODEL OUT --to mla`"
         )
-    for module in layers:
-        _change_class(module, ABSORBED.get(type(module), type(module)))
-    return model
+    return _change_classes(model, ABSORBED)
 
 
 def unabsorb(model: AnyModel) -> AnyModel:
     """Restore the stock attention of every absorbed layer of ``model``, in place; returns
     ``model``.
     """
-    for module in model.modules():
-        if type(module) in _STOCK:
-            _change_class(module, _STOCK[type(module)])
-    return model
+    return _change_classes(model, _STOCK)
 
 
-def _change_class(module: nn.Module, new: type[nn.Module]) -> None:
-    """Change the class of ``module``, and rebind the forward that accelerate's hooks
-    (``device_map``) have stored.
+def _change_classes(model: AnyModel, classes: dict[type[nn.Module], type[nn.Module]]) -> AnyModel:
+    """Change the class of modules, and rebind the forward that accelerate's hooks (``device_map``)
+    have stored.
     """
-    module.__class__ = new
-    # a bound method would still run the forward of the other class
-    for name in ("_old_forward", "forward"):
-        bound = module.__dict__.get(name)
-        if isinstance(bound, MethodType) and bound.__self__ is module:
-            module.__dict__[name] = MethodType(new.forward, module)
+    for module in model.modules():
+        new = classes.get(type(module))
+        if new is None:
+            continue
+        module.__class__ = new
+        # a bound method would still run the forward of the other class
+        for name in ("_old_forward", "forward"):
+            bound = module.__dict__.get(name)
+            if isinstance(bound, MethodType) and bound.__self__ is module:
+                module.__dict__[name] = MethodType(new.forward, module)
+    return model

@@ -37,10 +37,9 @@ def grouped_attention(
     """``softmax(scale * query key^T) value`` over the keys that each query sees: ``[B, H, T, Dv]``.
 
     With ``causal``, query ``t`` sees the keys up to its own position ``offset + t``, counted in key
-    slots; ``offset`` is ``S - T`` by default. ``window`` limits this to the last ``window`` keys
-    (without ``causal``, to keys less than ``window`` slots away on either side). Slots of sequence
-    ``b`` before ``starts[b]`` are padding, which no query sees. A query that sees no key gets
-    zeros. ``scale`` is ``1 / sqrt(D)`` by default.
+    slots; ``offset`` is ``S - T`` by default. ``window`` limits this to the last ``window`` keys.
+    Slots of sequence ``b`` before ``starts[b]`` are padding, which no query sees. A query that sees
+    no key gets zeros. ``scale`` is ``1 / sqrt(D)`` by default.
 
     Raises ValueError for incompatible shapes, head counts, dtypes or devices.
     """

@@ -4,8 +4,7 @@ Shapes: ``B`` sequences, ``T`` queries, ``S`` keys. The rule ``see(b, t, s)`` is
 the following conditions are met, with the query's position ``p = offset + t`` counted in key slots:
 
 * causal: ``s <= p``;
-* window ``w``: ``p - s < w`` (and ``s - p < w`` without ``causal``), so a causal query sees the
-  last ``w`` keys;
+* window ``w``, of causal queries only: ``p - s < w``, so a query sees the last ``w`` keys;
 * left padding: ``starts[b] <= s``.
 
 Boolean masks are created only for blocks of rows, so memory is linear in ``S``.
@@ -31,15 +30,12 @@ class Visibility:
     @property
     def hides_keys(self) -> bool:
         """True if some query may not see some key."""
-        return self.causal or self.window is not None or self.starts is not None
+        return self.causal or self.starts is not None
 
     def sees_all(self, queries: int, keys: int) -> bool:
         """True if every query sees every key."""
-        last = self.offset + queries - 1
         near = not self.causal or self.offset >= keys - 1
-        far = self.window is None or (
-            last < self.window and (self.causal or keys - self.offset <= self.window)
-        )
+        far = self.window is None or self.offset + queries <= self.window
         return self.starts is None and near and far
 
     def key_range(self, first: int, last: int, keys: int) -> tuple[int, int]:
@@ -51,8 +47,6 @@ class Visibility:
         high = keys
         if self.causal:
             high = min(high, self.offset + last)
-        elif self.window is not None:
-            high = min(high, self.offset + last - 1 + self.window)
         if self.window is not None:
             low = min(keys, max(low, self.offset + first - self.window + 1))
         return low, max(low, high)
@@ -64,7 +58,7 @@ class Visibility:
         behind = positions - slots
         seen = behind[None] >= 0 if self.causal else torch.ones_like(behind, dtype=torch.bool)[None]
         if self.window is not None:
-            seen = seen & (behind.abs() < self.window)
+            seen = seen & (behind < self.window)
         if self.starts is not None:
             seen = seen & (slots >= self.starts[:, None, None])
         return seen
@@ -87,19 +81,19 @@ def visibility(
     queries = query.shape[2]
     if window is not None:
         expect_at_least("window", window, 1)
+        if not causal:
+            raise ValueError(f"window is {window}; with causal=False, it must be None")
     if starts is not None:
         expect_shape("starts", starts, "B", {"B": len(query)})
         expect_alike("starts", starts, "query", query, dtype=False)
         if starts.is_floating_point():
             raise ValueError(f"starts has dtype {starts.dtype}; it must be torch.int64")
-    # without either, the positions of queries among the keys do not matter
-    if not causal and window is None:
+    # else the positions of queries among the keys do not matter
+    if not causal:
         return Visibility(causal, 0, window, starts)
     # a query past the last key would see the wrong window
     last = keys - queries
     offset = last if offset is None else offset
     if not 0 <= offset <= last:
-        raise ValueError(
-            f"offset is {offset}; with causal or window, it must be 0 to S - T = {last}"
-        )
+        raise ValueError(f"offset is {offset}; with causal, it must be 0 to S - T = {last}")
     return Visibility(causal, offset, window, starts)

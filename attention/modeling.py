@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvfold.attention.cache import KVCache, LatentCache, SlotCache
-from kvfold.attention.checks import expect_divides, expect_shape
+from kvfold.attention.checks import expect_shape
 from kvfold.attention.grouped import grouped_attention
 from kvfold.attention.latent import absorption_pays, latent_attention
 from kvfold.attention.rotary import RotaryLayout, apply_rotary, rotary_tables
@@ -64,7 +64,6 @@ class GroupedAttention(nn.Module):
         **rules: Any,
     ) -> None:
         super().__init__()
-        expect_divides("kv_heads", kv_heads, "heads", heads)
         self.query = query
         self.key = key
         self.value = value
@@ -135,9 +134,6 @@ class LatentAttention(nn.Module):
         **rules: Any,
     ) -> None:
         super().__init__()
-        up_dim = heads * (nope_dim + value_dim)
-        sizes = {"H*(Dn+Dv)": up_dim, "R": kv_rank}
-        expect_shape("up.weight", up.weight, "H*(Dn+Dv) R", sizes)
         if getattr(up, "bias", None) is not None:
             raise ValueError(
                 "up has a bias, which cannot be absorbed; use a linear layer with bias=False"

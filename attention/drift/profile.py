@@ -22,12 +22,9 @@ from kvfold.attention.mask import Visibility
 
 
 class ScoreOptions(TypedDict, total=False):
-    """Options of a model's attention, explained in ``attention_sums``; attention is causal by
-    default.
-    """
+    """Options of a model's attention, explained in ``attention_sums``; attention is causal."""
 
     window: int | None
-    causal: bool
     softcap: float | None
     sinks: Tensor | None
 
@@ -52,11 +49,10 @@ def attention_sums(
         p_h(delta) = 1 / (B T) * sum over b, s of a[b, h, s, s - delta]
         r_b(s)     = 1 / H * sum over h, t of a[b, h, t, s]
 
-    so each row of ``p`` sums to 1 and each row of ``r`` to ``T``. Without ``causal``, ``delta`` is
-    the distance in either direction. ``window`` is the number of keys that a query sees, including
-    its own (in each direction without ``causal``); ``softcap`` is Gemma 2's. ``sinks [H]`` are the
-    scores of an additional key without a value (gpt-oss): neither result includes its share of each
-    row, and ``p`` is rescaled to sum to 1. Raises ValueError for incompatible shapes.
+    so each row of ``p`` sums to 1 and each row of ``r`` to ``T``. ``window`` is the number of keys
+    that a query sees, including its own; ``softcap`` is Gemma 2's. ``sinks [H]`` are the scores of
+    an additional key without a value (gpt-oss): neither result includes its share of each row, and
+    ``p`` is rescaled to sum to 1. Raises ValueError for incompatible shapes.
     """
     scores = _scores(query, key, scale, **options)
     batch, groups, share, length = scores.queries[0].shape[:4]
@@ -79,11 +75,6 @@ def attention_sums(
         part += weights.sum(1).view(part.shape)
     # column T holds distance 0, columns before it the keys behind a query
     folded = total[..., 1 : length + 1].flip(-1)
-    if not scores.rule.causal:
-        folded = torch.cat(
-            [folded[..., :1], folded[..., 1:] + total[..., length + 1 :]],
-            dim=-1,
-        )
     profile = folded.flatten(1, 2).sum(0)
     return profile / profile.sum(-1, keepdim=True), received.sum(1) / (groups * share)
 
@@ -111,7 +102,7 @@ def _scores(
     query = query.to(wide)
     key = key.to(wide)
     grouped = torch.unflatten(query, 1, (key.shape[1], -1))
-    rule = Visibility(options.get("causal", True), 0, window)
+    rule = Visibility(True, 0, window)
     return AttentionScores(
         (grouped,),
         (key,),

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AttentionInterface
@@ -44,10 +45,9 @@ class LayerOutput:
     and ``key`` are the inputs to the scores (after rotary embedding and per-head norms): the
     attention weights are ``softmax(softcap * tanh(scale * query . key / softcap))`` over the
     visible keys; most models have no softcap. ``sinks`` are the scores of an additional key whose
-    value is zero. ``window`` is the number of keys that a query sees, including its own; without
-    ``causal``, it sees as many in the other direction. ``context`` contains each head's weighted
-    values before the output projection. A field is None if the model
-    does not expose it.
+    value is zero. ``window`` is the number of keys that a query sees, including its own.
+    ``context`` contains each head's weighted values before the output projection. A field is None
+    if the model does not expose it.
     """
 
     hidden: Tensor | None  # [B, T, E]
@@ -59,7 +59,6 @@ class LayerOutput:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None  # [H]
-    causal: bool = True
     context: Tensor | None = None  # [B, T, H, Dv]
 
     @property
@@ -216,26 +215,25 @@ def _record(
     window = options.get("sliding_window")
     window = window if isinstance(window, int) and window < length else None
     scale = options.get("scaling")
-    # without a mask, attention functions go by what the call says, then by what the module says
-    causal = options.get("is_causal", bool(getattr(module, "is_causal", True))) is not False
     # with a cache or another sequence as keys, positions do not match rows
     plain = key.shape[2] == length
     # flash attention and flex attention have no dense mask
-    if plain and isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
-        reach = length if window is None else window
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
         # a mask outweighs ``is_causal``. Its first and last row tell causality and window without a
-        # reading of the whole matrix: the first query of a causal mask sees itself alone, the last
-        # one ``window`` keys
+        # reading of the whole matrix
         ends = attention_mask[..., [0, -1], :]
-        first, last = (ends if not ends.dtype.is_floating_point else ends == 0).sum(-1).unbind(-1)
-        causal = bool((first == 1).all())
-        plain = bool((last == reach).all()) and (causal or bool((first == reach).all()))
+        seen = (ends if not ends.dtype.is_floating_point else ends == 0).sum(-1)
+        reach = length if window is None else window
+        plain = plain and bool((seen == torch.tensor([1, reach], device=seen.device)).all())
+    else:
+        # attention functions go by what the call says, then by what the module says
+        causal = options.get("is_causal", getattr(module, "is_causal", True))
+        plain = plain and causal is not False
     recording.call = {
         "scale": query.shape[-1] ** -0.5 if scale is None else float(scale),
         "window": window,
         "softcap": options.get("softcap"),
         "sinks": options.get("s_aux"),
-        "causal": causal,
         "context": result[0],
     }
     if plain and options.get("position_bias") is None:

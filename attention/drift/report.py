@@ -88,15 +88,7 @@ class DriftReport(Measurement):
             "identical": self.identical,
             **metrics_dict(self, self.floor),
             "excess_by_position": [
-                {
-                    "from": stretch.start,
-                    "to": stretch.end,
-                    "value": finite(stretch.excess),
-                    "margin": finite(stretch.excess_margin),
-                    "kl": finite(stretch.kl),
-                    "kl_margin": finite(stretch.kl_margin),
-                    "sequences": stretch.sequences,
-                }
+                {name: finite(value) for name, value in vars(stretch).items()}
                 for stretch in self.stretches
             ],
             "perplexity": {

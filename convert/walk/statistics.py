@@ -54,7 +54,6 @@ class StatisticsAccumulator:
             output.key,
             output.scale,
             window=output.window,
-            causal=output.causal,
             softcap=output.softcap,
             sinks=output.sinks,
         )

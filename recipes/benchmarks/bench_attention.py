@@ -26,7 +26,7 @@ from measured import conditions
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from kvfold.attention import blocked, cache_bytes, grouped_attention, latent_attention
+from kvfold.attention import blocked, grouped_attention, latent_attention
 from kvfold.attention.latent import absorb_query, expand_value, latent_decode
 from kvfold.convert.measure.bench import peak_memory
 
@@ -100,7 +100,7 @@ def grouped_step(name: str, kv_heads: int, dtype: torch.dtype, device: str) -> S
     key, value = (
         random(BATCH, kv_heads, CONTEXT, DIM, dtype=dtype, device=device) for _ in range(2)
     )
-    read = cache_bytes("gqa", 1, CONTEXT, dtype, batch=BATCH, kv_heads=kv_heads, head_dim=DIM)
+    read = key.nbytes + value.nbytes
     return Step(
         name, read, 4 * BATCH * HEADS * CONTEXT * DIM, lambda: grouped_attention(query, key, value)
     )
@@ -117,8 +117,7 @@ def latent_step(form: str, dtype: torch.dtype, device: str) -> Step:
         random(HEADS, width, RANK, dtype=dtype, device=device) / RANK**0.5
         for width in (NOPE, VALUE)
     )
-    read = cache_bytes("mla", 1, CONTEXT, dtype, batch=BATCH, kv_rank=RANK, rope_dim=ROPE)
-    read += up_key.nbytes + up_value.nbytes
+    read = latent.nbytes + up_key.nbytes + up_value.nbytes
     slots = BATCH * HEADS * CONTEXT
     if form != "explicit":
         operations = 2 * slots * (2 * RANK + ROPE) + 2 * BATCH * HEADS * RANK * (NOPE + VALUE)

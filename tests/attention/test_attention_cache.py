@@ -1,70 +1,43 @@
 """Caches: exact bytes, and growth."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.attention import (
-    KVCache,
-    LatentCache,
-    cache_bytes,
-    cache_numbers,
-)
+import kvfold.attention
+from kvfold.attention import KVCache, LatentCache
 
-SIZES = {
-    "heads": 8,
-    "kv_heads": 2,
-    "head_dim": 16,
-    "kv_rank": 24,
-    "rope_dim": 4,
-}
+README = (Path(kvfold.attention.__file__).parent / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
-    ("variant", "cache", "numbers"),
+    ("variant", "cache"),
     [
-        (
-            "mha",
-            KVCache(2, 8, 16, 10, dtype=torch.bfloat16),
-            256,
-        ),
-        (
-            "gqa",
-            KVCache(2, 2, 16, 10, dtype=torch.bfloat16),
-            64,
-        ),
-        (
-            "mqa",
-            KVCache(2, 1, 16, 10, dtype=torch.bfloat16),
-            32,
-        ),
-        (
-            "mla",
-            LatentCache(2, 24, 4, 10, dtype=torch.bfloat16),
-            28,
-        ),
+        ("MHA", KVCache(2, 32, 128, 10, dtype=torch.bfloat16)),
+        ("GQA", KVCache(2, 8, 128, 10, dtype=torch.bfloat16)),
+        ("MQA", KVCache(2, 1, 128, dtype=torch.bfloat16)),
+        ("MLA", LatentCache(2, 512, 64, dtype=torch.bfloat16)),
     ],
 )
-def test_bytes_of_the_formula_are_bytes_of_the_cache(variant, cache, numbers):
-    cache.append(*map(torch.zeros_like, cache.buffers))
-    assert cache_numbers(variant, **SIZES) == numbers
-    assert cache.nbytes == sum(buffer.nbytes for buffer in cache.buffers)
-    assert cache.nbytes == cache_bytes(variant, 1, 10, torch.bfloat16, batch=2, **SIZES)
+def test_bytes_of_the_cache_are_those_of_the_table_in_the_readme(variant, cache):
+    numbers = int(re.search(rf"^\| {variant} \| `[^`]*` \| (\d+)", README, re.MULTILINE)[1])
+    tokens = [buffer.new_zeros(*buffer.shape[:-2], 7, buffer.shape[-1]) for buffer in cache.buffers]
+    cache.append(*tokens)
+    assert cache.nbytes == 2 * 7 * numbers * torch.bfloat16.itemsize
 
 
 def test_values_may_be_narrower_than_keys():
     cache = KVCache(1, 2, 16, value_dim=8)
     cache.append(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 8))
-    sizes = {"kv_heads": 2, "head_dim": 16, "value_dim": 8}
-    assert cache.nbytes == cache_bytes("gqa", 1, 3, torch.float32, **sizes)
+    assert cache.nbytes == 3 * 2 * (16 + 8) * torch.float32.itemsize
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(
-    st.lists(st.integers(1, 5), min_size=1, max_size=8),
-    st.integers(0, 6),
-)
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.integers(0, 6))
 def test_growing_keeps_every_token(pieces, capacity):
     cache = LatentCache(2, 3, 1, capacity)
     tokens = torch.arange(2 * sum(pieces) * 4.0).view(2, -1, 4)

@@ -8,7 +8,6 @@ from kvfold.attention import (
     KVCache,
     absorb,
     apply_rotary,
-    cache_bytes,
     grouped_attention,
     latent_attention,
     rotary_frequencies,
@@ -57,8 +56,6 @@ CASES = {
     "layout": lambda: apply_rotary(QUERY, TABLES, "mixed"),
     "cache heads": lambda: append(heads=3),
     "gradient": lambda: append(learns=True),
-    "missing size": lambda: cache_bytes("gqa", 1, 1, torch.half, head_dim=2),
-    "variant": lambda: cache_bytes("mha2", 1, 1, torch.half),
     "softcap": lambda: blockwise_attention(nn.Module(), QUERY, KEY, KEY, None, softcap=1.0),
     "model": lambda: as_stream(nn.Linear(2, 2)),
 }

@@ -37,10 +37,12 @@ def cases(draw, batch: int, queries: int, keys: int) -> Case:
     starts = draw(st.sampled_from([None, torch.randint(keys + 1, (batch,))]))
     if keys < queries:
         return Case(causal=False, starts=starts)
+    offset = draw(st.none() | st.integers(0, keys - queries))
+    window = draw(st.none() | st.integers(1, keys + 2))
     return Case(
-        causal=draw(st.booleans()),
-        offset=draw(st.none() | st.integers(0, keys - queries)),
-        window=draw(st.none() | st.integers(1, keys + 2)),
+        causal=window is not None or draw(st.booleans()),
+        offset=offset,
+        window=window,
         starts=starts,
     )
 

@@ -29,7 +29,6 @@ CASES = {
     "causal": Case(),
     "both ways": Case(causal=False),
     "window": Case(window=5),
-    "window both ways": Case(window=5, causal=False),
     "starts": Case(starts=torch.tensor([0, 7])),
     "offset": Case(offset=20),
 }

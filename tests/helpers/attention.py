@@ -37,7 +37,7 @@ class Case:
     def offset_of(self, queries: int, keys: int) -> int:
         if self.offset is not None:
             return self.offset
-        return keys - queries if self.causal or self.window else 0
+        return keys - queries if self.causal else 0
 
     def visible(self, batch: int, queries: int, keys: int) -> Tensor:
         """The mask as a matrix ``[B, 1, T, S]``, straight from its definition, on the CPU."""
@@ -47,7 +47,7 @@ class Case:
         if self.causal:
             seen = seen & (key <= position)
         if self.window is not None:
-            seen = seen & ((position - key).abs() < self.window)
+            seen = seen & (position - key < self.window)
         if self.starts is not None:
             seen = seen & (key >= self.starts[:, None, None])
         return seen[:, None]

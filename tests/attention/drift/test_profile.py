@@ -24,9 +24,9 @@ def distances(length: int) -> Tensor:
     return torch.arange(length)[:, None] - torch.arange(length)
 
 
-def visible(length: int, window: int | None, causal: bool) -> Tensor:
-    seen = (distances(length) >= 0) | (not causal)
-    return seen if window is None else seen & (distances(length).abs() < window)
+def visible(length: int, window: int | None) -> Tensor:
+    seen = distances(length) >= 0
+    return seen if window is None else seen & (distances(length) < window)
 
 
 def sum_by_distance(maps: Tensor) -> Tensor:
@@ -69,8 +69,8 @@ def budget(request, monkeypatch):
 
 @pytest.mark.usefixtures("budget")
 @QUICKLY
-@given(SIZES, WINDOW, st.booleans(), SOFTCAP, st.booleans())
-def test_sums_are_those_of_whole_maps(sizes, window, causal, softcap, with_sinks):
+@given(SIZES, WINDOW, SOFTCAP, st.booleans())
+def test_sums_are_those_of_whole_maps(sizes, window, softcap, with_sinks):
     query, key = heads(*sizes)
     sinks = torch.linspace(-2, 3, query.shape[1], dtype=torch.float64) if with_sinks else None
     profile, received = attention_sums(
@@ -78,11 +78,10 @@ def test_sums_are_those_of_whole_maps(sizes, window, causal, softcap, with_sinks
         key,
         0.7,
         window=window,
-        causal=causal,
         softcap=softcap,
         sinks=sinks,
     )
-    seen = visible(query.shape[2], window, causal)
+    seen = visible(query.shape[2], window)
     maps = attention_maps(query, key, 0.7, seen, softcap, sinks)
     torch.testing.assert_close(profile, sum_by_distance(maps), rtol=1e-12, atol=1e-15)
     torch.testing.assert_close(received, maps.mean(1).sum(1), rtol=1e-12, atol=1e-15)
@@ -93,7 +92,7 @@ def test_float32_arithmetic_is_as_exact_as_the_formula_in_float32(
     dtype,
 ):
     query, key = (x.to(dtype) for x in heads(length=300))
-    seen = visible(300, None, True)
+    seen = visible(300, None)
     exact = sum_by_distance(attention_maps(query.double(), key.double(), 0.25, seen))
     naive = sum_by_distance(attention_maps(query.float(), key.float(), 0.25, seen))
     error = (distance_profile(query, key, 0.25) - exact).abs().max()

@@ -92,10 +92,10 @@ def test_the_loss_by_position_is_measured_beyond_the_length_of_the_calibration(f
     )
     before, after = (token_losses(model, tokens).double() for model in models)
     stretches = json.loads((folded / "kvfold.json").read_text())["drift"]["excess_by_position"]
-    assert [each["to"] for each in stretches] == [64, 128, 256, 512]
+    assert [each["end"] for each in stretches] == [64, 128, 256, 512]
     for each in stretches:
-        part = slice(each["from"] - 1, each["to"] - 1)
-        assert each["value"] == pytest.approx((after - before)[:, part].mean().item(), abs=2e-4)
+        part = slice(each["start"] - 1, each["end"] - 1)
+        assert each["excess"] == pytest.approx((after - before)[:, part].mean().item(), abs=2e-4)
         assert each["sequences"] == 4
     assert "By position, on 4 x 512 tokens:" in (folded / "README.md").read_text()
 
