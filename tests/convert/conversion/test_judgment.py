@@ -45,7 +45,7 @@ def test_a_verdict_is_uncertain_near_a_limit(margin, verdict):
         ({}, GOOD, "drift", {}),
         ({}, None, "drift", {}),
         ({}, POOR, "convert", {"effort": "thorough", "overwrite": True, "to": "mqa"}),
-        ({"refine": "auto", "seed": 1}, AWFUL, "convert", {"effort": "thorough", "seed": 1}),
+        ({"refine": "auto", "seed": 1}, AWFUL, "convert", {"effort": "thorough", "seed": "1"}),
         ({"effort": "normal"}, AWFUL, "uptrain", {}),
     ],
 )
