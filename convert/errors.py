@@ -112,11 +112,7 @@ def explain_system_error(error: Exception) -> str | None:
     None.
     """
     text = summarize_error(error)
-    if (
-        isinstance(error, MemoryError)
-        or "OutOfMemory" in type(error).__name__
-        or _OUT_OF_MEMORY.search(str(error))
-    ):
+    if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
         return f"no memory left ({text}); {ADVICE[errno.ENOMEM]}"
     # torch.save reports no cause; nearly always the disk is full.
     if "PytorchStreamWriter failed writing" in str(error):
@@ -135,8 +131,6 @@ def suggest_name(name: Any, known: Iterable[str]) -> str:
     """`` (did you mean NAME?)`` with the member of ``known`` most similar to ``name``; empty if
     none is similar.
     """
-    # Case, dashes and surrounding blanks do not matter.
-    names = {text.lower().replace("-", "_"): text for text in known}
-    wanted = str(name).strip().lower().replace("-", "_")
-    close = get_close_matches(wanted, names, 1)
+    names = {text.lower(): text for text in known}
+    close = get_close_matches(str(name).strip().lower(), names, 1)
     return f" (did you mean {names[close[0]]}?)" if close else ""

@@ -68,45 +68,40 @@ class Option:
     choices: tuple[str, ...] = ()
     is_tuple: bool = False
 
-    def normalize(self, value: Any) -> Any:
-        """``value`` as a request stores it: paths as text, lists as tuples, digits as numbers."""
+    def parse(self, value: Any) -> Any:
+        """``value`` as a request stores it: paths as text, lists as tuples, digits as numbers.
+
+        Raises ValueError with the rule that it breaks, in words that follow "must be".
+        """
+        if value is None and self.default is None:
+            return None
         if not self.is_tuple:
-            return self._normalize_item(value)
+            return self._parse_item(value)
         if isinstance(value, str) and not (self.argument or self.multiple):
             value = [item.strip() for item in value.split(",") if item.strip()]
         items = value if isinstance(value, (list, tuple)) else [value]
-        return tuple(dict.fromkeys(map(self._normalize_item, items)))
+        return tuple(dict.fromkeys(map(self._parse_item, items)))
 
-    def _normalize_item(self, value: Any) -> Any:
+    def _parse_item(self, value: Any) -> Any:
         if isinstance(value, os.PathLike):
-            return os.fspath(value)
+            value = os.fspath(value)
+        if isinstance(value, str) and value in self.choices:
+            return value
         # int() also reads the digits of other scripts.
         if isinstance(value, str) and value.isascii():
             for number in {int, float} & {*self.types}:
                 with suppress(ValueError):
-                    return number(value)
-        return value
-
-    def broken_rule(self, value: Any) -> str | None:
-        """The rule that ``value`` breaks, in words that follow "must be"; None if it is valid."""
-        if value is None and self.default is None:
-            return None
-        if all(map(self._accepts, value if self.is_tuple else (value,))):
-            return None
-        if not self.types:
-            return f"one of {', '.join(self.choices)}{suggest_name(value, self.choices)}"
-        return self.rule or _TYPE_RULES[self.types[0]].format(self.minimum, self.maximum)
-
-    def _accepts(self, value: Any) -> bool:
+                    value = number(value)
         # Compared exactly, because isinstance accepts True as an int.
-        kind = type(value)
-        if kind is str and value in self.choices:
-            return True
-        if kind not in self.types and not (kind is int and float in self.types):
-            return False
-        if kind in (int, float) and not self.minimum <= value <= self.maximum:
-            return False
-        return self.check is None or bool(self.check(value))
+        kind = float if type(value) is int and float in self.types else type(value)
+        within = kind not in (int, float) or self.minimum <= value <= self.maximum
+        if kind in self.types and within and (self.check is None or self.check(value)):
+            return value
+        if not self.types:
+            similar = suggest_name(value, self.choices)
+            raise ValueError(f"one of {', '.join(self.choices)}{similar}")
+        rule = _TYPE_RULES[self.types[0]].format(self.minimum, self.maximum)
+        raise ValueError(self.rule or rule)
 
 
 def option(default: Any = MISSING, help: str = "", **details: Any) -> Any:
@@ -184,12 +179,12 @@ class Request:
     def __post_init__(self) -> None:
         problems = []
         for name, spec in collect_options(type(self)).items():
-            value = spec.normalize(getattr(self, name))
-            object.__setattr__(self, name, value)
-            if (rule := spec.broken_rule(value)) is not None:
-                shown = ", ".join(map(repr, value)) if isinstance(value, tuple) else repr(value)
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, spec.parse(value))
+            except ValueError as rule:
                 option_name = name.upper() if spec.argument else format_option(name)
-                problems.append((name, f"{option_name} must be {rule}, not {shown}"))
+                problems.append((name, f"{option_name} must be {rule}, not {value!r}"))
         problems = problems or list(self.problems())
         if problems:
             field, message = problems[0]

@@ -6,12 +6,10 @@ Keys are option names with underscores, as in ``ConvertRequest`` and ``kvfold.js
 
 import os
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.errors import InputError, shorten, suggest_name, summarize_error
+from kvfold.convert.errors import InputError, option_error, suggest_name, summarize_error
 from kvfold.convert.formatting import format_table
 from kvfold.convert.methods.registry import methods_of
 from kvfold.convert.options import collect_options
@@ -32,17 +30,6 @@ _DISPLACES = {
 }
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """``options`` are keyed by ``ConvertRequest`` field; ``about`` has model, saving, uptraining
-    command, etc.
-    """
-
-    origin: str
-    options: Mapping[str, Any]
-    about: Mapping[str, Any]
-
-
 def list_recipe_names() -> list[str]:
     """Sorted names of the shipped recipes."""
     return sorted(path.stem for path in _RECIPE_FOLDER.glob("*.toml"))
@@ -52,11 +39,11 @@ def list_recipes() -> list[dict[str, Any]]:
     """The shipped recipes as JSON values: each one's name, ``options``, and the entries of its
     ``about``.
     """
-    listed = []
+    recipes = []
     for name in list_recipe_names():
-        recipe = read_recipe(name)
-        listed.append({"name": name, "options": dict(recipe.options), **recipe.about})
-    return listed
+        options, about = read_recipe(name)
+        recipes.append({"name": name, "options": options, **about})
+    return recipes
 
 
 def format_recipes() -> str:
@@ -82,62 +69,49 @@ def recipe_request(recipe: str, **overrides: Any) -> ConvertRequest:
     >>> request.kv_rank, request.rope_dim
     (448, 64)
     """
-    read = read_recipe(recipe)
+    options, _ = read_recipe(recipe)
     given = {name for name, value in overrides.items() if value is not None}
     displaced = {name for override in given for name in _DISPLACES.get(override, ())} - given
     to = overrides.get("to")
-    if to not in (None, read.options.get("to")):
-        for name, spec in collect_options(ConvertRequest).items():
-            if spec.targets and to not in spec.targets:
-                displaced.add(name)
-        if read.options.get("method") not in methods_of(to):
+    if to not in (None, options.get("to")):
+        specs = collect_options(ConvertRequest)
+        displaced |= {name for name in specs if to not in (specs[name].targets or (to,))}
+        if options.get("method") not in methods_of(to):
             displaced.add("method")
-    values = {name: value for name, value in read.options.items() if name not in displaced}
-    values |= overrides
-    if values.get("to") is None:
-        way_out = 'add a line such as to = "mqa" (or "gqa", "mla"), or use --to'
-        raise InputError(f"{read.origin} has no target; {way_out}")
+    values = {name: value for name, value in options.items() if name not in displaced}
     try:
-        return ConvertRequest(**values)
+        return ConvertRequest(**{"to": None, **values, **overrides})
     except InputError as error:
-        raise error.with_prefix(f"with {read.origin}") from None
+        raise error.with_prefix(f"--recipe {recipe}") from None
 
 
-def read_recipe(recipe: str) -> Recipe:
-    """The shipped recipe called ``recipe``, or the one in the file ``recipe``. Raises InputError if
-    it is not valid.
+def read_recipe(recipe: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options, keyed by ``ConvertRequest`` field, of the shipped recipe or the file ``recipe``,
+    and the table ``about``: model, saving, uptraining command, etc. Raises InputError if there is
+    no such recipe, or if it contains anything else.
     """
     names = list_recipe_names()
     # Names come first, so that a file with the same name in the current folder does not change
     # their meaning.
-    if recipe in names:
-        path = _RECIPE_FOLDER / f"{recipe}.toml"
-        origin = f"recipe {recipe}"
-    elif os.path.isfile(recipe):
-        path = Path(recipe)
-        origin = recipe
-    else:
-        hint = suggest_name(recipe.removesuffix(".toml"), names)
-        unknown = f"--recipe {shorten(recipe)} is neither a shipped recipe{hint} nor a file"
-        way_out = f"use a FILE.toml or one of {', '.join(names)}"
-        raise InputError(f"{unknown}; {way_out}", field="recipe")
+    path = _RECIPE_FOLDER / f"{recipe}.toml" if recipe in names else Path(recipe)
+    if not os.path.isfile(path):
+        unknown = f"is neither a shipped recipe{suggest_name(recipe, names)} nor a file"
+        rule = f"{unknown}; use a FILE.toml or one of {', '.join(names)}"
+        raise option_error("recipe", recipe, rule)
     try:
         with path.open("rb") as file:
             text = file.read(_LARGEST_RECIPE).decode("utf-8-sig")
-        content = tomllib.loads(text)
+        options = tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:  # also of numbers with too many digits
-        raise InputError(
-            f"{origin} is not valid TOML: {summarize_error(error)}; correct the file"
-        ) from error
-    about = content.pop("about", {})
+        rule = f"is not valid TOML: {summarize_error(error)}; correct the file"
+        raise option_error("recipe", recipe, rule) from error
+    about = options.pop("about", {})
     specs = {name: spec for name, spec in collect_options(ConvertRequest).items() if not spec.runs}
-    problems = []
-    for key in content.keys() - specs.keys():
-        similar = suggest_name(key, specs)
-        problems.append(f"unknown key {key!r}{similar}; a recipe may contain {', '.join(specs)}")
     # Options in [about] would be silently ignored.
     if not isinstance(about, dict) or about.keys() & specs.keys():
-        problems.append("[about] must be a table without options; write options above it")
-    if problems:
-        raise InputError(f"{origin}: {problems[0]}", problems[1:], field="recipe")
-    return Recipe(origin, content, about)
+        rule = ": [about] must be a table without options; write options above it"
+        raise option_error("recipe", recipe, rule)
+    for key in options.keys() - specs.keys():
+        rule = f": unknown key {key!r}{suggest_name(key, specs)}"
+        raise option_error("recipe", recipe, f"{rule}; a recipe may contain {', '.join(specs)}")
+    return options, about
