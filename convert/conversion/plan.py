@@ -31,8 +31,7 @@ from kvfold.convert.targets.engines import (
     support_for,
 )
 from kvfold.convert.targets.mla.layout import plan_stock_mla
-from kvfold.convert.targets.mla.problems import latent_problems
-from kvfold.convert.targets.mla.spec import MlaSpec, cached_divisors
+from kvfold.convert.targets.mla.spec import MlaSpec, cached_divisors, latent_problems
 from kvfold.convert.targets.output_checkpoint import OutputCheckpoint
 from kvfold.convert.targets.own_code import needs_own_code, plan_own_fold, plan_own_mla
 from kvfold.convert.targets.same_family import attention_label, cache_elements, plan_stock_fold

@@ -7,7 +7,7 @@ headers and a config.
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,8 +27,8 @@ from kvfold.convert.families.rotary import (
     rope_parameters,
     rotary_dims,
 )
-from kvfold.convert.families.schema import ABSENT, ROLES, Block, BlockRole, Family, Role
-from kvfold.convert.families.values import Values, evaluate, evaluate_section, is_number
+from kvfold.convert.families.schema import ABSENT, ROLES, Block, BlockRole, Expression, Family, Role
+from kvfold.convert.families.values import Values, evaluate, is_number
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,13 @@ def _read_geometry(values: Values) -> Geometry:
             f"config.json: {sizes.kv_heads or 'key/value heads'} is {kv_heads}, but it must divide"
             f" the {heads} query heads"
         )
-    return Geometry(
-        layers=_check_count("the number of layers", evaluate(sizes.layers, values)),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=evaluate(sizes.head_dim, values),
-        model_dim=evaluate(sizes.model_dim, values),
-        rotary_dims=rotary_dims(values),
-        vocabulary=evaluate(sizes.vocabulary, values),
-        positions=evaluate(sizes.positions, values),
-        initializer_range=evaluate(sizes.initializer_range, values),
-    )
+    numbers = {
+        item.name: evaluate(getattr(sizes, item.name), values)
+        for item in fields(Geometry)
+        if item.name not in ("heads", "kv_heads", "rotary_dims")
+    }
+    _check_count("the number of layers", numbers["layers"])
+    return Geometry(heads=heads, kv_heads=kv_heads, rotary_dims=rotary_dims(values), **numbers)
 
 
 @dataclass(frozen=True)
@@ -163,9 +159,12 @@ class Model:
     def block(self) -> Block:
         """The norms and MLP around the attention."""
         block = self.family.block
-        routing = None if block.routing is None else evaluate_section(block.routing, self.values)
-        sparse = any(layer.sparse for layer in self.layers)
-        return evaluate_section(replace(block, sparse=sparse, routing=routing), self.values)
+        values = {
+            item.name: evaluate(getattr(block, item.name), self.values)
+            for item in fields(block)
+            if item.type is Expression and item.name != "sparse"
+        }
+        return replace(block, **values, sparse=any(layer.sparse for layer in self.layers))
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -293,17 +292,15 @@ class Model:
             table = rope_parameters(values, values["layer_type"])
             if table.get(rotary.query_growth):
                 growth = read_number(table, rotary.query_growth)
+        names = ("window", "softcap", "clip", "alibi")
         return AttentionLayer(
             index=index,
             type=values["layer_type"],
             scale=float(scale),
-            window=evaluate(attention.window, values),
             rotates=bool(evaluate(rotary.rotates, values)),
-            softcap=evaluate(attention.softcap, values),
-            clip=evaluate(attention.clip, values),
-            alibi=bool(evaluate(attention.alibi, values)),
             sparse=values["sparse"],
             growth=growth,
+            **{name: evaluate(getattr(attention, name), values) for name in names},
         )
 
     def _attention_shapes(self) -> Iterator[tuple[str, tuple[Role, ...], tuple[int, ...]]]:

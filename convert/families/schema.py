@@ -27,30 +27,58 @@ ROLES: tuple[Role, ...] = ("q", "k", "v", "o")
 
 # Roles of the tensors outside the attention, the keys of the section ``tensors``. Targets look
 # tensors up by them, and a target refuses a family with a role that it has no place for.
-_Outer = Literal[
-    "embedding", "positions", "project_in", "project_out", "head", "head_bias"
-]  # of the whole model
-_OuterNorm = Literal["embedding_norm", "embedding_norm_bias", "final_norm", "final_norm_bias"]
-# Norms of a layer: before a sublayer, behind it (post), or of one sublayer where the two of a
-# parallel layer differ.
-_Norm = Literal["attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias"]
-_PostNorm = Literal["attention_post_norm", "mlp_post_norm"]
-_OwnNorm = Literal[
-    "attention_own_norm", "attention_own_norm_bias", "mlp_own_norm", "mlp_own_norm_bias"
-]
-# The MLP. ``gate_up`` is both in one tensor; the ``activation_`` roles are parameters of xIELU
-# (apertus).
-_Mlp = Literal["gate", "up", "gate_up", "down", "gate_bias", "up_bias", "down_bias"]
-_Activation = Literal[
-    "activation_positive", "activation_negative", "activation_beta", "activation_eps"
-]
-# Experts: a tensor for each (``expert_``), one for all (``experts_``), and the expert that every
-# token takes.
-_Expert = Literal["router", "router_bias", "expert_gate", "expert_up", "expert_down"]
-_Experts = Literal["experts_gate_up", "experts_gate_up_bias", "experts_down", "experts_down_bias"]
-_Shared = Literal["shared_gate", "shared_up", "shared_down", "shared_router"]
 BlockRole = Literal[
-    _Outer, _OuterNorm, _Norm, _PostNorm, _OwnNorm, _Mlp, _Activation, _Expert, _Experts, _Shared
+    # of the whole model
+    "embedding",
+    "positions",
+    "project_in",
+    "project_out",
+    "head",
+    "head_bias",
+    "embedding_norm",
+    "embedding_norm_bias",
+    "final_norm",
+    "final_norm_bias",
+    # Norms of a layer: before a sublayer, behind it (post), or of one sublayer where the two of a
+    # parallel layer differ.
+    "attention_norm",
+    "attention_norm_bias",
+    "mlp_norm",
+    "mlp_norm_bias",
+    "attention_post_norm",
+    "mlp_post_norm",
+    "attention_own_norm",
+    "attention_own_norm_bias",
+    "mlp_own_norm",
+    "mlp_own_norm_bias",
+    # The MLP. ``gate_up`` is both in one tensor; the ``activation_`` roles are parameters of xIELU
+    # (apertus).
+    "gate",
+    "up",
+    "gate_up",
+    "down",
+    "gate_bias",
+    "up_bias",
+    "down_bias",
+    "activation_positive",
+    "activation_negative",
+    "activation_beta",
+    "activation_eps",
+    # Experts: a tensor for each (``expert_``), one for all (``experts_``), and the expert that every
+    # token takes.
+    "router",
+    "router_bias",
+    "expert_gate",
+    "expert_up",
+    "expert_down",
+    "experts_gate_up",
+    "experts_gate_up_bias",
+    "experts_down",
+    "experts_down_bias",
+    "shared_gate",
+    "shared_up",
+    "shared_down",
+    "shared_router",
 ]
 
 
@@ -198,19 +226,6 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Routing:
-    """Routing of each token to the ``per_token`` experts with the largest softmax probabilities of
-    the router.
-
-    The probabilities weight the outputs of these experts; if ``renormalized``, they are first
-    divided by their sum.
-    """
-
-    per_token: Expression
-    renormalized: Expression
-
-
-@dataclass(frozen=True)
 class Block:
     """The parts of a decoder layer and of the model around the attention.
 
@@ -219,8 +234,10 @@ class Block:
     separate norm for each. ``mlp``: ``gated``, ``gated_fused`` (gate and up in one tensor) or
     ``plain``. The gain of a norm is weight + ``norm_offset``. ``sparse``: a mixture of experts
     instead of one MLP, in a layer (family file) or in any (``Model``). ``residual_scale``
-    multiplies the output of each sublayer before it is added. ``routing`` is None without experts
-    or if `Routing` does not describe their choice and weights.
+    multiplies the output of each sublayer before it is added. ``experts_per_token``: each token is
+    routed to that many experts, those with the largest softmax probabilities of the router, which
+    weight their outputs, first divided by their sum if ``experts_renormalized``; null without
+    experts, and where they are chosen or weighted in another way.
     """
 
     norm: Literal["rms", "layer"]
@@ -232,7 +249,8 @@ class Block:
     norm_bias: bool = False
     norm_weight: bool = True
     sparse: Expression = False
-    routing: Routing | None = None
+    experts_per_token: Expression = None
+    experts_renormalized: Expression = None
     tied: Expression = False
     residual_scale: Expression = 1.0
     embedding_scale: Expression = 1.0

@@ -8,15 +8,13 @@ indexing). Any other JSON value stands for itself.
 import ast
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.schema import ABSENT, Block, Expression, Family, Routing
-
-Section = TypeVar("Section", Routing, Block)
+from kvfold.convert.families.schema import ABSENT, Family
 
 _ALLOWED = (
     ast.Expression,
@@ -54,12 +52,6 @@ def evaluate(expression: Any, scope: "Values | Mapping[str, Any]") -> Any:
         raise InputError(
             f"config.json: {expression} cannot be computed ({error}); correct these keys"
         ) from None
-
-
-def evaluate_section(section: Section, scope: "Values") -> Section:
-    """``section``, a dataclass of the schema, with its expressions evaluated."""
-    names = [item.name for item in fields(section) if item.type is Expression]
-    return replace(section, **{name: evaluate(getattr(section, name), scope) for name in names})
 
 
 def names_in(expression: Any) -> frozenset[str]:

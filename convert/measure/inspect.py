@@ -34,8 +34,7 @@ from kvfold.convert.targets.engines import (
     propose_kernel_splits,
     support_for,
 )
-from kvfold.convert.targets.mla.problems import model_problems
-from kvfold.convert.targets.mla.spec import MlaSpec, is_latent
+from kvfold.convert.targets.mla.spec import MlaSpec, is_latent, model_problems
 from kvfold.convert.targets.own_code import (
     BLOCK,
     grouped_model,

@@ -19,13 +19,13 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import older_rope_keys
 from kvfold.convert.families.values import evaluate
 from kvfold.convert.request import Layout
-from kvfold.convert.targets.mla.problems import latent_problems
 from kvfold.convert.targets.mla.spec import (
     EXPERT_TYPE,
     KERNEL_CACHES,
     KERNEL_HEADS,
     MlaSpec,
     cached_divisors,
+    latent_problems,
 )
 from kvfold.convert.targets.own_code import needs_own_code
 from kvfold.convert.targets.same_family import cache_elements

@@ -12,7 +12,7 @@ norms on queries and keys if the source has them.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.members import with_dtype
@@ -24,11 +24,6 @@ from kvfold.convert.families.values import evaluate
 from kvfold.convert.targets.mla.spec import MlaSpec, attention_shapes, cached_divisors
 from kvfold.convert.targets.output_checkpoint import OutputCheckpoint, output_dtype
 from kvfold.convert.targets.same_family import FoldCheckpoint, attention_label, cache_elements
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 
 CODE = "kvfold.attention.checkpoints.modeling_kvfold"
 BLOCK = "kvfold"  # the key of config.json that says what the attention is like
@@ -94,7 +89,7 @@ class OwnMlaCheckpoint(OutputCheckpoint):
     checkpoint: Checkpoint
     dtype: str | None
 
-    def encode(self, layer: int, weights: "LatentWeights") -> dict[str, "Tensor"]:
+    def encode(self, layer: int, weights: Any) -> Mapping[str, Any]:
         from kvfold.convert.targets.mla.encode import own_tensors  # needs torch, a plan does not
 
         module = self.model.family.attention.module_of(layer)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvfold.convert.checkpoint.members import with_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
@@ -11,9 +11,6 @@ from kvfold.convert.families.model import Geometry, Model
 from kvfold.convert.families.rotary import older_rope_keys
 from kvfold.convert.families.schema import Role
 from kvfold.convert.targets.output_checkpoint import OutputCheckpoint, output_dtype
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +22,7 @@ class FoldCheckpoint(OutputCheckpoint):
     model: Model
     roles: Collection[Role]
 
-    def encode(self, layer: int, weights: Any) -> Mapping[str, "Tensor"]:
+    def encode(self, layer: int, weights: Any) -> Mapping[str, Any]:
         from kvfold.convert.families.layer_io import write_layer  # needs torch, a plan does not
 
         return write_layer(self.model, layer, weights, self.roles)

@@ -27,10 +27,10 @@ accept: llama.cpp refuses a model with as many groups of experts as experts, hen
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
 from kvfold.convert.checkpoint.members import with_dtype
@@ -48,11 +48,6 @@ from kvfold.convert.targets.mla.spec import (
     mla_sizes,
 )
 from kvfold.convert.targets.output_checkpoint import OutputCheckpoint, output_dtype
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kvfold.convert.transforms.latent.latent_weights import LatentWeights
 
 _ROPE_BASE = 10000.0  # of the standard frequencies that longrope's factors divide
 _ROLE_NAMES: dict[BlockRole, str] = {
@@ -89,22 +84,23 @@ def mla_config(
         "mlp_width": model.tensors[down[0]].shape[1],
     }
     if block.sparse:
-        assert block.routing is not None  # model_problems refuses models without
         sparse = [layer.index for layer in model.layers if layer.sparse]
         downs = model.names["expert_down", sparse[0]]
         values["dense_layers"] = sparse[0]
         values["expert_width"] = model.tensors[downs[0]].shape[1]
         values["experts"] = len(downs)
-        values["experts_per_token"] = block.routing.per_token
-        values["renormalized"] = block.routing.renormalized
     stock = _CLASSES["experts" if block.sparse else spec.layout]
     keys = {**stock["class"], **_CLASSES["all"], **stock["experts"]}
     return {
-        **{key: evaluate(value, values) for key, value in keys.items()},
+        **_evaluate_all(keys, values),
         **_rope_config(model, spec, theta),
         "dtype": dtype,
         "torch_dtype": dtype,  # the spelling before transformers 5
     }
+
+
+def _evaluate_all(table: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: evaluate(value, values) for key, value in table.items()}
 
 
 def _rope_config(model: Model, spec: MlaSpec, theta: Sequence[float]) -> dict[str, Any]:
@@ -117,16 +113,7 @@ def _rope_config(model: Model, spec: MlaSpec, theta: Sequence[float]) -> dict[st
         # YaRN of factor 1 changes no frequency and no scale. It is the way of DeepSeek-V3 itself;
         # for plain interleaved RoPE vLLM 0.32 has a kernel on CPUs that rotates several heads
         # wrongly.
-        table: dict[str, Any] = {
-            "rope_type": "yarn",
-            "rope_theta": base,
-            "factor": 1.0,
-            "original_max_position_embeddings": positions,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        }
+        table = _evaluate_all(_CLASSES["yarn"], {"base": base, "context": positions})
     elif base is not None and not spec.has_kernels:
         table = {"rope_type": "default", "rope_theta": base}
     else:
@@ -195,7 +182,7 @@ class MlaCheckpoint(OutputCheckpoint):
     prefixes: WrappedNames
     dtype: str | None
 
-    def encode(self, layer: int, weights: "LatentWeights") -> dict[str, "Tensor"]:
+    def encode(self, layer: int, weights: Any) -> Mapping[str, Any]:
         from kvfold.convert.targets.mla.encode import mla_tensors  # needs torch, a plan does not
 
         tensors = mla_tensors(weights, layer, self.spec)

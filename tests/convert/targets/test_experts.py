@@ -20,8 +20,7 @@ from kvfold.convert.targets.engines import (
     support_for,
 )
 from kvfold.convert.targets.mla.layout import mla_config, mla_shapes
-from kvfold.convert.targets.mla.problems import model_problems
-from kvfold.convert.targets.mla.spec import MlaSpec
+from kvfold.convert.targets.mla.spec import MlaSpec, model_problems
 
 MIXTRAL = {"sliding_window": None, "num_key_value_heads": 4}
 LOSSLESS = {

@@ -8,8 +8,7 @@ from transformers import AutoConfig
 
 from kvfold.convert.families.model import model_of
 from kvfold.convert.targets.mla.layout import longrope, mla_config, plain_base
-from kvfold.convert.targets.mla.problems import latent_problems
-from kvfold.convert.targets.mla.spec import MlaSpec, context_length
+from kvfold.convert.targets.mla.spec import MlaSpec, context_length, latent_problems
 
 
 def config_of(model_type, **changes):
