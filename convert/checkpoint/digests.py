@@ -5,6 +5,7 @@ files whole. Together they cover every byte of a checkpoint that kvfold wrote.
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,12 @@ def stamps(paths: Iterable[Path]) -> list[list[Any]]:
     ]
 
 
-def add_hashes(
-    record: dict[str, Any], folder: Path, known: Mapping[str, str] | None = None
-) -> None:
+def add_hashes(record: dict[str, Any], folder: Path, known: Mapping[str, str]) -> None:
     """Add the hashes of all files and tensors in ``folder`` to its ``record``. Tensors with a
     ``known`` hash are not read.
     """
     checkpoint = open_checkpoint(folder)
-    checkpoint.digests.update(known or {})
+    checkpoint.digests.update(known)
     checkpoint.model_digest()
     tensors = record.setdefault("tensors", {})
     for name, digest in checkpoint.digests.items():
@@ -71,14 +70,12 @@ def read_hashes(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     if not os.path.lexists(folder / RECORD):
         return {}, {}
     record = parse_json(folder / RECORD, read_member(folder, RECORD))
-    files = record.get("files", {})
-    tensors = record.get("tensors", {})
-    try:
+    with suppress(AttributeError):  # no objects
+        tensors = record.get("tensors", {})
         hashes = {name: str(entry.get("sha256")) for name, entry in tensors.items()}
+        files = record.get("files", {})
         if all(isinstance(digest, str) for digest in files.values()):
             return files, hashes
-    except AttributeError:  # no dict
-        pass
     raise InputError(
         f"{folder / RECORD}: 'files' and 'tensors' must map names to SHA-256 hashes; convert or"
         " download the checkpoint again"

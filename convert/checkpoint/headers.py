@@ -60,8 +60,7 @@ def read_header(path: Path, file: str) -> list[TensorInfo]:
         # shape, and that together they fill the file.
         with safe_open(path, framework="numpy"):
             base = header_end(path)
-        header = read_bytes(path, base)[_LENGTH_BYTES:]
-        entries = json.loads(header, object_pairs_hook=_refuse_duplicates)
+        entries = json.loads(read_bytes(path, base)[_LENGTH_BYTES:])
         entries.pop("__metadata__", None)
         tensors = []
         for name, entry in entries.items():
@@ -81,10 +80,3 @@ def read_header(path: Path, file: str) -> list[TensorInfo]:
 def header_end(path: Path) -> int:
     """The position of a safetensors file's first tensor, according to its first bytes."""
     return _LENGTH_BYTES + int.from_bytes(read_bytes(path, _LENGTH_BYTES), "little")
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("its header contains a name twice")
-    return result

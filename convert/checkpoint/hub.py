@@ -36,7 +36,6 @@ _HUB_ADVICE = {
     "RevisionNotFoundError": (
         "the model has no such revision; choose a branch, tag or commit from its page"
     ),
-    "HFValidationError": "no such folder, and not a valid hub id (owner/name)",
 }
 
 

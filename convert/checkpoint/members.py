@@ -23,40 +23,12 @@ CARD = "README.md"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LEGACY = LEGACY_SINGLE, LEGACY_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-WEIGHT_SUFFIXES = {
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".npz",
-}
+_FILES = json.loads(Path(__file__).with_name("files.json").read_text())
+WEIGHT_SUFFIXES: list[str] = _FILES["weight_suffixes"]
+# Files that are passed on with the weights: how to use them, and under which terms
+EXTRA_PATTERNS: list[str] = _FILES["extra_patterns"]
 # The files of a tokenizer that may have its chat template
 CHAT_FILES = "tokenizer_config.json", "chat_template.jinja"
-# Files that are passed on with the weights: how to use them, and under which terms
-EXTRA_PATTERNS = (
-    "tokenizer*",
-    "generation_config.json",
-    "chat_template*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "*.jinja",
-    "additional_chat_templates/*.jinja",
-    "*processor_config.json",
-    "LICENSE*",
-    "LICENCE*",
-    "NOTICE*",
-    "COPYING*",
-    "USE_POLICY*",
-)
 # The way out of every quantization
 DEQUANTIZE = (
     "use the unquantized checkpoint, or dequantize the model first, as docs/questions.md shows"
@@ -81,12 +53,6 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 # Safe reading
 
 
-def explain_unreadable(path: object, error: OSError) -> InputError:
-    """The error of a file or folder that cannot be read."""
-    way_out = ADVICE.get(error.errno or 0, "make it readable or download it again")
-    return InputError(f"{path} cannot be read ({error.strerror}); {way_out}")
-
-
 def read_into(buffer: memoryview, path: Path, start: int) -> None:
     """Fill ``buffer`` with the bytes of a regular file from ``start``. InputError if it is none, is
     too short or cannot be read.
@@ -109,7 +75,8 @@ def read_into(buffer: memoryview, path: Path, start: int) -> None:
         finally:
             os.close(file)
     except OSError as error:
-        raise explain_unreadable(path, error) from None
+        way_out = ADVICE.get(error.errno or 0, "make it readable or download it again")
+        raise InputError(f"{path} cannot be read ({error.strerror}); {way_out}") from None
 
 
 def read_steps(path: Path, start: int, end: int) -> Iterator[memoryview]:
@@ -209,16 +176,6 @@ def parse_json(path: Path, data: bytes) -> dict[str, Any]:
     return value
 
 
-def json_beside(folder: Path, name: str) -> dict[str, Any]:
-    """The JSON object in the file ``name`` of ``folder``, or an empty dict if the file is missing
-    or damaged.
-    """
-    try:
-        return parse_json(folder / name, read_member(folder, name))
-    except InputError:
-        return {}
-
-
 def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     """Read ``config.json``. Returns its content and the SHA-256 of its bytes."""
     path = folder / CONFIG
@@ -252,14 +209,14 @@ def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """A copy of ``config`` with ``dtype`` under its dtype keys ("dtype" if it has none), in nested
     configs too.
     """
-    changed = {
-        name: with_dtype(value, dtype)
-        for name, value in config.items()
-        if isinstance(value, Mapping) and any(key in value for key in _DTYPE_KEYS)
-    }
+    changed = dict(config)
+    for name, value in config.items():
+        if isinstance(value, Mapping) and any(key in value for key in _DTYPE_KEYS):
+            changed[name] = with_dtype(value, dtype)
     # older and newer readers know one key each: both stay where both are
-    present = [key for key in _DTYPE_KEYS if key in config] or ["dtype"]
-    return {**config, **changed, **dict.fromkeys(present, dtype)}
+    for key in [key for key in _DTYPE_KEYS if key in config] or ["dtype"]:
+        changed[key] = dtype
+    return changed
 
 
 # Names in a folder
@@ -298,13 +255,6 @@ def weight_file(names: Collection[str], where: object) -> str:
         f" {INDEX} or {LEGACY_SINGLE}; save the model with save_pretrained (docs/questions.md shows"
         " how for GGUF)"
     )
-
-
-def recorded_name(source: str) -> str:
-    """A model or text for records: local files and folders by name, without their path, and others
-    as they are.
-    """
-    return portable_name(Path(source).resolve()) if Path(source).exists() else source
 
 
 def portable_name(path: Path) -> str:

@@ -9,14 +9,14 @@ import hashlib
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert.checkpoint import hub
-from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TensorInfo, read_header
+from kvfold.convert.checkpoint.headers import DTYPES, FLOAT_DTYPES, TensorInfo, read_header
 from kvfold.convert.checkpoint.members import (
     CARD,
     CHAT_FILES,
@@ -24,10 +24,8 @@ from kvfold.convert.checkpoint.members import (
     DEQUANTIZE,
     LEGACY,
     STEP,
-    explain_unreadable,
     extra_names,
     file_states,
-    json_beside,
     parse_json,
     portable_name,
     read_bytes,
@@ -86,10 +84,10 @@ class Checkpoint:
     def chats(self) -> bool:
         """True if the tokenizer has a chat template, which is in one of two files."""
         settings, template = CHAT_FILES
-        return (
-            bool(json_beside(self.folder, settings).get("chat_template"))
-            or (self.folder / template).is_file()
-        )
+        with suppress(InputError):
+            if parse_json(Path(settings), read_member(self.folder, settings)).get("chat_template"):
+                return True
+        return (self.folder / template).is_file()
 
     def float_bytes(self) -> Counter[str]:
         """The bytes of floating-point tensors by dtype."""
@@ -248,10 +246,7 @@ def _hub_origin(model: str | os.PathLike[str], snapshot: Path) -> str:
 
 
 def _open_folder(folder: Path, origin: str) -> Checkpoint:
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError as error:
-        raise explain_unreadable(folder, error) from None
+    names = os.listdir(folder)
     extra = extra_names(folder)
     # states are taken before anything is read: a change in between must not go unseen
     states = file_states(folder / name for name in (CONFIG, *extra))
@@ -270,7 +265,7 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
         read = read_legacy_header
     weight_map = _read_index(folder, entry)
     paths = {}
-    tensors: dict[str, list[TensorInfo]] = {}
+    tensors: dict[str, TensorInfo] = {}
     for file in sorted(set(weight_map.values())) or [entry]:
         with _collect_problems(problems):
             path = paths[file] = resolve_member(folder, file, entry)
@@ -279,14 +274,17 @@ def _open_folder(folder: Path, origin: str) -> Checkpoint:
                 raise InputError(
                     f"{file}: a Git LFS pointer, not the file itself; fetch it with `git lfs pull`"
                 )
-            tensors[file] = read(path, file)
-    infos = {info.name: info for file in tensors.values() for info in file}
-    if weight_map:
-        problems += _index_problems(entry, weight_map, tensors)
+            tensors |= {info.name: info for info in read(path, file)}
+    if weight_map and not problems:
+        stored = {(info.name, info.file) for info in tensors.values()}
+        problems = [
+            f"{entry} and {file} disagree about tensor {name!r}; fetch both again"
+            for name, file in sorted(stored ^ weight_map.items())
+        ]
     if problems:
         raise InputError(problems[0], problems[1:])
     legacy = entry in LEGACY
-    checkpoint = Checkpoint(folder, config, infos, origin, digest, paths, states, legacy)
+    checkpoint = Checkpoint(folder, config, tensors, origin, digest, paths, states, legacy)
     _refuse_quantized(checkpoint)
     return checkpoint
 
@@ -319,33 +317,16 @@ def _read_index(folder: Path, entry: str) -> dict[str, str]:
     )
 
 
-def _index_problems(
-    index: str, weight_map: dict[str, str], tensors: Mapping[str, Iterable[TensorInfo]]
-) -> list[str]:
-    """A line for each difference between an index and the ``tensors`` of the files that could be
-    read.
-    """
-    stored = {(info.name, file) for file, infos in tensors.items() for info in infos}
-    listed = {(name, file) for name, file in weight_map.items() if file in tensors}
-    return [
-        f"{index} and {file} disagree about tensor {name!r}; fetch both again"
-        for name, file in sorted(stored ^ listed)
-    ]
-
-
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
     """Raise InputError if the config or a tensor says that the weights are quantized."""
     config = checkpoint.config
     settings = config.get("quantization_config") or config.get("compression_config")
-    if settings:
-        method = settings.get("quant_method") if isinstance(settings, dict) else settings
-        raise InputError(
-            f"{checkpoint.origin}: its weights are quantized ({shorten(method)}); {DEQUANTIZE}"
-        )
-    for info in checkpoint.tensors.values():
-        packed = info.dtype[0] in "IU" and info.name.endswith(_PACKED)
-        if packed or info.dtype.startswith(("F8_", "F6_", "F4")):
-            raise InputError(
-                f"{checkpoint.origin}: tensor {info.name!r} in {info.file} is quantized"
-                f" ({info.dtype}); {DEQUANTIZE}"
-            )
+    packed = [
+        info.name
+        for info in checkpoint.tensors.values()
+        if "torch" not in DTYPES[info.dtype]
+        or (info.dtype[0] in "IU" and info.name.endswith(_PACKED))
+    ]
+    if settings or packed:
+        sign = shorten(settings) if settings else f"tensor {packed[0]!r}"
+        raise InputError(f"{checkpoint.origin}: its weights are quantized ({sign}); {DEQUANTIZE}")

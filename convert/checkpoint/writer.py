@@ -12,13 +12,13 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvfold.convert.checkpoint.atomic import open_file, write_all, write_file
+from kvfold.convert.checkpoint.atomic import open_file, sync_path, write_all, write_file
 from kvfold.convert.checkpoint.digests import hash_file
 from kvfold.convert.checkpoint.headers import DTYPES, tensor_bytes
 from kvfold.convert.checkpoint.members import INDEX, SINGLE
@@ -92,10 +92,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """The place of a tensor: bytes ``start`` .. ``end`` of the file ``shard``."""
+    """The place of a tensor: bytes ``start`` .. ``end`` of ``file``."""
 
     tensor: OutputTensor
-    shard: str
+    file: Path
     start: int
     end: int
 
@@ -123,18 +123,6 @@ def assign_shards(tensors: Iterable[OutputTensor], max_bytes: int) -> list[Shard
     return shards
 
 
-def tensor_places(shards: Sequence[Shard]) -> dict[str, TensorPlace]:
-    """Map each tensor's name to its place."""
-    places: dict[str, TensorPlace] = {}
-    for shard in shards:
-        start = len(shard.header)
-        for tensor in shard.tensors:
-            end = start + tensor.nbytes
-            places[tensor.name] = TensorPlace(tensor, shard.file, start, end)
-            start = end
-    return places
-
-
 def write_index(folder: Path, shards: Sequence[Shard]) -> None:
     """Write model.safetensors.index.json for all ``shards`` of a checkpoint; a single shard does
     not need an index.
@@ -158,8 +146,9 @@ def is_laid_out(path: Path, shard: Shard) -> bool:
 
 
 class ShardWriter:
-    """Writes the shards of one output folder. Does not need closing: no file stays open between two
-    writes.
+    """Writes the shards of one output folder. Does not need closing.
+
+    A file is opened for each write: a model may have more files than a process may hold open.
 
     The constructor creates every file at its final size (sparse), with its header; tensors may then
     be written in any order. ``shards`` are those that this process writes. To continue a killed
@@ -173,14 +162,20 @@ class ShardWriter:
     ) -> None:
         self._folder = folder
         self._shards = tuple(shards)
-        self._places = tensor_places(self._shards)
+        self._places: dict[str, TensorPlace] = {}
+        for shard in self._shards:
+            start = len(shard.header)
+            for tensor in shard.tensors:
+                end = start + tensor.nbytes
+                self._places[tensor.name] = TensorPlace(tensor, folder / shard.file, start, end)
+                start = end
         self.written = set(resume_written or ())
         self.digests: dict[str, str] = {}
         self._copies: list[Future[None]] = []
         self._progress: Callable[[int], object] | None = None
         self._stopped = threading.Event()
         for shard in self._shards if resume_written is None else ():
-            with self._open(shard.file, os.O_CREAT | os.O_EXCL) as file:
+            with open_file(folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
                 os.ftruncate(file, shard.nbytes)
                 write_all(file, memoryview(shard.header), 0)
 
@@ -217,7 +212,7 @@ class ShardWriter:
                 ", computed from weights that are not finite or far too large",
             )
             data = tensor_memory(stored)
-            with self._open(place.shard) as file:
+            with open_file(place.file, os.O_RDWR) as file:
                 write_all(file, data, place.start)
             self.digests[name] = hashlib.sha256(data).hexdigest()
             self.written.add(name)
@@ -270,7 +265,7 @@ class ShardWriter:
         tensor = place.tensor
         digest = hashlib.sha256()
         position = place.start
-        with self._open(place.shard) as file:
+        with open_file(place.file, os.O_RDWR) as file:
             for name in tensor.sources:
                 for data in checkpoint.read_as(name, tensor.dtype):
                     if self._stopped.is_set():
@@ -281,8 +276,7 @@ class ShardWriter:
                     progress(len(data))
         self.digests[tensor.name] = digest.hexdigest()
         if not tensor.sources:  # the file is zero where nothing was written
-            path = self._folder / place.shard
-            self.digests[tensor.name] = hash_file(path, place.start, place.end)
+            self.digests[tensor.name] = hash_file(place.file, place.start, place.end)
             progress(tensor.nbytes)
         elif position != place.end:
             raise KvfoldError(
@@ -298,15 +292,10 @@ class ShardWriter:
         resume.
         """
         for shard in self._shards:
-            with self._open(shard.file) as file:
-                os.fsync(file)
+            sync_path(self._folder / shard.file)
 
     def finish(self) -> None:
         """Sync all files. Raises KvfoldError with the tensors that were not written, if any."""
         if missing := [name for name in self._places if name not in self.written]:
             raise KvfoldError(f"{self._folder}: {len(missing)} tensors were not written", missing)
         self.sync()
-
-    # A file is opened for each write: a model may have more files than a process may hold open.
-    def _open(self, shard: str, flags: int = 0) -> AbstractContextManager[int]:
-        return open_file(self._folder / shard, os.O_RDWR | flags)

@@ -87,7 +87,7 @@ class CheckpointStream:
         outside.remove(self._embedding)
         self._around = [name for name in outside if name.startswith(decoder)]
         self._head = [name for name in outside if not name.startswith(base)]
-        self._recorded: tuple[int, list[Arguments]] | None = None
+        self._recorded: dict[int, list[Arguments]] = {}  # by the number of tokens
 
     def release(self) -> None:
         """Drop all parameters that stay loaded between calls; opening a layer does it too."""
@@ -123,9 +123,9 @@ class CheckpointStream:
 
         def arguments(hidden: Tensor) -> Arguments:
             tokens = hidden.shape[1]
-            if self._recorded is None or self._recorded[0] != tokens:
-                self._recorded = (tokens, self._enter_blank(tokens)[1])
-            recorded = self._recorded[1][index]
+            if tokens not in self._recorded:
+                self._recorded = {tokens: self._enter_blank(tokens)[1]}
+            recorded = self._recorded[tokens][index]
             biases = recorded.kwargs.get("alibi")
             if biases is None or biases.dim() != 3:
                 return recorded
@@ -265,6 +265,5 @@ class CheckpointStream:
         """A stream over the same checkpoint with another device or dtype, and without tensors
         shared with a teacher.
         """
-        device = self.device if device is None else device
-        dtype = self.dtype if dtype is None else dtype
-        return type(self)(self._config, self.read, self._names, device, dtype)
+        device = device or self.device
+        return type(self)(self._config, self.read, self._names, device, dtype or self.dtype)

@@ -113,9 +113,9 @@ class WeightMap:
         # Each tensor is dropped as soon as it is cast: experts of one layer may be gigabytes.
         for name in list(parameters):
             value = parameters.pop(name)
-            expected = self.expected.get(name)
-            tensor = value[0] if isinstance(value, list) else value
-            if expected is not None and expected.shape != tensor.shape:
+            tensor: Tensor = value[0] if isinstance(value, list) else value
+            expected = self.expected.get(name, tensor)
+            if expected.shape != tensor.shape:
                 raise InputError(
                     f"the model's {name} has shape {list(expected.shape)} according to config.json,"
                     f" but {list(tensor.shape)} according to the stored"
@@ -171,12 +171,11 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bo
     if not foreign:
         WeightMap(empty_model(checkpoint.config), checkpoint.tensors).check_fits(checkpoint)
     classes = auto_class(checkpoint.config)
-    # Below 5.23 gemma2's default, torch's fused attention, leaves out its softcap without a word.
-    attention = (
-        {"attn_implementation": "eager"} if checkpoint.config.get("attn_logit_softcapping") else {}
-    )
+    options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    if checkpoint.config.get("attn_logit_softcapping"):
+        # Below 5.23 gemma2's default, torch's fused attention, leaves it out without a word.
+        options["attn_implementation"] = "eager"
     with errors_as_input_errors(checkpoint.origin):
-        options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **attention}
         loaded = classes.from_pretrained(checkpoint.folder, **options)
         # Some values of a config, such as more experts per token than there are, show only when it
         # runs. Under FSDP, only the first process has weights.

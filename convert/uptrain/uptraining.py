@@ -31,7 +31,6 @@ from kvfold.convert.checkpoint.members import (
     portable_name,
     read_bytes,
     read_member,
-    recorded_name,
 )
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.writer import OutputTensor, ShardWriter, assign_shards, write_index
@@ -145,7 +144,9 @@ def _train(request: UptrainRequest, source: Checkpoint) -> Uptrained:
             check_constant(state, source)
         options = request.result_options()
         for name in options.keys() & {"model", "text", "teacher"}:
-            options[name] = recorded_name(options[name])
+            path = Path(options[name])
+            if path.exists():  # without its path, which is of this machine
+                options[name] = portable_name(path.resolve())
         rows = trainer.rows()
         record: dict[str, Any] = {"request": options, "log": rows}
         record["precision"] = dtype_name(precision)

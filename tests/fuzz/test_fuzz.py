@@ -9,6 +9,7 @@ import re
 import resource
 import shutil
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -200,12 +201,8 @@ def test_headers_are_read_as_the_safetensors_library_reads_them(
         expected = {name: bytes(tensor["data"]) for name, tensor in deserialize(data)}
     except (SafetensorError, UnicodeError, OverflowError):
         expected = None
-    problem = ""
-    try:
+    found = None
+    with suppress(InputError):
         tensors = read_header(tmp_path / "x", "x")
-    except InputError as error:
-        problem = str(error)
-    if problem:
-        assert expected is None or "twice" in problem
-    else:
-        assert {tensor.name: data[tensor.start : tensor.end] for tensor in tensors} == expected
+        found = {tensor.name: data[tensor.start : tensor.end] for tensor in tensors}
+    assert found == expected

@@ -25,7 +25,6 @@ def entry(start: int, end: int, dtype: str = "F32", shape: list[int] | None = No
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
 
-EMPTY = json.dumps(entry(0, 0)).encode()
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
@@ -178,11 +177,9 @@ def test_invalid_json(folder: Path, file: str, text: str) -> None:
         ({"t": entry(0, 0, shape=[int("9" * 4000)] * 500)}, 0),
         ({"t": entry(0, 0, shape=[1] * 100_000)}, 0),
         (b"{nope}", 0),
-        (b'{"t":1,"t":1}', 8),
         (b'{"\\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}', 0),
-        (b"{%b}" % b",".join(b'"%d": %b' % (i % 19_999, EMPTY) for i in range(20_000)), 0),
     ],
-    ids=range(18),
+    ids=range(16),
 )
 def test_faulty_headers(folder: Path, header: Any, size: int) -> None:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
@@ -205,12 +202,14 @@ def test_files_without_a_header(folder: Path, content: bytes) -> None:
 
 def test_index_and_shards_that_disagree_are_reported_at_once(sharded: Path) -> None:
     save_file({"b": torch.ones(1), "c": torch.ones(1), "extra": torch.ones(1)}, sharded / SECOND)
-    listed = {"a": FIRST, "b": FIRST, "c": SECOND, "gone": SECOND, "d": "model-7.safetensors"}
-    write_index(sharded, listed)
-    problems = problems_of(sharded)
-    for name in ("model-7", "'gone'", "'b'", "'extra'"):
-        assert any(name in problem for problem in problems)
-    assert len(problems) == 4
+    write_index(sharded, {"a": FIRST, "b": FIRST, "c": SECOND, "gone": SECOND})
+    told = " ".join(problems_of(sharded))
+    assert all(name in told for name in ("'gone'", "'b'", "'extra'"))
+    assert "'c'" not in told
+    write_index(sharded, {"a": "model-7.safetensors", "b": "model-8.safetensors", "c": SECOND})
+    missing, other = problems_of(sharded)
+    assert "model-7" in missing
+    assert "model-8" in other
 
 
 def test_integer_buffers_are_not_quantized_weights(folder: Path) -> None:
