@@ -129,11 +129,12 @@ class AttentionScores:
 
     def multiply(self, block: Block) -> Tensor:
         """``scale * query . key`` for a block: ``[b * g, M * rows, width]``."""
-        total: Tensor | None = None
-        for query, key in zip(self.queries, self.keys, strict=True):
-            total = add_products(total, self.scale * block.query_rows(query), block.key_rows(key))
-        assert total is not None
-        return total
+        pairs = zip(self.queries, self.keys, strict=True)
+        products = [
+            multiply_keys(self.scale * block.query_rows(query), block.key_rows(key))
+            for query, key in pairs
+        ]
+        return products[0] if len(products) == 1 else products[0].add_(products[1])
 
     def weigh(self, block: Block) -> Tensor:
         """The weights of a block: ``[b * g, M * rows, width]``; zeros if a query sees no key."""
@@ -267,7 +268,7 @@ class _BlockedAttention(torch.autograd.Function):
                 weights = saved[index] if saved else scores.weigh(block)
                 grad_rows = block.query_rows(grad)
                 block.key_rows(value_grad).add_(weights.mT @ grad_rows)
-                change = add_products(None, grad_rows, block.key_rows(value))
+                change = multiply_keys(grad_rows, block.key_rows(value))
                 if sinks is not None:
                     # a sink takes its share of each row and has no value
                     mean = (change * weights).sum(-1, keepdim=True, dtype=wide)
@@ -310,15 +311,14 @@ def _key_step(keys: Tensor) -> int:
     return max(_FEWEST_IN_STEP, 1 << max(0, (keys.shape[-2] // 16).bit_length() - 1))
 
 
-def add_products(total: Tensor | None, rows: Tensor, keys: Tensor) -> Tensor:
-    """``total + rows keys^T``: ``[n, r, d]``, ``[n, w, d]`` -> ``[n, r, w]``."""
+def multiply_keys(rows: Tensor, keys: Tensor) -> Tensor:
+    """``rows keys^T``: ``[n, r, d]``, ``[n, w, d]`` -> ``[n, r, w]``."""
     remainder = keys.shape[1] % _key_step(keys)
     if not remainder:
-        return torch.bmm(rows, keys.mT) if total is None else total.baddbmm_(rows, keys.mT)
+        return torch.bmm(rows, keys.mT)
     even = torch.bmm(rows, keys[:, :-remainder].mT)
     rest = torch.bmm(rows.float(), keys[:, -remainder:].float().mT)
-    products = torch.cat([even, rest.to(even.dtype)], -1)
-    return products if total is None else total.add_(products)
+    return torch.cat([even, rest.to(even.dtype)], -1)
 
 
 def multiply_values(weights: Tensor, values: Tensor) -> Tensor:

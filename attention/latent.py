@@ -53,7 +53,17 @@ def latent_attention(
     already be rotated. ``scale`` is ``1 / sqrt(Dn + P)`` by default. Raises ValueError for
     incompatible shapes, dtypes or devices.
     """
-    _check(query_nope, query_rope, latent, up_key, up_value)
+    expect_shape("query_nope", query_nope, "B H T Dn", {})
+    sizes = dict(zip(("B", "H", "T", "Dn"), query_nope.shape, strict=True))
+    sizes |= {"R": up_key.shape[-1], "R+P": up_key.shape[-1] + query_rope.shape[-1]}
+    for name, tensor, dims in (
+        ("query_rope", query_rope, "B H T P"),
+        ("latent", latent, "B S R+P"),
+        ("up_key", up_key, "H Dn R"),
+        ("up_value", up_value, "H Dv R"),
+    ):
+        expect_shape(name, tensor, dims, sizes)
+        expect_alike(name, tensor, "query_nope", query_nope)
     slots = latent.shape[1]
     rank = up_key.shape[2]
     rule = visibility(query_nope, slots, causal=causal, offset=offset, window=window, starts=starts)
@@ -171,23 +181,3 @@ def absorb_query(query: Tensor, up_key: Tensor) -> Tensor:
 def expand_value(z: Tensor, up_value: Tensor) -> Tensor:
     """``W_uv,h z_h``: ``z [B, H, T, R]``, ``up_value [H, Dv, R]`` -> ``[B, H, T, Dv]``."""
     return torch.einsum("bhtr,hdr->bhtd", z, up_value)
-
-
-def _check(
-    query_nope: Tensor,
-    query_rope: Tensor,
-    latent: Tensor,
-    up_key: Tensor,
-    up_value: Tensor,
-) -> None:
-    expect_shape("query_nope", query_nope, "B H T Dn", {})
-    sizes = dict(zip(("B", "H", "T", "Dn"), query_nope.shape, strict=True))
-    sizes |= {"R": up_key.shape[-1], "R+P": up_key.shape[-1] + query_rope.shape[-1]}
-    for name, tensor, dims in (
-        ("query_rope", query_rope, "B H T P"),
-        ("latent", latent, "B S R+P"),
-        ("up_key", up_key, "H Dn R"),
-        ("up_value", up_value, "H Dv R"),
-    ):
-        expect_shape(name, tensor, dims, sizes)
-        expect_alike(name, tensor, "query_nope", query_nope)

@@ -224,7 +224,16 @@ class LatentSelfAttention(SelfAttention):
     def attend(
         self, hidden_states: Tensor, positions: Tensor | None, cache: Any, mask: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        query, rope_query = self.project_queries(hidden_states)
+        # queries for the latents [B, H, T, N], and those for the rotary keys [B, H, T, P]
+        query = self.q_proj(hidden_states).unflatten(-1, (self.heads, -1))
+        if self.norm is None:
+            query, rope_query = query.transpose(1, 2).tensor_split([self.head_dim], -1)
+        else:
+            query = self.q_norm(query).transpose(1, 2)
+            rope_query = query[..., :0]
+            if self.rope_dim:
+                up_rope = torch.unflatten(self.q_rope_proj.weight, 0, (self.heads, -1))
+                rope_query = query @ up_rope.mT
         rope_query = self.rotate(rope_query, positions)
         down = self.kv_down_proj(hidden_states)[:, None]
         latent = down[..., : self.rank]
@@ -253,20 +262,6 @@ class LatentSelfAttention(SelfAttention):
             key = key * key_scales[..., None]
         query = torch.cat([query, rope_query], -1)
         return apply_attention(self, query, key, value, mask, **options)
-
-    def project_queries(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries for the latents ``[B, H, T, N]`` and unrotated queries for the rotary keys ``[B,
-        H, T, P]``.
-        """
-        query = self.q_proj(hidden_states).unflatten(-1, (self.heads, -1))
-        if self.norm is None:
-            query = query.transpose(1, 2)
-            return query[..., : self.head_dim], query[..., self.head_dim :]
-        query = self.q_norm(query).transpose(1, 2)
-        if not self.rope_dim:
-            return query, query[..., :0]
-        weight = self.q_rope_proj.weight.view(self.heads, self.rope_dim, self.head_dim)
-        return query, query @ weight.mT
 
     def attend_to_latents(
         self,

@@ -6,41 +6,23 @@ queries, computed in blocks, so that memory is ``O(T)`` instead of ``O(T^2)``. A
 (float64 for float64 inputs); sums are float64.
 """
 
-from typing import TypedDict, Unpack
-
 import torch
 from torch import Tensor
 
 from kvfold.attention.blocked import AttentionScores
-from kvfold.attention.checks import (
-    expect_alike,
-    expect_at_least,
-    expect_divides,
-    expect_shape,
-)
+from kvfold.attention.checks import expect_divides, expect_shape
 from kvfold.attention.mask import Visibility
-
-
-class ScoreOptions(TypedDict, total=False):
-    """Options of a model's attention, explained in ``attention_sums``; attention is causal."""
-
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None
-
-
-def distance_profile(
-    query: Tensor, key: Tensor, scale: float, **options: Unpack[ScoreOptions]
-) -> Tensor:
-    """Average attention weight by distance: ``[H, T]``, float64; each row sums to 1. See
-    `attention_sums`.
-    """
-    return attention_sums(query, key, scale, **options)[0]
 
 
 @torch.no_grad()
 def attention_sums(
-    query: Tensor, key: Tensor, scale: float, **options: Unpack[ScoreOptions]
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention weight by distance, ``[H, T]``, and by key, ``[B, T]``; both float64.
 
@@ -54,8 +36,16 @@ def attention_sums(
     an additional key without a value (gpt-oss): neither result includes its share of each row, and
     ``p`` is rescaled to sum to 1. Raises ValueError for incompatible shapes.
     """
-    scores = _scores(query, key, scale, **options)
-    batch, groups, share, length = scores.queries[0].shape[:4]
+    expect_shape("query", query, "B H T D", {})
+    batch, heads, length, dim = query.shape
+    expect_shape("key", key, "B G T D", {"B": batch, "T": length, "D": dim})
+    groups = key.shape[1]
+    expect_divides("the number of key heads G", groups, "the number of query heads H", heads)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grouped = torch.unflatten(query.to(wide), 1, (groups, -1))
+    rule = Visibility(window=window)
+    scores = AttentionScores((grouped,), (key.to(wide),), scale, rule, softcap=softcap, sinks=sinks)
+    share = heads // groups
     total = torch.zeros(
         batch,
         groups,
@@ -76,42 +66,7 @@ def attention_sums(
     # column T holds distance 0, columns before it the keys behind a query
     folded = total[..., 1 : length + 1].flip(-1)
     profile = folded.flatten(1, 2).sum(0)
-    return profile / profile.sum(-1, keepdim=True), received.sum(1) / (groups * share)
-
-
-def _scores(
-    query: Tensor,
-    key: Tensor,
-    scale: float,
-    **options: Unpack[ScoreOptions],
-) -> AttentionScores:
-    """Check the inputs and return their scores, in float32 or wider."""
-    expect_shape("query", query, "B H T D", {})
-    batch, heads, length, dim = query.shape
-    expect_shape("key", key, "B G T D", {"B": batch, "T": length, "D": dim})
-    expect_divides(
-        "the number of key heads G",
-        key.shape[1],
-        "the number of query heads H",
-        heads,
-    )
-    expect_alike("key", key, "query", query)
-    if (window := options.get("window")) is not None:
-        expect_at_least("window", window, 1)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    query = query.to(wide)
-    key = key.to(wide)
-    grouped = torch.unflatten(query, 1, (key.shape[1], -1))
-    rule = Visibility(True, 0, window)
-    return AttentionScores(
-        (grouped,),
-        (key,),
-        scale,
-        rule,
-        None,
-        options.get("softcap"),
-        options.get("sinks"),
-    )
+    return profile / profile.sum(-1, keepdim=True), received.sum(1) / heads
 
 
 def sum_by_distance(weights: Tensor, first: int, low: int, total: Tensor) -> None:

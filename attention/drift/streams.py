@@ -92,8 +92,8 @@ def as_stream(
 class LoadedStream:
     """The layer stream of a causal language model in memory. The model itself is never changed.
 
-    If ``device`` or ``dtype`` differs from the model's, layers are copied and converted one at a
-    time. transformers computes norms and rotary angles in float32 for any dtype.
+    If ``device`` or ``dtype`` differs from the model's, the tensors of one layer at a time are
+    converted. transformers computes norms and rotary angles in float32 for any dtype.
     """
 
     def __init__(
@@ -104,23 +104,27 @@ class LoadedStream:
     ) -> None:
         first = next(model.parameters())
         self.model = model
+        self._stored = first.dtype
         # of a tensor: "cuda" is "cuda:0" then
         self.device = torch.empty(0, device=first.device if device is None else device).device
         self.dtype = dtype or first.dtype
-        self._differs = (first.device, first.dtype) != (self.device, self.dtype)
-        # deepcopy takes what its memo holds: modules are copied, for modes of their own, but
-        # tensors are shared unless they are to be converted
-        shared = layer_list(model)[1] if self._differs else model
-        memo = {id(tensor): tensor for tensor in (*shared.parameters(), *shared.buffers())}
-        self._frame = Frame(copy.deepcopy(model, memo).eval())
+        # deepcopy takes what its memo holds: modules are copied, for modes of their own, and
+        # tensors are shared
+        memo = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        copied = copy.deepcopy(model, memo).eval()
+        for module in copied.modules():
+            config: Any = getattr(module, "config", None)
+            if self.dtype == torch.float64 and config is not None:
+                # grouped matmuls have no float64
+                config._experts_implementation_internal = "eager"
+        self._frame = Frame(copied)
         self.layers = len(self._frame.layers)
-        if self._differs:
-            self._convert(self._frame.model)
+        self._ends = self._convert(copied)
         # the arguments of every layer, by the shape of the tokens that were embedded last
         self._recorded: dict[torch.Size, list[Arguments]] = {}
 
     def embed(self, tokens: Tensor) -> Tensor:
-        hidden, arguments = self._frame.enter(input_ids=tokens.to(self.device))
+        hidden, arguments = self._frame.enter(self._ends, input_ids=tokens.to(self.device))
         self._recorded = {tokens.shape: arguments}
         return hidden
 
@@ -133,22 +137,19 @@ class LoadedStream:
             return self._recorded[shape][index]
 
         layer = self._frame.layers[index]
-        if self._differs:
-            layer = self._convert(copy.deepcopy(layer))
-        yield OpenLayer(index, layer, arguments)
+        yield OpenLayer(index, layer, arguments, self._convert(layer))
 
     def logits(self, hidden: Tensor) -> Tensor:
         blank = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
-        return self._frame.logits(hidden, input_ids=blank)
+        return self._frame.logits(hidden, self._ends, input_ids=blank)
 
     @torch.no_grad()
     def cache_bytes_per_token(self) -> int:
         # generation runs in the dtype of the model itself, whatever the stream computes in
-        if self._differs:
-            return LoadedStream(self.model).cache_bytes_per_token()
+        device = next(self.model.parameters()).device
 
         def enter(tokens: int) -> tuple[Tensor, list[Arguments]]:
-            blank = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
+            blank = torch.zeros(1, tokens, dtype=torch.long, device=device)
             return self._frame.enter(input_ids=blank, use_cache=True)
 
         return cache_bytes_per_token(self._frame.layers, enter)
@@ -158,23 +159,17 @@ class LoadedStream:
     ) -> "LoadedStream":
         return LoadedStream(self.model, device or self.device, dtype or self.dtype)
 
-    def _convert(self, module: nn.Module) -> nn.Module:
-        """Move and cast ``module`` in place. Buffers, and parameters in another dtype than the
-        first, keep their dtype.
+    def _convert(self, module: nn.Module) -> dict[str, Tensor]:
+        """The tensors of ``module`` on the stream's device; parameters of the model's dtype are
+        cast to the stream's.
         """
-        parameters = list(module.parameters())
-        main = parameters[0].dtype if parameters else None
-        for parameter in parameters:
-            dtype = self.dtype if parameter.dtype == main else None
-            parameter.data = parameter.data.to(self.device, dtype)
-        for part in module.modules():
-            config: Any = getattr(part, "config", None)
-            if self.dtype == torch.float64 and config is not None:
-                # grouped matmuls have no float64
-                config._experts_implementation_internal = "eager"
-            for name, buffer in part._buffers.items():
-                part._buffers[name] = None if buffer is None else buffer.to(self.device)
-        return module
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in module.named_parameters():
+            dtype = self.dtype if parameter.dtype == self._stored else parameter.dtype
+            tensors[name] = parameter.to(self.device, dtype)
+        for name, buffer in module.named_buffers():
+            tensors[name] = buffer.to(self.device)
+        return tensors
 
 
 Visit = Callable[[int, Tensor, Arguments], Tensor]
