@@ -118,6 +118,7 @@ def measure_drift(
     dtype: torch.dtype | None = None,
     batch: int | None = None,
     floor: bool = True,
+    progress: Callable[[], None] = lambda: None,
 ) -> DriftReport:
     """Compare ``student`` with ``source`` over ``tokens [N, T]`` (whole sequences, no padding),
     layer by layer.
@@ -125,7 +126,8 @@ def measure_drift(
     Both are loaded transformers models or layer streams. ``device`` and ``dtype`` apply to the
     computation; by default, a loaded model runs on the GPU if there is one, a stream stays on its
     device, and both keep their dtype. ``batch`` is the number of sequences that go through a layer
-    at once. ``floor`` asks for the rounding floor. Cache bytes are for the models as passed. Raises
+    at once. ``floor`` asks for the rounding floor. ``progress`` is called after each layer of the
+    models and of the floor. Cache bytes are for the models as passed. Raises
     ValueError for tokens of the wrong shape or dtype, or models of different depth or vocabulary.
     """
     integers = tokens.dtype in (torch.int32, torch.int64)
@@ -147,8 +149,8 @@ def measure_drift(
             " compare a converted model with its source"
         )
     with torch.no_grad():
-        measured = compare(teacher, compared, tokens, size)
-    return make_report(measured, teacher, compared, tokens, floor=floor)
+        measured = compare(teacher, compared, tokens, size, progress)
+    return make_report(measured, teacher, compared, tokens, floor=floor, progress=progress)
 
 
 @torch.no_grad()

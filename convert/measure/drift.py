@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from kvfold.attention.drift.compare import compare
-from kvfold.attention.drift.report import TOKENS_AT_ONCE, DriftReport, make_report
+from kvfold.attention.drift.report import DriftReport, measure_drift
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
@@ -25,10 +24,10 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
     """Compare ``out`` with ``model`` on ``samples`` sequences of ``seq_len`` tokens from ``text``.
 
     The default text ships with kvfold and is never used for calibration. ``seed`` selects the
-    sequences. ``progress`` works as in `convert_checkpoint`, with the stages ``compare`` and
-    ``floor`` (both layers). The report's ``about`` contains the names and hashes of the models and
-    the text. Raises InputError if a checkpoint cannot be opened, the models do not match, or the
-    text is too short.
+    sequences. ``progress`` works as in `convert_checkpoint`, with the stage ``compare`` (layers,
+    then those of the rounding floor). The report's ``about`` contains the names and hashes of the
+    models and the text. Raises InputError if a checkpoint cannot be opened, the models do not
+    match, or the text is too short.
 
     >>> request = DriftRequest(demo_folder(), demo_folder(), samples=1, seq_len=32)
     >>> drift_checkpoints(request).identical
@@ -52,18 +51,16 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         device = choose_device(request.device)
         tokenizer = load_tokenizer(source, request.trust_remote_code, "measuring drift")
         text = open_corpus(request.text, tokenizer, request.seed, "held_out", "text")
-        samples = request.samples
         advice = "or lower --samples or --seq-len"
-        tokens = draw_sequences(text, request.seq_len, samples, samples, advice)[:samples].long()
+        count = request.samples
+        tokens = draw_sequences(text, request.seq_len, count, count, advice)[:count].long()
         teacher = open_stream(source, device, request.dtype)
         compared = open_stream(student, device, request.dtype)
         check_vocabulary(tokens, teacher.vocabulary, source.origin)
-        stages = Stages(progress, request.quiet)
-        size = max(1, TOKENS_AT_ONCE // request.seq_len)
-        with torch.no_grad(), stages("compare", teacher.layers, "layer") as advance:
-            measured = compare(teacher, compared, tokens, size, partial(advance, 1))
-        with stages("floor", teacher.layers, "layer") as advance:
-            report = make_report(measured, teacher, compared, tokens, progress=partial(advance, 1))
+        # The layers of the models, and those of the rounding floor.
+        total = 2 * teacher.layers
+        with Stages(progress, request.quiet)("compare", total, "layer") as advance:
+            report = measure_drift(teacher, compared, tokens, progress=partial(advance, 1))
         about: dict[str, dict[str, Any]] = {
             "source": {"name": source.origin, "sha256": source.model_digest()},
             "converted": {"name": student.origin, "sha256": student.model_digest()},

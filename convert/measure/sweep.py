@@ -2,9 +2,9 @@
 
 ::
 
-    survey       if there are MLA targets: statistics and rotary slots of all layers
-    for each group of targets (GQA and MQA, then MLA splits, then every budget):
-        splits   for a budget: choose its split by trials in a few layers
+    for GQA and MQA, then for MLA:
+        survey   for MLA: statistics and rotary slots of all layers
+        splits   for each budget: choose its split by trials in a few layers
         sweep    for each layer of the source, opened once, with its attention's results:
                      for each target: fit its layer as `kvfold convert` does, and run its student
         measure  compare each student with the source on held-out text; show its row
@@ -18,7 +18,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,7 +68,6 @@ class SweepRow:
     cache_elements: per token per layer
     measured: the target's student against the source on held-out text
     seconds: without the work that targets share
-    splits: those tried for a budget
     """
 
     target: str
@@ -77,7 +76,6 @@ class SweepRow:
     cache_elements: int
     measured: Measurement
     seconds: float
-    splits: Sequence[dict[str, Any]]
 
     @property
     def command(self) -> list[str]:
@@ -163,7 +161,6 @@ class Sweep:
                 **metrics_dict(row.measured, None),
                 "perplexity": perplexity(row.measured.student_loss),
                 "seconds": row.seconds,
-                "splits": row.splits,
             }
             for row in self.rows
         ]
@@ -219,12 +216,15 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
         plan = next(iter(plans.values()))
         check_memory(plan)
         calibration = load_source_and_text(plan, Path(scratch), stages, "")
-        for row in _fit_targets(plans, calibration, stages):
-            rows[row.target] = row
-            if not request.quiet:
-                saving = format_saving(plan.cache_elements, row.cache_elements)
-                line = f"{row.kind}: {saving} cache, {format_metrics(row.measured)}"
-                tqdm.write(line, file=sys.stderr)
+        folds = {target: plan for target, plan in plans.items() if plan.latent is None}
+        latents = {target: plan for target, plan in plans.items() if plan.latent is not None}
+        for group in filter(None, [folds, latents]):
+            for row in _fit_group(group, calibration, stages):
+                rows[row.target] = row
+                if not request.quiet:
+                    saving = format_saving(plan.cache_elements, row.cache_elements)
+                    line = f"{row.kind}: {saving} cache, {format_metrics(row.measured)}"
+                    tqdm.write(line, file=sys.stderr)
         # A file that was replaced while its layers were read would give numbers of no model.
         checkpoint.check_unchanged()
         tokens = calibration.tokens
@@ -241,55 +241,34 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
         )
 
 
-def _fit_targets(
-    plans: Mapping[str, Plan], calibration: Calibration, stages: Stages
-) -> Iterator[SweepRow]:
-    """Fit and measure targets in groups that share a walk: folds, which need no survey, then MLA
-    splits, then each budget, which needs trials of splits too.
-    """
-    folds = {target: plan for target, plan in plans.items() if plan.latent is None}
-    latent = {target: plan for target, plan in plans.items() if plan.latent is not None}
-    splits = {target: plan for target, plan in latent.items() if plan.request.budget is None}
-    budgets = [{target: plan} for target, plan in latent.items() if target not in splits]
-    if folds:
-        yield from _fit_group(folds, calibration, Survey(), stages)
-    if latent:
-        survey = survey_layers(next(iter(latent.values())), calibration, stages)
-        for group in filter(None, [splits, *budgets]):
-            yield from _fit_group(group, calibration, survey, stages)
-
-
 @dataclass
 class _Student:
-    """The walk of the student that is converted to a target, and the splits tried for a budget."""
+    """The walk of the student that is converted to a target."""
 
     target: str
     plan: Plan
     walk: Walk
-    splits: Sequence[dict[str, Any]]
     seconds: float = 0.0
 
 
 def _fit_group(
-    plans: Mapping[str, Plan],
-    calibration: Calibration,
-    survey: Survey,
-    stages: Stages,
+    plans: Mapping[str, Plan], calibration: Calibration, stages: Stages
 ) -> Iterator[SweepRow]:
-    """Fit and measure targets in one walk over the source; ``survey`` is for MLA targets."""
+    """Fit and measure targets, all MLA or none, in one walk over the source."""
+    first = next(iter(plans.values()))
+    survey = Survey() if first.latent is None else survey_layers(first, calibration, stages)
     teacher = Teacher(
         calibration.source,
         calibration.tokens.held_out,
         calibration.tokens.calibration,
-        next(iter(plans.values())).model,
+        first.model,
     )
     students = []
     for target, plan in plans.items():
-        splits: list[dict[str, Any]] = []
         if plan.latent is not None:
-            plan, splits = choose_split(plan, calibration, survey, stages)
+            plan, _ = choose_split(plan, calibration, survey, stages)
         walk = Walk(teacher, open_student(plan, calibration))
-        students.append(_Student(target, plan, walk, splits))
+        students.append(_Student(target, plan, walk))
     with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
         for lesson in teacher.layers():
             # The loss of sharing a pair of heads depends on the layer alone, not on the number of
@@ -316,5 +295,4 @@ def _fit_group(
             cache_elements=student.plan.output.cache_elements,
             measured=student.walk.measurement(),
             seconds=student.seconds,
-            splits=student.splits,
         )

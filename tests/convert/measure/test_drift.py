@@ -89,7 +89,7 @@ def test_layers_and_then_rounding_are_counted():
     calls = []
     request = DriftRequest(demo_folder(), demo_folder(), samples=1, seq_len=16, quiet=True)
     drift_checkpoints(request, lambda *step: calls.append(step))
-    assert calls == [(stage, done, 4) for stage in ("compare", "floor") for done in range(5)]
+    assert calls == [("compare", done, 8) for done in range(9)]
 
 
 def test_models_that_do_not_match_are_told_in_any_family(tiny_family, tmp_path, refused):
