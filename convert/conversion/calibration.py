@@ -17,7 +17,6 @@ from kvfold.convert.conversion.record import text_name
 from kvfold.convert.device import choose_device, training_autocast
 from kvfold.convert.errors import option_error
 from kvfold.convert.formatting import parse_number
-from kvfold.convert.methods.registry import quick_method
 from kvfold.convert.progress import Stages
 from kvfold.convert.request import LONG_LENGTH
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
@@ -42,13 +41,44 @@ class Calibration:
     tokens: CalibrationTokens
 
 
-def load_source_and_text(
-    plan: Plan, scratch: Path, stages: Stages, otherwise: str | None = None
-) -> Calibration:
-    """Load what a calibrated conversion by ``plan`` runs. ``scratch`` and ``otherwise`` as in
-    `load_tokens`.
+def load_source_and_text(plan: Plan, scratch: Path, stages: Stages) -> Calibration:
+    """Load what a calibrated conversion by ``plan`` runs: the calibration and held-out sequences,
+    on the first of several processes for all, and the source.
+
+    ``scratch`` stores text that the source wrote. Raises InputError without a tokenizer or enough
+    text.
     """
-    tokens = load_tokens(plan, scratch, stages, otherwise)
+    request = plan.request
+
+    def load() -> CalibrationTokens:
+        check_seq_len(request.length, plan.geometry.positions, plan.checkpoint.origin)
+        tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration")
+        further = 0
+        if request.polish:
+            # Each step of polishing takes sequences that no other step had, while there are any.
+            steps = steps_of(request.polish, request.length)
+            further = max(0, steps * batch_size(request.length) - request.samples)
+        tokens = load_calibration(
+            calibration_texts(request.calibration, plan.checkpoint.chats),
+            tokenizer,
+            request.samples,
+            request.length,
+            request.seed,
+            further=further,
+            # Only a number of tokens says how much text there must be.
+            fewer=parse_number(request.polish) is None or request.repeat_text,
+            write=lambda count: _write_sequences(plan, tokenizer, scratch, stages, count),
+            long_length=min(LONG_LENGTH, plan.geometry.positions),
+        )
+        for sequences in (tokens.training, tokens.held_out, tokens.long):
+            check_vocabulary(sequences, plan.geometry.vocabulary, plan.checkpoint.origin)
+        return tokens
+
+    tokens = processes.broadcast_from_rank0(load)
+    if not request.quiet:
+        count, length = tokens.calibration.shape
+        text = text_name(tokens.source)
+        print(f"calibrating on {count} x {length} tokens of {text}", file=sys.stderr)
     return Calibration(open_source_stream(plan, scratch), tokens)
 
 
@@ -79,54 +109,6 @@ def open_source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
     return CheckpointStream(
         checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, autocast=autocast
     )
-
-
-def load_tokens(
-    plan: Plan, scratch: Path, stages: Stages, otherwise: str | None = None
-) -> CalibrationTokens:
-    """Load the calibration and held-out sequences, on the first of several processes for all.
-
-    ``scratch`` stores text that the source wrote. Raises InputError without a tokenizer or enough
-    text; the message recommends ``otherwise``, by default a method that reads no text.
-    """
-    request = plan.request
-
-    def load() -> CalibrationTokens:
-        check_seq_len(request.length, plan.geometry.positions, plan.checkpoint.origin)
-        quick = f"--method {quick_method(request.to)}"
-        instead = f", or use {quick}, which reads no text" if otherwise is None else otherwise
-        tokenizer = load_tokenizer(
-            plan.checkpoint, request.trust_remote_code, "calibration", instead
-        )
-        further = 0
-        if request.polish:
-            # Each step of polishing takes sequences that no other step had, while there are any.
-            steps = steps_of(request.polish, request.length)
-            further = max(0, steps * batch_size(request.length) - request.samples)
-        tokens = load_calibration(
-            calibration_texts(request.calibration, plan.checkpoint.chats),
-            tokenizer,
-            request.samples,
-            request.length,
-            request.seed,
-            further=further,
-            # Only a number of tokens says how much text there must be.
-            fewer=parse_number(request.polish) is None or request.repeat_text,
-            write=lambda count: _write_sequences(plan, tokenizer, scratch, stages, count),
-            long_length=min(LONG_LENGTH, plan.geometry.positions),
-        )
-        for sequences in (tokens.training, tokens.held_out, tokens.long):
-            check_vocabulary(sequences, plan.geometry.vocabulary, plan.checkpoint.origin)
-        return tokens
-
-    tokens = processes.broadcast_from_rank0(load)
-    if not request.quiet:
-        count, length = tokens.calibration.shape
-        print(
-            f"calibrating on {count} x {length} tokens of {text_name(tokens.source)}",
-            file=sys.stderr,
-        )
-    return tokens
 
 
 def _write_sequences(

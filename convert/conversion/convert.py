@@ -24,7 +24,6 @@ from kvfold.convert.request import ConvertRequest
 from kvfold.convert.text.corpus import check_seq_len, check_sources
 
 if TYPE_CHECKING:
-    from kvfold.attention.drift.report import DriftReport
     from kvfold.convert.conversion.calibration import Calibration
 
 
@@ -73,7 +72,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
                 notes = {"splits": splits} if splits else {}
             journal = Journal(folder, plan)
             with output.open_writer(plan, journal, stages) as writer:
-                drift = _convert_layers(plan, calibration, journal, writer, stages)
+                _convert_layers(plan, calibration, journal, writer, stages)
             notes |= journal.merge_notes()
             digests: Mapping[str, str] = writer.digests
             checkpoint.check_unchanged()
@@ -82,13 +81,9 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
                 from kvfold.convert.conversion.polishing import polish_checkpoint
 
                 digests = {}
-                polished = polish_checkpoint(plan, calibration, folder, stages)
-                if polished is not None:
-                    drift, notes["polish"] = polished
+                notes["polish"] = polish_checkpoint(plan, calibration, folder, stages)
             completed = processes.on_rank0(
-                lambda: output.complete_output(
-                    plan, calibration, folder, digests, notes, drift, stages
-                )
+                lambda: output.complete_output(plan, calibration, folder, digests, notes, stages)
             )
     record, drift = completed or ({}, None)
     return Conversion(plan, Path(request.out), time.monotonic() - started, record, drift)
@@ -113,8 +108,8 @@ def _convert_layers(
     journal: Journal,
     writer: ShardWriter,
     stages: Stages,
-) -> "DriftReport | None":
-    """Convert and write all layers. Returns the drift, on the first process of a run with text."""
+) -> None:
+    """Convert and write all layers."""
     # Only here: bytes are copied while it imports torch.
     from kvfold.convert.conversion import layers
 
@@ -126,21 +121,15 @@ def _convert_layers(
         for index in stages.over("convert", indices, len(indices), "layer"):
             weights = layers.fit_layer(plan, index).weights
             writer.write(plan.output.encode(index, weights))
-        return None
-    from kvfold.convert.conversion.measurement import measure_walk
-
+        return
     finished = journal.finished
     walk = layers.open_walk(plan, calibration, plan.request.refine, finished)
     for step in stages.over("convert", walk, plan.geometry.layers, "layer"):
         if step.index < finished:
             step.advance(journal.read_layer(step.index))
-            continue
-        tensors, notes = layers.convert_layer(plan, step, plan.request.refine)
-        step.advance(tensors)
-        writer.write(tensors)
-        writer.sync()
-        journal.add_layer(notes)
-    if not processes.is_rank0():
-        return None
-    with stages("measuring"):
-        return measure_walk(walk)
+        else:
+            tensors, notes = layers.convert_layer(plan, step, plan.request.refine)
+            step.advance(tensors)
+            writer.write(tensors)
+            writer.sync()
+            journal.add_layer(notes)

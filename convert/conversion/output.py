@@ -97,13 +97,12 @@ def complete_output(
     folder: Path,
     digests: Mapping[str, str],
     notes: Mapping[str, Any],
-    drift: "DriftReport | None",
     stages: Stages,
 ) -> "tuple[dict[str, Any], DriftReport | None]":
     """Measure the weights in ``folder`` and add the other files; ``digests`` are the known ones of
     its tensors, ``notes`` are for its record.
 
-    Returns the record, and the drift with the loss by position.
+    Returns the record and the drift, which is None without text.
     """
     # Tokenizer and license files, and the modeling code, which is found without importing it: it
     # needs torch.
@@ -114,14 +113,13 @@ def complete_output(
         code = Path(str(spec.origin))
         write_file(folder / code.name, code.read_bytes())
     entries: dict[str, Any] = {}
-    if calibration is not None and drift is not None:
-        from kvfold.convert.conversion import measurement
+    drift = None
+    if calibration is not None:
+        from kvfold.convert.conversion.measurement import measure_checkpoint, record_entries
 
-        with stages("measuring the loss by position"):
-            drift = measurement.measure_by_position(folder, calibration, drift)
-        with stages("checking what was written"):
-            measurement.check_written(folder, calibration, drift)
-        entries = measurement.record_entries(calibration, notes, drift)
+        with stages("measuring"):
+            drift = measure_checkpoint(folder, calibration)
+        entries = record_entries(calibration, notes, drift)
     record = make_record(plan, entries)
     write_file(folder / "README.md", model_card(plan, record, drift))
     add_hashes(record, folder, digests)

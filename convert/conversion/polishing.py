@@ -3,14 +3,14 @@ predicts.
 """
 
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from tqdm import tqdm
 
-from kvfold.attention.drift.compare import compare
-from kvfold.attention.drift.report import DriftReport, make_report
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import sync_path
 from kvfold.convert.checkpoint.opening import open_checkpoint
@@ -18,23 +18,18 @@ from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.conversion.journal import POLISH_STATE
 from kvfold.convert.conversion.layers import open_student
-from kvfold.convert.conversion.measurement import open_stream
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.progress import Stages
 from kvfold.convert.training.budget import step_tokens, steps_of
-from kvfold.convert.training.loop import TrainingResult
 from kvfold.convert.training.polish import ModelTask, TrainingText, polish, run_teacher
 from kvfold.convert.training.steps import check_constant, has_constant
-from kvfold.convert.walk.walk import chunk_size
 
 
 def polish_checkpoint(
     plan: Plan, calibration: Calibration, folder: Path, stages: Stages
-) -> tuple[DriftReport, dict[str, Any]] | None:
-    """Train the checkpoint in ``folder`` in place.
-
-    Returns the new drift, and an entry for ``kvfold.json``, on the first process; every process
-    must call this.
+) -> dict[str, Any]:
+    """Train the checkpoint in ``folder`` in place; return an entry for ``kvfold.json``. Every
+    process must call this.
     """
     request = plan.request
     source = calibration.source
@@ -76,32 +71,24 @@ def polish_checkpoint(
                         )
         if constant:
             check_constant(result.tensors, written)
-    return processes.on_rank0(lambda: _replace_tensors(plan, calibration, folder, result, stages))
-
-
-def _replace_tensors(
-    plan: Plan, calibration: Calibration, folder: Path, result: TrainingResult, stages: Stages
-) -> tuple[DriftReport, dict[str, Any]]:
-    """Replace the trained tensors in the files in ``folder``; return the drift and the record."""
-    source = calibration.source
-    held_out = calibration.tokens.held_out
     if result.tensors:
-        # A run that is interrupted from here on writes them again from this state.
-        sync_path(folder / POLISH_STATE)
-        sync_path(folder)
-        # Every tensor counts as written: the trained ones are replaced in the files that are there.
-        writer = ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.output.tensors])
-        writer.write(result.tensors)
-        writer.sync()
-    record = {
+        processes.on_rank0(lambda: _replace_tensors(plan, folder, result.tensors))
+    return {
         "before": result.errors[0],
         "after": min(result.errors),
         "steps": result.steps,
         "kept": result.best_step,
-        "sequences": len(calibration.tokens.training),
+        "sequences": len(tokens.training),
         "curve": result.curve,
     }
-    with stages("measuring"), open_stream(folder, source) as student:
-        batch = chunk_size(source.device, held_out.shape[1])
-        measured = compare(source, student, held_out, batch)
-        return make_report(measured, source, student, held_out), record
+
+
+def _replace_tensors(plan: Plan, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Replace the trained ``tensors`` in the files in ``folder``."""
+    # A run that is interrupted from here on writes them again from this state.
+    sync_path(folder / POLISH_STATE)
+    sync_path(folder)
+    # Every tensor counts as written: the trained ones are replaced in the files that are there.
+    writer = ShardWriter(folder, plan.shards, [tensor.name for tensor in plan.output.tensors])
+    writer.write(tensors)
+    writer.sync()

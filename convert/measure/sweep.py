@@ -215,7 +215,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
                 raise error.with_prefix(f"--targets {target}") from error
         plan = next(iter(plans.values()))
         check_memory(plan)
-        calibration = load_source_and_text(plan, Path(scratch), stages, "")
+        calibration = load_source_and_text(plan, Path(scratch), stages)
         folds = {target: plan for target, plan in plans.items() if plan.latent is None}
         latents = {target: plan for target, plan in plans.items() if plan.latent is not None}
         for group in filter(None, [folds, latents]):

@@ -20,12 +20,8 @@ _BLOCK = 1 << 16  # characters
 _BLOCKS = 8  # at once
 
 
-def load_tokenizer(
-    checkpoint: Checkpoint, trust_remote_code: bool, purpose: str, otherwise: str = ""
-) -> Any:
-    """Load the tokenizer. If that fails, the InputError names ``purpose``, what needs it, and
-    ``otherwise``, what to do instead.
-    """
+def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str) -> Any:
+    """Load the tokenizer. If that fails, the InputError names ``purpose``, what needs it."""
     from transformers import AutoTokenizer
 
     try:
@@ -47,7 +43,7 @@ def load_tokenizer(
                 "it runs code from the checkpoint; review the code, then pass --trust-remote-code"
             )
         raise InputError(
-            f"{checkpoint.origin}: {purpose} needs the model's tokenizer: {reason}{otherwise}"
+            f"{checkpoint.origin}: {purpose} needs the model's tokenizer: {reason}"
         ) from error
 
 

@@ -41,12 +41,6 @@ class StatisticsAccumulator:
     def add(self, output: LayerOutput) -> None:
         """Add a batch of sequences; the sequences of all batches must have the same length."""
         inputs = output.attention_input.flatten(0, -2).double()
-        width = inputs.shape[1]
-        normed = None
-        if self._weights is not None:
-            normed, divisors = project(self._weights, inputs)
-            parts = torch.stack([divisors, divisors.square(), normed.square().sum(-1)], -1).sum(0)
-            self._sum("divisors", inputs, *parts.shape).add_(parts)
         assert output.query is not None  # else `compute_queries_and_keys` gives both
         assert output.key is not None
         profile, received = attention_sums(
@@ -57,52 +51,51 @@ class StatisticsAccumulator:
             softcap=output.softcap,
             sinks=output.sinks,
         )
-        sequences = len(output.query)
-        self._sum("profile", received, *profile.shape).add_(profile * sequences)
-        self._sum("sequences", received).add_(sequences)
         # All tokens alike, and by the attention that each received, on average over the heads.
         weights = {"": inputs.new_ones(len(inputs)), "received_": received.flatten()}
-        for name, weight in weights.items():
-            self._sum(f"{name}weight", inputs).add_(weight.sum())
-            self._sum(f"{name}mean", inputs, width).add_(weight @ inputs)
-            gram = self._sum(f"{name}gram", inputs, width, width)
-            scaled = inputs * weight.sqrt()[:, None]
-            # Only blocks on and above the diagonal: the matrix is symmetric.
-            for start, stop in pairwise(
-                round(width * block / _GRAM_BLOCKS) for block in range(_GRAM_BLOCKS + 1)
-            ):
-                gram[start:stop, start:].addmm_(scaled[:, start:stop].T, scaled[:, start:])
-            if normed is not None:
-                cross = self._sum(f"{name}normed", inputs, *normed.shape[1:], width + 1)
-                rows = torch.nn.functional.pad(inputs, (0, 1), value=1.0)
-                cross.flatten(0, 1).addmm_((normed.flatten(1) * weight[:, None]).mT, rows)
-
-    def _sum(self, name: str, like: Tensor, *shape: int) -> Tensor:
-        """The running sum ``name``, created as zeros of ``shape`` at the first call."""
-        if name not in self._sums:
-            self._sums[name] = torch.zeros(shape, dtype=torch.float64, device=like.device)
-        return self._sums[name]
+        sequences = len(output.query)
+        sums = {"profile": profile * sequences, "sequences": profile.new_tensor(sequences)}
+        for kind, weight in weights.items():
+            sums[f"{kind}weight"] = weight.sum()
+            sums[f"{kind}mean"] = weight @ inputs
+            sums[f"{kind}gram"] = _gram(inputs * weight.sqrt()[:, None])
+        if self._weights is not None:
+            normed, divisors = project(self._weights, inputs)
+            squares = normed.square().sum(-1)
+            sums["divisors"] = torch.stack([divisors, divisors.square(), squares], -1).sum(0)
+            rows = torch.nn.functional.pad(inputs, (0, 1), value=1.0)
+            for kind, weight in weights.items():
+                cross = (normed.flatten(1) * weight[:, None]).mT @ rows
+                sums[f"{kind}normed"] = cross.view(*normed.shape[1:], -1)
+        for name, value in sums.items():
+            self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
 
     def result(self) -> LayerStatistics:
         """Return the averages over the batches of all processes; there must be at least one."""
-        processes.all_reduce(self._sums.values())
         sums = self._sums
+        processes.all_reduce(sums.values())
         # Divide by the sum of weights: attention rows sum to 1 only in float32, and no covariance
         # may be negative.
         averages = {
-            f"{name}{part}": sums[f"{name}{part}"] / sums[f"{name}weight"]
-            for name in ("", "received_")
-            for part in ("gram", "mean", "normed")
-            if f"{name}{part}" in sums
+            f"{kind}{name}": sums[f"{kind}{name}"] / sums[f"{kind}weight"]
+            for kind in ("", "received_")
+            for name in ("gram", "mean", "normed")
+            if f"{kind}{name}" in sums
         }
-        for name in ("gram", "received_gram"):
-            if name in averages:
-                upper = averages[name].triu()
-                averages[name] = upper + upper.triu(1).T
         if "divisors" in sums:
             averages["divisors"] = sums["divisors"] / sums["weight"]
         profile = sums["profile"] / sums["sequences"]
         return LayerStatistics(tokens=int(sums["weight"]), profile=profile, **averages)
+
+
+def _gram(rows: Tensor) -> Tensor:
+    """``rows^T rows``, computed in blocks on and above the diagonal: the matrix is symmetric."""
+    width = rows.shape[1]
+    gram = rows.new_zeros(width, width)
+    bounds = [round(width * block / _GRAM_BLOCKS) for block in range(_GRAM_BLOCKS + 1)]
+    for start, stop in pairwise(bounds):
+        gram[start:stop, start:] = rows[:, start:stop].T @ rows[:, start:]
+    return gram.triu() + gram.triu(1).T
 
 
 def compute_queries_and_keys(

@@ -5,7 +5,7 @@
                         layer 0          Step: layer l               after the last layer
     teacher  embed --> [  T_0  ] ... h --> [  T_l  ] --> ...         --> logits --.
                                            |  ^ statistics of its inputs          +--> measurement
-                                  transform|  v drift                             |
+                                  transform|  v error                             |
     student  embed --> [  S_0  ] ... h' -> [  S_l  ] --> ...         --> logits --'
                                            ^ tensors, as stored in the files
 
@@ -40,13 +40,13 @@ sequences only if a fit or refinement needs them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvfold.attention.drift import compare
+from kvfold.attention.drift.compare import Measurement, compare_predictions, squares
 from kvfold.attention.drift.recording import LayerOutput, OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.tensors import TORCH_DTYPES, refuse_non_finite
@@ -224,14 +224,13 @@ class Walk:
         self.held_out = embed(student.stream, teacher.tokens)
         tokens = teacher.calibration_tokens
         self.calibration = [] if tokens is None else embed(student.stream, tokens)
-        self.drifts: list[compare.LayerDrift] = []
 
     def __iter__(self) -> "Iterator[Step]":
         for layer in self.teacher.layers():
             yield Step(layer, self)
 
     @torch.no_grad()
-    def measurement(self) -> compare.Measurement:
+    def measurement(self) -> Measurement:
         """Compare the whole student with the teacher on the held-out sequences, after the last
         layer.
         """
@@ -239,13 +238,13 @@ class Walk:
         student = self.student.stream
         tokens = self.teacher.tokens
         chunks = torch.split(tokens, chunk_size(source.device, tokens.shape[1]))
-        measured = compare.compare_predictions(
+        measured = compare_predictions(
             source, student, self.teacher.held_out, self.held_out, chunks
         )
         check_finite([torch.tensor(measured.teacher_loss)], source, None)
         source.release()
         student.release()
-        return replace(measured, layers=tuple(self.drifts))
+        return measured
 
 
 class Step:
@@ -264,7 +263,6 @@ class Step:
         self.inputs = teacher.inputs
         self.held_out = walk.held_out
         self.calibration = walk.calibration
-        self._walk = walk
 
     @torch.no_grad()
     def error(self, weights: Any) -> float:
@@ -281,31 +279,19 @@ class Step:
                 if left > 0:
                     expected = output.attention[:left]
                     wrong = layer.attend(hidden[:left]).attention - expected
-                    errors = torch.stack([compare.squares(wrong), compare.squares(expected)])
+                    errors = torch.stack([squares(wrong), squares(expected)])
                     sums += errors.to(sums.device)
                     left -= len(expected)
         error, norm = sums.tolist()
         return float(error / norm if norm else error)
 
     @torch.no_grad()
-    def advance(self, tensors: Mapping[str, Tensor]) -> compare.LayerDrift:
-        """Use ``tensors`` for the layer, advance the student through it, and return its drift from
-        the teacher's layer.
-        """
+    def advance(self, tensors: Mapping[str, Tensor]) -> None:
+        """Use ``tensors`` for the layer and advance the student through it."""
         self.student.put(tensors)
         with self.student.stream.open_layer(self.index) as layer:
-            # The teacher's layer has already run: replay its outputs in the same order.
-            replayed = iter(self.teacher.outputs)
-            drift = compare.compare_layer(
-                lambda _: next(replayed),
-                layer,
-                self.teacher.held_out[:],
-                self.held_out,
-                self.student.stream,
-            )
+            self.held_out[:] = [layer(hidden).states for hidden in self.held_out]
             self._run_calibration(layer)
-        self._walk.drifts.append(drift)
-        return drift
 
     @torch.no_grad()
     def advance_unchanged(self) -> None:

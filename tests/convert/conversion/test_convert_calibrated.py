@@ -11,13 +11,13 @@ import torch
 from helpers.checkpoints import stock_model, tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvfold.attention.drift.compare import compare
 from kvfold.convert import ConvertRequest, SweepRequest, convert_checkpoint, sweep_checkpoint
 from kvfold.convert.conversion import splits
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
 from kvfold.convert.measure.losses import checkpoint_perplexity, token_losses, token_windows
 from kvfold.convert.text.windows import load_calibration
-from kvfold.convert.walk.walk import last_states
 
 QUICK = {"samples": 16, "seq_len": 64, "quiet": True}
 LITTLE = {"samples": 4, "seq_len": 32}
@@ -103,12 +103,12 @@ def test_the_loss_by_position_is_measured_beyond_the_length_of_the_calibration(f
 def test_a_failing_measurement_of_long_sequences_does_not_cost_the_run(
     tmp_path, monkeypatch, capsys
 ):
-    def failing(stream, tokens):
+    def failing(source, student, tokens, batch):
         if tokens.shape[1] > QUICK["seq_len"]:
             raise InputError("infinite activations")
-        return last_states(stream, tokens)
+        return compare(source, student, tokens, batch)
 
-    monkeypatch.setattr("kvfold.convert.conversion.measurement.last_states", failing)
+    monkeypatch.setattr("kvfold.convert.conversion.measurement.compare", failing)
     done = convert(tmp_path / "out", to="mqa")
     assert done.drift.stretches[-1].end == QUICK["seq_len"]
     assert "the loss by position ends at 64 tokens: infinite activations" in capsys.readouterr().err
