@@ -46,11 +46,13 @@ WITHDRAWN: dict[str, str] = {
     "--lr": "--relative-lr is the option's name",
     "--q-rank": "queries keep their size, and the cache does not depend on it; remove the option",
     "--resume": "the same command continues an interrupted run by itself",
+    "--schedule": "the learning rate falls as a cosine; remove the option",
     "--spill": "hidden states stay in memory; where they do not fit, lower --samples or --seq-len",
     "--teacher": "kvfold uptrain OUT TRAINED --teacher MODEL2 learns from another model",
     "--temperature": "the predictions of the teacher are matched as they are; remove the option",
     "--threads": "the variable OMP_NUM_THREADS sets the CPU threads",
     "--train": "convert --polish trains the attention alone, and kvfold uptrain all weights",
+    "--warmup": "the learning rate rises over a twentieth of the steps; remove the option",
 }
 
 Decorator = Callable[[Any], Any]

@@ -20,8 +20,9 @@ from kvfold.convert.conversion.journal import POLISH_STATE
 from kvfold.convert.conversion.layers import open_student
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.progress import Stages
-from kvfold.convert.training.budget import step_tokens, steps_of
-from kvfold.convert.training.polish import ModelTask, TrainingText, polish, run_teacher
+from kvfold.convert.training.budget import POLISH_ROUND, step_tokens, steps_of
+from kvfold.convert.training.loop import train
+from kvfold.convert.training.polish import ModelTask, TrainingText, run_teacher
 from kvfold.convert.training.steps import check_constant, has_constant
 
 
@@ -54,9 +55,10 @@ def polish_checkpoint(
             steps,
             constant=constant,
         )
+        batches = task.text.batches(steps, request.seed)
         with stages("polish", steps, "step") as advance:
             done = 0
-            for result in polish(task, request.seed, folder / POLISH_STATE):
+            for result in train(task, batches, POLISH_ROUND, folder / POLISH_STATE):
                 advance(result.steps - done)
                 done = result.steps
                 # A resumed run has the figures of the round that it starts from.

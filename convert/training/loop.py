@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div
 
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
@@ -77,7 +76,7 @@ class TrainingTask(ABC):
         self.trained = {name: m for name, m in self.masters.items() if m.requires_grad}
         channels = channel_scales(self.trained, slices) if by_channel else {}
         self.optimizer = torch.optim.Adam(
-            list(self.trained.values()), lr=1.0, betas=BETAS, eps=_EPS, fused=True
+            self.trained.values(), lr=1.0, betas=BETAS, eps=_EPS, fused=True
         )
         scale_steps(
             self.optimizer, self.trained, tensor_sizes(self.trained, slices), slices, channels
@@ -178,8 +177,7 @@ def train(
         if saved is None or not processes.is_rank0() or (rate and time.monotonic() < next_save):
             continue
         began = time.monotonic()
-        masters = {name: master.detach() for name, master in task.masters.items()}
-        state = {**vars(result), "masters": masters, "optimizer": optimizer.state_dict()}
+        state = {**vars(result), "masters": task.masters, "optimizer": optimizer.state_dict()}
         with replacing(saved) as new:
             torch.save(state, new)
         next_save = time.monotonic() + _SAVING * (time.monotonic() - began)
@@ -213,32 +211,9 @@ def distillation_loss(logits: Tensor, teacher: Tensor) -> Tensor:
 
 
 def divergence(logits: Tensor, teacher: Tensor) -> Tensor:
-    """The sum over rows of ``KL(softmax(teacher) || softmax(logits))`` in nats, for ``[n, V]``
-    logits.
-
-    Computed in float32 or wider. Gradients flow to ``logits`` but not to ``teacher``.
+    """The sum over rows of ``KL(softmax(teacher) || softmax(logits))`` in nats, for logits
+    ``[n, V]``. Computed in float32 or wider.
     """
-    result: Tensor = _Divergence.apply(logits, teacher)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Divergence(torch.autograd.Function):
-    """A KL loss whose gradient, the difference between the two distributions, is computed in the
-    forward pass.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, teacher: Tensor) -> Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        log_q = logits.to(wide).log_softmax(-1)
-        log_p = teacher.to(wide).log_softmax(-1)
-        p = log_p.exp()
-        loss = (p * log_p.sub_(log_q)).sum()
-        if ctx.needs_input_grad[0]:
-            # In place of what it needs: with a large vocabulary these are most of a step's memory.
-            ctx.save_for_backward(log_q.exp_().sub_(p).to(logits.dtype))
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0] * gradients[0].to(ctx.saved_tensors[0].dtype), None
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    log_q, log_p = (rows.to(wide).log_softmax(-1) for rows in (logits, teacher))
+    return kl_div(log_q, log_p, reduction="sum", log_target=True)

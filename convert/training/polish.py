@@ -7,10 +7,10 @@ head, which is the student's too, yields its logits. Only the converted attentio
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +21,7 @@ from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.training.budget import BLOCK_STEPS, LOGITS, POLISH_ROUND, batch_size
-from kvfold.convert.training.loop import (
-    TrainingResult,
-    TrainingTask,
-    divergence,
-    random_batches,
-    train,
-)
+from kvfold.convert.training.loop import TrainingTask, divergence, random_batches
 from kvfold.convert.walk.walk import Student, last_states
 
 # Steps. KL of the model that ships after 60 steps, MLA 24+8 / 40+24 refined: 1 0.1027 / 0.0250, 10
@@ -80,9 +74,8 @@ class TrainingText:
     def __init__(self, teacher: CheckpointStream, tokens: Tensor) -> None:
         self.tokens = tokens
         self._teacher = teacher
-        self._coming: list[int] = []
-        self._rows: dict[int, int] = {}
-        self._states = torch.empty(0)
+        self._block: list[int] = []
+        self._states: Tensor | None = None
 
     def batches(self, steps: int, seed: int) -> Iterator[list[int]]:
         """Yield the indices of ``steps`` batches in random order, and note each block of them at
@@ -91,24 +84,17 @@ class TrainingText:
         count, length = self.tokens.shape
         batches = islice(random_batches(count, batch_size(length), seed), steps)
         while block := list(islice(batches, BLOCK_STEPS)):
-            own = {index for batch in block for index in processes.shard(batch)}
-            self._coming = sorted(own)
+            self._block = sorted({index for batch in block for index in processes.shard(batch)})
+            self._states = None
             yield from block
 
     def read(self, indices: list[int]) -> TaughtText:
-        """The sequences ``indices``."""
-        if not self._rows.keys() >= set(indices):
-            self._rows = {index: row for row, index in enumerate(self._coming)}
-            coming = self.tokens[self._coming].long()
-            self._states = run_teacher(self._teacher, coming, self._teacher.autocast).states
-        rows = [self._rows[index] for index in indices]
+        """The sequences ``indices`` of the block's batches."""
+        if self._states is None:
+            tokens = self.tokens[self._block].long()
+            self._states = run_teacher(self._teacher, tokens, self._teacher.autocast).states
+        rows = [bisect_left(self._block, index) for index in indices]
         return TaughtText(self.tokens[indices].long(), self._states[rows])
-
-
-def polish(task: "ModelTask", seed: int, saved: Path | None = None) -> Iterator[TrainingResult]:
-    """Train ``task``, as `loop.train`; the errors are the held-out KL in nats per token."""
-    batches = task.text.batches(task.steps, seed)
-    return train(task, batches, POLISH_ROUND, saved)
 
 
 def slowdown(errors: Sequence[float], steps: int) -> float:

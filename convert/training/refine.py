@@ -114,16 +114,6 @@ def refine_layer(step: Step, tensors: TensorMap, settings: Refinement) -> Traini
     return replace(result, tensors={**tensors, **result.tensors})
 
 
-def refining_rate(width: int, error: float) -> float:
-    """The peak learning rate for a model with hidden size ``width``, relative to each tensor's root
-    mean square.
-
-    ``error`` is the layer's error before training: the smaller it is, the smaller the steps must
-    be.
-    """
-    return min(_RELATIVE_LR, _WIDTH_LR / math.sqrt(width)) * min(1.0, math.pow(error, _ERROR_POWER))
-
-
 def decay(steps: int | str, step: int, errors: Sequence[float]) -> float:
     """The learning rate after ``step`` steps, relative to the peak; 0 ends the training.
 
@@ -163,8 +153,10 @@ class LayerTask(TrainingTask):
 
     def learning_rate(self, step: int, errors: Sequence[float]) -> float:
         width = self._training.chunks[0].inputs.shape[-1]
-        peak = self._slower * refining_rate(width, errors[0])
-        return peak * decay(self._settings.steps, step, errors)
+        # The smaller the error before training is, the smaller the steps must be.
+        distance = min(1.0, math.pow(errors[0], _ERROR_POWER))
+        peak = min(_RELATIVE_LR, _WIDTH_LR / math.sqrt(width)) * distance
+        return self._slower * peak * decay(self._settings.steps, step, errors)
 
     def backward(self, batch: list[int]) -> None:
         training = self._training

@@ -42,7 +42,7 @@ def scale_steps(
     named: Named,
     sizes: Mapping[str, float],
     slices: Slices,
-    channels: Channels | None = None,
+    channels: Channels,
 ) -> None:
     """Make the steps of a new ``optimizer`` relative to its tensors, which are among ``named`` and
     whose ``sizes`` multiply the learning rates.
@@ -78,7 +78,7 @@ def scale_steps(
             if name in slices:
                 view = _local_slice(tensor, slices[name])
                 shortened.append((view, (slices[name].pace,), view.clone()))
-            if channels and name in channels:
+            if name in channels:
                 shortened.append((tensor, channels[name], tensor.clone()))
 
     @torch.no_grad()
@@ -115,16 +115,19 @@ def tensor_sizes(named: Named, slices: Slices) -> dict[str, float]:
     The constant channel is ignored because it is large but hardly moves, and zeros because those of
     padded heads never move.
     """
-    squares: dict[str, Tensor] = {}
+    sizes: dict[str, float] = {}
     for name, tensor in named.items():
-        free = tensor.detach().float()
+        free = tensor.detach().float().clone()
         if name in slices:
-            free = free.clone()
             free.select(slices[name].axis, slices[name].index).zero_()
-        squares[name] = free.square().sum() / (free != 0).sum().clamp_min(1)
-    sizes = {name: max(_MIN_SIZE, float(square.sqrt())) for name, square in squares.items()}
+        sizes[name] = max(_MIN_SIZE, float(_mean_square(free).sqrt()))
     weights = {name: name.removesuffix(".bias") + ".weight" for name in sizes if ".bias" in name}
     return {name: sizes.get(weights.get(name, name), size) for name, size in sizes.items()}
+
+
+def _mean_square(tensor: Tensor, axis: int | None = None) -> Tensor:
+    """The mean square of all elements that are not zero, or of those along ``axis``."""
+    return tensor.square().sum(axis) / (tensor != 0).sum(axis).clamp_min(1)
 
 
 def channel_scales(named: Named, slices: Slices) -> dict[str, tuple[Tensor, Tensor]]:
@@ -142,12 +145,9 @@ def channel_scales(named: Named, slices: Slices) -> dict[str, tuple[Tensor, Tens
     for name, weight in named.items():
         if weight.dim() != 2:
             continue
-        energy = weight.detach().float().square()
-        filled = weight.detach() != 0
-        mean = (energy.sum() / filled.sum().clamp_min(1)).clamp_min(torch.finfo(energy.dtype).tiny)
-        rows, columns = (
-            (energy.sum(axis) / filled.sum(axis).clamp_min(1) / mean).sqrt() for axis in (1, 0)
-        )
+        values = weight.detach().float()
+        mean = _mean_square(values).clamp_min(torch.finfo(values.dtype).tiny)
+        rows, columns = ((_mean_square(values, axis) / mean).sqrt() for axis in (1, 0))
         # A column that reads the constant channel is a bias divided by the constant, often zero.
         if name in slices and slices[name].axis == 1:
             columns[slices[name].index] = 1

@@ -20,7 +20,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from kvfold.attention.drift.compare import distances
-from kvfold.attention.drift.report import perplexity
 from kvfold.convert.checkpoint.atomic import replacing
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device
@@ -38,7 +37,7 @@ from kvfold.convert.training.steps import (
     scale_steps,
     tensor_sizes,
 )
-from kvfold.convert.uptrain.uptrain_request import WARMUP_STEPS, UptrainRequest
+from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
 # A sixteenth of refinement's: all layers move at once, and the steps of all inputs add up. KL after
 # 40 steps, MLA 24+8 of the model that ships: 0.0125 0.231, 0.05 0.165, 0.2 0.172 nats
@@ -46,6 +45,10 @@ from kvfold.convert.uptrain.uptrain_request import WARMUP_STEPS, UptrainRequest
 _AT_WIDTH_ONE = 0.05
 # Tokens per step from which on the rate no longer grows: the default of ``--batch-tokens``.
 _FULL_BATCH = 65536
+# Steps, or a twentieth of the run if that is more. Adam's first steps are of full size whatever the
+# gradient is. Without warmup 3 steps of 16,384 tokens took SmolLM2-135M, MLA 128+64 as fitted, from
+# KL 0.158 to 0.175 (recipes/real_models.py, 2026-11-26).
+_WARMUP = 10
 # Sequences per GPU at a time. Chosen, not tuned.
 _GPU_SEQUENCES = 4
 # The weights of the best evaluation so far, in ``OUT.training``.
@@ -61,10 +64,10 @@ def training_arguments(
     Raises InputError if the device or the number of processes cannot be used.
     """
     device = choose_device(request.device)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    # A single process uses all GPUs that it sees: transformers divides each of its batches among
-    # them.
-    replicas = torch.cuda.device_count() if processes == 1 and device.type == "cuda" else processes
+    replicas = int(os.environ.get("WORLD_SIZE", "1"))
+    if replicas == 1 and device.type == "cuda":
+        # transformers divides each batch of a single process among all GPUs that it sees.
+        replicas = torch.cuda.device_count()
     share, rest = divmod(request.sequences, replicas)
     if rest:
         raise InputError(
@@ -77,10 +80,6 @@ def training_arguments(
     limit = batch_size(request.seq_len) if device.type == "cpu" else _GPU_SEQUENCES
     limit = min(share, request.micro_batch or limit)
     micro_batch = max(size for size in range(1, limit + 1) if share % size == 0)
-    # More steps than a short run has: it ends on the way to the peak.
-    warmup = max(WARMUP_STEPS, request.steps // 20)
-    if request.warmup is not None:
-        warmup = int(request.warmup * request.steps)
     # The noise of Adam's steps falls with the root of the batch; above the largest the rate is
     # limited by curvature.
     batch = min(1.0, request.batch_tokens / _FULL_BATCH)
@@ -93,10 +92,9 @@ def training_arguments(
         gradient_accumulation_steps=share // micro_batch,
         train_sampling_strategy="sequential",
         learning_rate=request.relative_lr or rate,
-        lr_scheduler_type="constant_with_warmup"
-        if request.schedule == "constant"
-        else request.schedule,
-        warmup_steps=warmup,
+        lr_scheduler_type="cosine",
+        # More steps than a short run has: it ends on the way to the peak.
+        warmup_steps=max(_WARMUP, request.steps // 20),
         weight_decay=request.weight_decay,
         max_grad_norm=request.clip,
         adam_beta2=BETAS[1],
@@ -104,7 +102,6 @@ def training_arguments(
         seed=request.seed,
         bf16=precision == torch.bfloat16,
         use_cpu=device.type == "cpu",
-        ddp_backend="gloo" if device.type == "cpu" and processes > 1 else None,
         ddp_find_unused_parameters=False,
         ddp_timeout=int(LONGEST_WORK.total_seconds()),
         logging_steps=request.log_every,
@@ -114,9 +111,7 @@ def training_arguments(
         save_strategy="steps" if request.save_every else "no",
         save_steps=request.save_every or 1,
         save_total_limit=2,
-        remove_unused_columns=False,
         disable_tqdm=True,
-        report_to="none",
     )
 
 
@@ -171,11 +166,6 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         )
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = False
-        if self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version != 2:
-            raise InputError(
-                "FSDP version 1 flattens weights, but uptraining needs separate tensors for their"
-                " learning rates; set fsdp_version: 2, as in convert/data/fsdp.yaml"
-            )
         sizes = [tensor_sizes(parameters, self.constant)]
         # A sharded model may have been loaded by the first process only.
         if dist.is_initialized():
@@ -194,8 +184,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
             return self._gather_state()
         if not launched_as_rank0():
             return {}
-        state: dict[str, Tensor] = torch.load(self._best, weights_only=True)
-        return state
+        return dict(torch.load(self._best, weights_only=True))
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows logged so far, in order, without that of the whole run."""
@@ -212,7 +201,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         if self.optimizer is None:
             optimizer = super().create_optimizer(*arguments)
             parameters = dict(self.model.named_parameters())
-            scale_steps(optimizer, parameters, self._sizes, self.constant)
+            scale_steps(optimizer, parameters, self._sizes, self.constant, {})
         return self.optimizer
 
     def _get_learning_rate(self) -> float:
@@ -246,7 +235,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
 
     @torch.no_grad()
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Loss and perplexity on held-out text; with a teacher, also the KL from it and the excess
+        """Loss on held-out text; with a teacher, also the KL from it and the excess
         loss over it. Saves the weights if they are the best so far.
         """
         self.model.eval()
@@ -259,7 +248,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
             # Of the sequences of all processes, without those that only fill up their last batch.
             rows.append(self.accelerator.gather_for_metrics(sums.T / tokens[0, 1:].numel()).cpu())
         kl, _, teacher_loss, loss = torch.cat(rows).mean(0).tolist()
-        metrics = {"eval_loss": loss, "eval_perplexity": perplexity(loss)}
+        metrics = {"eval_loss": loss}
         if self._teacher is not None:
             metrics |= {"eval_kl": kl, "eval_excess": loss - teacher_loss}
         errors = [held_out_error(row) for row in self.state.log_history if "eval_loss" in row]
@@ -299,8 +288,8 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
         row = state.log_history[-1]
         if not math.isfinite(row.get("loss", 0.0) + row.get("eval_loss", 0.0)):
             raise InputError(
-                f"step {state.global_step}: the loss is NaN or infinite; lower --relative-lr or"
-                " raise --warmup; if neither helps, the model is damaged: use another copy"
+                f"step {state.global_step}: the loss is NaN or infinite; lower --relative-lr; if"
+                " that does not help, the model is damaged: use another copy"
             )
         if not self._quiet and "train_runtime" not in row:
             figures = [f"{name} {row[name]:.4g}" for name in row if name not in ("epoch", "step")]

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from kvfold.convert.options import (
     Request,
@@ -15,12 +14,6 @@ from kvfold.convert.options import (
 )
 from kvfold.convert.request import Device, TrainingDtype
 from kvfold.convert.training.budget import BATCH_TOKENS
-
-Schedule = Literal["cosine", "linear", "constant"]
-# Adam's first steps are of full size whatever the gradient is. Without warmup 3 steps of 16,384
-# tokens took SmolLM2-135M, MLA 128+64 as fitted, from KL 0.158 to 0.175 (recipes/real_models.py,
-# 2026-11-26).
-WARMUP_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -57,20 +50,11 @@ class UptrainRequest(Request):
     )
     relative_lr: float | None = option(
         None,
-        "Peak learning rate (AdamW) relative to the size of each tensor; default: follows the width"
-        " and the batch.",
+        "Peak learning rate (AdamW, cosine schedule) relative to the size of each tensor; default:"
+        " follows the width and the batch.",
         metavar="RATE",
         rule="a number between 0 and 1",
         check=lambda value: 0 < value < 1,
-    )
-    schedule: Schedule = option("cosine", "Learning-rate schedule.")
-    warmup: float | None = option(
-        None,
-        f"Warmup, as a fraction of the steps; default: 0.05, at least {WARMUP_STEPS} steps, even of"
-        " a shorter run.",
-        metavar="FRACTION",
-        rule="a number of at least 0 and below 1",
-        check=lambda value: 0 <= value < 1,
     )
     weight_decay: float = option(
         0.0, "Weight decay (except biases and norms), times the learning rate.", maximum=100
@@ -104,8 +88,11 @@ class UptrainRequest(Request):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.batch_tokens < 1 or self.batch_tokens % self.seq_len:
-            multiple = f"a multiple of --seq-len {self.seq_len}"
-            yield "batch_tokens", f"--batch-tokens must be {multiple}, not {self.batch_tokens}"
+            yield (
+                "batch_tokens",
+                f"--batch-tokens must be a multiple of --seq-len {self.seq_len}, not"
+                f" {self.batch_tokens}",
+            )
 
     @property
     def sequences(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from kvfold.convert.stream.stock import hide_bars, load_config
 from kvfold.convert.text.corpus import check_seq_len, open_corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import draw_sequences
+from kvfold.convert.training.loop import random_batches
 from kvfold.convert.training.steps import check_constant
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 
@@ -96,23 +98,17 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
             "uptraining needs accelerate, which is not installed: pip install 'kvfold[train]'"
         )
     with closing(open_checkpoint(request.model)) as source, ExitStack() as locks:
-        if (inner := text_type(source.config)) is not None:
-            wraps = f"model type {source.config['model_type']} is a wrapper around {inner}"
+        if inner := text_type(source.config):
             raise InputError(
-                f"{source.origin}: {wraps}, but uptraining supports text models only; use another"
-                " trainer"
+                f"{source.origin} wraps a model of type {inner}, but uptraining supports text"
+                " models only; use another trainer"
             )
         check_output(request.out, overwrite=request.overwrite, model=source.folder)
         request.work.parent.mkdir(parents=True, exist_ok=True)
         # No second run may write to the same folder meanwhile.
         if launched_as_rank0():
             locks.enter_context(output_lock(request.work.absolute()))
-        try:
-            return _train(request, source)
-        except BaseException as error:
-            if any(request.work.glob(f"checkpoint-*/{STATE}")):
-                error.add_note(f"{request.work} is kept: the same command continues from there")
-            raise
+        return _train(request, source)
 
 
 def _train(request: UptrainRequest, source: Checkpoint) -> Uptrained:
@@ -154,8 +150,7 @@ def _train(request: UptrainRequest, source: Checkpoint) -> Uptrained:
             # As in `Uptrainer`, the first of equals is the best.
             best = min(measured, key=held_out_error)
             record["held_out"] = {"before": measured[0], "after": best}
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        _write_checkpoint(request, source, side_files, model, state, record)
+        _write_checkpoint(request, source, side_files, trainer.model, state, record)
         shutil.rmtree(request.work)
         return Uptrained(record)
 
@@ -170,9 +165,9 @@ def read_side_files(source: Checkpoint) -> dict[str, bytes]:
     format.
     """
     names = ["config.json", *extra_names(source.folder)]
-    names += sorted(path.name for path in source.folder.glob("*.py"))
+    names += [path.name for path in source.folder.glob("*.py")]
     names += [name for name in (RECORD, CARD) if os.path.lexists(source.folder / name)]
-    files = {name: read_member(source.folder, name) for name in dict.fromkeys(names)}
+    files = {name: read_member(source.folder, name) for name in names}
     if RECORD in files:
         parse_json(source.folder / RECORD, files[RECORD])
     return files
@@ -187,16 +182,14 @@ def resume_or_start(request: UptrainRequest, source: Checkpoint) -> Path | None:
     """
     work = request.work
     started = work / "request.json"
-    if link := next((path for path in (work, *work.rglob("*")) if path.is_symlink()), None):
+    links = [path for path in (work, *work.rglob("*")) if path.is_symlink()]
+    before = {}
+    if started.is_file() and not links:
+        before = parse_json(started, read_bytes(started))
+    if links or (any(work.glob("*")) and before.keys() != {"options", "files"}):
         raise InputError(
-            f"{link} is a link, but the run writes into this folder; remove it or choose"
+            f"{work}: the run writes into this folder, but it contains links or other files; choose"
             " another OUT"
-        )
-    before = parse_json(started, read_bytes(started)) if started.is_file() else {}
-    is_own = before.keys() == {"options", "files"}
-    if work.is_file() or (any(work.glob("*")) and not is_own):
-        raise InputError(
-            f"{work}: the run needs this folder, but it contains other files; choose another OUT"
         )
     files = [*source.states, Path(request.text)]
     if request.teacher is not None:
@@ -211,8 +204,7 @@ def resume_or_start(request: UptrainRequest, source: Checkpoint) -> Path | None:
     elif before != json.loads(now):
         raise InputError(
             f"{work} has an interrupted run with other options, or of a model or text that changed"
-            " since; use the same to continue it, or --fresh to discard it",
-            field="fresh",
+            " since; use the same to continue it, or --fresh to discard it"
         )
     else:
         print(f"resuming from {checkpoint.name} (--fresh starts over)", file=sys.stderr)
@@ -246,10 +238,9 @@ def draw_tokens(
     check_vocabulary(rows, vocabulary, source.origin)
     training = rows[held_out : held_out + count]
     # A new order in every epoch, independent of the number of processes.
-    generator = torch.Generator().manual_seed(request.seed)
-    epochs = -(-count // len(training))
-    order = [torch.randperm(len(training), generator=generator) for _ in range(epochs)]
-    return training[torch.cat(order)[:count]], rows[:held_out]
+    epochs = random_batches(len(training), 1, request.seed)
+    order = [index for (index,) in islice(epochs, count)]
+    return training[order], rows[:held_out]
 
 
 def _write_checkpoint(
@@ -291,7 +282,14 @@ def _write_checkpoint(
             write_file(folder / name, data)
         card = side_files.get(CARD, b"").decode(errors="replace")
         name = portable_name(Path(request.out))
-        write_file(folder / CARD, trained_card(card, name, _describe(request, training)))
+        options = training["request"]
+        teacher = f", distilled from `{options['teacher']}`" if request.teacher else ""
+        section = (
+            f"A converted checkpoint, trained further by kvfold: all weights, for {request.steps}"
+            f" steps of {request.batch_tokens} tokens of {options['text']}{teacher}.\n\n"
+        )
+        section += "\n".join(f"- {figure}" for figure in _held_out_figures(training))
+        write_file(folder / CARD, trained_card(card, name, section))
         record: dict[str, Any] = json.loads(side_files.get(RECORD, b'{"format": 4}'))
         if "drift" in record:
             record["drift_before_uptraining"] = record.pop("drift")
@@ -299,18 +297,6 @@ def _write_checkpoint(
         add_hashes(record, folder, writer.digests)
         write_file(folder / RECORD, dump(to_json_values(record)))
         source.check_unchanged()
-
-
-def _describe(request: UptrainRequest, training: Mapping[str, Any]) -> str:
-    """The model card's section about the training."""
-    options = training["request"]
-    teacher = f", distilled from `{options['teacher']}`" if request.teacher else ""
-    lines = [
-        "A converted checkpoint, trained further by kvfold: all weights were trained for"
-        f" {request.steps} steps of {request.batch_tokens} tokens of {options['text']}{teacher}.\n"
-    ]
-    lines += [f"- {figure}" for figure in _held_out_figures(training)]
-    return "\n".join(lines) + "\n"
 
 
 def summary(request: UptrainRequest, uptrained: Uptrained) -> str:

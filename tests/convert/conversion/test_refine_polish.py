@@ -8,7 +8,7 @@ from helpers.cases import mostly_slow
 from helpers.checkpoints import tensors
 
 from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
-from kvfold.convert.conversion import memory
+from kvfold.convert.conversion import memory, polishing
 from kvfold.convert.data import demo_folder
 from kvfold.convert.targets.mla.encode import CONSTANT, norm_weight
 from kvfold.convert.training import budget
@@ -100,14 +100,14 @@ def unbroken(tiny_reader, tmp_path_factory):
     """The files of an unbroken run in rounds of two steps."""
     out = tmp_path_factory.mktemp("unbroken") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "POLISH_ROUND", 2)
+        patch.setattr(polishing, "POLISH_ROUND", 2)
         convert(out, tiny_reader, **POLISHED)
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "POLISH_ROUND", 2)
+    monkeypatch.setattr(polishing, "POLISH_ROUND", 2)
     backward = training.ModelTask.backward
     steps = []
 

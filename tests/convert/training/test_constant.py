@@ -58,7 +58,7 @@ def adam(model, held, **options):
         [p for p in model.parameters() if p.requires_grad], lr=5e-3, **options
     )
     sizes = dict.fromkeys(dict(model.named_parameters()), 1.0)
-    scale_steps(optimizer, dict(model.named_parameters()), sizes, held)
+    scale_steps(optimizer, dict(model.named_parameters()), sizes, held, {})
     return optimizer
 
 

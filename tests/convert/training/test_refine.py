@@ -146,7 +146,9 @@ def test_targets_correct_earlier_errors_and_every_token_counts_relative_to_its_r
 def test_a_layer_that_got_no_better_is_tried_again_more_slowly_or_keeps_its_weights(
     llama, monkeypatch, rate, tries
 ):
-    monkeypatch.setattr(refining, "refining_rate", lambda width, error: rate)
+    monkeypatch.setattr(refining, "_ERROR_POWER", 0)
+    monkeypatch.setattr(refining, "_WIDTH_LR", 1e39)
+    monkeypatch.setattr(refining, "_RELATIVE_LR", rate)
     made = Mock(side_effect=refining.LayerTask)
     monkeypatch.setattr(refining, "LayerTask", made)
     found = refined(llama)

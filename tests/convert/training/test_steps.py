@@ -32,7 +32,7 @@ def test_every_tensor_learns_in_proportion_to_its_size():
     assert sizes == pytest.approx({"a.weight": 12.5**0.5, "a.bias": 12.5**0.5, "b.weight": 1e-6})
     assert tensor_sizes(named, {})["a.weight"] > 500
     optimizer = torch.optim.AdamW([{"params": list(named.values()), "weight_decay": 0.1}], lr=0.01)
-    scale_steps(optimizer, named, sizes, held)
+    scale_steps(optimizer, named, sizes, held, {})
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates == pytest.approx([0.01 * size for size in sizes.values()])
     decays = [group["lr"] * group["weight_decay"] for group in optimizer.param_groups]

@@ -46,9 +46,14 @@ QUICK = {
     "eval_sequences": 8,
     "eval_every": 5,
     "log_every": 1,
-    "warmup": 0.0,
     "device": "cpu",
 }
+
+
+@pytest.fixture(autouse=True)
+def warmup(monkeypatch):
+    """So that few steps learn."""
+    monkeypatch.setattr(uptrain_trainer, "_WARMUP", 0)
 
 
 @pytest.fixture(scope="module")
@@ -173,9 +178,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(converted, text, tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(uptrain_trainer.RunCallback, "on_step_end", kill_in_step_7)
-        with pytest.raises(KeyboardInterrupt) as raised:
+        with pytest.raises(KeyboardInterrupt):
             run()
-    assert "is kept" in raised.value.__notes__[0]
     assert not (tmp_path / "out").exists()
     (work / "checkpoint-6" / STATE).unlink()  # killed while it wrote this one
     with monkeypatch.context() as patch:
@@ -264,7 +268,7 @@ def test_errors_of_the_command_leave_nothing(converted, text, tmp_path, tiny_fam
 def test_what_is_written_is_the_best_state_even_that_before_training(
     source, converted, text, tmp_path
 ):
-    options = {"teacher": str(source), "relative_lr": 0.9, "schedule": "constant"}
+    options = {"teacher": str(source), "relative_lr": 0.9}
     record = train(converted("free"), tmp_path / "out", text, **options)
     errors = [row["eval_kl"] for row in record["log"] if "eval_kl" in row]
     assert errors[0] < min(errors[1:])
@@ -277,9 +281,6 @@ def test_what_is_written_is_the_best_state_even_that_before_training(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"steps": 1000}, {"warmup_steps": 50}),
-        ({"steps": 3}, {"warmup_steps": 10}),  # short runs warm up too, unless told otherwise
-        ({"steps": 1000, "warmup": 0.2}, {"warmup_steps": 200}),
         # A CPU takes a thousand tokens at a time, unless told otherwise.
         ({"seq_len": 256}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}),
         ({"micro_batch": 5}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
