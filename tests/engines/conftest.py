@@ -1,12 +1,12 @@
 """Which Python has which engine; checkpoints that the tests serve."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
@@ -21,21 +21,8 @@ MODULES = {
     "KVFOLD_LLAMA_CPP_PYTHON": ["llama_cpp_py_sync", "gguf"],
     "KVFOLD_EVAL_PYTHON": ["lm_eval", "peft"],
 }
-ENGINE = {"layout": "engine", "samples": 4, "seq_len": 64}
-FREE = {"layout": "free", "method": "svd"}
-REQUESTS: dict[str, dict[str, Any]] = {
-    "gqa-2": {"to": "gqa", "kv_heads": 2, "method": "mean"},
-    "mqa": {"to": "mqa", "method": "mean"},
-    "mla-engine": {"to": "mla", "kv_rank": 48, "rope_dim": 16, **ENGINE},
-    "mla-free": {"to": "mla", "kv_rank": 48, "rope_dim": 16, **FREE},
-    "mla-512-64-engine": {"to": "mla", "kv_rank": 512, "rope_dim": 64, **ENGINE},
-    "mla-512-64-free": {"to": "mla", "kv_rank": 512, "rope_dim": 64, **FREE},
-    # of tiny random models, in layout kvfold
-    "gpt2-gqa-4": {"to": "gqa", "kv_heads": 4, "method": "mean"},
-    "gpt_neox-gqa-4": {"to": "gqa", "kv_heads": 4, "method": "mean"},
-    "gpt_neox-mla": {"to": "mla", "kv_rank": 48, "rope_dim": 16, "method": "svd"},
-    "opt-mqa": {"to": "mqa", "method": "mean"},
-}
+# The last ones are of tiny random models, in layout kvfold.
+REQUESTS = json.loads(Path(__file__).with_name("requests.json").read_text())
 CLASSIC = {
     "hidden_size": 256,
     "vocab_size": 2048,

@@ -20,45 +20,8 @@ VARIABLES = {
     "llama.cpp": "KVFOLD_LLAMA_CPP_PYTHON",
 }
 SOURCES = os.environ.get("KVFOLD_LLAMA_CPP", "")
-# Served, or a part of the message of the refusal.
-SERVED = True
-OUTCOMES = {
-    "vllm": {
-        "gqa-2": SERVED,
-        "mqa": SERVED,
-        "mla-engine": "Head dimension 64 is not supported by MLA",
-        "mla-free": "Head dimension 64 is not supported by MLA",
-        "mla-512-64-engine": SERVED,
-        "mla-512-64-free": SERVED,
-        "experts-512-64-engine": SERVED,
-    },
-    "vllm with kvfold": {
-        "gpt2-gqa-4": SERVED,
-        "gpt_neox-gqa-4": SERVED,
-        "opt-mqa": SERVED,
-        "gpt_neox-mla": "vLLM has no kernels for MLA of layout kvfold",
-    },
-    "vllm --model-impl transformers": {"mla-512-64-engine": SERVED, "mla-512-64-free": SERVED},
-    "mlx": {
-        "gqa-2": SERVED,
-        "mqa": SERVED,
-        "mla-engine": SERVED,
-        "mla-free": "Model type youtu not supported",
-        "mla-512-64-engine": SERVED,
-        "mla-512-64-free": "Model type youtu not supported",
-        "experts-engine": SERVED,
-        "experts-free": "float division by zero",
-    },
-    "llama.cpp": {
-        "gqa-2": SERVED,
-        "mqa": SERVED,
-        "mla-engine": SERVED,
-        "mla-free": "wrong number of tensors",
-        "mla-512-64-engine": SERVED,
-        "mla-512-64-free": "wrong number of tensors",
-        "experts-engine": SERVED,
-    },
-}
+# Of each engine and checkpoint: true for served, or a part of the message of the refusal.
+OUTCOMES = json.loads(Path(__file__).with_name("outcomes.json").read_text())
 OPTIONS = {"vllm --model-impl transformers": ["--option", 'model_impl="transformers"']}
 
 
@@ -83,7 +46,7 @@ def test_tokens_equal_or_refused_and_the_cache_as_promised(
     served = {name: row for name, row in rows.items() if row["verdict"] == "equal"}
     assert served.keys() == {
         demo_folder().name,
-        *(name for name, outcome in expected.items() if outcome is SERVED),
+        *(name for name, outcome in expected.items() if outcome is True),
     }
     refused = {
         name: row.get("message", "wrong") for name, row in rows.items() if name not in served

@@ -6,7 +6,9 @@ written out naively in the tested dtype, or twice the rounding of the exact resu
 where the naive formula was luckier than that; for float32 on a GPU, or twice `gpu_rounding`.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -293,59 +295,7 @@ def decode_naively(
     return scores.softmax(-1, dtype=wide).to(latent.dtype) @ latent[:, None]
 
 
-_SPECIAL = {
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_LLAMA = _SPECIAL | {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-}
-_LATENT = {
-    "num_key_value_heads": 4,
-    "head_dim": 4,
-    "kv_lora_rank": 12,
-    "q_lora_rank": None,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 3,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-}
-_SOFTCAP = {
-    "sliding_window": 5,
-    "query_pre_attn_scalar": 8,
-    "attn_logit_softcapping": 2.0,
-}
-DECODERS = {
-    "llama": _LLAMA,
-    "gemma2": _LLAMA | _SOFTCAP,
-    "deepseek_v3": _LLAMA | _LATENT,
-    "mixtral": _LLAMA | {"num_local_experts": 4},
-    "gpt2": _SPECIAL
-    | {
-        "vocab_size": 61,
-        "n_embd": 32,
-        "n_layer": 3,
-        "n_head": 4,
-    },
-    "bloom": {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "n_layer": 3,
-        "n_head": 4,
-    },
-}
+DECODERS = json.loads(Path(__file__).with_name("decoders.json").read_text())
 
 
 def tiny_decoder(family: str = "llama", **changes: Any) -> PreTrainedModel:
