@@ -7,6 +7,7 @@ size loses nothing.
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,18 +96,15 @@ def logits(folder: Path, **options) -> torch.Tensor:
 
 
 def convert(source: Path, out: Path, **options) -> Path:
-    convert_checkpoint(
-        ConvertRequest(model=str(source), out=str(out), allow_growth=True, quiet=True, **options)
-    )
+    convert_checkpoint(ConvertRequest(source, out, allow_growth=True, quiet=True, **options))
     return out
 
 
 @pytest.mark.parametrize("name", supported())
 def test_expected_tensors_are_those_of_the_stock_file_and_keep_their_bits(name, tiny_family):
     model, stored = tiny_model(tiny_family(name))
-    assert {key: each.shape for key, each in model.tensors.items()} == {
-        k: tuple(t.shape) for k, t in stored.items()
-    }
+    shapes = {key: tuple(tensor.shape) for key, tensor in stored.items()}
+    assert {key: tensor.shape for key, tensor in model.tensors.items()} == shapes
     named = [name for names in model.names.values() for name in names]
     fused = [name for name, tensor in model.tensors.items() if len(tensor.roles) > 1]
     assert set(named) == set(stored), "a tensor has no role"
@@ -114,10 +112,9 @@ def test_expected_tensors_are_those_of_the_stock_file_and_keep_their_bits(name, 
     for layer in range(model.geometry.layers):
         written = write_layer(model, layer, read_layer(model, layer, stored.__getitem__))
         assert sorted(written) == sorted(model.attention_names(layer))
-        assert all(
-            torch.equal(tensor, stored[key]) and tensor.is_contiguous()
-            for key, tensor in written.items()
-        )
+        for key, tensor in written.items():
+            assert torch.equal(tensor, stored[key])
+            assert tensor.is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -135,18 +132,14 @@ def test_mean_pooling_is_the_stock_class_with_repeated_group_means(
     model, stored = tiny_model(source)
     for layer in range(model.geometry.layers):
         weights = pool.mean(read_layer(model, layer, stored.__getitem__), groups)
-        size = model.geometry.kv_heads // groups
-        sides = {role: getattr(weights, role) for role in ("k", "v", "k_bias", "v_bias")}
-        repeated = {
-            role: rows.repeat_interleave(size, 0)
-            for role, rows in sides.items()
-            if rows is not None
-        }
+        copies = torch.arange(groups).repeat_interleave(model.geometry.kv_heads // groups)
+        repeated = {}
+        for role in ("k", "v", "k_bias", "v_bias"):
+            rows = getattr(weights, role)
+            repeated[role] = None if rows is None else rows[copies]
         if weights.k_norm is not None:
-            repeated["k_norm"] = weights.k_norm.map(
-                lambda rows, times=size: rows.repeat_interleave(times, 0)
-            )
-        stored |= write_layer(model, layer, type(weights)(**{**vars(weights), **repeated}))
+            repeated["k_norm"] = weights.k_norm.map(lambda rows, copies=copies: rows[copies])
+        stored |= write_layer(model, layer, replace(weights, **repeated))
     shutil.copytree(source, tmp_path / "repeated")
     save_file(stored, tmp_path / "repeated" / "model.safetensors", {"format": "pt"})
     expected = logits(tmp_path / "repeated")
@@ -195,3 +188,11 @@ def test_what_no_output_can_express_is_refused(name, options, tiny_family, tmp_p
     changes = {"sliding_window": None} if name == "ministral3" else {}
     with refused():
         convert(tiny_family(name, **changes), tmp_path / "out", **options)
+
+
+def test_a_norm_for_each_head_is_refused_where_one_is_stored(tiny_family, refused):
+    model, stored = tiny_model(tiny_family("qwen3"))
+    weights = read_layer(model, 0, stored.__getitem__)
+    differing = replace(weights.k_norm, weight=torch.randn_like(weights.k_norm.weight))
+    with refused(ValueError):
+        write_layer(model, 0, replace(weights, k_norm=differing))
