@@ -33,28 +33,6 @@ from kvfold.convert.signals import interrupt_on_signals
 
 REPORT = "report.html"
 STDOUT = "-"  # stands for stdout in place of a file name, as in other command-line tools
-# Options of the past, and what to use instead of each.
-WITHDRAWN: dict[str, str] = {
-    "--cache": "caches are those of transformers by default; remove the option",
-    "--fresh": "a sweep keeps nothing of an interrupted one; remove the option",
-    "--distill-weight": "with --teacher its predictions are the target, without it the text",
-    "--eval-text": "kvfold drift MODEL TRAINED --text FILE measures on another text",
-    "--keep-intervals": "convert with several numbers of --polish, each into an OUT of its own",
-    "--keep-quantized": "dequantize the model first, as docs/questions.md shows",
-    "--max-shard-size": "shards have at most 5 GB; remove the option",
-    "--plot": "--report DIR writes a page with the curve",
-    "--lr": "--relative-lr is the option's name",
-    "--q-rank": "queries keep their size, and the cache does not depend on it; remove the option",
-    "--resume": "the same command continues an interrupted run by itself",
-    "--schedule": "the learning rate falls as a cosine; remove the option",
-    "--spill": "hidden states stay in memory; where they do not fit, lower --samples or --seq-len",
-    "--teacher": "kvfold uptrain OUT TRAINED --teacher MODEL2 learns from another model",
-    "--temperature": "the predictions of the teacher are matched as they are; remove the option",
-    "--threads": "the variable OMP_NUM_THREADS sets the CPU threads",
-    "--train": "convert --polish trains the attention alone, and kvfold uptrain all weights",
-    "--warmup": "the learning rate rises over a twentieth of the steps; remove the option",
-}
-
 Decorator = Callable[[Any], Any]
 
 
@@ -198,8 +176,9 @@ def _explain(error: Exception, name: str) -> tuple[str | None, int]:
         name = context.command_path if context else name
         text = " ".join(error.format_message().split()).rstrip(".")
         option = getattr(error, "option_name", None)
-        if option in WITHDRAWN:
-            text = f"{option} was withdrawn; {WITHDRAWN[option]}"
+        withdrawn = json.loads((Path(__file__).parent / "data" / "withdrawn.json").read_text())
+        if option in withdrawn:
+            text = f"{option} was withdrawn; {withdrawn[option]}"
         return escape_text(f"{name}: {text}; see `{name} --help`"), 2
     if isinstance(error, BrokenPipeError):
         # The interpreter flushes stdout once more at its end, which would fail again.

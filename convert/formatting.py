@@ -28,11 +28,6 @@ def parse_number(text: Any, unit: str = "") -> int | None:
     return None if match is None else int(float(match[1]) * powers[match[2].lower()])
 
 
-def format_tokens(count: int) -> str:
-    """A number of tokens in thousands or millions, such as "1.5M"."""
-    return f"{count / 10**6:.3g}M" if count >= 10**6 else f"{count / 1000:.3g}k"
-
-
 def format_duration(seconds: float) -> str:
     """A rough duration: "7 s", "12 min", "3 h", "4 days"."""
     if seconds < 90:

@@ -16,10 +16,7 @@ from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kvfold.convert.errors import InputError, format_option, suggest_name
-from kvfold.convert.formatting import parse_number
 
-# Tokens of a sequence with --seq-len auto: measured in convert/README.md, "The loss by position".
-AUTO_LENGTH = 512
 _TYPE_RULES = {
     bool: "true or false",
     int: "a whole number from {} to {}",
@@ -123,30 +120,6 @@ dtype_option = partial(option, default="auto", help="Dtype to compute in.")
 trust_option = partial(
     option, default=False, help="Allow code in the checkpoints to run.", runs=True
 )
-length_option = partial(
-    option,
-    "auto",
-    f"Tokens per sequence; auto: {AUTO_LENGTH}, or MODEL's context, if it is shorter, in as many"
-    f" sequences as hold SAMPLES x {AUTO_LENGTH} tokens.",
-    metavar="N|auto",
-    minimum=2,
-    rule="a whole number of at least 2, or auto",
-)
-steps_option = partial(option, 0, metavar="STEPS|auto", rule="a number of steps or auto")
-size_option = partial(
-    option,
-    "5GB",
-    "Maximum size of a weight file.",
-    metavar="SIZE",
-    rule="a size with its unit, such as 5GB or 500MB",
-    check=partial(parse_number, unit="B"),
-)
-precision_option = partial(
-    option,
-    "auto",
-    "Dtype of products in calibration passes and training; auto: the faster, measured. Held-out"
-    " text: float32.",
-)
 
 
 def collect_options(request: type[Any]) -> dict[str, Option]:
@@ -218,7 +191,5 @@ def format_argv(values: Mapping[str, Any]) -> list[str]:
     argv: list[str] = []
     for name, value in values.items():
         for item in value if isinstance(value, tuple) else (value,):
-            argv.append(format_option(name))
-            if item is not True:
-                argv.append(str(item))
+            argv += format_option(name, item).split(" ", 1)
     return argv

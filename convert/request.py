@@ -11,18 +11,13 @@ from kvfold.convert.formatting import parse_number
 from kvfold.convert.methods import registry
 from kvfold.convert.methods.registry import DEFAULT, Method
 from kvfold.convert.options import (
-    AUTO_LENGTH,
     Request,
     collect_options,
     device_option,
     dtype_option,
-    length_option,
     option,
-    precision_option,
     seed_option,
     seq_len_option,
-    size_option,
-    steps_option,
     trust_option,
 )
 
@@ -32,7 +27,6 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 TrainingDtype = Literal["auto", "float32", "bfloat16"]
 Steps = int | Literal["auto"]
-Length = int | Literal["auto"]
 
 TARGETS: tuple[str, ...] = get_args(AttentionKind)
 # Options that --effort stands for. KL of SmolLM2-135M in MLA 128+64 on prose and code: quick 0.149,
@@ -42,6 +36,8 @@ EFFORTS: dict[str, dict[str, Any]] = {
     "normal": {"refine": 50, "polish": "100k", "repeat_text": True},
     "thorough": {"refine": 200, "polish": "400k", "repeat_text": True},
 }
+# Tokens of a sequence with --seq-len auto: measured in convert/README.md, "The loss by position".
+AUTO_LENGTH = 512
 DEFAULT_LAYOUT: Layout = "free"
 # Tasks of `kvfold eval` that need neither a download nor lm-evaluation-harness.
 # Tokens of the sequences on which the loss by position is measured, in models of that context;
@@ -104,15 +100,26 @@ class CalibratedRequest(RunRequest):
         check=str.strip,
     )
     samples: int = option(128, "Calibration sequences.", minimum=1)
-    seq_len: Length = length_option()
-    refine: Steps = steps_option(
-        "Steps of training each layer's attention to reconstruct the source's, without labels."
+    seq_len: Steps = option(
+        "auto",
+        f"Tokens per sequence; auto: {AUTO_LENGTH}, or MODEL's context, if it is shorter, in as"
+        f" many sequences as hold SAMPLES x {AUTO_LENGTH} tokens.",
+        metavar="N|auto",
+        minimum=2,
+        rule="a whole number of at least 2, or auto",
     )
-    precision: TrainingDtype = precision_option()
+    refine: Steps = option(
+        0,
+        "Steps of training each layer's attention to reconstruct the source's, without labels.",
+        metavar="STEPS|auto",
+        rule="a number of steps or auto",
+    )
+    precision: TrainingDtype = option(
+        "auto",
+        "Dtype of products in calibration passes and training; auto: the faster, measured. Held-out"
+        " text: float32.",
+    )
     dtype: Dtype = dtype_option(help="Stored dtype; auto keeps the source's dtype.")
-    fresh: bool = option(
-        False, "Discard what an interrupted run has finished, and start over.", runs=True
-    )
 
 
 @dataclass(frozen=True)
@@ -182,7 +189,16 @@ class ConvertRequest(CalibratedRequest):
     repeat_text: bool = option(
         False, "Polish on the text again where it has fewer tokens than --polish."
     )
-    max_shard_size: str = size_option()
+    max_shard_size: str = option(
+        "5GB",
+        "Maximum size of a weight file.",
+        metavar="SIZE",
+        rule="a size with its unit, such as 5GB or 500MB",
+        check=partial(parse_number, unit="B"),
+    )
+    fresh: bool = option(
+        False, "Discard the finished layers of an interrupted run of OUT and start over.", runs=True
+    )
     dry_run: bool = option(
         False, "Print the plan, memory and disk space; write nothing.", runs=True
     )
