@@ -52,6 +52,7 @@ TRAINING = [
     "0",
 ]
 READS = ("preadv", "pread")
+STAGES = ("plain", "calibrated", "polished", "trained")
 
 
 @pytest.fixture(scope="module")
@@ -160,18 +161,23 @@ def check(end: forked.Ended, parent: Path, whole: dict[str, bytes], killed: bool
 
 
 @seeds
-@pytest.mark.parametrize("kind", ["kill", "interrupt", "full"])
-def test_a_run_struck_at_any_call(seed, kind, source, whole, count_of, tmp_path, parent) -> None:
-    """Killed, interrupted, or on a disk that is full or broken from then on; the next run cleans up
-    and writes all.
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *[(kind, name) for kind in ("kill", "full") for name in STAGES],
+        ("interrupt", "plain"),
+    ],
+)
+def test_a_run_struck_at_any_call(
+    seed, kind, name, source, whole, count_of, tmp_path, parent
+) -> None:
+    """Killed, interrupted, or on a disk that is full or broken from then on, in every stage; the
+    next run cleans up or continues, and writes all.
     """
     drawn = random.Random(seed)
-    work = convert(source, parent / "out")
-    number = (
-        drawn.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-        if kind == "interrupt"
-        else signal.SIGKILL
-    )
+    work = run_of(name, source, parent / "out")
+    signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    number = drawn.choice(signals) if kind == "interrupt" else signal.SIGKILL
     code = drawn.choice([errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
 
     def strike() -> None:
@@ -179,46 +185,15 @@ def test_a_run_struck_at_any_call(seed, kind, source, whole, count_of, tmp_path,
             os.kill(os.getpid(), number)
         raise OSError(code, os.strerror(code))
 
-    calls = forked.WRITES if kind == "full" else forked.CALLS
+    calls = forked.CALLS if name == "plain" and kind != "full" else forked.WRITES
     with forked.unchanged(source):
-        end = struck(tmp_path / "log", work, drawn.randint(1, count_of(calls)), strike, calls)
-    if not check(end, parent, whole["plain"], kind == "kill"):
+        at = drawn.randint(1, count_of(calls, name))
+        end = struck(tmp_path / "log", work, at, strike, calls)
+    resumable = name != "plain"  # what the next run continues from may stay
+    if not check(end, parent, whole[name], resumable or kind == "kill"):
         again = forked.run(tmp_path / "log", work)
         assert again.status == 0
-        assert check(again, parent, whole["plain"])
-
-
-@seeds
-@pytest.mark.parametrize("name", ["calibrated", "polished", "trained"])
-def test_a_run_is_killed_and_resumed(seed, name, source, whole, count_of, tmp_path, parent) -> None:
-    """At any write, of layers, while polishing, of checkpoints; it becomes what an unbroken run
-    writes.
-    """
-    work = run_of(name, source, parent / "out")
-    at = random.Random(seed).randint(1, count_of(forked.WRITES, name))
-    struck(tmp_path / "log", work, at, lambda: os.kill(os.getpid(), signal.SIGKILL), forked.WRITES)
-    assert (parent / "out").exists() or forked.run(tmp_path / "log", work).status == 0
-    assert forked.snapshot(parent / "out") == whole[name]
-
-
-@seeds
-@pytest.mark.parametrize("name", ["calibrated", "polished", "trained"])
-def test_a_disk_that_is_full_from_any_write_on(
-    seed, name, source, whole, count_of, tmp_path, parent
-) -> None:
-    """In every stage; what it leaves is continued once there is room."""
-    work = run_of(name, source, parent / "out")
-    at = random.Random(seed).randint(1, count_of(forked.WRITES, name))
-
-    def full() -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    end = struck(tmp_path / "log", work, at, full, forked.WRITES)
-    # what the next run continues from may stay
-    if not check(end, parent, whole[name], killed=True):
-        assert end.stderr.splitlines()[-1].startswith("error: "), end
-        assert forked.run(tmp_path / "log", work).status == 0
-    assert forked.snapshot(parent / "out") == whole[name]
+        assert check(again, parent, whole[name], resumable)
 
 
 @seeds
