@@ -22,7 +22,7 @@ from kvfold.convert.request import LONG_LENGTH
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.stream.parameters import load_model
 from kvfold.convert.stream.stock import hide_bars
-from kvfold.convert.text.corpus import calibration_texts, check_seq_len
+from kvfold.convert.text.corpus import calibration_texts
 from kvfold.convert.text.self_written import turns_of, write_sequences
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import CalibrationTokens, load_calibration
@@ -51,7 +51,6 @@ def load_source_and_text(plan: Plan, scratch: Path, stages: Stages) -> Calibrati
     request = plan.request
 
     def load() -> CalibrationTokens:
-        check_seq_len(request.length, plan.geometry.positions, plan.checkpoint.origin)
         tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration")
         further = 0
         if request.polish:

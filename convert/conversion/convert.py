@@ -21,7 +21,7 @@ from kvfold.convert.conversion.plan import Plan, checkpoint_from_config, make_pl
 from kvfold.convert.conversion.results import Conversion
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import ConvertRequest
-from kvfold.convert.text.corpus import check_seq_len, check_sources
+from kvfold.convert.text.corpus import check_sources
 
 if TYPE_CHECKING:
     from kvfold.convert.conversion.calibration import Calibration
@@ -95,11 +95,8 @@ def _plan_only(request: ConvertRequest) -> Conversion:
     """
     checkpoint = checkpoint_from_config(request) or open_headers(request.model)
     with closing(checkpoint):
-        plan = make_plan(request, checkpoint)
         check_output(request.out, overwrite=request.overwrite, model=checkpoint.folder)
-        if request.calibrated:
-            check_seq_len(plan.request.length, plan.geometry.positions, checkpoint.origin)
-        return Conversion(plan)
+        return Conversion(make_plan(request, checkpoint))
 
 
 def _convert_layers(

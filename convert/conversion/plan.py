@@ -35,6 +35,7 @@ from kvfold.convert.targets.mla.spec import MlaSpec, cached_divisors, latent_pro
 from kvfold.convert.targets.output_checkpoint import OutputCheckpoint
 from kvfold.convert.targets.own_code import needs_own_code, plan_own_fold, plan_own_mla
 from kvfold.convert.targets.same_family import attention_label, cache_elements, plan_stock_fold
+from kvfold.convert.text.corpus import check_seq_len
 
 if TYPE_CHECKING:
     from kvfold.convert.transforms.latent.slots import Slots
@@ -110,11 +111,11 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
     model.check_values()
     request = request.resolve_length(model.geometry.positions)
     count = processes.world_size()
-    if request.calibrated and request.samples < count:
-        rule = f"must be at least {count}, one sequence per process"
-        raise option_error(
-            "samples", request.samples, f"{rule}; raise it or lower --nproc-per-node"
-        )
+    if request.calibrated:
+        check_seq_len(request.length, model.geometry.positions, checkpoint.origin)
+        if request.samples < count:
+            rule = f"must be at least {count}, one sequence per process; lower --nproc-per-node"
+            raise option_error("samples", request.samples, rule)
     if request.to != "mla":
         return _plan_fold(request, checkpoint, model)
     plan = plan_split(request, checkpoint, model, mla_specs(request, model)[-1])

@@ -57,12 +57,6 @@ class Conversion:
         """The verdict on the result in words (`judgment.LIMITS`); None for a run without text."""
         return None if self.drift is None else judge(self.drift)
 
-    @property
-    def split(self) -> tuple[int, int] | None:
-        """The rank and the rotary dims of an MLA result; None for GQA and MQA."""
-        latent = self.plan.latent
-        return None if latent is None else (latent.kv_rank, latent.rope_dim)
-
     def to_dict(self) -> dict[str, Any]:
         """JSON values: the plan for a dry run, otherwise the record without its lists of tensors
         and files.

@@ -82,7 +82,7 @@ class Trial:
         spec = self.plan.latent
         assert spec is not None
         values = {"kv_rank": spec.kv_rank, "rope_dim": spec.rope_dim, "kl": self.kl}
-        return values if self.refined_kl is None else {**values, "refined_kl": self.refined_kl}
+        return values | ({} if self.refined_kl is None else {"refined_kl": self.refined_kl})
 
 
 def choose_slots_and_split(

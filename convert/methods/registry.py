@@ -214,34 +214,18 @@ def find_method(name: str, target: str) -> Method:
     """The method ``name`` (or ``MODULE:NAME``) for ``target``. Raises InputError if ``target`` has
     no such method.
     """
-    plain = _import_module("method", name)
-    allowed = methods_of(target)
-    if plain not in allowed:
-        raise option_error(
-            "method",
-            name,
-            f"is not available with --to {target}; use one of {', '.join(allowed)}"
-            f"{suggest_name(plain, allowed)}",
-        )
-    return _methods[target, plain]
+    return _methods[target, _resolve_name("method", name, target)]
 
 
 def find_objective(name: str) -> "Objective":
     """The objective ``name`` (or ``MODULE:NAME``). Raises InputError for an unknown name."""
-    plain = _import_module("objective", name)
-    allowed = objectives()
-    if plain not in allowed:
-        raise option_error(
-            "objective",
-            name,
-            f"is not a known objective; use one of {', '.join(allowed)}"
-            f"{suggest_name(plain, allowed)}",
-        )
-    return _objectives[plain]()
+    return _objectives[_resolve_name("objective", name)]()
 
 
-def _import_module(option: str, name: str) -> str:
-    """Import the MODULE of ``MODULE:NAME``, which registers NAME; return NAME."""
+def _resolve_name(option: str, name: str, target: str | None = None) -> str:
+    """The NAME of ``MODULE:NAME``, after importing MODULE, which registers it. Raises InputError if
+    it is not registered.
+    """
     _discover()
     module, _, plain = name.rpartition(":")
     if module:
@@ -252,4 +236,9 @@ def _import_module(option: str, name: str) -> str:
             raise option_error(
                 option, name, f": cannot import module {module!r} ({error}); {way_out}"
             ) from error
+    allowed = objectives() if target is None else methods_of(target)
+    if plain not in allowed:
+        available = "" if target is None else f" with --to {target}"
+        rule = f"is not available{available}; use one of {', '.join(allowed)}"
+        raise option_error(option, name, f"{rule}{suggest_name(plain, allowed)}")
     return plain

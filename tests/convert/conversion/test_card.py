@@ -4,8 +4,6 @@ import json
 import re
 import shlex
 import shutil
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,6 @@ from kvfold.convert.conversion.card import front_matter, make_safe, trained_card
 from kvfold.convert.conversion.judgment import judge
 from kvfold.convert.conversion.summary import format_block
 from kvfold.convert.data import demo_folder
-from kvfold.convert.signals import limit_resources
 
 
 @pytest.fixture
@@ -57,7 +54,7 @@ def test_license_and_base_model_are_kept(front, metadata, kept):
 
 
 @pytest.mark.parametrize(
-    "text", [None, "# Tiny\n", "---\n[broken: yaml\n---\n", "---\n- a\n---\n", b"---\n\xff\n---"]
+    "text", [None, "---\n[broken: yaml\n---\n", "---\n- a\n---\n", b"---\n\xff\n---"]
 )
 def test_a_source_without_metadata(front, text):
     assert front(text) == OURS
@@ -161,17 +158,3 @@ def test_a_dry_run_of_a_budget_names_no_split(tmp_path):
     done = convert_checkpoint(request)
     assert "MLA, split by measured drift" in done.summary()
     assert "sha256" not in done.to_dict()["source"]  # no weights were read
-
-
-def test_a_limit_holds_where_its_error_is_swallowed_once():
-    ended = time.monotonic() + 20
-
-    def work():
-        with suppress(TimeoutError):
-            while time.monotonic() < ended:
-                pass
-        while time.monotonic() < ended:
-            pass
-
-    with pytest.raises(TimeoutError), limit_resources(0.1):
-        work()

@@ -2,17 +2,16 @@
 
 import json
 import math
-import re
 import shutil
 from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers.checkpoints import stock_model, tensors
+from helpers.checkpoints import tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvfold.attention.drift.compare import compare
-from kvfold.convert import ConvertRequest, SweepRequest, convert_checkpoint, sweep_checkpoint
+from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.conversion import splits
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
@@ -145,16 +144,6 @@ def test_a_model_without_tokenizer_is_refused(tmp_path, tiny_family):
         convert(tmp_path / "out", model=tiny_family("llama"), to="mqa")
 
 
-def test_latent_checkpoints_are_of_a_stock_class(latent, held_out):
-    model = stock_model(latent, dtype=torch.float32)
-    assert type(model).__name__ == "YoutuForCausalLM"
-    cache = model(held_out[:1]).past_key_values
-    held = sum(tensor.numel() for layer in cache.layers for tensor in (layer.keys, layer.values))
-    record = json.loads((latent / "kvfold.json").read_text())
-    assert record["cache_elements"] == {"from": 512, "to": 64}
-    assert held == 64 * held_out.shape[1] * 4
-
-
 @pytest.fixture(scope="module")
 def split(tmp_path_factory, tiny_reader):
     """The record of a run with a budget, its config, and the steps of its progress."""
@@ -184,17 +173,6 @@ def test_a_budget_takes_the_split_that_drifts_least(split):
 
 
 @pytest.mark.slow
-def test_a_sweep_chooses_the_same_split_of_a_budget(split, tiny_reader):
-    (row,) = sweep_checkpoint(SweepRequest(tiny_reader, "mla:8", **LITTLE, quiet=True)).rows
-    record = split[0]
-    assert (list(row.splits), row.kind) == (
-        record["splits"],
-        record["attention"]["to"],
-    )
-    assert row.measured.kl == record["drift"]["kl"]["value"]
-
-
-@pytest.mark.slow
 def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, split, tiny_reader, monkeypatch):
     monkeypatch.setattr(splits, "_TRIAL_STEPS", 2)
     monkeypatch.setattr(splits, "_FINALISTS", 2)
@@ -206,15 +184,14 @@ def test_a_budget_is_judged_by_what_refinement_reaches(tmp_path, split, tiny_rea
         each for each in refined if each in sorted(refined, key=lambda each: each["kl"])[:2]
     ]
     assert all(each["refined_kl"] != each["kl"] for each in finals)
-    assert done.split[1] == min(finals, key=lambda each: each["refined_kl"])["rope_dim"]
+    best = min(finals, key=lambda each: each["refined_kl"])
+    assert done.plan.latent.rope_dim == best["rope_dim"]
 
 
 def trial(rank, rope, kl, engines=1, refined_kl=None):
     """A trial of a split that so many ``engines`` serve."""
     support = [Mock(engine=str(number), serves=True) for number in range(engines)]
     plan = Mock(engines=support, latent=Mock(kv_rank=rank, rope_dim=rope))
-    plan.request = Mock(refine=1, quiet=True)
-    plan.geometry = Mock(layers=2)
     return splits.Trial(plan, kl, refined_kl)
 
 
@@ -229,32 +206,6 @@ def test_a_split_that_more_engines_serve_is_taken_where_it_costs_at_most_5_perce
     # A refined drift comes before one as fitted.
     refined = [trial(384, 192, 0.5, refined_kl=0.4), trial(320, 256, 0.6, refined_kl=0.3)]
     assert splits.prefer_served([*trials, *refined]) is refined[1]
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory, tiny_reader):
-    """A small model in layout engine, refined by four steps."""
-    out = tmp_path_factory.mktemp("engine") / "out"
-    options = {"to": "mla", "kv_rank": 24, "rope_dim": 4, "layout": "engine", "refine": 4}
-    convert(out, model=tiny_reader, **options, **LITTLE)
-    return out
-
-
-def test_engine_layout_has_no_attention_bias_and_plain_rope(engine):
-    config = json.loads((engine / "config.json").read_text())
-    stored = tensors(engine)
-    assert config["attention_bias"] is False
-    assert (config["rope_scaling"]["rope_type"], config["rope_scaling"]["factor"]) == (
-        "yarn",
-        1,
-    )  # plain RoPE
-    assert config["tie_word_embeddings"] is False
-    assert not any(name.endswith("bias") for name in stored)
-    assert "lm_head.weight" in stored
-    assert re.search(
-        r"\| llama.cpp .* \| yes \| 28 \| with \"q_lora_rank\": 0",
-        (engine / "README.md").read_text(),
-    )
 
 
 ROPE = {"rope_theta": 700.0}

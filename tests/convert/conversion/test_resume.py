@@ -86,7 +86,7 @@ def test_a_killed_run_goes_on_at_its_last_finished_layer(
 ):
     options = request_of(name)
     unbroken = tmp_path_factory.mktemp("unbroken") / "out"
-    record = convert_checkpoint(ConvertRequest(**{**options, "out": str(unbroken)})).record
+    convert_checkpoint(ConvertRequest(**{**options, "out": str(unbroken)}))
     for layers, made in KILLS[name]:
         killed = child(options, layers)
         assert killed.status == -signal.SIGKILL, killed.stderr
@@ -96,10 +96,6 @@ def test_a_killed_run_goes_on_at_its_last_finished_layer(
     assert done.status == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert forked.snapshot(tmp_path / "out") == forked.snapshot(unbroken)
-    if name == "self":
-        text = record["calibration"]
-        sizes = (text["sequences"], text["held_out"], text["tokens_each"])
-        assert (text["source"], *sizes) == ("self", 4, 8, 24)
 
 
 def test_a_source_that_cannot_begin_a_text_is_refused_before_anything_is_written(tmp_path):
@@ -117,14 +113,12 @@ def test_only_an_equal_request_for_the_same_model_goes_on(
     tmp_path, request_of, monkeypatch, capsys
 ):
     options = request_of("mqa", quiet=False)
-    noted = []
     note = journal.Journal.add_layer
     options["model"] = shutil.copytree(options["model"], tmp_path / "model")
 
     def stop(self, *layer):
-        noted.append(self.finished)
         note(self, *layer)
-        raise RuntimeError("enough")
+        raise RuntimeError(f"after layer {self.finished}")
 
     monkeypatch.setattr(journal.Journal, "add_layer", stop)
 
@@ -133,40 +127,30 @@ def test_only_an_equal_request_for_the_same_model_goes_on(
         with pytest.raises(InputError, match=f"the interrupted run in .* used {used}; {way_out}"):
             convert_checkpoint(ConvertRequest(**{**options, **other}))
 
-    def stopped(first, **changes):
-        noted.clear()
-        with pytest.raises(RuntimeError, match="enough") as raised:
+    def stopped(layer, **changes):
+        with pytest.raises(RuntimeError, match=f"after layer {layer}") as raised:
             convert_checkpoint(ConvertRequest(**{**options, **changes}))
-        assert noted == [first]
-        assert raised.value.__notes__ == [f"finished layers kept for the same request: {first + 1}"]
+        assert raised.value.__notes__ == [f"finished layers kept for the same request: {layer}"]
         assert len(list(tmp_path.glob(".out.kvfold-*"))) == 1
         return capsys.readouterr().err
 
-    stopped(0)
+    stopped(1)
     refused("--seed 0, not --seed 1", seed=1)
     refused("--method principal, not --method mean", method="mean", refine=0)
-    assert "resuming after layer 1 of 2 of the interrupted run (--fresh starts over)" in stopped(1)
-    assert "resuming" not in stopped(0, fresh=True, seed=1)
+    assert "resuming after layer 1 of 2 of the interrupted run (--fresh starts over)" in stopped(2)
+    assert "resuming" not in stopped(1, fresh=True, seed=1)
     other = shutil.copytree(tmp_path / "model", tmp_path / "other")
     refused(f"--model {tmp_path / 'model'}, not --model {other}", model=str(other), seed=1)
     (tmp_path / "model" / "generation_config.json").unlink()
-    assert "model/generation_config.json changed since then; starting over" in stopped(0, seed=1)
-    with (tmp_path / "model" / "model.safetensors").open("r+b") as weights:
-        weights.seek(-1, os.SEEK_END)
-        weights.write(b"\0")
-    assert "discarding the finished layers (1) in" in (said := stopped(0, seed=1))
-    assert "model.safetensors changed since then; starting over" in said
+    assert "model/generation_config.json changed since then; starting over" in stopped(1, seed=1)
 
 
 def test_a_resumed_run_computes_with_as_many_threads_as_before(
     tmp_path, request_of, monkeypatch, capsys
 ):
     threads = torch.get_num_threads()
-    note = journal.Journal.add_layer
     with monkeypatch.context() as patch:
-        patch.setattr(
-            journal.Journal, "add_layer", lambda self, *layer: note(self, *layer) or 1 / 0
-        )
+        patch.setattr(output, "model_card", Mock(side_effect=ZeroDivisionError))
         torch.set_num_threads(2)
         with pytest.raises(ZeroDivisionError):
             convert_checkpoint(ConvertRequest(**request_of("mqa")))
@@ -263,20 +247,9 @@ def test_sigterm_leaves_nothing_but_finished_layers_to_resume(
 ):
     torch.set_num_threads(1)  # a fork has one thread
     log = tmp_path_factory.mktemp("log")
-    text = [
-        "--to",
-        "mqa",
-        "--group",
-        "contiguous",
-        "--samples",
-        "12",
-        "--seq-len",
-        "48",
-        "--refine",
-        "100",
-    ]
+    text = "--to mqa --group contiguous --samples 12 --seq-len 48 --refine 100"
     child = forked.start(
-        log, lambda: main(["convert", str(demo_folder()), str(tmp_path / "out"), *text])
+        log, lambda: main(["convert", str(demo_folder()), str(tmp_path / "out"), *text.split()])
     )
     until = time.monotonic() + forked.PATIENCE
     while not list(tmp_path.glob(pattern)):

@@ -118,7 +118,7 @@ def test_an_objective_of_a_module(usual: Path, tmp_path, way: str) -> None:
         ),
         (
             {"objective": "score"},
-            r"--objective score is not a known objective; use one of scores .did you mean scores",
+            r"--objective score is not available; use one of scores .did you mean scores",
         ),
         ({"objective": "scores", "method": "mean"}, "--objective needs text, but --method mean"),
     ],

@@ -20,7 +20,7 @@ def output(
     return LayerOutput(None, inputs, inputs, query, key, **options)
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("width", [1, 3, 64])
 def test_gram_and_mean_equal_float64(width: int) -> None:
     torch.manual_seed(0)
     parts = [torch.randn(batch, 11, width) * 3 + 1 for batch in (2, 5, 1)]

@@ -8,9 +8,6 @@ from helpers import precision
 from helpers.walks import Case
 
 from kvfold.attention.drift.compare import Measurement
-from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.errors import InputError
-from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.walk.walk import Step, Teacher, Walk
 
 
@@ -31,14 +28,6 @@ def test_students_that_share_a_teacher_are_what_each_would_be_alone(case: Case) 
         for walk in walks:
             Step(layer, walk).advance(case.layer(layer.index))
     assert [walk.measurement() for walk in walks] == [alone.measurement()] * 2
-
-
-def test_a_config_that_no_layer_can_run_with_is_named(tiny_family) -> None:
-    checkpoint = open_checkpoint(tiny_family("mixtral"))
-    config = checkpoint.config | {"num_experts_per_tok": 9}
-    stream = CheckpointStream(config, checkpoint.read, list(checkpoint.tensors))
-    with pytest.raises(InputError, match=r"config\.json: "):
-        list(Teacher(stream, torch.ones(2, 8, dtype=torch.int64)).layers())
 
 
 def test_layers_that_are_finished_need_no_statistics(case: Case) -> None:
