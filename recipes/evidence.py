@@ -73,9 +73,7 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
             }
             found = eval_checkpoints(EvalRequest(str(args.model), str(out), tasks=tasks, **shape))
             kept = {
-                name: value
-                for name, value in vars(found).items()
-                if name not in ("model", "out", "retrieval")
+                name: value for name, value in vars(found).items() if name not in ("model", "out")
             }
             seconds = round(time.process_time() - started)
             yield {
@@ -92,13 +90,11 @@ def rows(args: argparse.Namespace, done: list[dict[str, Any]]) -> Iterator[dict[
 
 def show(row: dict[str, Any]) -> None:
     """A line of a Markdown table for each measurement of the row."""
-    if row["group"].startswith("positions"):
-        for each in row["positions"]:
-            excess = each.get("difference", each.get("excess"))  # older rows: excess
-            change = f"{excess:+.3f} ± {each['margin']:.3f}"
-            _line(row["target"], f"tokens {each['from']} to {each['to']}", "", "", change)
-    for each in row["tasks"]:
-        change = f"{each['difference']:+.2f} ± {each['margin']:.2f}"
+    for each in row.get("positions", []):  # of an earlier version
+        change = f"{each['excess']:+.3f} ± {each['margin']:.3f}"
+        _line(row["target"], f"tokens {each['from']} to {each['to']}", "", "", change)
+    for each in [*row.get("tasks", []), *row.get("rows", [])]:
+        change = f"{each['difference']:+.3f} ± {each['margin']:.3f}"
         _line(
             row["target"],
             each["metric"].replace("_", " "),

@@ -1,7 +1,6 @@
 """``kvfold eval``: a converted checkpoint and its source on tasks and long contexts."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -38,34 +37,22 @@ def evaluate(request: EvalRequest, json_file: str | None) -> None:
 
 
 def format_evaluation(evaluation: "Evaluation") -> str:
-    """The results as text, with a section for each kind of measurement."""
-    columns = ("documents", "source", "result", "difference")
-    rows: list[Sequence[str]] = []
-    if evaluation.retrieval:
-        rows.append(("retrieval, right answers", *columns))
-        for row in evaluation.retrieval:
-            cells = _format_row(f"needle at {row['length']} tokens", row)
-            rows.append((*cells[:-1], "the source guesses") if row["guesses"] else cells)
-        rows += [(f"(a guess is right in {evaluation.retrieval[0]['chance']:.3f})",), ("",)]
-    rows.append(("loss by position, nats", *columns))
-    for row in evaluation.positions:
-        rows.append(_format_row(f"tokens {row['from']} to {row['to']}", row))
-    if evaluation.tasks:
-        rows += [("",), ("task", *columns)]
-        for row in evaluation.tasks:
-            rows.append(_format_row(f"{row['task']}, {row['metric']}", row))
-    heading = [
+    """The results as text, a line for each measurement."""
+    table: list[tuple[str, ...]] = [("task", "documents", "source", "result", "difference")]
+    for row in evaluation.rows:
+        difference = f"{row['difference']:+.4f}"
+        if row["margin"] is not None:
+            difference += f" ± {row['margin']:.4f}"
+        if row.get("guesses"):
+            difference = "the source guesses"
+        means = (f"{row['source']:.3f}", f"{row['student']:.3f}")
+        table.append((f"{row['task']}, {row['metric']}", str(row["documents"]), *means, difference))
+    lines = [
         f"{evaluation.out} against {evaluation.model}",
         f"text: {evaluation.text}",
+        "needle: right answers (guesses: 1 in 8); loss: nats per token, at these positions",
         "differences are paired by document, with 95 % intervals",
         "",
+        *format_table(table),
     ]
-    return "\n".join([*heading, *format_table(rows)])
-
-
-def _format_row(name: str, row: dict[str, Any]) -> tuple[str, ...]:
-    difference = f"{row['difference']:+.4f}"
-    if row["margin"] is not None:
-        difference += f" ± {row['margin']:.4f}"
-    source = f"{row['source']:.3f}"
-    return (name, str(row["documents"]), source, f"{row['student']:.3f}", difference)
+    return "\n".join(lines)

@@ -64,30 +64,24 @@ Scores = dict[tuple[str, str], Tensor]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of `eval_checkpoints`, whose rows are JSON objects.
-
-    Each row compares both models on the same ``documents``: the means of ``source`` and
-    ``student``, their ``difference``, student minus source, and ``margin``, half the width of its
-    95 % interval; None for one document.
+    """The result of `eval_checkpoints`.
 
     model, out: the compared checkpoints.
     text: the name of the text for losses and retrieval.
     samples: the number of documents per length.
-    retrieval: the share of right answers in texts of ``length`` tokens, and ``chance``, that of
-        guesses. ``guesses``: the 95 % interval of the source's share reaches down to chance, so
-        that the difference says nothing about the conversion.
-    positions: the losses at the positions ``from`` to ``to``, the latter excluded, in nats per
-        token.
-    tasks: each ``metric`` of each other ``task``.
+    rows: JSON objects, one for each ``task`` and ``metric``. Each compares both models on the same
+        ``documents``: the means of ``source`` and ``student``, their ``difference``, student minus
+        source, and ``margin``, half the width of its 95 % interval; None for one document. The task
+        ``needle`` is the share of right answers in texts of so many tokens; with ``guesses``, the
+        95 % interval of the source's share reaches down to chance, so that the difference says
+        nothing about the conversion. ``loss`` is the loss at these positions, in nats per token.
     """
 
     model: str
     out: str
     text: str
     samples: int
-    retrieval: list[dict[str, Any]]
-    positions: list[dict[str, Any]]
-    tasks: list[dict[str, Any]]
+    rows: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -111,18 +105,14 @@ class Documents:
 class ModelResults:
     """What one model gave.
 
-    correct: 1 for each right answer, else 0, by length.
-    losses: the losses on the windows, ``[N, T - 1]``.
+    scores: one value for each document.
     replies: the tokens of each reply.
     probabilities: next-token probabilities on the windows; empty without the task ``replies``.
-    harness: the scores of lm-evaluation-harness.
     """
 
-    correct: dict[int, Tensor]
-    losses: Tensor
+    scores: Scores
     replies: list[Tensor]
     probabilities: Tensor
-    harness: Scores
 
 
 def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> Evaluation:
@@ -137,9 +127,9 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
     Raises InputError for an invalid request or checkpoint.
 
     >>> request = EvalRequest(demo_folder(), demo_folder(), lengths=[256], samples=2)
-    >>> (row,) = eval_checkpoints(request).retrieval
-    >>> row["task"], row["length"], row["difference"]
-    ('needle', 256, 0.0)
+    >>> row = eval_checkpoints(request).rows[0]
+    >>> row["task"], row["metric"], row["difference"]
+    ('needle', '256 tokens', 0.0)
     """
     if request.harness_tasks and find_spec("lm_eval") is None:
         raise option_error(
@@ -156,21 +146,13 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
     # One after the other: two models of 70B parameters fit into few machines.
     source = run_model(request.model, request, tokenizer, documents, stages)
     student = run_model(request.out, request, tokenizer, documents, stages)
-    tasks = pair_replies(source, student) if documents.prompts else []
-    for (task, metric), scores in source.harness.items():
-        tasks.append({"task": task, "metric": metric} | pair(scores, student.harness[task, metric]))
-    return Evaluation(
-        model=request.model,
-        out=request.out,
-        text=documents.text,
-        samples=request.samples,
-        retrieval=[
-            pair_answers(length, source.correct[length], student.correct[length])
-            for length in documents.questions
-        ],
-        positions=pair_by_position(source.losses, student.losses),
-        tasks=tasks,
-    )
+    if documents.prompts:
+        compare_replies(source, student)
+    rows = [
+        make_row(task, metric, scores, student.scores[task, metric])
+        for (task, metric), scores in source.scores.items()
+    ]
+    return Evaluation(request.model, request.out, documents.text, request.samples, rows)
 
 
 def draw_documents(request: EvalRequest, source: Checkpoint, tokenizer: Any) -> Documents:
@@ -268,16 +250,21 @@ def run_model(
     """All results of one model, which is loaded for this alone."""
     model = load_whole_model(folder, request)
     attend_in_blocks(model, model.device)
-    correct = {}
+    scores: Scores = {}
     for length, questions in documents.questions.items():
         counted = stages.over("retrieval", questions, len(questions), "document")
-        correct[length] = answer_questions(model, counted)
+        scores["needle", f"{length} tokens"] = answer_questions(model, counted)
     losses = token_losses(model, documents.windows)
+    for start, end in stretch_bounds(documents.windows.shape[1]):
+        scores["loss", f"tokens {start} to {end}"] = losses[:, start - 1 : end - 1].mean(1)
     prompts = stages.over("replies", documents.prompts, len(documents.prompts), "reply")
     replies = [write_reply(model, tokenizer, prompt, _REPLY_TOKENS) for prompt in prompts]
-    probabilities = next_token_probabilities(model, documents.windows) if replies else losses
-    harness = run_harness(model, tokenizer, request) if request.harness_tasks else {}
-    return ModelResults(correct, losses, replies, probabilities, harness)
+    probabilities = torch.empty(0)
+    if replies:
+        probabilities = next_token_probabilities(model, documents.windows)
+    if request.harness_tasks:
+        scores |= run_harness(model, tokenizer, request)
+    return ModelResults(scores, replies, probabilities)
 
 
 @torch.no_grad()
@@ -341,51 +328,39 @@ def run_harness(model: Any, tokenizer: Any, request: EvalRequest) -> Scores:
     return {name: torch.tensor(values) for name, values in scores.items()}
 
 
-def pair(source: Tensor, student: Tensor) -> dict[str, Any]:
-    """The means of both models' values ``[n]`` and their mean difference with its interval."""
+def compare_replies(source: ModelResults, student: ModelResults) -> None:
+    """Add the scores of the task ``replies``: the tokens of each reply before the first that
+    differs from the other model's (of the source all), and for each window the rate at which the
+    source would accept the model's tokens as a draft.
+    """
+    lengths = []
+    equal = []
+    for reply, other in zip(source.replies, student.replies, strict=True):
+        shorter = min(len(reply), len(other))
+        lengths.append(len(reply))
+        equal.append(int((reply[:shorter] == other[:shorter]).long().cumprod(0).sum()))
+    source.scores["replies", "first_difference"] = torch.tensor(lengths)
+    student.scores["replies", "first_difference"] = torch.tensor(equal)
+    difference = (source.probabilities.float() - student.probabilities.float()).abs()
+    acceptance = 1 - difference.sum(-1).mean(-1) / 2
+    source.scores["replies", "draft_acceptance"] = torch.ones_like(acceptance)
+    student.scores["replies", "draft_acceptance"] = acceptance
+
+
+def make_row(task: str, metric: str, source: Tensor, student: Tensor) -> dict[str, Any]:
+    """The row of an `Evaluation` from both models' values ``[n]``."""
     source = source.double()
     student = student.double()
     difference = student - source
-    return {
-        "documents": len(difference),
+    row = {
+        "task": task,
+        "metric": metric,
+        "documents": len(source),
         "source": float(source.mean()),
         "student": float(student.mean()),
         "difference": float(difference.mean()),
         "margin": margin(difference),
     }
-
-
-def pair_answers(length: int, source: Tensor, student: Tensor) -> dict[str, Any]:
-    """The row of both models' right answers ``[n]``, each 0 or 1, at one length."""
-    means = pair(source, student)
-    lowest = means["source"] - (margin(source.double()) or 1)
-    chance = {"chance": 1 / CHOICES, "guesses": lowest <= 1 / CHOICES}
-    return {"task": "needle", "length": length} | chance | means
-
-
-def pair_by_position(source: Tensor, student: Tensor) -> list[dict[str, Any]]:
-    """Rows of both models' losses ``[n, T - 1]``, for ranges of positions that double."""
-    rows = []
-    for start, end in stretch_bounds(source.shape[1] + 1):
-        positions = slice(start - 1, end - 1)
-        means = pair(source[:, positions].mean(1), student[:, positions].mean(1))
-        rows.append({"from": start, "to": end} | means)
-    return rows
-
-
-def pair_replies(source: ModelResults, student: ModelResults) -> list[dict[str, Any]]:
-    """The rows of the task ``replies``; ``first_difference`` of the source is the length of its
-    reply.
-    """
-    equal = []
-    for reply, other in zip(source.replies, student.replies, strict=True):
-        shorter = min(len(reply), len(other))
-        equal.append(int((reply[:shorter] == other[:shorter]).long().cumprod(0).sum()))
-    lengths = torch.tensor([len(reply) for reply in source.replies])
-    difference = (source.probabilities.float() - student.probabilities.float()).abs()
-    acceptance = 1 - difference.sum(-1).mean(-1) / 2
-    metrics = {
-        "first_difference": pair(lengths, torch.tensor(equal)),
-        "draft_acceptance": pair(torch.ones_like(acceptance), acceptance),
-    }
-    return [{"task": "replies", "metric": metric} | row for metric, row in metrics.items()]
+    if task == "needle":
+        row["guesses"] = float(source.mean()) - (margin(source) or 1) <= 1 / CHOICES
+    return row

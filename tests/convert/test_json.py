@@ -63,7 +63,7 @@ def test_commands_that_load_whole_models_write_json(run, tmp_path, name):
     evaluate = "--lengths 256 --samples 2 --json -"
     uptrain = "--steps 1 --batch-tokens 64 --seq-len 32 --json -"
     assert run("bench", out, *bench.split())["rows"]
-    assert run("eval", demo, out, *evaluate.split())["positions"]
+    assert run("eval", demo, out, *evaluate.split())["rows"]
     text = ["--text", tmp_path / "text.txt"]
     assert run("uptrain", out, tmp_path / "trained", *text, *uptrain.split())
 

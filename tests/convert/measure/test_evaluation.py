@@ -59,22 +59,16 @@ def test_the_answer_is_the_likeliest_choice():
 def test_a_source_that_does_not_beat_chance_guesses():
     one_eighth = torch.tensor([1.0, *[0.0] * 7])
     half = torch.tensor([1.0, 0.0] * 16)
-    assert evaluation.pair_answers(256, one_eighth, one_eighth)["guesses"] is True
-    assert evaluation.pair_answers(256, half, half)["guesses"] is False
+    assert evaluation.make_row("needle", "", one_eighth, one_eighth)["guesses"] is True
+    assert evaluation.make_row("needle", "", half, half)["guesses"] is False
 
 
-def test_losses_by_position_are_those_of_transformers(encode):
+def test_losses_are_those_of_transformers(encode):
     model = AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32).eval()
     tokens = encode("The list is sorted in place. " * 20)[:80].view(2, 40)
     losses = token_losses(model, tokens)
     expected = model(input_ids=tokens, labels=tokens).loss.item()
     assert losses.mean().item() == pytest.approx(expected, rel=1e-4)
-    (row,) = evaluation.pair_by_position(losses, losses + 0.5)
-    assert (row["from"], row["to"], row["documents"]) == (1, 40, 2)
-    assert row["difference"] == pytest.approx(0.5)
-    long = evaluation.pair_by_position(torch.ones(2, 299), torch.ones(2, 299))
-    assert [row["from"] for row in long] == [1, 64, 128, 256]
-    assert long[-1]["to"] == 300
 
 
 def test_prompts_use_the_chat_template(tokenizer):
@@ -90,17 +84,16 @@ def test_prompts_use_the_chat_template(tokenizer):
 def test_replies_are_compared_with_those_of_the_source():
     def results(replies, *probabilities):
         tokens = list(map(torch.tensor, replies))
-        return evaluation.ModelResults(
-            {}, torch.empty(0), tokens, torch.tensor([[probabilities]]), {}
-        )
+        return evaluation.ModelResults({}, tokens, torch.tensor([[probabilities]]))
 
     source = results([[5, 6, 7, 8, 9, 1], [2, 2, 2, 2, 2, 2]], 0.5, 0.5, 0.0)
     student = results([[5, 6, 0, 8, 9], [2, 2, 2, 2, 2, 1]], 0.25, 0.25, 0.5)
-    rows = evaluation.pair_replies(source, student)
-    assert {row["metric"]: (row["source"], row["student"]) for row in rows} == {
-        "first_difference": (6, 3.5),
-        "draft_acceptance": (1.0, 0.5),
+    evaluation.compare_replies(source, student)
+    means = {
+        metric: (values.double().mean().item(), student.scores[task, metric].double().mean().item())
+        for (task, metric), values in source.scores.items()
     }
+    assert means == {"first_difference": (6, 3.5), "draft_acceptance": (1.0, 0.5)}
 
 
 def test_tasks_need_the_harness(monkeypatch, refused):
@@ -146,13 +139,13 @@ def test_the_command_measures_a_model_against_itself(monkeypatch, capsys):
     shown = capsys.readouterr()
     assert end.value.code == 0, shown.err
     found = json.loads(shown.out)
-    (needle,) = found["retrieval"]
-    assert (needle["task"], needle["length"], needle["difference"]) == ("needle", 256, 0.0)
-    differences = [(row["from"], row["to"], row["difference"]) for row in found["positions"]]
-    assert differences == [(1, 64, 0.0), (64, 128, 0.0), (128, 256, 0.0)]
-    tasks = {row["metric"]: row for row in found["tasks"]}
+    tasks = {row["metric"]: row for row in found["rows"]}
+    assert tasks["256 tokens"]["difference"] == 0
+    positions = [row["metric"] for row in found["rows"] if row["task"] == "loss"]
+    assert positions == ["tokens 1 to 64", "tokens 64 to 128", "tokens 128 to 256"]
+    assert all(tasks[name]["difference"] == 0 for name in positions)
     assert tasks["draft_acceptance"]["student"] == pytest.approx(1, abs=1e-3)
     assert tasks["first_difference"]["difference"] == 0
     assert (tasks["acc"]["source"], tasks["acc"]["documents"]) == (0.5, 4)
     assert tasks["nats_per_word"]["source"] == 2.0
-    assert all(text in shown.err for text in ("tiny, acc", "needle at 256 tokens"))
+    assert all(text in shown.err for text in ("tiny, acc", "needle, 256 tokens"))
