@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.families.values import Values, evaluate, is_number, names_in
+from kvfold.convert.families.values import Values, evaluate, is_number
 
 Table = Mapping[str, Any]
 ContextRange = Literal["short", "long"]
@@ -107,8 +107,7 @@ def rotary_dims(values: Values) -> int:
     """
     rotary = values.family.rotary
     # Where some layers rotate and some do not (smollm3), the dims are those of the layers that do.
-    per_layer = names_in(rotary.rotates) & {"layer", "layer_type"}
-    if not per_layer and not evaluate(rotary.rotates, values):
+    if "layer" not in str(rotary.rotates) and not evaluate(rotary.rotates, values):
         return 0
     head_dim: int = evaluate(values.family.sizes.head_dim, values)
     table = rope_parameters(values)

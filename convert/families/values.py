@@ -54,13 +54,6 @@ def evaluate(expression: Any, scope: "Values | Mapping[str, Any]") -> Any:
         ) from None
 
 
-def names_in(expression: Any) -> frozenset[str]:
-    """The names used in ``expression``. Raises ``ValueError`` for syntax not allowed in family
-    files.
-    """
-    return frozenset(_compile(expression).co_names) if isinstance(expression, str) else frozenset()
-
-
 @cache  # unbounded: family files hold a few hundred
 def _compile(text: str) -> CodeType:
     tree = ast.parse(text, mode="eval")

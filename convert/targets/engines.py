@@ -113,16 +113,10 @@ def support_for(model: ServedModel) -> list[Support]:
     for name, engine in _ENGINES.items():
         row = next(row for row in engine["answers"] if evaluate(row["when"], scope))
         serves = row["answer"] != "no"
-        result.append(
-            Support(
-                engine=name,
-                version=engine["version"],
-                serves=serves,
-                cache=cached if serves else None,
-                how=row["note"].format(**scope),
-                ran=row["answer"] == "ran",
-            )
-        )
+        cache = cached if serves else None
+        how = row["note"].format(**scope)
+        ran = row["answer"] == "ran"
+        result.append(Support(name, engine["version"], serves, cache, how, ran))
     return result
 
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES
+from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.writer import OutputTensor
+from kvfold.convert.families.model import Model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,3 +55,10 @@ def output_dtype(present: str, dtype: str | None) -> str:
     floats if given.
     """
     return present if dtype is None or present not in FLOAT_DTYPES else _STORED[dtype]
+
+
+def computed_dtype(model: Model, checkpoint: Checkpoint, dtype: str | None) -> str:
+    """The safetensors dtype of the tensors that a transform computes: that of the first query
+    projection, or ``dtype``.
+    """
+    return output_dtype(checkpoint.tensors[model.attention_names(0)[0]].dtype, dtype)

@@ -22,7 +22,7 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.values import evaluate
 from kvfold.convert.targets.mla.spec import MlaSpec, attention_shapes, cached_divisors
-from kvfold.convert.targets.output_checkpoint import OutputCheckpoint, output_dtype
+from kvfold.convert.targets.output_checkpoint import OutputCheckpoint, computed_dtype, output_dtype
 from kvfold.convert.targets.same_family import FoldCheckpoint, attention_label, cache_elements
 
 CODE = "kvfold.attention.checkpoints.modeling_kvfold"
@@ -197,8 +197,8 @@ def own_config(
         "auto_map": {auto: f"{file}.Kvfold{stock}" for auto, stock in classes.items()},
         BLOCK: block,
     }
-    present = checkpoint.tensors[source.attention_names(0)[0]].dtype
-    return with_dtype({**checkpoint.config, **changes}, dtype or TORCH_NAMES[present])
+    stored = TORCH_NAMES[computed_dtype(source, checkpoint, dtype)]
+    return with_dtype({**checkpoint.config, **changes}, stored)
 
 
 def grouped_model(source: Model, kv_heads: int) -> Model:
@@ -225,7 +225,7 @@ def _output_tensors(
 
     Buffers of the old attention (causal masks, frequencies) are dropped.
     """
-    computed = output_dtype(checkpoint.tensors[source.attention_names(0)[0]].dtype, dtype)
+    computed = computed_dtype(source, checkpoint, dtype)
     # Modules are replaced whole: what the source keeps in them besides weights has no place in the
     # new ones.
     pattern = re.escape(source.family.attention.module).replace(r"\{layer\}", r"(\d+)")

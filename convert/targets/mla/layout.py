@@ -47,7 +47,7 @@ from kvfold.convert.targets.mla.spec import (
     context_length,
     mla_sizes,
 )
-from kvfold.convert.targets.output_checkpoint import OutputCheckpoint, output_dtype
+from kvfold.convert.targets.output_checkpoint import OutputCheckpoint, computed_dtype, output_dtype
 
 _ROPE_BASE = 10000.0  # of the standard frequencies that longrope's factors divide
 _ROLE_NAMES: dict[BlockRole, str] = {
@@ -193,11 +193,9 @@ class MlaCheckpoint(OutputCheckpoint):
         return {self.prefixes.wrapped(name): tensor for name, tensor in tensors.items()}
 
     def with_frequencies(self, theta: Sequence[Sequence[float]]) -> Self:
-        stored = self.checkpoint.tensors[self.model.attention_names(0)[0]].dtype
+        stored = TORCH_NAMES[computed_dtype(self.model, self.checkpoint, self.dtype)]
         # A stock class has one set of frequencies for all layers.
-        config = mla_config(
-            self.model, self.spec, theta[0], dtype=self.dtype or TORCH_NAMES[stored]
-        )
+        config = mla_config(self.model, self.spec, theta[0], dtype=stored)
         if self.model.tower is not None:
             config = {**self.checkpoint.config, "text_config": config}
             config = config if self.dtype is None else with_dtype(config, self.dtype)
@@ -215,7 +213,7 @@ def plan_stock_mla(
     ``dtype`` is the stored dtype in torch's spelling; None keeps the dtype of each tensor, and
     computed tensors then have the dtype of the first query projection.
     """
-    computed_dtype = checkpoint.tensors[model.attention_names(0)[0]].dtype
+    default = computed_dtype(model, checkpoint, dtype)
     prefixes = PLAIN_NAMES
     shapes = mla_shapes(model, spec)
     computed: list[list[str]] = [[] for _ in model.layers]
@@ -228,12 +226,13 @@ def plan_stock_mla(
                 shapes[info.name] = (info.shape, info.name)
     tensors = []
     for name, (shape, source) in shapes.items():
-        present = computed_dtype
+        stored = default
         if source is None:
             computed[int(name.removeprefix(prefixes.tower).split(".")[1])].append(name)
         elif source:
-            present = checkpoint.tensors[source if isinstance(source, str) else source[0]].dtype
-        tensors.append(OutputTensor(name, output_dtype(present, dtype), shape, source))
+            first = source if isinstance(source, str) else source[0]
+            stored = output_dtype(checkpoint.tensors[first].dtype, dtype)
+        tensors.append(OutputTensor(name, stored, shape, source))
     return MlaCheckpoint(
         kind=f"MLA {spec.kv_rank}+{spec.rope_dim}",
         config={},

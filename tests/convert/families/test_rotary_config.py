@@ -132,10 +132,9 @@ LLAMA3 = {"type": "llama3", **SCALED["llama3"], "high_freq_factor": 1.0}
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
         {"rope_scaling": "linear"},
         {"rope_scaling": {**SCALED["longrope"], "type": "longrope", "long_factor": [1.0]}},
-        {"rope_scaling": LLAMA3},
+        {"rope_scaling": LLAMA3},  # no ramp
     ],
-    ids=["no-factor", "theta-is-text", "dynamic", "no-object", "too-few-factors", "no-ramp"],
 )
-def test_errors_name_the_key(rope, refused):
+def test_wrong_parameters_are_errors(rope, refused):
     with refused():
         layer_rotary(model_of({"model_type": "llama", **SIZES, **rope}), 0)
