@@ -140,10 +140,11 @@ def in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("in_steps")
 def test_copying_and_hashing_beside_computing(checkpoint: Checkpoint, out: Path) -> None:
+    casts = {"F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
     steps: list[int] = []
     outputs = [
         *copies(checkpoint, "c"),
-        OutputTensor("cast", "F32", (16, 8), "a"),
+        *(OutputTensor(dtype, dtype, (16, 8), "a") for dtype in casts),
         OutputTensor("joined", "BF16", (2, 16, 8), ("d", "a")),
         OutputTensor("zeros", "F32", (3, 3), ()),
     ]
@@ -156,12 +157,14 @@ def test_copying_and_hashing_beside_computing(checkpoint: Checkpoint, out: Path)
     assert writer.digests == {name: digest_of(tensor) for name, tensor in written.items()}
     assert checkpoint.digests == {name: digest_of(read(name)) for name in checkpoint.tensors}
     assert torch.equal(written["c"], -read("c"))
-    assert torch.equal(written["cast"], read("a").float())
+    for dtype, torch_dtype in casts.items():
+        assert torch.equal(written[dtype], read("a").to(torch_dtype))
     assert torch.equal(written["joined"], torch.stack([read("d"), read("a")]))
     assert not written["zeros"].any()
     check_copied(out, checkpoint, "c")
     assert sum(steps) == sum(tensor.nbytes for tensor in outputs)
-    assert sorted(steps)[-2] <= 100  # "c", which was computed, was written at once
+    # 25 elements of 8 bytes; "c", which was computed, was written at once
+    assert sorted(steps)[-2] <= 200
 
 
 @pytest.mark.usefixtures("in_steps")
@@ -197,17 +200,6 @@ def test_an_error_of_the_copy_reaches_the_next_write_or_the_end(
 
     with pytest.raises(InputError, match="it changed while it was read"):
         run()
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@pytest.mark.usefixtures("in_steps")
-def test_casts_in_chunks(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
-    outputs = copies(checkpoint, BF16=f"F{dtype[5:]}")
-    copy(ShardWriter(out, assign_shards(outputs, GB)), checkpoint)
-    for name in "abcd":
-        cast = load_tensors(out)[name]
-        assert cast.dtype == getattr(torch, dtype)
-        assert torch.equal(cast, checkpoint.read(name).to(cast.dtype))
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16"])

@@ -124,16 +124,6 @@ def test_logits_and_cache_of_latent_and_expert_models(family: str, tokens: Tenso
     assert halved.cache_bytes_per_token() == held // short.numel() // 2
 
 
-def test_frequencies_that_depend_on_the_length_are_those_of_the_stock_model(tokens: Tensor) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0}
-    model, config, stored = tiny("llama", rope_parameters=rope, max_position_embeddings=8)
-    stream = CheckpointStream(config, stored.__getitem__, stored)
-    with torch.no_grad():
-        torch.testing.assert_close(
-            run_stream(stream, tokens), model(tokens).logits, **precision.LOGITS
-        )
-
-
 def test_only_the_open_layer_is_in_memory(tokens: Tensor) -> None:
     _, config, stored = tiny("mixtral")
     read = Mock(side_effect=stored.__getitem__)
@@ -176,14 +166,18 @@ def test_a_student_reads_its_own_tensors_first_and_shares_the_rest(
         )
 
 
-def test_a_longer_text_after_a_shorter_one_gets_its_own_masks(tokens: Tensor) -> None:
-    model, config, stored = tiny("gemma3_text")
+@pytest.mark.parametrize("family", ["gemma3_text", "llama"])
+def test_a_text_of_another_length_gets_its_own_masks_and_frequencies(
+    family: str, tokens: Tensor
+) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0}
+    changes = {"rope_parameters": rope, "max_position_embeddings": 8} if family == "llama" else {}
+    model, config, stored = tiny(family, **changes)
     stream = CheckpointStream(config, stored.__getitem__, stored)
     for part in (tokens[:, :6], tokens, tokens[:1, :3]):
         with torch.no_grad():
-            torch.testing.assert_close(
-                run_stream(stream, part), model(part).logits, **precision.LOGITS
-            )
+            expected = model(part).logits
+        torch.testing.assert_close(run_stream(stream, part), expected, **precision.LOGITS)
 
 
 def test_lower_precision_is_the_stock_model_loaded_in_that_precision(
