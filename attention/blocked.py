@@ -18,7 +18,7 @@ and for decoding over a latent cache (``latent.py``).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -176,34 +176,26 @@ class AttentionScores:
         return scores
 
 
-def blocked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rule: Visibility,
-    scale: float,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention under the mask ``rule``; formula and shapes as at the top of this file."""
+def blocked_attention(scores: AttentionScores, value: Tensor) -> Tensor:
+    """``value`` weighted by the softmax of ``scores``, with gradients; formula and shapes as at the
+    top of this file.
+    """
     if torch.compiler.is_compiling():
         # a graph of all blocks would take minutes to compile
         compute: Any = torch.compiler.disable(blocked_attention)  # type: ignore[no-untyped-call]
-        traced: Tensor = compute(query, key, value, rule, scale, bias, softcap, sinks)
+        traced: Tensor = compute(scores, value)
         return traced
-    device = query.device.type
+    device = value.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         # the products below choose their dtypes themselves
         with torch.autocast(device, enabled=False):
-            return blocked_attention(query, key, value, rule, scale, bias, softcap, sinks)
-    tensors = (query, key, value, bias, sinks)
+            return blocked_attention(scores, value)
+    tensors = (value, *scores.queries, *scores.keys, scores.sinks)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         apply: Any = _BlockedAttention.apply
-        result: Tensor = apply(*tensors, rule, scale, softcap)
+        result: Tensor = apply(scores, *tensors)
         return result
     # a call of the function above takes as long as a short decoding step
-    scores = AttentionScores((query,), (key,), scale, rule, bias, softcap, sinks)
     return weigh_values(scores, value)
 
 
@@ -235,29 +227,25 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        scores: AttentionScores,
+        value: Tensor,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
         sinks: Tensor | None,
-        *options: Any,
     ) -> Tensor:
-        rule, scale, softcap = options
-        scores = AttentionScores((query,), (key,), scale, rule, bias, softcap, sinks)
         few = query[..., 0].numel() * key.shape[2] <= _SAVED_WEIGHTS
         saved: list[Tensor] = []
         result = weigh_values(scores, value, saved if few else None)
-        ctx.save_for_backward(query, key, value, bias, sinks, *saved)
-        ctx.options = options
+        ctx.save_for_backward(value, query, key, sinks, scores.bias, *saved)
+        ctx.scores = replace(scores, queries=(), keys=(), bias=None, sinks=None)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients, summed in at least float32: keys and values collect them from many blocks."""
-        query, key, value, bias, sinks, *saved = ctx.saved_tensors
-        rule, scale, softcap = ctx.options
-        scores = AttentionScores((query,), (key,), scale, rule, bias, softcap, sinks)
+        value, query, key, sinks, bias, *saved = ctx.saved_tensors
+        scores = replace(ctx.scores, queries=(query,), keys=(key,), bias=bias, sinks=sinks)
         wide = torch.promote_types(grad.dtype, torch.float32)
         query_grad = torch.zeros_like(query, memory_format=torch.contiguous_format)
         key_grad = grad.new_zeros(key.shape, dtype=wide)
@@ -278,20 +266,19 @@ class _BlockedAttention(torch.autograd.Function):
                 # weight * (change - sum of weight * change), which holds too where a sink keeps
                 # weights from summing to 1
                 change = torch._softmax_backward_data(change, weights, -1, change.dtype)
-                if softcap is not None:
+                if scores.softcap is not None:
                     # derivative of softcap * tanh(x / softcap): 1 - tanh^2
-                    capped = scores.multiply(block).div_(softcap).tanh_()
+                    capped = scores.multiply(block).div_(scores.softcap).tanh_()
                     change.addcmul_(change, capped.square_(), value=-1)
-                change *= scale
+                change *= scores.scale
                 _store_rows(query_grad, block, multiply_values(change, block.key_rows(key)))
                 block.key_rows(key_grad).add_(change.mT @ block.query_rows(query))
         return (
+            None,
+            value_grad.to(value.dtype),
             query_grad,
             key_grad.to(key.dtype),
-            value_grad.to(value.dtype),
-            None,
             None if sinks is None else sinks_grad.flatten().to(sinks.dtype),
-            *[None] * len(ctx.options),
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvfold.attention.blocked import blocked_attention
+from kvfold.attention.blocked import AttentionScores, blocked_attention
 from kvfold.attention.checks import expect_alike, expect_divides, expect_shape
 from kvfold.attention.mask import Visibility, visibility
 
@@ -92,4 +92,5 @@ def attend(
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=shared
         )
-    return blocked_attention(grouped, key, value, rule, scale).flatten(1, 2)
+    scores = AttentionScores((grouped,), (key,), scale, rule)
+    return blocked_attention(scores, value).flatten(1, 2)

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from kvfold.attention.blocked import blocked_attention
+from kvfold.attention.blocked import AttentionScores, blocked_attention
 from kvfold.attention.mask import Visibility
 
 BLOCKWISE = "kvfold_blockwise"
@@ -74,7 +74,8 @@ def blockwise_attention(
     rule = Visibility(causal and attention_mask is None, key.shape[2] - query.shape[2])
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     grouped = torch.unflatten(query, 1, (key.shape[1], -1))
-    z = blocked_attention(grouped, key, value, rule, scale, attention_mask, softcap, s_aux)
+    scores = AttentionScores((grouped,), (key,), scale, rule, attention_mask, softcap, s_aux)
+    z = blocked_attention(scores, value)
     return z.flatten(1, 2).transpose(1, 2).contiguous(), None
 
 

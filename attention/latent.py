@@ -17,7 +17,6 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from kvfold.attention.blocked import AttentionScores, weigh_values
 from kvfold.attention.checks import expect_alike, expect_shape
@@ -85,15 +84,13 @@ def latent_attention(
             z = attend(query, keys, keys[..., :rank], rule, scale)
         return expand_value(z, up_value)
     # every head gets keys and values of its own: cheaper where many queries share them
-    heads = up_key.shape[0]
     nope, value = (
-        torch.unflatten(linear(latent[..., :rank], up.flatten(0, 1)), -1, (heads, -1))
-        for up in (up_key, up_value)
+        torch.einsum("bsr,hdr->bhsd", latent[..., :rank], up) for up in (up_key, up_value)
     )
-    rope = latent[:, None, :, rank:].expand(-1, heads, -1, -1)
-    key = torch.cat([nope.transpose(1, 2), rope], -1)
+    rope = latent[:, None, :, rank:].expand(-1, len(up_key), -1, -1)
+    key = torch.cat([nope, rope], -1)
     query = torch.cat([query_nope, query_rope], -1)
-    return attend(query, key, value.transpose(1, 2), rule, scale)
+    return attend(query, key, value, rule, scale)
 
 
 def latent_decode(

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvfold.attention.checks import expect_alike, expect_at_least, expect_shape
+from kvfold.attention.checks import expect_alike, expect_shape
 
 RotaryLayout = Literal["half", "interleaved"]
 
@@ -51,9 +51,7 @@ def apply_rotary(x: Tensor, tables: tuple[Tensor, Tensor], layout: RotaryLayout 
     rotary = 2 * cos.shape[-1]
     if layout not in ("half", "interleaved"):
         raise ValueError(f"layout is {layout!r}; it must be 'half' or 'interleaved'")
-    expect_shape("x", x, "B H T D", {})
     expect_alike("x", x, "tables", cos, dtype=False)
-    expect_at_least("the head dim D of x", x.shape[-1], rotary)
     expect_shape("tables", cos, "B T Dr/2", {"T": x.shape[2]})
     wide = torch.promote_types(x.dtype, torch.float32)
     # [1|B, 1, T, Dr / 2]

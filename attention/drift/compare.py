@@ -222,9 +222,8 @@ def distances(logits: Tensor, other: Tensor, labels: Tensor) -> Tensor:
     """Per-sequence sums: ``KL(logits || other)``, top-1 matches, both negative log-likelihoods;
     ``[4, B]``, float64. Logits are ``[B, T, V]``, labels ``[B, T]``.
     """
-    wide = torch.promote_types(torch.promote_types(logits.dtype, other.dtype), torch.float32)
-    log_p = logits.to(wide).log_softmax(-1)
-    log_q = other.to(wide).log_softmax(-1)
+    log_p = _widen(logits).log_softmax(-1)
+    log_q = _widen(other).log_softmax(-1)
     by_position = [
         divergence_terms(log_p, log_q).sum(-1),
         log_p.argmax(-1) == log_q.argmax(-1),
@@ -259,13 +258,16 @@ def relative(difference: float, size: float) -> float:
 
 def squares(values: Tensor) -> Tensor:
     """Sum of squares, float64, left on the device: reading it would wait for it."""
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    total: Tensor = torch.linalg.vector_norm(wide, dim=-1).double().square().sum()
+    total: Tensor = torch.linalg.vector_norm(_widen(values), dim=-1).double().square().sum()
     return total
 
 
 def _squared_error(expected: Tensor, actual: Tensor) -> Tensor:
     """Squared error and squared norm, on the device of ``expected``: ``[2]``, float64."""
-    wide = torch.promote_types(torch.promote_types(expected.dtype, actual.dtype), torch.float32)
-    exact = expected.to(wide)
-    return torch.stack([squares(exact - actual.to(exact.device, wide)), squares(exact)])
+    difference = _widen(expected) - _widen(actual).to(expected.device)
+    return torch.stack([squares(difference), squares(expected)])
+
+
+def _widen(values: Tensor) -> Tensor:
+    """``values`` in at least float32."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))

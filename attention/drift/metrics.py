@@ -123,11 +123,11 @@ def metrics_dict(measured: "Measurement", floor: "Measurement | None") -> dict[s
     for metric in METRICS:
         # Rounding moves an excess either way.
         low = finite(getattr(floor, metric.name, None))
-        entry = {"value": finite(getattr(measured, metric.name))}
-        entry["floor"] = None if low is None else abs(low)
-        if hasattr(measured, f"{metric.name}_margin"):
-            entry["margin"] = finite(getattr(measured, f"{metric.name}_margin"))
-        values[metric.name] = entry
+        values[metric.name] = {
+            "value": finite(getattr(measured, metric.name)),
+            "floor": None if low is None else abs(low),
+            "margin": finite(getattr(measured, f"{metric.name}_margin", None)),
+        }
     return values
 
 
