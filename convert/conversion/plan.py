@@ -268,11 +268,8 @@ def check_kv_heads(kv_heads: int, geometry: Geometry, allow_growth: bool) -> Non
         )
     allowed = [present, *possible] if allow_growth else possible
     if kv_heads not in allowed:
-        growth = ", or add --allow-growth" if kv_heads == present else ""
         rule = (
-            f"must divide the source's {present} key/value"
-            f" heads{'' if allow_growth else ' and be smaller'}"
+            f"must divide the source's {present} key/value heads, and be smaller without"
+            f" --allow-growth; use {', '.join(map(str, allowed))}"
         )
-        raise option_error(
-            "kv_heads", kv_heads, f"{rule}; use {', '.join(map(str, allowed))}{growth}"
-        )
+        raise option_error("kv_heads", kv_heads, rule)

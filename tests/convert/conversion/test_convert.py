@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.checkpoints import stock_model, tensors
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -118,27 +117,11 @@ def test_further_chat_templates_go_along(model, tmp_path):
     assert template in json.loads((out / "kvfold.json").read_text())["files"]
 
 
-def test_tied_weights_stay_tied_in_plain_safetensors(pooled):
-    with safe_open(pooled / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-        assert "lm_head.weight" not in file.keys()  # noqa: SIM118  # it is no mapping
-    model = AutoModelForCausalLM.from_pretrained(pooled)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
 def test_equal_requests_give_equal_bytes(source, pooled, tmp_path):
     moved = shutil.copytree(source, tmp_path / "elsewhere" / source.name)
     convert(moved, tmp_path / "b", overwrite=True)
     for file in pooled.iterdir():
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
-
-
-def test_shards(source, pooled, tmp_path):
-    convert(source, tmp_path / "many", max_shard_size="60KB")
-    assert all(file.stat().st_size <= 60_000 for file in (tmp_path / "many").glob("*.safetensors"))
-    one = tensors(pooled)
-    many = tensors(tmp_path / "many")
-    assert all(torch.equal(one[name], many[name]) for name in one)
 
 
 def test_a_fold_has_the_rope_in_the_older_spelling_too(model, tmp_path):
@@ -244,20 +227,6 @@ def test_published_baselines_on_the_reference_model(
     )
     convert(reference / "llama-mha", tmp_path / "out", method=method, kv_heads=kv_heads)
     assert checkpoint_perplexity(tmp_path / "out", tokens) == pytest.approx(expected, rel=1e-3)
-
-
-def test_progress_is_reported_stage_by_stage(source, tmp_path, capsys):
-    steps = {}
-    request = ConvertRequest(model=str(source), out=str(tmp_path / "out"), to="mqa", method="mean")
-    convert_checkpoint(
-        request,
-        progress=lambda stage, done, total: steps.setdefault(stage, []).append((done, total)),
-    )
-    size = sum(value.nbytes for value in tensors(tmp_path / "out").values())
-    assert steps["convert"] == [(layers, 3) for layers in range(4)]
-    assert (steps["write"][0], steps["write"][-1]) == ((0, size), (size, size))
-    assert steps["write"] == sorted(steps["write"])
-    assert capsys.readouterr().err == ""
 
 
 # A source that changes during a run gives an error and no OUT: its result would belong to neither

@@ -68,18 +68,6 @@ def test_principal_loses_a_fraction_of_what_methods_without_text_lose(
     assert source < principal < source + (plain - source) / 3
 
 
-def test_a_run_with_automatic_lengths_is_the_run_with_the_numbers_that_it_records(tmp_path):
-    model = shutil.copytree(demo_folder(), tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
-    for name, numbers in {"auto": (1, "auto"), "plain": (8, 64)}.items():
-        convert(tmp_path / name, model=model, to="mqa", samples=numbers[0], seq_len=numbers[1])
-    record = json.loads((tmp_path / "auto" / "kvfold.json").read_text())
-    assert (record["request"]["samples"], record["request"]["seq_len"]) == (8, 64)
-    for file in (tmp_path / "plain").iterdir():
-        assert file.read_bytes() == (tmp_path / "auto" / file.name).read_bytes(), file.name
-
-
 def test_the_loss_by_position_is_measured_beyond_the_length_of_the_calibration(folded):
     tokenizer = AutoTokenizer.from_pretrained(demo_folder())
     tokens = load_calibration(
@@ -242,10 +230,4 @@ def test_a_chat_model_also_calibrates_on_dialogues_that_it_writes(tmp_path):
     assert sum(row["kl"] * row["sequences"] for row in drift["texts"]) == pytest.approx(
         8 * done.drift.kl
     )
-    assert sum(row["excess"] * row["sequences"] for row in drift["texts"]) == pytest.approx(
-        8 * done.drift.excess
-    )
     assert "by text" in done.summary()
-    plain = convert(tmp_path / "plain", **options, calibration="self:0").record
-    assert plain["calibration"]["source"] == "the built-in standard-library text"
-    assert "texts" not in plain["drift"]

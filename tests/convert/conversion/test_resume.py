@@ -1,6 +1,5 @@
 """Interrupted runs go on at their last finished layer and give the bytes of an unbroken run."""
 
-import json
 import os
 import shutil
 import signal
@@ -96,17 +95,6 @@ def test_a_killed_run_goes_on_at_its_last_finished_layer(
     assert done.status == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert forked.snapshot(tmp_path / "out") == forked.snapshot(unbroken)
-
-
-def test_a_source_that_cannot_begin_a_text_is_refused_before_anything_is_written(tmp_path):
-    model = shutil.copytree(demo_folder(), tmp_path / "model")
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    bare = {name: value for name, value in settings.items() if not name.startswith(("bos", "chat"))}
-    (model / "tokenizer_config.json").write_text(json.dumps(bare))
-    options = {"to": "mqa", "calibration": "self", "samples": 6, "seq_len": 24, "quiet": True}
-    with pytest.raises(InputError, match="has neither a chat template nor a BOS token"):
-        convert_checkpoint(ConvertRequest(model, tmp_path / "out", **options))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
 def test_only_an_equal_request_for_the_same_model_goes_on(
