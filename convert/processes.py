@@ -68,14 +68,13 @@ def process_group(device: str) -> Iterator[None]:
 
     backend = "gloo"
     if device != "cpu" and torch.cuda.is_available():
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        gpus = torch.cuda.device_count()
-        if local_rank >= gpus:
+        gpu = int(os.environ.get("LOCAL_RANK", "0"))
+        if gpu >= torch.cuda.device_count():
             raise InputError(
-                f"torchrun: process {local_rank + 1} on this machine needs its own GPU, but torch"
-                f" finds only {gpus}; use --nproc-per-node {gpus}, or --device cpu"
+                f"torchrun: process {gpu + 1} on this machine has no GPU of its own; use a smaller"
+                " --nproc-per-node, or --device cpu"
             )
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(gpu)
         backend = "cpu:gloo,cuda:nccl"
     try:
         timeout = timedelta(seconds=_CONNECTION_SECONDS)
