@@ -2,7 +2,6 @@
 
 import json
 import struct
-from typing import Any
 
 from hypothesis import strategies as st
 
@@ -14,8 +13,8 @@ RAW = {
     "@@surrogate": '"\\ud800"',
     "@@control": '"a\\u0000\\u001b[2J\\n\\u202e"',
 }
-NUMBERS = [0, 1, -1, 2, 3, 7, 0.5, -0.5, 1e-320, 1e308, 10**9, 2**31, 2**63, 2**64, -(2**63)]
-STRINGS = ["", " ", "²", "64", "auto", "../x", "/etc/passwd", "x" * 300, "re:(", "fp8", "$a$b$"]
+NUMBERS = [0, 1, -1, 3, 0.5, -0.5, 1e-320, 1e308, 2**31, 2**63, 2**64]
+STRINGS = ["", " ", "²", "64", "auto", "../x", "/etc/passwd", "x" * 300, "re:(", "$a$b$"]
 KEYS = ["quantization_config", "auto_map", "rope_scaling", "rope_parameters", "layer_types"]
 KEYS += ["text_config", "files", "head_dim", "sliding_window", "dtype", "chat_template", "format"]
 
@@ -32,9 +31,9 @@ values = st.recursive(
 
 
 @st.composite
-def edited_json(draw: st.DrawFn, value: Any) -> Any:
+def edited_json(draw, value):
     """A JSON value with one part of it replaced, dropped or added."""
-    keys: list[Any] = []
+    keys = []
     if isinstance(value, dict):
         keys = sorted(value)
     elif isinstance(value, list):
@@ -56,7 +55,7 @@ def edited_json(draw: st.DrawFn, value: Any) -> Any:
     return changed
 
 
-def json_bytes(value: Any) -> bytes:
+def json_bytes(value):
     """``value`` as JSON, with the marks of `RAW` replaced."""
     text = json.dumps(value)
     for mark, raw in RAW.items():
@@ -65,7 +64,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 @st.composite
-def broken_bytes(draw: st.DrawFn, data: bytes) -> bytes:
+def broken_bytes(draw, data):
     """A file cut short, spliced, doubled or in another encoding."""
     at = draw(st.integers(0, len(data)))
     return draw(
@@ -84,7 +83,7 @@ def broken_bytes(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 @st.composite
-def safetensors_files(draw: st.DrawFn, data: bytes) -> bytes:
+def safetensors_files(draw, data):
     """A safetensors file with another header, another stated length, or broken bytes."""
     if draw(st.integers(0, 3)) == 0:
         return draw(broken_bytes(data))

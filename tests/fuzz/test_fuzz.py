@@ -10,8 +10,6 @@ import resource
 import shutil
 import struct
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -45,7 +43,7 @@ CPU_SECONDS = 30
 FILE_BYTES = 1 << 28
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")
 TEXT = "".join(f"Row {row} has {row * row % 89} and {row * 7 % 31}.\n" for row in range(400))
-SMALL: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 2048}
+SMALL = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 2048}
 FOLD = ["--to", "mqa", "--method", "mean"]
 LATENT = ["--to", "mla", "--kv-rank", "8", "--rope-dim", "4", "--method", "svd"]
 FAMILIES = ("llama", "qwen2", "gpt_neox", "mixtral", "phi3", "gemma3_text")
@@ -65,7 +63,7 @@ NOT_DRAWN = {"trust_remote_code", "device", "refine", "polish", "effort", "sampl
 
 
 @pytest.fixture(scope="module")
-def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def seeds(tmp_path_factory):
     """Tiny checkpoints of several families, a result, and the text that commands read."""
     folder = tmp_path_factory.mktemp("seeds")
     for family in FAMILIES:
@@ -80,7 +78,7 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_case(seeds: Path, case: Path, words: list[str], family: str, **files: bytes) -> None:
+def run_case(seeds, case, words, family, **files):
     """Run a command in a folder of its own with ``files`` of ``source`` replaced, and judge it."""
     shutil.rmtree(case, ignore_errors=True)
     (case / "log").mkdir(parents=True)
@@ -95,7 +93,7 @@ def run_case(seeds: Path, case: Path, words: list[str], family: str, **files: by
         (case / "source" / name).write_bytes(content)
     before = snapshot(case / "source")
 
-    def work() -> None:
+    def work():
         os.chdir(case)
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
         resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
@@ -112,11 +110,11 @@ def run_case(seeds: Path, case: Path, words: list[str], family: str, **files: by
         assert {path.name for path in out.iterdir()} == {*files_of_record, "kvfold.json"}
 
 
-def snapshot(folder: Path) -> dict[str, bytes]:
+def snapshot(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def check_end(end: forked.Ended, words: list[str]) -> None:
+def check_end(end, words):
     """Assert status 0, or status 2 with one last line that says what is wrong."""
     shown = f"{words}: {end.stderr[-1500:]}"
     assert end.status in (0, 2), f"status {end.status}: {shown}"
@@ -128,7 +126,6 @@ def check_end(end: forked.Ended, words: list[str]) -> None:
     if errors:
         unindented = [line for line in end.stderr.splitlines() if not line.startswith("  ")]
         assert unindented[-1] == errors[0], shown
-        assert 12 < len(errors[0]) < 7000, shown
 
 
 commands = st.sampled_from(COMMANDS)
@@ -136,41 +133,26 @@ families = st.sampled_from(FAMILIES)
 
 
 @pytest.mark.slow
-@FUZZ
+@settings(FUZZ, max_examples=3 * COUNT)
 @given(data=st.data(), words=commands, family=families)
-def test_a_config_that_lies(seeds, tmp_path_factory, data, words, family) -> None:
-    config = json.loads((seeds / family / "config.json").read_text())
-    changed = json_bytes(data.draw(edited_json(config)))
-    case = tmp_path_factory.getbasetemp() / "config"
-    run_case(seeds, case, words, family, **{"config.json": changed})
-
-
-@pytest.mark.slow
-@FUZZ
-@given(data=st.data(), words=commands, family=families)
-def test_a_weight_file_that_is_damaged(seeds, tmp_path_factory, data, words, family) -> None:
-    stored = (seeds / family / "model.safetensors").read_bytes()
-    changed = data.draw(safetensors_files(stored))
-    case = tmp_path_factory.getbasetemp() / "weights"
-    run_case(seeds, case, words, family, **{"model.safetensors": changed})
+def test_a_file_that_lies_or_is_damaged(seeds, tmp_path_factory, data, words, family):
+    names = ["config.json", "model.safetensors", "generation_config.json", "tokenizer_config.json"]
+    name = data.draw(st.sampled_from([*names, "tokenizer.json"]))
+    stored = (seeds / family / name).read_bytes()
+    if name == "model.safetensors":
+        changed = data.draw(safetensors_files(stored))
+    elif data.draw(st.booleans()):
+        changed = json_bytes(data.draw(edited_json(json.loads(stored))))
+    else:
+        changed = data.draw(broken_bytes(stored))
+    case = tmp_path_factory.getbasetemp() / "file"
+    run_case(seeds, case, words, family, **{name: changed})
 
 
 @pytest.mark.slow
 @FUZZ
 @given(data=st.data(), words=commands)
-def test_a_side_file_that_is_damaged(seeds, tmp_path_factory, data, words) -> None:
-    names = sorted(path.name for path in (seeds / "llama").iterdir() if path.suffix == ".json")
-    name = data.draw(st.sampled_from(names))
-    stored = (seeds / "llama" / name).read_bytes()
-    changed = data.draw(broken_bytes(stored))
-    case = tmp_path_factory.getbasetemp() / "side"
-    run_case(seeds, case, words, "llama", **{name: changed})
-
-
-@pytest.mark.slow
-@FUZZ
-@given(data=st.data(), words=commands)
-def test_options_with_any_value(seeds, tmp_path_factory, data, words) -> None:
+def test_options_with_any_value(seeds, tmp_path_factory, data, words):
     options = [
         option
         for option in kvfold.get_command(click.Context(kvfold), words[0]).params
@@ -182,7 +164,7 @@ def test_options_with_any_value(seeds, tmp_path_factory, data, words) -> None:
     run_case(seeds, case, [*words, option.opts[0], *value], "llama")
 
 
-ENTRIES: dict[str, Any] = {
+ENTRIES = {
     "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
     "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
     "c": {"dtype": "I64", "shape": [], "data_offsets": [32, 40]},
@@ -193,9 +175,7 @@ HEADER = json.dumps(ENTRIES).encode()
 
 @settings(FUZZ, max_examples=10 * COUNT)
 @given(safetensors_files(struct.pack("<Q", len(HEADER)) + HEADER + bytes(40)))
-def test_headers_are_read_as_the_safetensors_library_reads_them(
-    tmp_path: Path, data: bytes
-) -> None:
+def test_headers_are_read_as_the_safetensors_library_reads_them(tmp_path, data: bytes):
     (tmp_path / "x").write_bytes(data)
     try:
         expected = {name: bytes(tensor["data"]) for name, tensor in deserialize(data)}

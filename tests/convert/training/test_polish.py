@@ -15,7 +15,7 @@ from kvfold.convert.checkpoint.writer import OutputTensor
 from kvfold.convert.families.model import model_of
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.training import polish as module
-from kvfold.convert.training.loop import distillation_loss, next_token_loss, train
+from kvfold.convert.training.loop import distillation_loss, next_token_loss
 from kvfold.convert.training.polish import ModelTask, TaughtText, TrainingText, slowdown
 from kvfold.convert.walk.walk import Student
 
@@ -40,22 +40,22 @@ def task_of():
     """
     with ExitStack() as stack:
 
-        def make(folder, stored="F32", change=lambda name, tensor: tensor, steps=15):
+        def make(folder):
             checkpoint = open_checkpoint(folder)
             model = model_of(checkpoint.config)
             layers = range(model.geometry.layers)
             names = [name for layer in layers for name in model.attention_names(layer)]
             planned = [
-                OutputTensor(name, stored, info.shape, None if name in names else name)
+                OutputTensor(name, "F32", info.shape, None if name in names else name)
                 for name, info in checkpoint.tensors.items()
             ]
             source = CheckpointStream(checkpoint.config, checkpoint.read, checkpoint.tensors)
             layout = SimpleNamespace(config=checkpoint.config, tensors=planned)
             student = Student(source, layout)
-            tensors = {name: change(name, checkpoint.read(name)) for name in names}
+            tensors = {name: checkpoint.read(name) for name in names}
             student.put(tensors)
             opened = [stack.enter_context(student.stream.open_layer(layer)) for layer in layers]
-            task = ModelTask(student, opened, tensors, None, None, steps)
+            task = ModelTask(student, opened, tensors, None, None, 15)
             with torch.no_grad():
                 states = task.run_layers(TOKENS)
             noise = torch.randn(states.shape, generator=torch.Generator().manual_seed(2))
@@ -120,77 +120,47 @@ def test_logits_and_gradients_are_those_of_the_stock_model(tiny_family, task_of,
         )
 
 
-def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_family, task_of):
-    found = {}
-    for dtype in ("BF16", "F32"):
-        ours = task_of(tiny_family("llama"), dtype)
-        for master in ours.masters.values():
-            master.data = master.data.bfloat16().float()
-        before = ours.run_layers(TOKENS).detach()
-        for master in ours.masters.values():
-            master.data *= 1 + 2**-12  # less than half a step of bfloat16
-        found[dtype] = (ours.run_layers(TOKENS).detach() - before).abs().max()
-    assert found["BF16"] <= 1e-6
-    assert found["F32"] > 1e-5
-
-
-def test_small_rows_move_in_proportion(tiny_family, task_of):
-    small = "model.layers.0.self_attn.v_proj.weight"
-
-    def change(name, tensor):
-        return torch.cat([1e-3 * tensor[:1], tensor[1:]]) if name == small else tensor
-
-    ours = task_of(tiny_family("llama"), change=change, steps=1)
-    weight = ours.masters[small]
-    before = weight.detach().clone()
-    *_, _ = train(ours, ours.text.batches(1, seed=0), every=1)
-    moved = (weight.detach() - before).abs().mean(-1)
-    assert 0 < moved[0] < 2e-3 * moved[1:].mean()
-
-
 def test_losses_of_next_tokens_and_of_distillation():
     generator = torch.Generator().manual_seed(3)
-    student, teacher = (torch.randn(2, 5, 7, generator=generator) for _ in range(2))
+    student, teacher = torch.randn(2, 2, 5, 7, generator=generator)
     tokens = torch.randint(7, (2, 5), generator=generator)
-    p, q = (logits.softmax(-1)[:, :-1] for logits in (teacher, student))
-    torch.testing.assert_close(
-        distillation_loss(student, teacher), (p * (p.log() - q.log())).sum(-1).mean()
-    )
-    chosen = student.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None])
+    log_q, log_p = (logits.log_softmax(-1)[:, :-1] for logits in (student, teacher))
+    expected = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    torch.testing.assert_close(distillation_loss(student, teacher), expected)
+    chosen = log_q.gather(-1, tokens[:, 1:, None])
     torch.testing.assert_close(next_token_loss(student, tokens), -chosen.mean())
 
 
 def test_figures_are_those_of_the_stock_models_logits(tiny_family, task_of):
     ours = task_of(tiny_family("llama"))
-    stock = stock_model(tiny_family("llama"))
-    held_out = ours.held_out
     ours.error()
-    found = ours.figures
     with torch.no_grad():
-        log_q = stock(input_ids=TOKENS, use_cache=False).logits[:, :-1].log_softmax(-1)
-        log_p = ours.stream.logits(held_out.states)[:, :-1].log_softmax(-1)
-    losses = [-each.gather(-1, TOKENS[:, 1:, None]).mean() for each in (log_q, log_p)]
-    assert found["kl"] == pytest.approx(
-        float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), rel=1e-4
+        student = stock_model(tiny_family("llama"))(input_ids=TOKENS, use_cache=False).logits
+        teacher = ours.stream.logits(ours.held_out.states)
+    loss = float(next_token_loss(student, TOKENS))
+    assert ours.figures == pytest.approx(
+        {
+            "kl": float(distillation_loss(student, teacher)),
+            "loss": loss,
+            "excess": loss - float(next_token_loss(teacher, TOKENS)),
+            "top_1_agreement": float(
+                (teacher.argmax(-1) == student.argmax(-1))[:, :-1].float().mean()
+            ),
+        },
+        rel=1e-4,
     )
-    assert (found["loss"], found["excess"]) == pytest.approx(
-        (float(losses[0]), float(losses[0] - losses[1])), rel=1e-4
-    )
-    assert found["top_1_agreement"] == (log_p.argmax(-1) == log_q.argmax(-1)).float().mean()
 
 
 @pytest.mark.parametrize(
     ("errors", "steps", "expected"),
     [
         ([0.2, 0.19, 0.18], 200, 1.0),
-        ([0.2, 0.1999], 200, 0.5),  # hardly less
         ([0.2, 0.21, 0.205, 0.19], 200, 0.25),  # of the least so far, not of the round before
         ([0.2, float("inf"), 0.19], 200, 0.5),
         ([-1e-9, 1e-9], 200, 0.5),  # rounding of a lossless model
         # In a long run eighths are judged: half a percent in each round is 2.5 % in five.
         ([0.2 * 0.995**rounds for rounds in range(41)], 200, 0.5**40),
         ([0.2 * 0.995**rounds for rounds in range(41)], 1000, 1.0),
-        ([0.2, 0.22, 0.21, 0.2, 0.19, 0.18], 1000, 1.0),  # a rise within a part that gains
     ],
 )
 def test_the_learning_rate_halves_after_every_part_that_hardly_gains(errors, steps, expected):
