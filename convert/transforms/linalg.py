@@ -132,16 +132,6 @@ def fit_output(present: Tensor, gram: Tensor, missing: Tensor) -> Tensor:
     return present + damped_solve(gram, missing.mT, OUTPUT_RIDGE).mT
 
 
-def pair_moment(joint: Tensor, pairs: int) -> Tensor:
-    """``[n, D, n, D]`` -> ``[pairs, n, n]``: ``E[z_a conj(z_b)]`` of the complex ``z = x[l] + i x[l
-    + pairs]``.
-    """
-    heads = len(joint)
-    rotated = joint[:, : 2 * pairs, :, : 2 * pairs]
-    part = torch.einsum("aipbjp->ijpab", rotated.reshape(heads, 2, pairs, heads, 2, pairs))
-    return torch.complex(part[0, 0] + part[1, 1], part[1, 0] - part[0, 1])
-
-
 def multiply_pairs(rows: Tensor, factors: Tensor) -> Tensor:
     """``rows [..., D, n]`` with the complex pairs ``x[l] + i x[l + L]`` along ``D`` multiplied by
     ``factors [..., L]``; other dims stay.

@@ -7,7 +7,7 @@ is half-split: the first ``D_rot`` dims of a head rotate, and dim ``l`` pairs wi
 D_rot/2``; the remaining dims do not rotate.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 class Tensors:
     """Base class of dataclasses with tensors, numbers and nested `Tensors`. `map` skips the fields
-    in ``unmapped``.
+    in ``unmapped``; indexing selects heads where all tensors are ``[heads, ...]``.
     """
 
     unmapped: ClassVar[tuple[str, ...]] = ()
@@ -34,6 +34,9 @@ class Tensors:
             elif isinstance(value, Tensor) and field.name not in self.unmapped:
                 changed[field.name] = change(value)
         return replace(self, **changed)  # type: ignore[type-var]
+
+    def __getitem__(self, heads: Sequence[int]) -> Self:
+        return self.map(lambda tensor: tensor[heads])
 
 
 @dataclass(frozen=True)
@@ -171,11 +174,11 @@ class LayerStatistics(Tensors):
         assert self.received_mean is not None
         gram = torch.lerp(self.gram, self.received_gram, share)
         mean = torch.lerp(self.mean, self.received_mean, share)
-        if self.normed is None or self.received_normed is None:
-            return replace(self, gram=gram, mean=mean)
-        return replace(
-            self, gram=gram, mean=mean, normed=torch.lerp(self.normed, self.received_normed, share)
-        )
+        normed = self.normed
+        if normed is not None:
+            assert self.received_normed is not None
+            normed = torch.lerp(normed, self.received_normed, share)
+        return replace(self, gram=gram, mean=mean, normed=normed)
 
 
 def blank_statistics(weights: AttentionWeights, scales: Tensor | None = None) -> LayerStatistics:

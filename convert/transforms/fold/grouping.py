@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvfold.convert.transforms.fold.heads import joint_in_metric
 from kvfold.convert.transforms.fold.principal import LayerMoments
 from kvfold.convert.transforms.fold.score_fit import fit_scores, principal_keys, score_losses
 from kvfold.convert.transforms.linalg import metric_root
@@ -50,24 +51,17 @@ class Pairs:
         """
         layer = self.layer
         heads = layer.weights.kv_heads
-        dims = layer.weights.head_dim
-        root, _ = metric_root(layer.metric)
-        score_lost = layer.moment.new_zeros(heads, heads)  # [j, i]: of j's queries, shared with i
+        pairs = torch.combinations(torch.arange(heads, device=layer.metric.device))
+        # Many pairs at once, because a device waits for every decomposition; not all of them, to
+        # limit memory.
+        errors, energies, value_errors = torch.vmap(self._share, chunk_size=heads)(pairs)
+        first, second = pairs.unbind(1)
+        score_lost = layer.moment.new_zeros(heads, heads)  # [j, i]: of i's queries, shared with j
+        score_lost[second, first], score_lost[first, second] = errors.unbind(1)
         score_energy = layer.moment.new_zeros(heads)
-        value_lost = layer.moment.new_zeros(heads, heads)
-        # All partners of a head at once: one decomposition instead of one for each, of which a
-        # device waits for every one.
-        for i in range(heads - 1):
-            others = torch.arange(i + 1, heads, device=root.device)
-            pairs = torch.stack([torch.full_like(others, i), others], 1)
-            errors, energies = torch.vmap(self._share_scores)(pairs)
-            score_lost[i + 1 :, i], score_lost[i, i + 1 :] = errors.unbind(1)
-            score_energy[i], score_energy[i + 1 :] = energies[0, 0], energies[:, 1]
-            # Two heads lose the principal components of both together beyond the first D.
-            joints = layer.joint_values[pairs[:, :, None], :, pairs[:, None]]
-            stacked = torch.einsum("pjab,pjkbc,pkcd->pjakd", root[pairs], joints, root[pairs])
-            stacked = stacked.flatten(3).flatten(1, 2)
-            value_lost[i, i + 1 :] = torch.linalg.eigvalsh(stacked)[:, :dims].clamp(min=0).sum(1)
+        score_energy[pairs] = energies
+        value_lost = torch.zeros_like(score_lost)
+        value_lost[first, second] = value_errors
         mean = layer.values @ layer.moment[-1]
         value_energy = torch.einsum("gagb,gab->g", layer.joint_values, layer.metric)
         constant = torch.einsum("ga,gab,gb->g", mean, layer.metric, mean)
@@ -80,14 +74,17 @@ class Pairs:
             losses.append(value_lost + (score + score.mT))
         return losses
 
-    def _share_scores(self, pair: Tensor) -> tuple[Tensor, Tensor]:
-        """The score errors of the queries of both heads in ``pair [2]`` when these share a key
-        head, and their score energies.
+    def _share(self, pair: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """If both heads in ``pair [2]`` share one: the score errors of their queries ``[2]``, for
+        comparison their score energies ``[2]``, and the error of their values.
         """
         group = self.layer.group(pair)
         losses = score_losses(fit_scores(principal_keys(group), group, PAIR_ROUNDS), group)
         errors, energies = (torch.unflatten(part, 0, (2, -1)).sum(1) for part in losses)
-        return errors, energies
+        # Two heads lose the principal components of both together beyond the first D.
+        root, _ = metric_root(group.metric)
+        components = torch.linalg.eigvalsh(joint_in_metric(group.values, root))
+        return errors, energies, components[: len(components) // 2].clamp(min=0).sum()
 
 
 def contiguous(kv_heads: int, groups: int) -> Partition:

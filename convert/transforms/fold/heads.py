@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.linalg import metric_root, multiply_pairs, pair_moment, symmetric_eig
+from kvfold.convert.transforms.linalg import metric_root, multiply_pairs, symmetric_eig
 
 # The minimum query weight as a share of the group's largest: keys are divided by query weights.
 # 1e-9, 1e-6 and 1e-3 have the same loss to 1e-4 nats on the reference MHA model at 8 -> 2 heads
@@ -98,7 +98,11 @@ def share_keys(keys: Tensor, queries: Tensor, pairs: int) -> SharedHead:
     energy = (square[:, :pairs] + square[:, pairs:rotated]).mT  # E|q_l|^2, [pairs, m]
     floor = WEAKEST_QUERY * energy.amax(1, keepdim=True)
     weight = energy.clamp(min=floor).clamp(min=torch.finfo(energy.dtype).tiny).sqrt()
-    _, vectors = symmetric_eig(weight[:, :, None] * pair_moment(keys, pairs) * weight[:, None, :])
+    # E[k_a conj(k_b)] of the complex pairs, [pairs, m, m].
+    parts = keys[:, :rotated, :, :rotated].reshape(members, 2, pairs, members, 2, pairs)
+    parts = torch.einsum("aipbjp->ijpab", parts)
+    moment = torch.complex(parts[0, 0] + parts[1, 1], parts[1, 0] - parts[0, 1])
+    _, vectors = symmetric_eig(weight[:, :, None] * moment * weight[:, None, :])
     top = vectors[..., 0]
     # Eigenvectors have a free phase: make the largest entry real and positive for reproducible
     # results.
@@ -124,9 +128,14 @@ def share_dims(members: Tensor, metric: Tensor) -> SharedHead:
     """
     count, dims = metric.shape[:2]
     root, inverse = metric_root(metric)
-    stacked = torch.einsum("jab,jbkc,kdc->jakd", root, members, root).reshape(
-        count * dims, count * dims
-    )
-    _, vectors = symmetric_eig(stacked)
+    _, vectors = symmetric_eig(joint_in_metric(members, root))
     basis = vectors[:, :dims].reshape(count, dims, dims)  # member, its dim, shared dim
     return SharedHead(basis.mT @ root, inverse @ basis)
+
+
+def joint_in_metric(members: Tensor, root: Tensor) -> Tensor:
+    """``[m * D, m * D]``: ``members [m, D, m, D]`` with each member multiplied by its ``root [m, D,
+    D]`` of a metric.
+    """
+    joint = torch.einsum("jab,jbkc,kdc->jakd", root, members, root)
+    return joint.flatten(2).flatten(0, 1)

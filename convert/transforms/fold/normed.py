@@ -33,7 +33,6 @@ Groups of one head and identical heads fold exactly. All others are approximatio
   that all heads share is the average of the biases that the heads need.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -52,89 +51,64 @@ def restore(
     queries: LinearizedNorm,
     encode: Tensor,
     decode: Tensor,
-    blocks: Sequence[Tensor],
+    blocks: Tensor,
     moment: Tensor,
 ) -> tuple[tuple[Tensor, HeadNorm | None], tuple[Tensor, HeadNorm | None]]:
     """Fold linearized keys and queries, and write them as projections in front of norms of the
     source's kinds.
 
     ``encode [g, m, D, D]`` merges the ``m`` members of every shared key, ``decode [H, D, D]``
-    changes the queries that read it; the heads of each group are adjacent. ``blocks`` are the sets
-    of dims that may be rescaled together (rotary pairs). Returns the rows and norm of the keys,
-    ``[g, D, F]``, then those of the queries, ``[H, D, F]``.
+    changes the queries that read it; the heads of each group are adjacent. ``blocks [D, D]`` has
+    ones where two dims may only be rescaled together (rotary pairs), else zeros. Returns the rows
+    and norm of the keys, ``[g, D, F]``, then those of the queries, ``[H, D, F]``.
     """
     groups = len(encode)
-    rows, constant = (
-        torch.einsum("gmab,gmbf->gaf", encode, torch.unflatten(part, 0, (groups, -1)))
-        for part in (keys.rows, keys.constant[..., None])
-    )
-    gain, rms = (
-        torch.unflatten(part, 0, (groups, -1)).mean(1) for part in (keys.gain, keys.divisor)
-    )
-    k, k_norm, shortfall = _write(rows, constant[..., 0], gain, rms, keys.norm, moment)
-    # Queries that read a shared key compensate for its shortfall.
-    decode = decode * shortfall.repeat_interleave(len(decode) // groups)[:, None, None]
-    rows = decode.mT @ queries.rows
-    constant = decode.mT @ queries.constant[..., None]
-    gain = queries.gain
-    if queries.norm is not None:
-        gain = gain * _block_sizes(queries, rows, blocks, moment)
-    q, q_norm, _ = _write(
-        rows, constant[..., 0], gain, queries.divisor, queries.norm, moment, in_gain=True
-    )
+    members = torch.unflatten(torch.cat([keys.rows, keys.constant[..., None]], -1), 0, (groups, -1))
+    merged = torch.einsum("gmab,gmbf->gaf", encode, members)
+    k = merged[..., :-1]
+    k_norm = keys.norm
+    if k_norm is not None:
+        gain = torch.unflatten(keys.gain, 0, (groups, -1)).mean(1)
+        rms = torch.unflatten(keys.divisor, 0, (groups, -1)).mean(1)
+        k, shortfall = _put_before_norm(k, k_norm, gain, rms, moment)
+        k_norm = _with_rows(k_norm, gain, merged[..., -1] / shortfall[:, None])
+        # Queries that read a shared key compensate for its shortfall.
+        decode = decode * shortfall.repeat_interleave(len(decode) // groups)[:, None, None]
+    q = decode.mT @ queries.rows
+    q_norm = queries.norm
+    if q_norm is not None:
+        before = ((queries.rows @ moment) * queries.rows).sum(-1) @ blocks
+        after = ((q @ moment) * q).sum(-1) @ blocks
+        sizes = torch.where((before > 0) & (after > 0), after / before, 1.0).sqrt()
+        gain = queries.gain * _share(sizes, q_norm)
+        q, shortfall = _put_before_norm(q, q_norm, gain, queries.divisor, moment)
+        constant = (decode.mT @ queries.constant[..., None])[..., 0]
+        q_norm = _with_rows(q_norm, gain * _share(shortfall, q_norm)[:, None], constant)
     return (k, k_norm), (q, q_norm)
 
 
-def _write(
-    target: Tensor,
-    constant: Tensor,
-    gain: Tensor,
-    rms: Tensor,
-    norm: HeadNorm | None,
-    moment: Tensor,
-    *,
-    in_gain: bool = False,
-) -> tuple[Tensor, HeadNorm | None, Tensor]:
-    """Return ``target [n, D, F]``, ``constant [n, D]`` as rows and a norm like ``norm``, and the
-    shortfall.
-
-    ``in_gain``: the gain compensates for the shortfall, which is then returned as 1.
+def _put_before_norm(
+    target: Tensor, norm: HeadNorm, gain: Tensor, rms: Tensor, moment: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The projection ``[n, D, F]`` that ``norm`` with ``gain [n, D]`` turns into ``target [n, D,
+    F]`` over the shortfall ``[n]``; and the shortfall.
     """
-    one = torch.ones_like(rms)
-    if norm is None:
-        return target, None, one
     # A dim with gain 0 is dead, so its rows have no effect.
     inverse = torch.where(gain == 0, 0.0, 1 / gain)
     rows = target * inverse[..., None] * rms[:, None, None]
-    shortfall = root_mean_square(center(rows, norm), norm, moment) / rms
-    if in_gain:
-        # One row for all heads compensates for their mean shortfall.
-        if norm.shared and norm.extent == "head":
-            shortfall = shortfall.log().mean().exp().expand_as(shortfall)
-        gain = gain * shortfall[:, None]
-        shortfall = one
-    else:
-        constant = constant / shortfall[:, None]
-    # The file stores one row for all heads: use the mean of their rows.
+    return rows, root_mean_square(center(rows, norm), norm, moment) / rms
+
+
+def _share(factors: Tensor, norm: HeadNorm) -> Tensor:
+    """``factors [n, ...]``, or their geometric mean if all heads share one row of the norm."""
+    if norm.shared and norm.extent == "head":
+        return factors.log().mean(0, keepdim=True).exp().expand_as(factors)
+    return factors
+
+
+def _with_rows(norm: HeadNorm, gain: Tensor, constant: Tensor) -> HeadNorm:
+    """``norm`` with other gains and biases, or their means if all heads share one row."""
     if norm.shared:
-        constant, gain = (part.mean(0, keepdim=True).expand_as(part) for part in (constant, gain))
-    norm = replace(norm, weight=gain - norm.offset, bias=None if norm.bias is None else constant)
-    return rows, norm, shortfall
-
-
-def _block_sizes(
-    source: LinearizedNorm, rows: Tensor, blocks: Sequence[Tensor], moment: Tensor
-) -> Tensor:
-    """The factor ``[n, D]`` by which folding changed the size of each block of dims in each query
-    head.
-    """
-    before, after = (((part @ moment) * part).sum(-1) for part in (source.rows, rows))
-    sizes = torch.empty_like(source.gain)
-    for block in blocks:
-        old = before[:, block].sum(-1, keepdim=True)
-        new = after[:, block].sum(-1, keepdim=True)
-        sizes[:, block] = torch.where((old > 0) & (new > 0), new / old, 1.0).sqrt()
-    # Use the geometric mean over all heads if they share one row of the norm.
-    if source.norm is not None and source.norm.shared and source.norm.extent == "head":
-        sizes = sizes.log().mean(0, keepdim=True).exp().expand_as(sizes)
-    return sizes
+        gain, constant = (rows.mean(0, keepdim=True).expand_as(rows) for rows in (gain, constant))
+    bias = None if norm.bias is None else constant
+    return replace(norm, weight=gain - norm.offset, bias=bias)

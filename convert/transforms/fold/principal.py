@@ -45,10 +45,10 @@ class LayerMoments:
     keys, queries: the average linear maps of the projections and their norms
     values: ``[G, D, F]``
     joint_keys, joint_values: ``[G, D, G, D]``, second moments between all heads
-    query_moments: ``[H, D, D]``, the second moment of each head's queries
+    query_moments: ``[H, D, D]``, of each head's queries; includes the rotary amplitude, as
+        ``joint_keys`` does
     phi: ``[H, D, D]``, average rotations from `distance_moments`
     metric: ``[G, D, D]`` from `output_metric`
-    amplitude: ``[D]``, the rotary amplitude; included in ``joint_keys`` and ``query_moments`` only
     """
 
     weights: AttentionWeights
@@ -62,7 +62,6 @@ class LayerMoments:
     query_moments: Tensor
     phi: Tensor
     metric: Tensor
-    amplitude: Tensor
 
     def group(self, members: Sequence[int] | Tensor) -> GroupMoments:
         """The moments of the KV heads ``members [m]`` and of the queries that read them."""
@@ -97,8 +96,7 @@ def layer_moments(
         fitted = linearize_heads(weights, statistics)
         keys = replace(keys, rows=append_bias(fitted.k, fitted.k_bias))
     queries = linearize(append_bias(weights.q, weights.q_bias), weights.q_norm, moment)
-    amplitude = moment.new_ones(weights.head_dim)
-    amplitude[: rotary.dims] = rotary.amplitude
+    amplitudes = rotary.amplitudes(keys.rows)
     # Without an output bias, the values' bias is part of the fit (_fold_constants).
     values = append_bias(weights.v, None if weights.o_bias is not None else weights.v_bias)
     return LayerMoments(
@@ -108,12 +106,11 @@ def layer_moments(
         keys=keys,
         queries=queries,
         values=values,
-        joint_keys=joint_moment(amplitude[:, None] * keys.affine, moment),
+        joint_keys=joint_moment(amplitudes * keys.affine, moment),
         joint_values=joint_moment(values, moment),
-        query_moments=head_moments(amplitude[:, None] * queries.affine, moment),
+        query_moments=head_moments(amplitudes * queries.affine, moment),
         phi=distance_moments(statistics.profile, context, rotary, weights.head_dim),
         metric=output_metric(weights.o, weights.kv_heads),
-        amplitude=amplitude,
     )
 
 
@@ -125,80 +122,81 @@ def fold(layer: LayerMoments, groups: Groups, objective: Objective = SCORES) -> 
     reads KV head ``h // (H // len(groups))``. Computed in float64, returned in float32 on the
     device of the weights.
     """
-    source = order_heads(layer.weights, groups)
+    kv = [head for group in groups for head in group]
     repeat = layer.weights.heads // layer.weights.kv_heads
+    q = [head * repeat + index for head in kv for index in range(repeat)]
+    source = order_heads(layer.weights, q, kv)
     if len(groups[0]) == 1:
         return source.map(Tensor.float)
+    ordered = replace(
+        layer,
+        weights=source,
+        keys=layer.keys[kv],
+        queries=layer.queries[q],
+        values=layer.values[kv],
+    )
     members = [layer.group(group) for group in groups]
-    key_heads = [objective.key_head(moments) for moments in members]
-    value_heads = [objective.value_head(moments).repeat_decode(repeat) for moments in members]
-    folded = _fold_keys(layer, groups, source, key_heads)
-    return _fold_values(layer, groups, folded, value_heads).map(Tensor.float)
+    folded = _fold_keys(ordered, [objective.key_head(group) for group in members])
+    folded = _fold_values(ordered, folded, [objective.value_head(group) for group in members])
+    return folded.map(Tensor.float)
 
 
-def _fold_keys(
-    layer: LayerMoments, groups: Groups, source: AttentionWeights, heads: Sequence[SharedHead]
-) -> AttentionWeights:
-    """Replace the keys, queries and norms of ``source`` (ordered by groups) by those for the shared
-    ``heads``.
+def _fold_keys(layer: LayerMoments, heads: Sequence[SharedHead]) -> AttentionWeights:
+    """Replace the keys, queries and norms of ``layer``, whose heads are ordered by groups, by those
+    for the shared ``heads``.
     """
-    dims = source.head_dim
-    device = source.q.device
-    pairs = layer.rotary.dims // 2
-    rest = torch.arange(layer.rotary.dims, dims, device=device)
-    # Sets of dims that share one scale factor: each rotary pair, and all unrotated dims together.
-    blocks = [*torch.arange(2 * pairs, device=device).view(2, pairs).mT]
-    if rest.numel():
-        blocks.append(rest)
-    kv = query_order(groups, 1)
-    readers = query_order(groups, source.heads // source.kv_heads)
-    keys = layer.keys.map(lambda part: part[kv])
-    queries = layer.queries.map(lambda part: part[readers])
+    source = layer.weights
     # The moments of keys and queries include the rotary amplitude, but these rows do not.
-    change = layer.amplitude / layer.amplitude[:, None]
+    amplitudes = layer.rotary.amplitudes(layer.keys.rows)
+    change = amplitudes.mT / amplitudes
     heads = [SharedHead(head.encode * change, head.decode / change) for head in heads]
-    encode, decode = _balanced(heads, keys.affine, blocks)
-    (k, k_norm), (q, q_norm) = restore(keys, queries, encode, decode, blocks, layer.moment)
+    # Each rotary pair may be rescaled, and all unrotated dims together.
+    rotary = layer.rotary.dims
+    pair = torch.arange(source.head_dim, device=source.q.device)
+    pair[rotary // 2 : rotary] = pair[: rotary // 2]
+    pair[rotary:] = rotary
+    blocks = (pair[:, None] == pair).double()
+    encode, decode = _balance(heads, layer.keys.affine, blocks)
+    (k, k_norm), (q, q_norm) = restore(
+        layer.keys, layer.queries, encode, decode, blocks, layer.moment
+    )
     q, q_bias = split_bias(q, source.q_bias is not None)
     k, k_bias = split_bias(k, source.k_bias is not None)
     return replace(source, q=q, k=k, q_bias=q_bias, k_bias=k_bias, q_norm=q_norm, k_norm=k_norm)
 
 
 def _fold_values(
-    layer: LayerMoments, groups: Groups, source: AttentionWeights, heads: Sequence[SharedHead]
+    layer: LayerMoments, folded: AttentionWeights, heads: Sequence[SharedHead]
 ) -> AttentionWeights:
-    """Replace the values, output projection and biases of ``source`` (ordered by groups) for the
-    shared ``heads``.
+    """Replace the values, output projection and biases of ``folded``, so far those of ``layer``, by
+    those for the shared ``heads``.
     """
-    dims = [torch.arange(source.head_dim, device=source.v.device)]
-    encode, decode = _balanced(heads, layer.values[query_order(groups, 1)], dims)
-    members = torch.unflatten(append_bias(source.v, source.v_bias), 0, (len(groups), -1))
-    v, v_bias = split_bias(
-        torch.einsum("gmab,gmbf->gaf", encode, members), source.v_bias is not None
-    )
-    folded = replace(
-        source, v=v, v_bias=v_bias, o=torch.einsum("ehd,hdc->ehc", source.o.double(), decode)
-    )
+    source = layer.weights
+    blocks = layer.values.new_ones(source.head_dim, source.head_dim)
+    encode, decode = _balance(heads, layer.values, blocks)
+    decode = decode.repeat_interleave(source.heads // source.kv_heads, 0)
+    members = torch.unflatten(append_bias(source.v, source.v_bias), 0, (len(heads), -1))
+    merged = torch.einsum("gmab,gmbf->gaf", encode, members)
+    v, v_bias = split_bias(merged, source.v_bias is not None)
+    output = torch.einsum("ehd,hdc->ehc", source.o.double(), decode)
+    folded = replace(folded, v=v, v_bias=v_bias, o=output)
     return _fold_constants(source, folded, layer.moment[-1, :-1])
 
 
-def _balanced(
-    heads: Sequence[SharedHead], members: Tensor, blocks: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """``encode [g, m, D, D]``, ``decode [H, D, D]`` of all groups; shared rows get their members'
-    mean norm.
+def _balance(heads: Sequence[SharedHead], members: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """``encode [g, m, D, D]``, ``decode [n, D, D]`` of all groups; the shared rows of a block of
+    dims get the mean norm of the members' rows ``[G, D, F]``.
+
+    ``blocks [D, D]`` has ones where two dims are in one block, else zeros.
     """
     encode = torch.stack([head.encode for head in heads])
     decode = torch.stack([head.decode for head in heads])
     members = torch.unflatten(members, 0, (len(heads), -1))
     merged = torch.einsum("gmab,gmbf->gaf", encode, members)
-    factor = torch.ones_like(merged[..., 0])
-    # The dims of a block (a rotary pair, the unrotated dims, a whole value head) share one factor.
-    for block in blocks:
-        before = members[:, :, block].flatten(2).norm(dim=2).mean(1)
-        after = merged[:, block].flatten(1).norm(dim=1)
-        # Leave all-zero rows unchanged.
-        factor[:, block] = torch.where((before > 0) & (after > 0), before / after, 1.0)[:, None]
+    before = (members.square().sum(-1) @ blocks).sqrt().mean(1)
+    after = (merged.square().sum(-1) @ blocks).sqrt()
+    # Leave all-zero rows unchanged.
+    factor = torch.where((before > 0) & (after > 0), before / after, 1.0)
     return factor[:, None, :, None] * encode, (decode / factor[:, None, None]).flatten(0, 1)
 
 
@@ -210,46 +208,35 @@ def _fold_constants(
     """
     # Attention rows sum to 1, so a constant passes through attention unchanged. With sinks they sum
     # to less; biases then stay as fitted with the values.
-    if source.v_bias is None or source.sinks is not None:
+    if source.v_bias is None or folded.v_bias is None or source.sinks is not None:
         return folded
-
-    def output(weights: AttentionWeights, values: Tensor) -> Tensor:
-        spread = values.repeat_interleave(weights.heads // len(values), 0)
-        return torch.einsum("ehd,hd->e", weights.o.double(), spread)
-
-    if source.o_bias is not None and folded.v_bias is not None:
+    # Output columns [E, G * D] for values that are the same at all tokens.
+    before, after = (
+        torch.unflatten(layer.o.double(), 1, (layer.kv_heads, -1)).sum(2).flatten(1)
+        for layer in (source, folded)
+    )
+    v_bias = source.v_bias.double()
+    if source.o_bias is not None:
         # The output bias absorbs the values' bias exactly, which so far passed through the old
         # output projection.
-        moved = output(source, source.v_bias.double()) - output(folded, folded.v_bias)
+        moved = before @ v_bias.flatten() - after @ folded.v_bias.flatten()
         return replace(folded, o_bias=source.o_bias.double() + moved)
     # Without an output bias, fit the values' bias by least squares to keep the output at the mean
     # input unchanged.
-    missing = output(source, source.v.double() @ mean + source.v_bias.double())
-    missing = missing - output(folded, folded.v @ mean)
-    columns = torch.unflatten(folded.o, 1, (folded.kv_heads, -1)).sum(2).flatten(1)  # [E, g * D]
-    v_bias = torch.linalg.pinv(columns, rtol=1e-9) @ missing
+    wanted = source.v.double() @ mean + v_bias
+    missing = before @ wanted.flatten() - after @ (folded.v @ mean).flatten()
+    v_bias = torch.linalg.pinv(after, rtol=1e-9) @ missing
     return replace(folded, v_bias=v_bias.reshape(folded.kv_heads, -1))
 
 
-def order_heads(weights: AttentionWeights, groups: Groups) -> AttentionWeights:
-    """The same layer with its heads reordered so that the heads of each group are adjacent."""
-    device = weights.q.device
-    kv = torch.tensor(query_order(groups, 1), device=device)
-    q = torch.tensor(query_order(groups, weights.heads // weights.kv_heads), device=device)
-    fields = {"q": q, "q_bias": q, "sinks": q, "k": kv, "v": kv, "k_bias": kv, "v_bias": kv}
-    changes: dict[str, Any] = {"o": weights.o[:, q]}
-    for name, order in fields.items():
-        rows = getattr(weights, name)
-        changes[name] = None if rows is None else rows[order]
-    if weights.q_norm is not None:
-        changes["q_norm"] = weights.q_norm.map(lambda rows: rows[q])
-    if weights.k_norm is not None:
-        changes["k_norm"] = weights.k_norm.map(lambda rows: rows[kv])
+def order_heads(
+    weights: AttentionWeights, q_order: Sequence[int], kv_order: Sequence[int]
+) -> AttentionWeights:
+    """The same layer with query heads ``q_order`` and key/value heads ``kv_order``."""
+    order = dict.fromkeys(("q", "q_bias", "q_norm", "sinks"), q_order)
+    order |= dict.fromkeys(("k", "v", "k_bias", "v_bias", "k_norm"), kv_order)
+    changes: dict[str, Any] = {"o": weights.o[:, q_order]}
+    for name, heads in order.items():
+        value = getattr(weights, name)
+        changes[name] = None if value is None else value[heads]
     return replace(weights, **changes)
-
-
-def query_order(groups: Groups, repeat: int) -> list[int]:
-    """The query heads in the order of the KV heads that they read, ``repeat`` query heads for each
-    KV head.
-    """
-    return [head * repeat + i for group in groups for head in group for i in range(repeat)]

@@ -153,6 +153,8 @@ class LatentProblem:
     covariance: ``[E, E]`` of the inputs
     mean: ``[E+1]`` of ``[x; 1]``
     mean_weight: ``[E] = covariance^-1 mean``; 0 if ``centered``
+    value_moment: ``[E+1, E+1]`` of ``[x; 1]``, which weights value errors; only its covariance if
+        ``centered``
     same, cross: the kernels of the cached rows with themselves and with the keys
     centered: the down-projection may have a bias, and value errors are measured around their mean;
         otherwise biases are not allowed, and the mean of the values is included
@@ -164,20 +166,12 @@ class LatentProblem:
     covariance: Tensor
     mean: Tensor
     mean_weight: Tensor
+    value_moment: Tensor
     same: Kernel
     cross: Kernel
     centered: bool
     query_weight: Tensor
     value_weight: Tensor
-
-    def value_moment(self, left: Tensor, right: Tensor) -> Tensor:
-        """The second moment that weights value errors, ``E[l r^T]`` of ``l = left x~`` and ``r =
-        right x~``.
-        """
-        product = left[..., :-1] @ self.covariance @ right[..., :-1].mT
-        if self.centered:
-            return product
-        return product + (left @ self.mean)[..., None] * (right @ self.mean)
 
 
 def alternate(
@@ -209,6 +203,7 @@ def alternate(
         covariance=cov,
         mean=mean,
         mean_weight=torch.zeros_like(mean[:-1]) if centered else torch.linalg.solve(cov, mean[:-1]),
+        value_moment=pad(cov, (0, 1, 0, 1)) if centered else moment,
         same=same,
         cross=cross,
         centered=centered,
@@ -237,12 +232,11 @@ def _solve_up_projections(problem: LatentProblem, factors: LatentFactors) -> Lat
     mean = factors.down @ problem.mean
     seen = problem.same.apply(spread @ factors.down[:, :-1].mT, mean, mean)  # E[y y^T]
     cross = problem.cross.apply(spread @ keys[..., :-1].mT, mean, keys @ problem.mean)  # E[y k^T]
-    value_gram = problem.value_moment(latent, latent)
-    value_cross = problem.value_moment(layer.values, latent)
+    weighted = problem.value_moment @ latent.mT
     return replace(
         factors,
         up_keys=_regress(factors.up_keys, seen, cross.mT),
-        up_values=_regress(factors.up_values, value_gram, value_cross),
+        up_values=_regress(factors.up_values, latent @ weighted, layer.values @ weighted),
     )
 
 
@@ -321,7 +315,7 @@ def _normalize_factors(problem: LatentProblem, factors: LatentFactors) -> Latent
     # If biases are allowed, the latent's mean is zero.
     if problem.centered:
         latent = torch.cat([latent[:, :-1], -(latent[:, :-1] @ problem.mean[:-1])[:, None]], 1)
-    moment = problem.value_moment(latent, latent)
+    moment = latent @ problem.value_moment @ latent.mT
     keys = factors.up_keys[..., -rank:]
     # [R, R]: the squared output per error of the latent, through values and through keys.
     through_values = (factors.up_values.mT @ problem.value_weight @ factors.up_values).sum(0)
@@ -337,18 +331,14 @@ def _normalize_channels(moment: Tensor, importance: Tensor) -> tuple[Tensor, Ten
     inverse ``back``.
     """
     energy, axes = symmetric_eig(moment)
-    used = energy > energy[0].clamp_min(torch.finfo(energy.dtype).tiny) * 1e-12
+    tiny = torch.finfo(energy.dtype).tiny
+    used = energy > energy[0].clamp_min(tiny) * 1e-12
     root = torch.where(used, energy, 0.0).sqrt()
-    counted = root[:, None] * (axes.mT @ importance @ axes) * root
-    # Channels without energy come last and are zero in both results. Their number would be read
-    # from the device.
-    counted = counted - torch.diag(
-        torch.where(used, 0.0, counted.diagonal().max().clamp_min(1e-300))
-    )
-    counts, turn = symmetric_eig(counted)
+    # Channels without energy come last and are zero in both results.
+    counts, turn = symmetric_eig(root[:, None] * (axes.mT @ importance @ axes) * root)
     size = counts.clamp_min(counts[0].clamp_min(1e-300) * 1e-12).sqrt()
     size = torch.where(used, size, 0.0)
-    size = size / size.norm().clamp_min(torch.finfo(size.dtype).tiny)
+    size = size / size.norm().clamp_min(tiny)
     forth = (size[:, None] * turn.mT) @ (axes / torch.where(used, root, torch.inf)).mT
     back = torch.where(used, (axes * root) @ turn / size, 0.0)
     return forth, back

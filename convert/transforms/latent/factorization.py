@@ -189,7 +189,7 @@ def _write_latent(
     o_bias = source.o_bias
     if centered or source.v_bias is not None:
         # Attention rows sum to one, so constant values reach the output unchanged.
-        constant = layer.values[..., -1] + (layer.values[..., :-1] @ mean[:-1] if centered else 0)
+        constant = layer.values @ mean if centered else layer.values[..., -1]
         constant = constant.repeat_interleave(layer.group, 0)
         moved = torch.einsum("ehd,hd->e", source.o.double(), constant)
         o_bias = moved if o_bias is None else moved + o_bias.double()

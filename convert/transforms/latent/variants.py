@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from kvfold.convert.transforms.latent.factorization import principal_basis
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights, QueryLatent
-from kvfold.convert.transforms.linalg import input_moment, symmetric_eig
+from kvfold.convert.transforms.linalg import damped_solve, input_moment, symmetric_eig
 from kvfold.convert.transforms.weights import LayerStatistics
 
 # Excess loss in layout engine at 48 + 16, nats per token, by bench_constants.py.
@@ -53,7 +53,24 @@ def live_norm(latent: LatentWeights, inputs: Tensor) -> LatentWeights:
     The RMS is one on average, so the norm's eps does not matter. The latent must not be centered,
     because the norm would apply to its bias too.
     """
-    down, back = coordinates(latent.down, inputs)
+    return _change_coordinates(latent, *coordinates(latent.down, inputs))
+
+
+def mix_channels(latent: LatentWeights) -> LatentWeights:
+    """``latent`` with all channels mixed: ``c' = Q c``, read by ``uk Q^T``, ``uv Q^T``. A query
+    latent is unchanged.
+    """
+    mix = hartley(latent.rank).to(latent.down.device)
+    mixed = _change_coordinates(latent, mix @ latent.down.double(), mix)
+    if latent.down_bias is None:
+        return mixed
+    return replace(mixed, down_bias=(mix @ latent.down_bias.double()).to(latent.down_bias))
+
+
+def _change_coordinates(latent: LatentWeights, down: Tensor, back: Tensor) -> LatentWeights:
+    """``latent`` with the down-projection ``down``; ``back [R, R]`` leads from its channels to the
+    present ones.
+    """
     return replace(
         latent,
         down=down.to(latent.down).contiguous(),
@@ -71,67 +88,63 @@ def coordinates(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
     solve ``sum_e d_e x_e^2 = 1`` for all tokens.
     """
     rank, width = down.shape
-    squares = inputs.reshape(-1, width)[:TOKENS].to(down.device).double().square()
+    rows = inputs.reshape(-1, width)[:TOKENS].to(down.device)
     # With fewer tokens, any inputs could pass as the output of an RMSNorm.
-    if rank >= width and len(squares) >= 2 * width:
-        gram = squares.mT @ squares
-        energy = gram.diagonal().mean()
-        gram.diagonal().add_(1e-12 * torch.where(energy > 0, energy, 1.0))
-        scales = torch.linalg.solve(gram, squares.sum(0))
+    if rank >= width and len(rows) >= 2 * width:
+        squares = rows.double().square()
+        scales = damped_solve(squares.mT @ squares, squares.sum(0)[:, None], 1e-12)[:, 0]
         uneven = float((squares @ scales - 1).square().mean().sqrt())
         if uneven < _EXACT and scales.min() > 0:
             root = (scales * rank).sqrt()
-            rows = pad(root.diag(), (0, 0, 0, rank - width))
-            return rows, pad(down.double() / root, (0, rank - width))
-    forth, back = constant_length(down, inputs)
+            padding = (0, rank - width)
+            return pad(root.diag(), (0, 0, *padding)), pad(down.double() / root, padding)
+    forth, back = constant_length((rows @ down.to(rows.dtype).mT).double())
     return forth @ down.double(), back
 
 
-def constant_length(down: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Coordinates ``forth [R, R]`` of ``c = down x`` with an RMS close to one, and their inverse
-    ``back``; float64.
+def constant_length(latent: Tensor) -> tuple[Tensor, Tensor]:
+    """Coordinates ``forth [R, R]`` of latents ``c [n, R]`` with an RMS close to one, and their
+    inverse ``back``; float64.
 
     ``forth`` is a root of ``A``, the quadratic form with the least error in ``c^T A c = R`` over
     the tokens, found by conjugate gradients from the whitened latent, stopped by held-out tokens,
     then projected to positive definite forms.
     """
-    rows = inputs.reshape(-1, inputs.shape[-1])[:TOKENS].to(down.device)
-    latent = (rows @ down.to(rows.dtype).mT).double()
-    # Symmetric whitening; channels that are always zero keep their scale.
+    # Channels that are always zero keep their scale.
     energy, axes = symmetric_eig(latent.mT @ latent / len(latent))
     root = energy.clamp_min(energy[0] * 1e-10).sqrt()
     root = torch.where(root > 0, root, 1.0)
-    white = (axes / root) @ axes.mT
-    undo = (axes * root) @ axes.mT
-    stretch, axes = symmetric_eig(_constant_form(latent @ white.mT))
-    root = stretch.clamp_min(stretch[0] * FLATTEST).sqrt()
-    forth = (root[:, None] * axes.mT) @ white
-    back = undo @ (axes / root)
+    white = (axes / root).mT
+    stretch, turn = symmetric_eig(_constant_form(latent @ white.mT))
+    size = stretch.clamp_min(stretch[0] * FLATTEST).sqrt()
+    forth = size[:, None] * (turn.mT @ white)
     rms = (latent @ forth.mT).square().mean(-1).sqrt().mean()
     # A latent that is always zero stays zero.
     rms = torch.where(rms > 0, rms, 1.0)
-    return forth / rms, back * rms
+    return forth / rms, (axes * root) @ turn / size * rms
 
 
 def _constant_form(latent: Tensor) -> Tensor:
     """Symmetric ``A [R, R]`` with ``c^T A c`` close to ``R`` for whitened ``c [n, R]``, by
     conjugate gradients.
     """
-    # Hold out every eighth token, and choose the step with the smallest error on the held-out
-    # tokens.
+    rank = latent.shape[1]
+    # Hold out every eighth token, and choose the step with the smallest error on these.
     holding = torch.arange(len(latent), device=latent.device) % 8 == 7
     fitted = latent[~holding]
     held_out = latent[holding] if holding.any() else latent
-    rank = latent.shape[1]
 
     def square_lengths(tokens: Tensor, form: Tensor) -> Tensor:
         return ((tokens @ form) * tokens).sum(1)
+
+    def held_out_error(form: Tensor) -> float:
+        return float((rank - square_lengths(held_out, form)).square().mean())
 
     form = torch.eye(rank, dtype=latent.dtype, device=latent.device)
     forms = [form]
     left = rank - square_lengths(fitted, form)
     step = torch.zeros_like(form)
-    before = torch.full_like(left[0], math.inf)
+    before = latent.new_tensor(math.inf)
     for _ in range(STEPS):
         gradient = (fitted * left[:, None]).mT @ fitted / len(fitted)
         energy = gradient.square().sum()
@@ -142,24 +155,7 @@ def _constant_form(latent: Tensor) -> Tensor:
         form = form + reach * step
         left = left - reach * change
         forms.append(form)
-    return min(
-        forms, key=lambda form: float((rank - square_lengths(held_out, form)).square().mean())
-    )
-
-
-def mix_channels(latent: LatentWeights) -> LatentWeights:
-    """``latent`` with all channels mixed: ``c' = Q c``, read by ``uk Q^T``, ``uv Q^T``. A query
-    latent is unchanged.
-    """
-    mix = hartley(latent.rank).to(latent.down.device)
-    bias = latent.down_bias
-    return replace(
-        latent,
-        down=(mix @ latent.down.double()).to(latent.down),
-        down_bias=None if bias is None else (mix @ bias.double()).to(bias),
-        uk=(latent.uk.double() @ mix).to(latent.uk),
-        uv=(latent.uv.double() @ mix).to(latent.uv),
-    )
+    return min(forms, key=held_out_error)
 
 
 def hartley(size: int) -> Tensor:
@@ -189,10 +185,10 @@ def query_latent(latent: LatentWeights, statistics: LayerStatistics, rank: int) 
     root = torch.linalg.cholesky(moment[:-1, :-1])
     rope_key = latent.rope_key.double().expand(latent.heads, -1, -1)
     keys = torch.cat([latent.uk.double() @ latent.down.double(), rope_key], 1)
-    energy = torch.einsum("hde,ef,hdf->hd", keys, moment[:-1, :-1], keys).clamp_min(0)
+    energy = ((keys @ moment[:-1, :-1]) * keys).sum(-1).clamp_min(0)
     # The two dims of a rotary pair share their energy.
-    pairs = energy[:, latent.nope_dim :].reshape(latent.heads, 2, -1).mean(1)
-    units = torch.cat([energy[:, : latent.nope_dim], pairs, pairs], 1).sqrt()
+    rope = torch.unflatten(energy[:, latent.nope_dim :], 1, (2, -1)).mean(1)
+    units = torch.cat([energy[:, : latent.nope_dim], rope, rope], 1).sqrt()
     # Dims of dead keys keep a little weight, so that no query vanishes.
     units = units.clamp_min(units.max() * 1e-6)
     rows = torch.cat([latent.q_nope, latent.q_rope], 1).double()  # [H, N + P, E]
