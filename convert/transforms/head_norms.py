@@ -127,13 +127,15 @@ def linearize_heads(
     if not has_norms(weights):
         return weights
     statistics = statistics.to(weights.q.device)
-    heads = weights.heads
-    q_constant = weights.q_bias is not None
-    k_constant = key_constant or weights.k_bias is not None
-    rows = append_bias(weights.q, weights.q_bias), append_bias(weights.k, weights.k_bias)
-    q = _fit_linear(rows[0], weights.q_norm, statistics, slice(heads), q_constant)
-    k = _fit_linear(rows[1], weights.k_norm, statistics, slice(heads, None), k_constant)
-    (q, q_bias), (k, k_bias) = split_bias(q, q_constant), split_bias(k, k_constant)
+    constant = weights.q_bias is not None
+    queries = slice(weights.heads)
+    rows = append_bias(weights.q, weights.q_bias)
+    q = _fit_linear(rows, weights.q_norm, statistics, queries, constant)
+    q, q_bias = split_bias(q, constant)
+    constant = key_constant or weights.k_bias is not None
+    keys = slice(weights.heads, None)
+    rows = append_bias(weights.k, weights.k_bias)
+    k, k_bias = split_bias(_fit_linear(rows, weights.k_norm, statistics, keys, constant), constant)
     return replace(weights, q=q, k=k, q_bias=q_bias, k_bias=k_bias, q_norm=None, k_norm=None)
 
 

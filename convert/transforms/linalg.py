@@ -101,7 +101,7 @@ def metric_root(metric: Tensor) -> tuple[Tensor, Tensor]:
     present = values > 1e-10 * values[..., :1]
     # Absent directions are zero in the inverse too: 1 / sqrt would blow up their rounding noise.
     root = torch.where(present, values, 0).sqrt()
-    inverse = torch.where(present, values, 1).rsqrt() * present
+    inverse = torch.where(present, values, torch.inf).rsqrt()
     rooted = (vectors * root[..., None, :]) @ vectors.mT
     return rooted, (vectors * inverse[..., None, :]) @ vectors.mT
 
@@ -145,7 +145,7 @@ def multiply_pairs(rows: Tensor, factors: Tensor) -> Tensor:
     return torch.cat([a * real - b * imaginary, a * imaginary + b * real, still], -2)
 
 
-def pair_basis(pairs: int, dims: int, device: torch.device | str = "cpu") -> Tensor:
+def pair_basis(pairs: int, dims: int, device: torch.device) -> Tensor:
     """Unitary ``U [D, D]`` that maps half-split pairs to ``(x_l + i y_l) / sqrt 2`` and ``(x_l - i
     y_l) / sqrt 2``.
     """
@@ -159,12 +159,16 @@ def pair_basis(pairs: int, dims: int, device: torch.device | str = "cpu") -> Ten
 
 
 def average_rotations(
-    moment: Tensor, phi: Tensor, basis: Tensor, right: Tensor | None = None
+    moment: Tensor, phi: Tensor, pairs: int, right_pairs: int | None = None
 ) -> Tensor:
-    """``E[R moment R^T]`` over rotations ``R`` by a random distance, real ``[..., D, D]``.
+    """``E[R moment S^T]`` over rotations ``R`` and ``S`` by one random distance, real ``[..., D,
+    D]``.
 
-    ``phi [..., D, D]``: the averages ``E e^{-i (w_a - w_b) delta}`` in the `pair_basis` ``basis``
-    of the rows; ``right`` is that of the columns, if it differs.
+    ``phi [..., D, D]``: the averages ``E e^{-i (w_a - w_b) delta}`` in the `pair_basis` of rows and
+    columns. The first dims rotate, in ``pairs`` pairs of rows and as many of columns, unless
+    ``right_pairs`` differs.
     """
-    columns = basis if right is None else right
-    return torch.real(basis.mH @ ((basis @ moment.to(basis.dtype) @ columns.mH) * phi) @ columns)
+    rows, columns = moment.shape[-2:]
+    left = pair_basis(pairs, rows, moment.device)
+    right = pair_basis(pairs if right_pairs is None else right_pairs, columns, moment.device)
+    return torch.real(left.mH @ ((left @ moment.to(left.dtype) @ right.mH) * phi) @ right)

@@ -51,7 +51,7 @@ class Pairs:
         """
         layer = self.layer
         heads = layer.weights.kv_heads
-        pairs = torch.combinations(torch.arange(heads, device=layer.metric.device))
+        pairs = torch.combinations(torch.arange(heads, device=layer.moment.device))
         # Many pairs at once, because a device waits for every decomposition; not all of them, to
         # limit memory.
         errors, energies, value_errors = torch.vmap(self._share, chunk_size=heads)(pairs)
@@ -63,8 +63,8 @@ class Pairs:
         value_lost = torch.zeros_like(score_lost)
         value_lost[first, second] = value_errors
         mean = layer.values @ layer.moment[-1]
-        value_energy = torch.einsum("gagb,gab->g", layer.joint_values, layer.metric)
-        constant = torch.einsum("ga,gab,gb->g", mean, layer.metric, mean)
+        value_energy = torch.einsum("gagb,gab->g", layer.heads.values, layer.heads.metric)
+        constant = torch.einsum("ga,gab,gb->g", mean, layer.heads.metric, mean)
         varying = (value_energy - constant).clamp(min=0)
         value_lost = (value_lost + value_lost.mT) / value_energy.sum().clamp(min=TINY)
         losses = []
@@ -78,7 +78,7 @@ class Pairs:
         """If both heads in ``pair [2]`` share one: the score errors of their queries ``[2]``, for
         comparison their score energies ``[2]``, and the error of their values.
         """
-        group = self.layer.group(pair)
+        group = self.layer.heads.select(pair)
         losses = score_losses(fit_scores(principal_keys(group), group, PAIR_ROUNDS), group)
         errors, energies = (torch.unflatten(part, 0, (2, -1)).sum(1) for part in losses)
         # Two heads lose the principal components of both together beyond the first D.

@@ -9,6 +9,7 @@ components of all members' dims together, for keys in the metric of the queries,
 metric ``W_o^T W_o`` of the output.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,7 +46,7 @@ class SharedHead:
 
 @dataclass(frozen=True)
 class GroupMoments:
-    """Second moments of ``m`` KV heads to be shared, and of the ``n`` query heads that read them.
+    """Second moments of ``m`` KV heads, and of the ``n`` query heads that read them.
 
     ``keys, values [m, D, m, D]``: ``E[k k^T]``, ``E[v v^T]`` between all dims of all members.
     ``queries [n, D, D]``: ``E[q q^T]``; queries ``j * n/m`` to ``(j + 1) * n/m - 1`` read member
@@ -66,6 +67,21 @@ class GroupMoments:
     def readers(self) -> int:
         """The number of query heads per member, ``n / m``."""
         return len(self.queries) // len(self.keys)
+
+    def select(self, members: Sequence[int] | Tensor) -> "GroupMoments":
+        """The moments of the KV heads ``members`` and of the queries that read them."""
+        device = self.keys.device
+        chosen = torch.as_tensor(members, device=device)
+        repeat = self.readers
+        readers = (chosen[:, None] * repeat + torch.arange(repeat, device=device)).flatten()
+        return GroupMoments(
+            keys=self.keys[chosen][:, :, chosen],
+            queries=self.queries[readers],
+            values=self.values[chosen][:, :, chosen],
+            phi=self.phi[readers],
+            metric=self.metric[chosen],
+            pairs=self.pairs,
+        )
 
 
 class Objective(Protocol):
@@ -139,3 +155,10 @@ def joint_in_metric(members: Tensor, root: Tensor) -> Tensor:
     """
     joint = torch.einsum("jab,jbkc,kdc->jakd", root, members, root)
     return joint.flatten(2).flatten(0, 1)
+
+
+def merge_members(encode: Tensor, members: Tensor) -> Tensor:
+    """The shared rows ``[g, D, F]`` of all groups: ``encode [g, m, D, D]`` applied to the rows of
+    all ``members [g * m, D, F]`` and summed over those of a group.
+    """
+    return torch.einsum("gmab,gmbf->gaf", encode, torch.unflatten(members, 0, encode.shape[:2]))

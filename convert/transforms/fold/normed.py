@@ -38,6 +38,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvfold.convert.transforms.fold.heads import merge_members
 from kvfold.convert.transforms.head_norms import (
     LinearizedNorm,
     center,
@@ -63,8 +64,7 @@ def restore(
     and norm of the keys, ``[g, D, F]``, then those of the queries, ``[H, D, F]``.
     """
     groups = len(encode)
-    members = torch.unflatten(torch.cat([keys.rows, keys.constant[..., None]], -1), 0, (groups, -1))
-    merged = torch.einsum("gmab,gmbf->gaf", encode, members)
+    merged = merge_members(encode, torch.cat([keys.rows, keys.constant[..., None]], -1))
     k = merged[..., :-1]
     k_norm = keys.norm
     if k_norm is not None:

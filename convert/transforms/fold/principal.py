@@ -18,7 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfold.convert.transforms.fold.heads import GroupMoments, Objective, SharedHead
+from kvfold.convert.transforms.fold.heads import (
+    GroupMoments,
+    Objective,
+    SharedHead,
+    merge_members,
+)
 from kvfold.convert.transforms.fold.normed import restore
 from kvfold.convert.transforms.fold.score_fit import SCORES, distance_moments
 from kvfold.convert.transforms.head_norms import LinearizedNorm, linearize, linearize_heads
@@ -44,11 +49,7 @@ class LayerMoments:
     moment: ``[F, F]`` of the inputs with a constant 1 appended (``F = E + 1``)
     keys, queries: the average linear maps of the projections and their norms
     values: ``[G, D, F]``
-    joint_keys, joint_values: ``[G, D, G, D]``, second moments between all heads
-    query_moments: ``[H, D, D]``, of each head's queries; includes the rotary amplitude, as
-        ``joint_keys`` does
-    phi: ``[H, D, D]``, average rotations from `distance_moments`
-    metric: ``[G, D, D]`` from `output_metric`
+    heads: the moments of all heads
     """
 
     weights: AttentionWeights
@@ -57,26 +58,7 @@ class LayerMoments:
     keys: LinearizedNorm
     queries: LinearizedNorm
     values: Tensor
-    joint_keys: Tensor
-    joint_values: Tensor
-    query_moments: Tensor
-    phi: Tensor
-    metric: Tensor
-
-    def group(self, members: Sequence[int] | Tensor) -> GroupMoments:
-        """The moments of the KV heads ``members [m]`` and of the queries that read them."""
-        repeat = self.weights.heads // self.weights.kv_heads
-        device = self.moment.device
-        chosen = torch.as_tensor(members, device=device)
-        readers = (chosen[:, None] * repeat + torch.arange(repeat, device=device)).flatten()
-        return GroupMoments(
-            keys=self.joint_keys[chosen][:, :, chosen],
-            queries=self.query_moments[readers],
-            values=self.joint_values[chosen][:, :, chosen],
-            phi=self.phi[readers],
-            metric=self.metric[chosen],
-            pairs=self.rotary.dims // 2,
-        )
+    heads: GroupMoments
 
 
 def layer_moments(
@@ -99,19 +81,15 @@ def layer_moments(
     amplitudes = rotary.amplitudes(keys.rows)
     # Without an output bias, the values' bias is part of the fit (_fold_constants).
     values = append_bias(weights.v, None if weights.o_bias is not None else weights.v_bias)
-    return LayerMoments(
-        weights=weights,
-        rotary=rotary,
-        moment=moment,
-        keys=keys,
-        queries=queries,
-        values=values,
-        joint_keys=joint_moment(amplitudes * keys.affine, moment),
-        joint_values=joint_moment(values, moment),
-        query_moments=head_moments(amplitudes * queries.affine, moment),
+    heads = GroupMoments(
+        keys=joint_moment(amplitudes * keys.affine, moment),
+        queries=head_moments(amplitudes * queries.affine, moment),
+        values=joint_moment(values, moment),
         phi=distance_moments(statistics.profile, context, rotary, weights.head_dim),
         metric=output_metric(weights.o, weights.kv_heads),
+        pairs=rotary.dims // 2,
     )
+    return LayerMoments(weights, rotary, moment, keys, queries, values, heads)
 
 
 def fold(layer: LayerMoments, groups: Groups, objective: Objective = SCORES) -> AttentionWeights:
@@ -135,7 +113,7 @@ def fold(layer: LayerMoments, groups: Groups, objective: Objective = SCORES) -> 
         queries=layer.queries[q],
         values=layer.values[kv],
     )
-    members = [layer.group(group) for group in groups]
+    members = [layer.heads.select(group) for group in groups]
     folded = _fold_keys(ordered, [objective.key_head(group) for group in members])
     folded = _fold_values(ordered, folded, [objective.value_head(group) for group in members])
     return folded.map(Tensor.float)
@@ -151,11 +129,11 @@ def _fold_keys(layer: LayerMoments, heads: Sequence[SharedHead]) -> AttentionWei
     change = amplitudes.mT / amplitudes
     heads = [SharedHead(head.encode * change, head.decode / change) for head in heads]
     # Each rotary pair may be rescaled, and all unrotated dims together.
-    rotary = layer.rotary.dims
-    pair = torch.arange(source.head_dim, device=source.q.device)
-    pair[rotary // 2 : rotary] = pair[: rotary // 2]
-    pair[rotary:] = rotary
-    blocks = (pair[:, None] == pair).double()
+    pair = torch.eye(layer.heads.pairs, dtype=torch.float64, device=source.q.device)
+    still = source.head_dim - layer.rotary.dims
+    blocks: Tensor = torch.block_diag(  # type: ignore[no-untyped-call]  # torch has no types here
+        pair.repeat(2, 2), pair.new_ones(still, still)
+    )
     encode, decode = _balance(heads, layer.keys.affine, blocks)
     (k, k_norm), (q, q_norm) = restore(
         layer.keys, layer.queries, encode, decode, blocks, layer.moment
@@ -175,8 +153,7 @@ def _fold_values(
     blocks = layer.values.new_ones(source.head_dim, source.head_dim)
     encode, decode = _balance(heads, layer.values, blocks)
     decode = decode.repeat_interleave(source.heads // source.kv_heads, 0)
-    members = torch.unflatten(append_bias(source.v, source.v_bias), 0, (len(heads), -1))
-    merged = torch.einsum("gmab,gmbf->gaf", encode, members)
+    merged = merge_members(encode, append_bias(source.v, source.v_bias))
     v, v_bias = split_bias(merged, source.v_bias is not None)
     output = torch.einsum("ehd,hdc->ehc", source.o.double(), decode)
     folded = replace(folded, v=v, v_bias=v_bias, o=output)
@@ -191,10 +168,9 @@ def _balance(heads: Sequence[SharedHead], members: Tensor, blocks: Tensor) -> tu
     """
     encode = torch.stack([head.encode for head in heads])
     decode = torch.stack([head.decode for head in heads])
-    members = torch.unflatten(members, 0, (len(heads), -1))
-    merged = torch.einsum("gmab,gmbf->gaf", encode, members)
-    before = (members.square().sum(-1) @ blocks).sqrt().mean(1)
-    after = (merged.square().sum(-1) @ blocks).sqrt()
+    before = (members.square().sum(-1) @ blocks).sqrt()
+    before = torch.unflatten(before, 0, encode.shape[:2]).mean(1)
+    after = (merge_members(encode, members).square().sum(-1) @ blocks).sqrt()
     # Leave all-zero rows unchanged.
     factor = torch.where((before > 0) & (after > 0), before / after, 1.0)
     return factor[:, None, :, None] * encode, (decode / factor[:, None, None]).flatten(0, 1)

@@ -35,7 +35,7 @@ from kvfold.convert.transforms.fold.heads import (
     share_dims,
     share_keys,
 )
-from kvfold.convert.transforms.linalg import average_rotations, damped_solve, pair_basis
+from kvfold.convert.transforms.linalg import average_rotations, damped_solve
 from kvfold.convert.transforms.weights import Rotary
 
 # Excess loss of the reference MHA model on held-out text in nats per token, 8 -> 2 heads
@@ -71,9 +71,8 @@ def principal_keys(group: GroupMoments) -> SharedHead:
     return share_keys(group.keys, member_queries, group.pairs).repeat_decode(group.readers)
 
 
-def fit_scores(start: SharedHead, group: GroupMoments, rounds: int | None = None) -> SharedHead:
-    """Improve ``start`` by alternating least squares for ``rounds`` (default `SCORE_ROUNDS`):
-    ``decode [n, D, D]``.
+def fit_scores(start: SharedHead, group: GroupMoments, rounds: int = SCORE_ROUNDS) -> SharedHead:
+    """Improve ``start`` by alternating least squares for ``rounds``: ``decode [n, D, D]``.
 
     Without rotation ``start`` is already optimal and is returned. If it is exact, it stays exact,
     up to rounding.
@@ -81,40 +80,40 @@ def fit_scores(start: SharedHead, group: GroupMoments, rounds: int | None = None
     if not group.pairs:
         return start
     phi = group.phi.conj()
-    basis = pair_basis(group.pairs, group.keys.shape[1], group.keys.device)
     # B_j and A_h
     encode = start.encode
     query_maps = start.decode.mT
-    for _ in range(SCORE_ROUNDS if rounds is None else rounds):
-        gram, cross = _seen_keys(encode, group, basis)
+    for _ in range(rounds):
+        gram, cross = _seen_keys(encode, group)
         query_maps = query_maps + damped_solve(gram, cross - gram @ query_maps, SCORE_DAMPING)
         # The mirrored problem: the conjugate of phi turns the other way.
         weighted = query_maps @ group.queries  # A_h Q_h
-        gram = average_rotations(weighted @ query_maps.mT, phi, basis).sum(0)
-        cross = torch.unflatten(average_rotations(weighted, phi, basis), 0, (len(encode), -1)).sum(
-            1
-        )
+        gram = average_rotations(weighted @ query_maps.mT, phi, group.pairs).sum(0)
+        cross = torch.unflatten(
+            average_rotations(weighted, phi, group.pairs), 0, (len(encode), -1)
+        ).sum(1)
         encode = encode + damped_solve(gram, cross - gram @ encode, SCORE_DAMPING)
     return SharedHead(encode, query_maps.mT)
 
 
-def _seen_keys(encode: Tensor, group: GroupMoments, basis: Tensor) -> tuple[Tensor, Tensor]:
+def _seen_keys(encode: Tensor, group: GroupMoments) -> tuple[Tensor, Tensor]:
     """``<E[k' k'^T]>_h`` and ``<E[k' k_j^T]>_h``, both ``[n, D, D]``; ``j`` is the member that head
     ``h`` reads.
     """
     shared = torch.einsum("jab,jbkc->kac", encode, group.keys)
-    gram = average_rotations(torch.einsum("kac,kdc->ad", shared, encode), group.phi, basis)
-    return gram, average_rotations(shared.repeat_interleave(group.readers, 0), group.phi, basis)
+    gram = average_rotations(torch.einsum("kac,kdc->ad", shared, encode), group.phi, group.pairs)
+    return gram, average_rotations(
+        shared.repeat_interleave(group.readers, 0), group.phi, group.pairs
+    )
 
 
 def score_losses(head: SharedHead, group: GroupMoments) -> tuple[Tensor, Tensor]:
     """The score error of ``head`` per query head ``[n]``; for comparison, the error if all scores
     were zero ``[n]``.
     """
-    basis = pair_basis(group.pairs, group.keys.shape[1], group.keys.device)
-    gram, cross = _seen_keys(head.encode, group, basis)
+    gram, cross = _seen_keys(head.encode, group)
     own = group.keys.diagonal(dim1=0, dim2=2).permute(2, 0, 1).repeat_interleave(group.readers, 0)
-    total = (group.queries * average_rotations(own, group.phi, basis)).sum((1, 2))
+    total = (group.queries * average_rotations(own, group.phi, group.pairs)).sum((1, 2))
     weighted = head.decode.mT @ group.queries
     return (
         total - 2 * (weighted * cross).sum((1, 2)) + ((weighted @ head.decode) * gram).sum((1, 2)),

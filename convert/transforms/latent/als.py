@@ -24,7 +24,6 @@ from kvfold.convert.transforms.linalg import (
     covariance,
     damped_solve,
     multiply_pairs,
-    pair_basis,
     symmetric_eig,
 )
 
@@ -86,7 +85,7 @@ class Kernel:
     Rotation multiplies each pair by ``e^{-i theta delta}``, independently of the inputs.
 
     left, right: ``[H, p]`` and ``[H, q]``, the mean factors ``E e^{-i theta delta}`` of the pairs
-    variation: ``[H, 2p, 2q]``, the covariances of the factors in `pair_basis`
+    variation: ``[H, 2p, 2q]``, the covariances of the factors in `linalg.pair_basis`
     """
 
     left: Tensor
@@ -121,9 +120,8 @@ class Kernel:
     def _vary(self, moment: Tensor) -> Tensor:
         """``E[R moment S^T] - E[R] moment E[S]^T``, zero outside the rotary rows."""
         rows, columns = self.variation.shape[1:]
-        device = moment.device
-        bases = [pair_basis(dims // 2, dims, device) for dims in (rows, columns)]
-        varied = average_rotations(moment[..., :rows, :columns], self.variation, *bases)
+        rotary = moment[..., :rows, :columns]
+        varied = average_rotations(rotary, self.variation, rows // 2, columns // 2)
         return pad(varied, (0, moment.shape[-1] - columns, 0, moment.shape[-2] - rows))
 
 

@@ -114,14 +114,14 @@ def constant_length(latent: Tensor) -> tuple[Tensor, Tensor]:
     energy, axes = symmetric_eig(latent.mT @ latent / len(latent))
     root = energy.clamp_min(energy[0] * 1e-10).sqrt()
     root = torch.where(root > 0, root, 1.0)
-    white = (axes / root).mT
+    white = (axes / root) @ axes.mT
     stretch, turn = symmetric_eig(_constant_form(latent @ white.mT))
     size = stretch.clamp_min(stretch[0] * FLATTEST).sqrt()
     forth = size[:, None] * (turn.mT @ white)
     rms = (latent @ forth.mT).square().mean(-1).sqrt().mean()
     # A latent that is always zero stays zero.
     rms = torch.where(rms > 0, rms, 1.0)
-    return forth / rms, (axes * root) @ turn / size * rms
+    return forth / rms, (axes * root) @ axes.mT @ turn / size * rms
 
 
 def _constant_form(latent: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def test_full_rank_latent_of_normed_inputs_has_constant_length():
     gain = torch.linspace(0.5, 2, 16, dtype=torch.float64)
     down = normal(2, 16, 16)
     inputs = normed_inputs(gain)
-    forth, back = constant_length(down, inputs)
+    forth, back = constant_length(inputs @ down.T)
     torch.testing.assert_close(forth @ back, torch.eye(16, dtype=torch.float64), atol=1e-9, rtol=0)
     length = rms(normed_inputs(gain, 500) @ down.T @ forth.T)
     assert length.mean().item() == pytest.approx(1, rel=1e-3)
