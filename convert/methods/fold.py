@@ -38,8 +38,7 @@ class PrincipalFold(Method):
     """Fold with several token weights, groupings and ways to fold norms; return the fold with the
     least held-out error.
 
-    The notes contain the groups, the share of received attention in a token's weight, and, if
-    queries or keys are normalized, the variation of the norms' divisors.
+    The notes contain the groups.
     """
 
     name = DEFAULT
@@ -53,18 +52,13 @@ class PrincipalFold(Method):
     )
 
     def fit(self, layer: FoldLayer) -> ConvertedLayer:
-        from kvfold.convert.transforms.head_norms import measure_norms
         from kvfold.convert.transforms.sinks import token_weightings
 
         statistics = layer.require_statistics()
         # Sinks: least squares over tokens, or also weighted by the attention that they receive.
         folds = [fold_groups(layer, weighted) for _, weighted in token_weightings(statistics)]
         _, groups, weights = min(folds, key=lambda fold: fold[0])
-        notes = {
-            "groups": [list(group) for group in groups],
-            **measure_norms(layer.weights, statistics),
-        }
-        return ConvertedLayer(weights, notes)
+        return ConvertedLayer(weights, {"groups": [list(group) for group in groups]})
 
 
 def fold_groups(

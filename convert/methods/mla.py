@@ -14,8 +14,7 @@ class PrincipalLatent(Method):
     """Fit a latent with and without extra weight on attention sinks, and with and without a damper;
     return the best.
 
-    Held-out text decides. The notes contain the approximation error if linear maps replace norms on
-    queries and keys.
+    Held-out text decides.
     """
 
     name = DEFAULT
@@ -27,7 +26,6 @@ class PrincipalLatent(Method):
     )
 
     def fit(self, layer: LatentLayer) -> ConvertedLayer:
-        from kvfold.convert.transforms.head_norms import measure_norms
         from kvfold.convert.transforms.latent.variants import live_norm
         from kvfold.convert.transforms.sinks import add_damper, token_weightings
 
@@ -43,11 +41,7 @@ class PrincipalLatent(Method):
             if share and not layer.centered and layer.channels > 1:
                 latent = add_damper(fit_latent(layer, weighted, layer.channels - 1), statistics)
                 fits.append(live_norm(latent, layer.inputs))
-        latent = min(fits, key=layer.error)
-        if layer.keeps_norms:
-            return ConvertedLayer(latent)
-        notes = measure_norms(layer.weights, statistics, key_constant=layer.centered)
-        return ConvertedLayer(latent, notes)
+        return ConvertedLayer(min(fits, key=layer.error))
 
 
 def fit_latent(layer: LatentLayer, statistics: "LayerStatistics", channels: int) -> "LatentWeights":

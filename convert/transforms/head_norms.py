@@ -9,12 +9,11 @@ text is the least-squares solution
 
 The ridge pulls ``L`` toward ``L_0``, the projection divided by one number per head, more strongly
 for shorter text. Both are exact if ``d`` does not vary. If it varies, most of the variation follows
-the input: the share of the energy of ``norm(W x)`` that ``L`` misses (`measure_norms`) is far below
-the square of the divisors' coefficient of variation.
+the input: the share of the energy of ``norm(W x)`` that ``L`` misses is far below the square of the
+divisors' coefficient of variation.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -219,31 +218,3 @@ def _root(square: Tensor, norm: HeadNorm) -> Tensor:
     if norm.extent == "flat":
         square = square.mean(0, keepdim=True).expand_as(square)
     return (square + norm.eps).sqrt()
-
-
-def measure_norms(
-    weights: AttentionWeights, statistics: LayerStatistics, *, key_constant: bool = False
-) -> dict[str, Any]:
-    """An entry for ``kvfold.json``: the distance of norms on queries and keys from linear maps, on
-    calibration text.
-
-    ``head_norms`` contains for queries and for keys, over all heads, ``spread``: the coefficient of
-    variation of the divisors, and ``missed``: the share of the energy of normalized queries or keys
-    that `linearize_heads` does not reproduce. Empty for a layer without such norms, and for
-    statistics that do not include them.
-    """
-    if statistics.normed is None or statistics.divisors is None:
-        return {}
-    linear = linearize_heads(weights, statistics, key_constant=key_constant)
-    moment = input_moment(statistics, ridge=0.0)
-    mean, square, energy = statistics.divisors.unbind(-1)
-    spread = (square / mean.square() - 1).clamp_min(0).sqrt()
-    rows = torch.cat([append_bias(linear.q, linear.q_bias), append_bias(linear.k, linear.k_bias)])
-    rows = rows.to(moment.device)
-    left = energy + ((rows @ moment - 2 * statistics.normed) * rows).sum((1, 2))
-    measured = {}
-    for name, side in (("query", slice(weights.heads)), ("key", slice(weights.heads, None))):
-        missed = left[side].sum().clamp_min(0) / energy[side].sum()
-        measured[f"{name}_spread"] = float(spread[side].mean())
-        measured[f"{name}_missed"] = float(missed)
-    return {"head_norms": measured}

@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights
+from kvfold.convert.transforms.linalg import input_moment
 from kvfold.convert.transforms.weights import LayerStatistics
 
 # Candidates for the share of received attention in a token's weight
@@ -46,15 +47,11 @@ def add_damper(latent: LatentWeights, statistics: LayerStatistics) -> LatentWeig
     """
     statistics = statistics.to(latent.down.device)
     assert statistics.received_gram is not None
-    gram = statistics.gram.clone()
-    energy = gram.diagonal().mean()
-    # All-zero inputs have no sinks; any positive energy works.
-    gram.diagonal().add_(DAMPER_RIDGE * torch.where(energy > 0, energy, 1.0))
-    # The generalized eigenproblem received w = lambda gram w, through the Cholesky root of gram.
-    root = torch.linalg.cholesky(gram)
-    half = torch.linalg.solve_triangular(root, statistics.received_gram, upper=False)
-    _, vectors = torch.linalg.eigh(torch.linalg.solve_triangular(root, half.mT, upper=False))
-    row = torch.linalg.solve_triangular(root.mT, vectors[:, -1:], upper=True).mT.to(latent.down)
+    # The generalized eigenproblem received w = lambda gram w, in units in which gram is 1.
+    gram = input_moment(statistics, DAMPER_RIDGE)[:-1, :-1]
+    white = torch.linalg.inv(torch.linalg.cholesky(gram))
+    _, vectors = torch.linalg.eigh(white @ statistics.received_gram @ white.mT)
+    row = (vectors[:, -1:].mT @ white).to(latent.down)
     pad = torch.nn.functional.pad
     return replace(
         latent,

@@ -73,26 +73,20 @@ def factor_layer(
     moment = input_moment(statistics)
     queries = head_moments(layer.queries, moment)
     # 1. Rotary keys, and the gains that stand in for the rotation of the remaining keys.
-    rope_key, up_rope, rest = split_rotary(layer, slots, queries, moment)
+    split = split_rotary(layer, slots, queries, moment)
     gains = pair_gains(statistics, rotary, context)
     # 2. One latent for the remaining keys and the values.
     # root root^T is the covariance of the inputs, or their second moment.
     root = torch.linalg.cholesky(covariance(moment) if centered else moment[:-1, :-1])
-    down, readout = principal_basis(_joint_rows(layer, queries, rest, gains, root), root, rank)
-    keys = multiply_pairs(rest.repeat_interleave(layer.group, 0), gains)
-    factors = LatentFactors(
-        down=torch.cat([rope_key, pad(down, (0, 1))]),
-        up_keys=torch.cat([up_rope, keys[..., :-1] @ readout], -1),
-        up_values=layer.values[..., :-1] @ readout,
-    )
+    down, readout = principal_basis(_joint_rows(layer, queries, split[2], gains, root), root, rank)
+    factors = _join_factors(layer, split, gains, down, readout)
     # 3. Alternating least squares; if nothing is left for the latent, the factors are exact.
     distances = mix_distances(statistics.profile, context, als.LATENT_UNIFORM, als.LATENT_TAIL)
     if down.any():
         factors = als.alternate(
             layer, queries, moment, slots.theta, distances, factors, centered=centered
         )
-    latent = _write_latent(layer, factors, slots, moment[-1], centered)
-    return _keep_norms(latent, layer, factors, moment[-1], distances)
+    return _write_latent(layer, factors, slots, moment[-1], distances, centered)
 
 
 def factor_by_svd(
@@ -116,19 +110,34 @@ def factor_by_svd(
     # Without calibration, assume white inputs.
     moment = torch.eye(weights.model_dim + 1, dtype=torch.float64, device=weights.q.device)
     queries = head_moments(layer.queries, moment)
-    rope_key, up_rope, rest = split_rotary(layer, slots, queries, moment)
-    rows = torch.cat([rest, layer.values])[..., :-1].flatten(0, 1)
+    split = split_rotary(layer, slots, queries, moment)
+    rows = torch.cat([split[2], layer.values])[..., :-1].flatten(0, 1)
     down, readout = principal_basis(rows, moment[:-1, :-1], rank)
     norm = (down if gain is None else down * gain.to(down)).norm().clamp_min(1e-30)
-    readout = readout * norm
-    up_rest = rest[..., :-1] @ readout
-    factors = LatentFactors(
-        down=torch.cat([rope_key, pad(down / norm, (0, 1))]),
-        up_keys=torch.cat([up_rope, up_rest.repeat_interleave(layer.group, 0)], -1),
+    # Text of one token: every rotation is 1.
+    distances = Distances(blank.profile, 1)
+    gains = rotation_gains(distances, rotary.theta)
+    factors = _join_factors(layer, split, gains, down / norm, readout * norm)
+    return _write_latent(layer, factors, slots, moment[-1], distances, centered=False)
+
+
+def _join_factors(
+    layer: Projections,
+    split: tuple[Tensor, Tensor, Tensor],
+    gains: Tensor,
+    down: Tensor,
+    readout: Tensor,
+) -> LatentFactors:
+    """The factors of rotary keys from `split_rotary`, and of a latent from `principal_basis` for
+    the rest times ``gains [H, L]``.
+    """
+    rope_key, up_rope, rest = split
+    keys = multiply_pairs(rest.repeat_interleave(layer.group, 0), gains)
+    return LatentFactors(
+        down=torch.cat([rope_key, pad(down, (0, 1))]),
+        up_keys=torch.cat([up_rope, keys[..., :-1] @ readout], -1),
         up_values=layer.values[..., :-1] @ readout,
     )
-    latent = _write_latent(layer, factors, slots, moment[-1], centered=False)
-    return _keep_norms(latent, layer, factors, moment[-1], Distances(blank.profile, 1))
 
 
 def _joint_rows(
@@ -175,7 +184,12 @@ def principal_basis(rows: Tensor, root: Tensor, rank: int) -> tuple[Tensor, Tens
 
 
 def _write_latent(
-    layer: Projections, factors: LatentFactors, slots: Slots, mean: Tensor, centered: bool
+    layer: Projections,
+    factors: LatentFactors,
+    slots: Slots,
+    mean: Tensor,
+    distances: Distances,
+    centered: bool,
 ) -> LatentWeights:
     """The factors as weights; constant values become part of the output bias. ``mean [E+1]`` of the
     inputs ``[x; 1]``.
@@ -196,7 +210,7 @@ def _write_latent(
     # Maps in place of norms are float64.
     divided = layer.divisors is not None
     dtype = torch.float64 if divided else torch.promote_types(source.q.dtype, torch.float32)
-    return LatentWeights(
+    latent = LatentWeights(
         down=down,
         rope_key=rope_key[:, :-1],
         q_nope=layer.queries[..., :-1],
@@ -212,6 +226,7 @@ def _write_latent(
         q_rope_bias=rope_query[..., -1] if q_biased else None,
         o_bias=o_bias,
     ).map(lambda tensor: tensor.to(dtype).contiguous())
+    return latent if not divided else _keep_norms(latent, layer, factors, mean, distances)
 
 
 def _keep_norms(
@@ -221,10 +236,9 @@ def _keep_norms(
     mean: Tensor,
     distances: Distances,
 ) -> LatentWeights:
-    """``latent``, fitted to keys over one number per head, with the norms of the source, if any."""
-    if layer.divisors is None:
-        return latent
+    """``latent``, fitted to keys over one number per head, with the norms of the source."""
     source = layer.source
+    assert layer.divisors is not None
     assert source.q_norm is not None
     assert source.k_norm is not None
     rope = latent.rope_dim
