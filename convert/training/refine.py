@@ -114,7 +114,7 @@ def refine_layer(step: Step, tensors: TensorMap, settings: Refinement) -> Traini
     return replace(result, tensors={**tensors, **result.tensors})
 
 
-def decay(steps: int | str, step: int, errors: Sequence[float]) -> float:
+def learning_rate_factor(steps: int | str, step: int, errors: Sequence[float]) -> float:
     """The learning rate after ``step`` steps, relative to the peak; 0 ends the training.
 
     For a number of ``steps`` the rate falls linearly to zero. For ``"auto"`` it is constant until a
@@ -156,7 +156,7 @@ class LayerTask(TrainingTask):
         # The smaller the error before training is, the smaller the steps must be.
         distance = min(1.0, math.pow(errors[0], _ERROR_POWER))
         peak = min(_RELATIVE_LR, _WIDTH_LR / math.sqrt(width)) * distance
-        return self._slower * peak * decay(self._settings.steps, step, errors)
+        return self._slower * peak * learning_rate_factor(self._settings.steps, step, errors)
 
     def backward(self, batch: list[int]) -> None:
         training = self._training

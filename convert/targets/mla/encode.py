@@ -177,16 +177,16 @@ def pad_heads(latent: LatentWeights, spec: MlaSpec) -> LatentWeights:
         return latent
     return replace(
         latent,
-        rope_key=spread_pairs(latent.rope_key, 0, rope),
+        rope_key=pad_rotary_pairs(latent.rope_key, 0, rope),
         q_nope=pad(latent.q_nope, (0, 0, 0, nope - latent.nope_dim)),
-        q_rope=spread_pairs(latent.q_rope, 1, rope),
+        q_rope=pad_rotary_pairs(latent.q_rope, 1, rope),
         uk=pad(latent.uk, (0, 0, 0, nope - latent.nope_dim)),
         uv=pad(latent.uv, (0, 0, 0, value - latent.value_dim)),
         o=pad(latent.o, (0, value - latent.value_dim)),
     )
 
 
-def spread_pairs(rows: Tensor, dim: int, size: int) -> Tensor:
+def pad_rotary_pairs(rows: Tensor, dim: int, size: int) -> Tensor:
     """Spread half-split rotary dims of ``rows`` along ``dim`` to every ``k``-th pair of ``size``
     dims; the rest are 0.
 

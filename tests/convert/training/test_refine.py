@@ -17,7 +17,7 @@ from kvfold.convert.training.refine import (
     MOST_STEPS,
     REFINE_ROUND,
     Refinement,
-    decay,
+    learning_rate_factor,
     make_examples,
     refine_layer,
 )
@@ -157,10 +157,18 @@ def test_a_layer_that_got_no_better_is_tried_again_more_slowly_or_keeps_its_weig
 @pytest.mark.parametrize(("share", "steps"), [(0.98, MOST_STEPS), (0.992, 2 * REFINE_ROUND)])
 def test_schedules_fall_to_zero(share, steps):
     """``auto`` lowers the rate once a round gains less than one percent, and ends in any case."""
-    assert [decay(4, done, [1.0]) for done in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert [learning_rate_factor(4, done, [1.0]) for done in range(5)] == [
+        1.0,
+        0.75,
+        0.5,
+        0.25,
+        0.0,
+    ]
     rates = []
     while (
-        rate := decay("auto", len(rates), [share**n for n in range(len(rates) // REFINE_ROUND + 1)])
+        rate := learning_rate_factor(
+            "auto", len(rates), [share**n for n in range(len(rates) // REFINE_ROUND + 1)]
+        )
     ) > 0:
         rates.append(rate)
     assert len(rates) == steps
