@@ -177,13 +177,18 @@ def _reorder_rotary(
         return weights
     dims = model.geometry.rotary_dims
     # Dims behind the rotary ones (partial rotation) stay where they are.
-    index = torch.arange(model.geometry.head_dim, device=weights.q.device)
+    index = torch.arange(model.geometry.head_dim)
     index[:dims] = index[:dims].view(pairs).T.flatten()
+
+    def reorder(rows: Tensor) -> Tensor:
+        # Tensors that are not written may be on the meta device.
+        return rows[:, index.to(rows.device)]
+
     changes: dict[str, Any] = {}
     for name in ("q", "k", "q_bias", "k_bias"):
         rows = getattr(weights, name)
-        changes[name] = None if rows is None else rows[:, index]
+        changes[name] = None if rows is None else reorder(rows)
     for name in ("q_norm", "k_norm"):
         norm = getattr(weights, name)
-        changes[name] = None if norm is None else norm.map(lambda rows: rows[:, index])
+        changes[name] = None if norm is None else norm.map(reorder)
     return replace(weights, **changes)

@@ -28,9 +28,6 @@ from kvfold.convert.targets.same_family import FoldCheckpoint, attention_label, 
 CODE = "kvfold.attention.checkpoints.modeling_kvfold"
 BLOCK = "kvfold"  # the key of config.json that says what the attention is like
 _PREFIX = "kvfold_"  # of model types
-# variants
-LATENT = "latent"
-NORMED = "normed_latent"
 
 
 def needs_own_code(model: Model) -> bool:
@@ -99,7 +96,7 @@ class OwnMlaCheckpoint(OutputCheckpoint):
         source = self.model
         norm = source.qk_norm
         facts: dict[str, Any] = {
-            "variant": LATENT if norm is None else NORMED,
+            "variant": "latent" if norm is None else "normed_latent",
             "kv_rank": self.spec.kv_rank,
             "rope_dim": self.spec.rope_dim,
             "qkv_bias": "q" in source.biased,

@@ -35,12 +35,11 @@ EXPERT_TYPE = "mistral4"
 _FOLDER = Path(__file__).parent
 _SHAPES = json.loads((_FOLDER / "shapes.json").read_text(encoding="utf-8"))
 _FEATURES = json.loads((_FOLDER / "problems.json").read_text(encoding="utf-8"))
-LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "youtu", EXPERT_TYPE)
 
 
 def is_latent(config: Mapping[str, Any]) -> bool:
     """True if ``config`` describes a model with latent attention (MLA)."""
-    return config.get("model_type") in LATENT_TYPES
+    return config.get("model_type") in ("deepseek_v2", "deepseek_v3", "youtu", EXPERT_TYPE)
 
 
 @dataclass(frozen=True)
