@@ -418,6 +418,8 @@ class BenchRequest(Request):
     def problems(self) -> Iterator[tuple[str, str]]:
         if not self.models and self.shape is None:
             yield "models", "nothing to time; name a MODEL, or use --shape llama-2-7b"
+        if self.layers is not None and self.shape is None:
+            yield "layers", "--layers has no effect without --shape; omit it"
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,7 @@ def test_an_invalid_conversion_is_refused(field, options, told):
         (EvalRequest, "tasks", {"tasks": [3]}),
         (BenchRequest, "contexts", {"contexts": [0]}),
         (BenchRequest, "models", {}),
+        (BenchRequest, "layers", {"models": ["m"], "layers": 2}),
     ],
 )
 def test_an_invalid_measurement_is_refused(request_type, field, options, told):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.checkpoints import add_demo_tokenizer
 from safetensors.torch import load_file, save_file
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
@@ -56,6 +57,16 @@ def test_a_begin_token_beyond_the_vocabulary_is_refused(model, refused):
     with refused():
         convert_checkpoint(ConvertRequest(model, model.parent / "out", to="mqa", **options))
     assert not (model.parent / "out").exists()
+
+
+def test_a_config_that_transformers_cannot_run_is_named(tiny_family, tmp_path):
+    family = tiny_family("mixtral", vocab_size=2048, num_experts_per_tok=9)
+    source = shutil.copytree(family, tmp_path / "model")
+    add_demo_tokenizer(source)
+    options = {"samples": 2, "seq_len": 16, "quiet": True}
+    with pytest.raises(InputError, match=r"config\.json: transformers cannot build or run"):
+        convert_checkpoint(ConvertRequest(source, tmp_path / "out", to="mqa", **options))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_conversion_that_overflows_is_not_written(model, refused):

@@ -131,6 +131,10 @@ def test_only_an_equal_request_for_the_same_model_goes_on(
     refused(f"--model {tmp_path / 'model'}, not --model {other}", model=str(other), seed=1)
     (tmp_path / "model" / "generation_config.json").unlink()
     assert "model/generation_config.json changed since then; starting over" in stopped(1, seed=1)
+    with (tmp_path / "model" / "model.safetensors").open("r+b") as weights:
+        weights.seek(-1, os.SEEK_END)
+        weights.write(b"\0")
+    assert "model.safetensors changed since then; starting over" in stopped(1, seed=1)
 
 
 def test_a_resumed_run_computes_with_as_many_threads_as_before(

@@ -63,6 +63,14 @@ def test_a_source_that_does_not_beat_chance_guesses():
     assert evaluation.make_row("needle", "", half, half)["guesses"] is False
 
 
+def test_margins_are_those_of_differences_by_document():
+    accuracies = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0, 0.0, 0.0])
+    row = evaluation.make_row("tiny", "acc", *accuracies)
+    assert row["difference"] == pytest.approx(-1 / 3)
+    # About Student's t with 2 degrees of freedom, 4.30, times 1/3; unpaired it would be 2.
+    assert row["margin"] == pytest.approx(1.434, rel=0.15)
+
+
 def test_losses_are_those_of_transformers(encode):
     model = AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32).eval()
     tokens = encode("The list is sorted in place. " * 20)[:80].view(2, 40)
@@ -132,6 +140,12 @@ def test_the_command_measures_a_model_against_itself(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", wrapper)
     monkeypatch.setattr(evaluation, "find_spec", lambda name: True)
     monkeypatch.setattr(evaluation, "_REPLY_TOKENS", 4)
+
+    def losses(model, windows):
+        """The loss of a token is its position."""
+        return torch.arange(1.0, windows.shape[1]).expand(len(windows), -1)
+
+    monkeypatch.setattr(evaluation, "token_losses", losses)
     model = str(demo_folder())
     line = ["eval", model, model, "--tasks", "replies,tiny", "--limit", "4", "--lengths", "256"]
     with pytest.raises(SystemExit) as end:
@@ -141,9 +155,9 @@ def test_the_command_measures_a_model_against_itself(monkeypatch, capsys):
     found = json.loads(shown.out)
     tasks = {row["metric"]: row for row in found["rows"]}
     assert tasks["256 tokens"]["difference"] == 0
-    positions = [row["metric"] for row in found["rows"] if row["task"] == "loss"]
-    assert positions == ["tokens 1 to 64", "tokens 64 to 128", "tokens 128 to 256"]
-    assert all(tasks[name]["difference"] == 0 for name in positions)
+    positions = {row["metric"]: row["source"] for row in found["rows"] if row["task"] == "loss"}
+    expected = {"tokens 1 to 64": 32, "tokens 64 to 128": 95.5, "tokens 128 to 256": 191.5}
+    assert positions == expected
     assert tasks["draft_acceptance"]["student"] == pytest.approx(1, abs=1e-3)
     assert tasks["first_difference"]["difference"] == 0
     assert (tasks["acc"]["source"], tasks["acc"]["documents"]) == (0.5, 4)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -84,12 +85,16 @@ def test_the_table_of_families_lists_every_family_and_tests_that_exist():
             assert named <= tests
 
 
-def test_an_mla_result_is_inspected(demo_latent):
+def test_an_mla_result_is_inspected(demo_latent, tmp_path):
     facts = inspect_checkpoint(demo_latent)
     assert "8 heads over a latent of 24 and a rotary key of 8" in format_inspection(facts)
     assert (facts.attention, facts.kv_rank, facts.rotary_dims) == ("MLA", 24, 8)
     assert facts.cache.cache_elements == 32
     assert {support.engine for support in facts.engines if support.serves} == {"transformers"}
+    # Engines were not tried with what others write in these classes.
+    stranger = shutil.copytree(demo_latent, tmp_path / "stranger")
+    (stranger / "kvfold.json").unlink()
+    assert inspect_checkpoint(stranger).engines == []
 
 
 def test_a_latent_model_in_a_wrapper_is_inspected(tmp_path, refused):

@@ -80,6 +80,14 @@ def trained(folder, dtype, steps=6, decay=0.1):
     return model, losses
 
 
+@pytest.mark.parametrize("rank", [6, 48, 512, 2001])
+def test_every_dtype_holds_the_constant_and_the_norms_weight_exactly(rank):
+    weight = norm_weight(rank)
+    for dtype in DTYPES:
+        assert torch.tensor([CONSTANT, weight], dtype=dtype).tolist() == [CONSTANT, weight]
+    assert 0.7 < CONSTANT / rank**0.5 / weight < 1.42
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_norm_still_does_nothing(latent, dtype):
     model, losses = trained(latent, dtype)
