@@ -117,12 +117,14 @@ def windows(model: Path, text: Path | None) -> dict[str, Tensor]:
     """Tokens ``[WINDOWS, LENGTH]`` of the text of the calibration's domain, and of code."""
     from transformers import AutoTokenizer
 
-    from kvfold.convert.measure.losses import token_windows
+    from kvfold.convert.measure.losses import cut_token_windows
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     texts = {} if text is None else {"text": text.read_text(encoding="utf-8")}
     texts["code"] = read_text("held_out")
-    return {name: token_windows(tokenizer, body, WINDOWS, LENGTH) for name, body in texts.items()}
+    return {
+        name: cut_token_windows(tokenizer, body, WINDOWS, LENGTH) for name, body in texts.items()
+    }
 
 
 @torch.no_grad()
@@ -258,10 +260,10 @@ def show(row: dict[str, Any]) -> None:
 
 def perplexities(model: Path, texts: dict[str, Tensor]) -> dict[str, float]:
     """Of the model itself."""
-    from kvfold.convert.measure.losses import token_losses
+    from kvfold.convert.measure.losses import compute_token_losses
 
     return {
-        name: math.exp(token_losses(load(model), tokens).double().mean())
+        name: math.exp(compute_token_losses(load(model), tokens).double().mean())
         for name, tokens in texts.items()
     }
 

@@ -40,7 +40,7 @@ def format_benchmark(benchmark: "Benchmark") -> str:
     combinations = {(row["context"], row["batch"]) for row in benchmark.rows}
     for context, batch in sorted(combinations):
         table = [
-            _format_row(row)
+            _format_benchmark_row(row)
             for row in benchmark.rows
             if (row["context"], row["batch"]) == (context, batch)
         ]
@@ -49,7 +49,7 @@ def format_benchmark(benchmark: "Benchmark") -> str:
     return "\n".join(lines)
 
 
-def _format_row(row: dict[str, Any]) -> tuple[str, ...]:
+def _format_benchmark_row(row: dict[str, Any]) -> tuple[str, ...]:
     name = row["model"]
     if len(name) > _LONGEST_NAME:
         name = f"...{name[3 - _LONGEST_NAME :]}"

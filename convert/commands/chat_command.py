@@ -20,6 +20,6 @@ def chat(request: ChatRequest) -> None:
     conversation.
     """
     check_opens(request.model, *filter(None, [request.against]))
-    from kvfold.convert.measure.chat import chat_models
+    from kvfold.convert.measure.chat import answer_prompts
 
-    chat_models(request, sys.stdin)
+    answer_prompts(request, sys.stdin)

@@ -18,7 +18,7 @@ from kvfold.convert.request import ConvertRequest
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
-def _build_request(options: dict[str, Any], further: dict[str, Any]) -> ConvertRequest:
+def _build_convert_request(options: dict[str, Any], further: dict[str, Any]) -> ConvertRequest:
     """The request from the command line's options, or from a recipe overridden by the options that
     were given.
     """
@@ -48,7 +48,7 @@ _recipe = click.option(
 
 
 @click.command(short_help="Convert MODEL to a smaller KV cache, into the folder OUT.")
-@request_options(ConvertRequest, _build_request)
+@request_options(ConvertRequest, _build_convert_request)
 @_recipe
 @json_option("Also write the result to FILE; with -, write only it to stdout.")
 @report_option("charts of the results")

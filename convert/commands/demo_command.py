@@ -35,10 +35,10 @@ def demo(folder: str | None, json_file: str | None) -> None:
     if folder is not None:
         check_output(folder, overwrite=None)
     with tempfile.TemporaryDirectory(prefix="kvfold-demo-") as temporary:
-        rows = _convert_and_measure(Path(folder or temporary))
+        rows = _convert_to_all_targets(Path(folder or temporary))
     lines = [
         "",
-        *_format_rows(rows),
+        *_format_demo_table(rows),
         "",
         "cache: elements per token per layer; perplexity: on"
         f" {_WINDOWS} x {_LENGTH} tokens, on which no conversion was calibrated",
@@ -47,7 +47,7 @@ def demo(folder: str | None, json_file: str | None) -> None:
     print_result(json_file, lambda: {"targets": rows}, "\n".join(lines))
 
 
-def _convert_and_measure(folder: Path) -> list[dict[str, Any]]:
+def _convert_to_all_targets(folder: Path) -> list[dict[str, Any]]:
     """Rows with target, cache elements and perplexity of the original and of every conversion,
     which are written to ``folder``; prints each command.
     """
@@ -58,7 +58,7 @@ def _convert_and_measure(folder: Path) -> list[dict[str, Any]]:
     from kvfold.convert.conversion.convert import convert_checkpoint
     from kvfold.convert.data import demo_folder, read_text
     from kvfold.convert.measure.inspect import inspect_checkpoint
-    from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
+    from kvfold.convert.measure.losses import cut_token_windows, measure_perplexity
     from kvfold.convert.request import ConvertRequest
 
     model = demo_folder()
@@ -72,7 +72,7 @@ def _convert_and_measure(folder: Path) -> list[dict[str, Any]]:
     # The model is so small that several threads would mostly wait for one another.
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokens = token_windows(tokenizer, read_text("held_out"), _WINDOWS, _LENGTH)
+    tokens = cut_token_windows(tokenizer, read_text("held_out"), _WINDOWS, _LENGTH)
     elements = inspection.cache.cache_elements
     measured: list[tuple[str, int, Path]] = [("the original (MHA)", elements, model)]
     for name, options in TARGETS.items():
@@ -87,13 +87,13 @@ def _convert_and_measure(folder: Path) -> list[dict[str, Any]]:
         {
             "target": target,
             "cache_elements": elements,
-            "perplexity": checkpoint_perplexity(path, tokens),
+            "perplexity": measure_perplexity(path, tokens),
         }
         for target, elements, path in measured
     ]
 
 
-def _format_rows(rows: list[dict[str, Any]]) -> list[str]:
+def _format_demo_table(rows: list[dict[str, Any]]) -> list[str]:
     """The rows as lines of a table; savings are relative to the first row, the original model."""
     cells = [("target", "cache", "saving", "perplexity")]
     for row in rows:

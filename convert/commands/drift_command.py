@@ -89,11 +89,11 @@ def summarize_drift(request: DriftRequest, report: "DriftReport", layers: bool =
         return format_block(rows, ["kvfold", "drift", request.model, request.out, "--layers"])
     figures = format_table(report.table_rows())
     return "\n".join(
-        [format_block(rows), "", *figures, "", *format_table(layer_rows(report)), _LEGEND]
+        [format_block(rows), "", *figures, "", *format_table(format_layer_rows(report)), _LEGEND]
     )
 
 
-def layer_rows(report: "DriftReport") -> list[tuple[str, ...]]:
+def format_layer_rows(report: "DriftReport") -> list[tuple[str, ...]]:
     """The errors of each layer; last, the largest errors that rounding alone causes."""
     first, second = zip(*_LAYER_COLUMNS.values(), strict=True)
     rows = [("layer", *first), ("from 0", *second)]

@@ -34,7 +34,7 @@ def format_inspection(inspection: "Inspection") -> str:
     """The facts, wrapped to the width of the terminal, a table of the targets, and the engines that
     serve them.
     """
-    lines = [format_block(_list_facts(inspection)), ""]
+    lines = [format_block(_list_model_facts(inspection)), ""]
     if not inspection.targets:
         return "\n".join([*lines, "can become: nothing smaller"])
     rows = [("can become", "saves", "at 128k")]
@@ -53,7 +53,7 @@ def format_inspection(inspection: "Inspection") -> str:
     return "\n".join(lines)
 
 
-def _list_facts(inspection: "Inspection") -> list[tuple[str, str]]:
+def _list_model_facts(inspection: "Inspection") -> list[tuple[str, str]]:
     heads = (
         f"{inspection.heads} query heads, {inspection.kv_heads} key/value heads, head dim"
         f" {inspection.head_dim}"

@@ -26,7 +26,7 @@ def push(out: str, repo: str, private: bool) -> None:
     """
     from kvfold.convert.checkpoint.digests import read_hashes
     from kvfold.convert.checkpoint.hub import HUB_ID, upload
-    from kvfold.convert.measure.verify import check_verified, verify_checkpoint
+    from kvfold.convert.measure.verify import require_intact, verify_checkpoint
 
     if "@" in repo or not HUB_ID.fullmatch(repo):
         raise InputError(f"REPO must be owner/name, not {repo!r}", field="repo")
@@ -37,7 +37,7 @@ def push(out: str, repo: str, private: bool) -> None:
             " output folder of a conversion"
         )
     with Stages()(f"verifying {out}"):
-        check_verified(verify_checkpoint(out))
+        require_intact(verify_checkpoint(out))
     with Stages()(f"uploading {out}"):
         url = upload(Path(out), [*recorded, RECORD], repo, private)
     click.echo(f"uploaded {out}: {url}")

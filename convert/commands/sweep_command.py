@@ -78,7 +78,7 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
             command="kvfold sweep",
             headline=result.verdict,
             lead=[],
-            tables=[result.table_rows()],
+            tables=[result.format_rows()],
             plots=[plot_loss_by_cache(result)],
             notes=summary.splitlines(),
             quiet=request.quiet,
@@ -110,4 +110,4 @@ def summarize_sweep(sweep: "Sweep") -> str:
     else:
         command = row.command
     verdict = format_block([("verdict", sweep.verdict)], command)
-    return "\n".join([format_block(heading), "", *format_table(sweep.table_rows()), "", verdict])
+    return "\n".join([format_block(heading), "", *format_table(sweep.format_rows()), "", verdict])

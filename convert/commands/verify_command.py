@@ -17,7 +17,7 @@ def verify(out: str, json_file: str | None) -> None:
     and the tensors with the class that config.json names (built on the meta device), and lists
     every difference.
     """
-    from kvfold.convert.measure.verify import check_verified, verify_checkpoint
+    from kvfold.convert.measure.verify import require_intact, verify_checkpoint
 
     check_files(json_file)
     with Stages()(f"verifying {out}"):
@@ -30,4 +30,4 @@ def verify(out: str, json_file: str | None) -> None:
         f" {verification.elements:,} values are finite"
     )
     print_result(json_file, lambda: vars(verification), "" if verification.problems else summary)
-    check_verified(verification)
+    require_intact(verification)

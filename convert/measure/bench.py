@@ -45,7 +45,7 @@ _MOST_CALLS = 50
 
 
 @dataclass(frozen=True)
-class Subject:
+class BenchmarkedModel:
     """A model to be timed in one form.
 
     name: the checkpoint, or the attention kind of a shape, and for MLA the form.
@@ -97,7 +97,7 @@ def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -
     >>> done.rows[0]["context"], done.rows[0]["ratio"]
     (64, 1.0)
     """
-    subjects = list_subjects(request)
+    subjects = list_benchmarked_models(request)
     device = choose_device(request.device)
     # All models run in one dtype, so that their times can be compared.
     dtype = str(request.dtype)
@@ -124,19 +124,19 @@ def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -
     )
 
 
-def list_subjects(request: BenchRequest) -> list[Subject]:
+def list_benchmarked_models(request: BenchRequest) -> list[BenchmarkedModel]:
     """The request's checkpoints, then its shape with each kind of attention; MLA models both stock
     and absorbed.
 
     Raises InputError for a checkpoint that cannot be opened or built, or an unknown shape.
     """
-    models: list[Subject] = []
+    models: list[BenchmarkedModel] = []
     for model in request.models:
         with closing(open_checkpoint(model)) as checkpoint:
-            models.append(Subject(model, "stock", checkpoint.config, checkpoint.folder))
+            models.append(BenchmarkedModel(model, "stock", checkpoint.config, checkpoint.folder))
     if request.shape is not None:
-        for kind, config in _shape_configs(request.shape, request).items():
-            models.append(Subject(kind, "stock", config))
+        for kind, config in _make_shape_configs(request.shape, request).items():
+            models.append(BenchmarkedModel(kind, "stock", config))
     subjects = []
     for subject in models:
         empty_model(subject.config)  # raises the error of a wrong value before any model is timed
@@ -147,7 +147,7 @@ def list_subjects(request: BenchRequest) -> list[Subject]:
     return subjects
 
 
-def _shape_configs(shape: str, request: BenchRequest) -> dict[str, dict[str, Any]]:
+def _make_shape_configs(shape: str, request: BenchRequest) -> dict[str, dict[str, Any]]:
     """Configs with MHA, GQA-8 and MLA 512 + 64 (smaller for ``tiny``) in ``shape``, by label."""
     if shape not in _SHAPES:
         raise option_error("shape", shape, f"must be one of {', '.join(_SHAPES)}")
@@ -181,7 +181,7 @@ def _shape_configs(shape: str, request: BenchRequest) -> dict[str, dict[str, Any
 
 @torch.no_grad()
 def _time_model(
-    subject: Subject, request: BenchRequest, device: torch.device, dtype: torch.dtype
+    subject: BenchmarkedModel, request: BenchRequest, device: torch.device, dtype: torch.dtype
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each context and batch, smallest first; the model is in memory meanwhile."""
     # So that the memory of the model before this one does not count.
@@ -192,25 +192,27 @@ def _time_model(
     weights = dtype.itemsize * sum(p.numel() for p in empty_model(subject.config).parameters())
     # Measured before the model is loaded: its weights are part of what a combination needs.
     free = measure_free_memory(device) or math.inf
-    model = load_subject(subject, dtype, device) if weights < free else None
+    model = load_benchmarked_model(subject, dtype, device) if weights < free else None
     pairs = itertools.product(request.contexts, request.batches)
     for context, batch in sorted(pairs, key=lambda pair: (math.prod(pair), pair)):
         row = {"model": subject.name, "form": subject.form, "context": context, "batch": batch}
         needed = weights
         if model is not None:
-            needed += _count_cache_bytes(_cache_one_token(model)) * context * batch
+            needed += _count_cache_bytes(_make_one_token_cache(model)) * context * batch
         if needed > free:
             needs = f"needs {format_bytes(needed)}, {format_bytes(int(free))} is free"
             yield row | {"failed": needs}
             continue
         try:
             with errors_as_input_errors(subject.name):
-                yield row | _time_combination(model, request, context, batch)
+                yield row | _time_context_and_batch(model, request, context, batch)
         except torch.OutOfMemoryError:
             yield row | {"failed": "out of memory"}
 
 
-def load_subject(subject: Subject, dtype: torch.dtype, device: torch.device) -> Any:
+def load_benchmarked_model(
+    subject: BenchmarkedModel, dtype: torch.dtype, device: torch.device
+) -> Any:
     """Load the subject's checkpoint, or build its config with random weights; absorb the model if
     its form says so.
     """
@@ -226,7 +228,7 @@ def load_subject(subject: Subject, dtype: torch.dtype, device: torch.device) -> 
     return model.eval()
 
 
-def _cache_one_token(model: Any) -> DynamicCache:
+def _make_one_token_cache(model: Any) -> DynamicCache:
     """The cache after one token, which shows the shapes that the model caches."""
     cache = DynamicCache(config=model.config)
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
@@ -238,7 +240,7 @@ def _count_cache_bytes(cache: Any) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-def _time_combination(
+def _time_context_and_batch(
     model: Any, request: BenchRequest, context: int, batch: int
 ) -> dict[str, Any]:
     """The figures of a context and a batch. The prefill is of as much of the context as
@@ -256,7 +258,7 @@ def _time_combination(
         )
         figures["prefill_tokens_per_s"] = tokens.numel() / statistics.median(times)
     cache: Any = DynamicCache(config=model.config)
-    for index, layer in enumerate(_cache_one_token(model).layers):
+    for index, layer in enumerate(_make_one_token_cache(model).layers):
         keys, values = (
             one.new_empty(batch, one.shape[1], context, one.shape[3]).normal_()
             for one in (layer.keys, layer.values)
@@ -274,7 +276,7 @@ def _time_combination(
         "steps": len(times),
         "decode_tokens_per_s": batch / seconds,
         "cache_bytes": cache_bytes,
-        "peak_bytes": peak_memory(device),
+        "peak_bytes": read_peak_memory(device),
     }
 
 
@@ -286,28 +288,28 @@ def time_calls(call: Callable[[], Any], device: torch.device, seconds: float) ->
     call()
     times: list[float] = []
     while len(times) < _FEWEST_CALLS or (len(times) < _MOST_CALLS and sum(times) < seconds):
-        _synchronize(device)
+        _synchronize_device(device)
         start = time.perf_counter()
         call()
-        _synchronize(device)
+        _synchronize_device(device)
         times.append(time.perf_counter() - start)
     return times
 
 
-def _synchronize(device: torch.device) -> None:
+def _synchronize_device(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset ``peak_memory``; without permission, it remains the peak since the process started."""
+    """Reset ``read_peak_memory``; without permission, it remains the peak since the process started."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM alone
 
 
-def peak_memory(device: torch.device) -> int | None:
+def read_peak_memory(device: torch.device) -> int | None:
     """Peak memory in bytes since ``reset_peak_memory``: allocated by torch on CUDA, or resident in
     the process on a CPU; None where the system does not report it.
     """

@@ -27,7 +27,7 @@ _SEPARATOR = " | "
 
 
 @dataclass
-class Speaker:
+class ChatModel:
     """A loaded model in a conversation.
 
     model, tokenizer: transformers' own.
@@ -38,7 +38,7 @@ class Speaker:
     tokenizer: Any
     messages: list[dict[str, str]] = field(default_factory=list)
 
-    def answer(self, prompt: str, max_new_tokens: int) -> str:
+    def answer_prompt(self, prompt: str, max_new_tokens: int) -> str:
         """The greedy answer, which joins the conversation; a model without a chat template
         continues the prompt.
         """
@@ -49,14 +49,14 @@ class Speaker:
             tokens = self.tokenizer.apply_chat_template(
                 self.messages, add_generation_prompt=True, return_dict=False
             )
-        reply = write_reply(self.model, self.tokenizer, torch.tensor(tokens), max_new_tokens)
+        reply = generate_reply(self.model, self.tokenizer, torch.tensor(tokens), max_new_tokens)
         text: str = self.tokenizer.decode(reply, skip_special_tokens=True).strip()
         self.messages.append({"role": "assistant", "content": text})
         return text
 
 
 @torch.no_grad()
-def write_reply(model: Any, tokenizer: Any, prompt: Tensor, max_new_tokens: int) -> Tensor:
+def generate_reply(model: Any, tokenizer: Any, prompt: Tensor, max_new_tokens: int) -> Tensor:
     """The tokens of the model's greedy reply to ``prompt [T]``, to its end token or
     ``max_new_tokens``.
     """
@@ -83,7 +83,7 @@ def load_whole_model(name: str, request: ChatRequest | EvalRequest) -> Any:
         return load_model(checkpoint, dtype, request.trust_remote_code).to(device).eval()
 
 
-def load_speaker(name: str, request: ChatRequest) -> Speaker:
+def load_chat_model(name: str, request: ChatRequest) -> ChatModel:
     """Load the model ``name``; an MLA model of a stock class decodes over its latent cache."""
     with closing(open_checkpoint(name)) as checkpoint:
         tokenizer = load_tokenizer(checkpoint, request.trust_remote_code, "a chat")
@@ -91,7 +91,7 @@ def load_speaker(name: str, request: ChatRequest) -> Speaker:
     # Other attention has nothing to absorb.
     with suppress(ValueError):
         absorb(model)
-    return Speaker(model, tokenizer)
+    return ChatModel(model, tokenizer)
 
 
 def format_columns(texts: Sequence[str], width: int) -> str:
@@ -110,11 +110,11 @@ def format_columns(texts: Sequence[str], width: int) -> str:
     return "\n".join(rows)
 
 
-def chat_models(request: ChatRequest, prompts: IO[str]) -> None:
+def answer_prompts(request: ChatRequest, prompts: IO[str]) -> None:
     """Answer every line of ``prompts`` on stdout, until the end or Ctrl-C."""
     hide_bars(False)
     names = [request.model, *filter(None, [request.against])]
-    speakers = [load_speaker(name, request) for name in names]
+    speakers = [load_chat_model(name, request) for name in names]
     if speakers[0].tokenizer.chat_template is None:
         click.echo("the model has no chat template: it continues each prompt", err=True)
     answered = f"answered in full (--max-new-tokens {request.max_new_tokens})"
@@ -122,5 +122,5 @@ def chat_models(request: ChatRequest, prompts: IO[str]) -> None:
     width = shutil.get_terminal_size().columns
     click.echo(format_columns(names, width))
     for prompt in filter(None, map(str.strip, prompts)):
-        answers = [speaker.answer(prompt, request.max_new_tokens) for speaker in speakers]
+        answers = [speaker.answer_prompt(prompt, request.max_new_tokens) for speaker in speakers]
         click.echo(f"> {prompt}\n{format_columns(answers, width)}\n")

@@ -54,8 +54,8 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         advice = "or lower --samples or --seq-len"
         count = request.samples
         tokens = draw_sequences(text, request.seq_len, count, count, advice)[:count].long()
-        teacher = open_stream(source, device, request.dtype)
-        compared = open_stream(student, device, request.dtype)
+        teacher = open_layer_stream(source, device, request.dtype)
+        compared = open_layer_stream(student, device, request.dtype)
         check_vocabulary(tokens, teacher.vocabulary, source.origin)
         # The layers of the models, and those of the rounding floor.
         total = 2 * teacher.layers
@@ -69,7 +69,7 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         return replace(report, about=about)
 
 
-def open_stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> CheckpointStream:
+def open_layer_stream(checkpoint: Checkpoint, device: torch.device, dtype: str) -> CheckpointStream:
     """Open a checkpoint as a stream of layers. Raises InputError if its tensors do not match its
     config.
     """

@@ -28,8 +28,8 @@ from torch import Tensor
 from kvfold.attention.drift.compare import margin, stretch_bounds
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError, option_error, summarize_error
-from kvfold.convert.measure.chat import load_whole_model, write_reply
-from kvfold.convert.measure.losses import token_losses
+from kvfold.convert.measure.chat import generate_reply, load_whole_model
+from kvfold.convert.measure.losses import compute_token_losses
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import EvalRequest
 from kvfold.convert.stream.stock import attend_in_blocks, hide_bars, load_config
@@ -85,7 +85,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Documents:
+class EvaluationInputs:
     """What both models read.
 
     text: the name of the text.
@@ -140,22 +140,24 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
         )
     with closing(open_checkpoint(request.model)) as checkpoint:
         tokenizer = load_tokenizer(checkpoint, request.trust_remote_code, "an evaluation")
-        documents = draw_documents(request, checkpoint, tokenizer)
+        documents = draw_evaluation_inputs(request, checkpoint, tokenizer)
     hide_bars(request.quiet)
     stages = Stages(progress, request.quiet)
     # One after the other: two models of 70B parameters fit into few machines.
-    source = run_model(request.model, request, tokenizer, documents, stages)
-    student = run_model(request.out, request, tokenizer, documents, stages)
+    source = evaluate_model(request.model, request, tokenizer, documents, stages)
+    student = evaluate_model(request.out, request, tokenizer, documents, stages)
     if documents.prompts:
-        compare_replies(source, student)
+        score_replies(source, student)
     rows = [
-        make_row(task, metric, scores, student.scores[task, metric])
+        make_evaluation_row(task, metric, scores, student.scores[task, metric])
         for (task, metric), scores in source.scores.items()
     ]
     return Evaluation(request.model, request.out, documents.text, request.samples, rows)
 
 
-def draw_documents(request: EvalRequest, source: Checkpoint, tokenizer: Any) -> Documents:
+def draw_evaluation_inputs(
+    request: EvalRequest, source: Checkpoint, tokenizer: Any
+) -> EvaluationInputs:
     """The texts, questions and prompts of an evaluation, drawn from the request's seed.
 
     Raises InputError if a length exceeds the model's context, or if the text is empty.
@@ -182,17 +184,19 @@ def draw_documents(request: EvalRequest, source: Checkpoint, tokenizer: Any) -> 
     windows = torch.cat([prefix.expand(len(windows), -1), windows], dim=1)
     questions = {}
     for length in lengths if request.retrieval else ():
-        questions[length] = draw_questions(tokenizer, text, length, request.samples, request.seed)
+        questions[length] = draw_needle_questions(
+            tokenizer, text, length, request.samples, request.seed
+        )
     prompts = []
     if "replies" in request.tasks:
         prompts = draw_prompts(tokenizer, request.samples, request.seed)
-    return Documents(corpus.name, windows, questions, prompts)
+    return EvaluationInputs(corpus.name, windows, questions, prompts)
 
 
-def draw_questions(
+def draw_needle_questions(
     tokenizer: Any, filler: Tensor, length: int, count: int, seed: int
 ) -> list[tuple[Tensor, list[int]]]:
-    """``count`` questions of ``length`` tokens, as in `Documents`, whose needles lie at depths
+    """``count`` questions of ``length`` tokens, as in `EvaluationInputs`, whose needles lie at depths
     spread evenly over the text, which is a piece of ``filler [n]``.
 
     Raises InputError if the tokenizer splits common words.
@@ -244,8 +248,8 @@ def draw_prompts(tokenizer: Any, count: int, seed: int) -> list[Tensor]:
     return tokens
 
 
-def run_model(
-    folder: str, request: EvalRequest, tokenizer: Any, documents: Documents, stages: Stages
+def evaluate_model(
+    folder: str, request: EvalRequest, tokenizer: Any, documents: EvaluationInputs, stages: Stages
 ) -> ModelResults:
     """All results of one model, which is loaded for this alone."""
     model = load_whole_model(folder, request)
@@ -254,16 +258,16 @@ def run_model(
     for length, questions in documents.questions.items():
         counted = stages.over("retrieval", questions, len(questions), "document")
         scores["needle", f"{length} tokens"] = answer_questions(model, counted)
-    losses = token_losses(model, documents.windows)
+    losses = compute_token_losses(model, documents.windows)
     for start, end in stretch_bounds(documents.windows.shape[1]):
         scores["loss", f"tokens {start} to {end}"] = losses[:, start - 1 : end - 1].mean(1)
     prompts = stages.over("replies", documents.prompts, len(documents.prompts), "reply")
-    replies = [write_reply(model, tokenizer, prompt, _REPLY_TOKENS) for prompt in prompts]
+    replies = [generate_reply(model, tokenizer, prompt, _REPLY_TOKENS) for prompt in prompts]
     probabilities = torch.empty(0)
     if replies:
-        probabilities = next_token_probabilities(model, documents.windows)
+        probabilities = compute_next_token_probabilities(model, documents.windows)
     if request.harness_tasks:
-        scores |= run_harness(model, tokenizer, request)
+        scores |= run_lm_eval_harness(model, tokenizer, request)
     return ModelResults(scores, replies, probabilities)
 
 
@@ -278,7 +282,7 @@ def answer_questions(model: Any, questions: Iterable[tuple[Tensor, list[int]]]) 
 
 
 @torch.no_grad()
-def next_token_probabilities(model: Any, windows: Tensor) -> Tensor:
+def compute_next_token_probabilities(model: Any, windows: Tensor) -> Tensor:
     """Next-token probabilities at evenly spaced positions of ``windows [N, T]``, ``[N, positions,
     V]`` in float16.
     """
@@ -290,7 +294,7 @@ def next_token_probabilities(model: Any, windows: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def run_harness(model: Any, tokenizer: Any, request: EvalRequest) -> Scores:
+def run_lm_eval_harness(model: Any, tokenizer: Any, request: EvalRequest) -> Scores:
     """The scores of the documents of the request's harness tasks; log-likelihoods of texts become
     losses per word or byte. Raises InputError for an unknown task.
     """
@@ -328,7 +332,7 @@ def run_harness(model: Any, tokenizer: Any, request: EvalRequest) -> Scores:
     return {name: torch.tensor(values) for name, values in scores.items()}
 
 
-def compare_replies(source: ModelResults, student: ModelResults) -> None:
+def score_replies(source: ModelResults, student: ModelResults) -> None:
     """Add the scores of the task ``replies``: the tokens of each reply before the first that
     differs from the other model's (of the source all), and for each window the rate at which the
     source would accept the model's tokens as a draft.
@@ -347,7 +351,7 @@ def compare_replies(source: ModelResults, student: ModelResults) -> None:
     student.scores["replies", "draft_acceptance"] = acceptance
 
 
-def make_row(task: str, metric: str, source: Tensor, student: Tensor) -> dict[str, Any]:
+def make_evaluation_row(task: str, metric: str, source: Tensor, student: Tensor) -> dict[str, Any]:
     """The row of an `Evaluation` from both models' values ``[n]``."""
     source = source.double()
     student = student.double()

@@ -71,7 +71,7 @@ class CacheSize:
 
 
 @dataclass(frozen=True)
-class TargetSize(CacheSize):
+class TargetCache(CacheSize):
     """The cache of a target.
 
     options: the options of ``kvfold convert``.
@@ -129,7 +129,7 @@ class Inspection:
     weight_bytes: int
     cache: CacheSize
     engines: list[Support] = field(default_factory=list)
-    targets: list[TargetSize] = field(default_factory=list)
+    targets: list[TargetCache] = field(default_factory=list)
     not_mla: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -152,28 +152,28 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
     """
     with closing(open_headers(model)) as checkpoint:
         try:
-            return _inspect(checkpoint)
+            return _inspect_opened(checkpoint)
         except InputError as error:
             raise error.with_prefix(checkpoint.origin) from error
 
 
-def _inspect(checkpoint: Checkpoint) -> Inspection:
+def _inspect_opened(checkpoint: Checkpoint) -> Inspection:
     config = checkpoint.config
     # A wrapper's language model may be latent.
     language = config if text_type(config) is None else text_config(config, checkpoint.tensors)
     if is_latent(language):
-        return _inspect_latent(checkpoint, language)
+        return _inspect_stock_mla(checkpoint, language)
     if source_type(config) is not None:
-        return _inspect_own(checkpoint)
+        return _inspect_kvfold_result(checkpoint)
     source = model_of(config, checkpoint.tensors)
-    _check_tensors(checkpoint, source)
-    facts = _model_facts(checkpoint, source, describe_fold(source))
+    _check_tensor_shapes(checkpoint, source)
+    facts = _describe_model(checkpoint, source, describe_fold(source))
     not_mla = [] if needs_own_code(source) else model_problems(source)
-    targets = list_targets(source, facts["dtype"])
+    targets = propose_targets(source, facts["dtype"])
     return Inspection(**facts, targets=targets, not_mla=not_mla)
 
 
-def _inspect_own(checkpoint: Checkpoint) -> Inspection:
+def _inspect_kvfold_result(checkpoint: Checkpoint) -> Inspection:
     """The facts of a result in layout ``kvfold``."""
     config = checkpoint.config
     kind = source_type(config)
@@ -183,31 +183,35 @@ def _inspect_own(checkpoint: Checkpoint) -> Inspection:
         raise InputError(f"config.json: model_type {config['model_type']!r} {rule}")
     source = Model(load_family(kind), {**config, "model_type": kind}).as_stored(checkpoint.tensors)
     if "kv_rank" in block:
-        rank, rope_dim = _read_sizes(block, ("kv_rank", "rope_dim"))
+        rank, rope_dim = _read_whole_numbers(block, ("kv_rank", "rope_dim"))
         size = source.geometry
         width = rank + rope_dim
-        _check_latents(checkpoint, "kv_down_proj.weight", (width, size.model_dim), size.layers)
+        _check_latent_shapes(
+            checkpoint, "kv_down_proj.weight", (width, size.model_dim), size.layers
+        )
         result = describe_mla(source, MlaSpec(rank, rope_dim, layout="kvfold"))
-        facts = _model_facts(checkpoint, source, result)
+        facts = _describe_model(checkpoint, source, result)
         facts |= {"attention": "MLA", "kv_rank": rank, "rotary_dims": rope_dim}
         facts["head_dim"] += rope_dim
     else:
-        (kv_heads,) = _read_sizes(block, ("kv_heads",))
-        _check_tensors(checkpoint, grouped_model(source, kv_heads))
+        (kv_heads,) = _read_whole_numbers(block, ("kv_heads",))
+        _check_tensor_shapes(checkpoint, grouped_model(source, kv_heads))
         result = describe_fold(source, kv_heads)
-        facts = _model_facts(checkpoint, source, result) | {"kv_heads": kv_heads}
+        facts = _describe_model(checkpoint, source, result) | {"kv_heads": kv_heads}
         facts["attention"] = attention_label(source.geometry.heads, kv_heads)[:3]
     facts["family"] = config["model_type"]
     return Inspection(**facts, engines=support_for(result))
 
 
-def _inspect_latent(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Inspection:
+def _inspect_stock_mla(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Inspection:
     """The facts of a model in a stock MLA class, which has no windows.
 
     ``config`` is that of the language model, which may be inside a wrapper.
     """
-    layers, heads, rank, rope_dim, nope, _, model_dim = _read_sizes(config, _LATENT_SIZES)
-    _check_latents(checkpoint, "kv_a_proj_with_mqa.weight", (rank + rope_dim, model_dim), layers)
+    layers, heads, rank, rope_dim, nope, _, model_dim = _read_whole_numbers(config, _LATENT_SIZES)
+    _check_latent_shapes(
+        checkpoint, "kv_a_proj_with_mqa.weight", (rank + rope_dim, model_dim), layers
+    )
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(table, Mapping):
         raise InputError("config.json: rope_parameters must be an object")
@@ -230,11 +234,11 @@ def _inspect_latent(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Inspec
         windows=[],
         max_context=config.get("max_position_embeddings"),
         engines=support_for(result) if written else [],
-        **_file_facts(checkpoint, result, [None] * layers),
+        **_describe_files(checkpoint, result, [None] * layers),
     )
 
 
-def _read_sizes(config: Mapping[str, Any], keys: Sequence[str]) -> list[int]:
+def _read_whole_numbers(config: Mapping[str, Any], keys: Sequence[str]) -> list[int]:
     """The values of ``keys``. Raises InputError unless they are whole numbers."""
     wrong = [key for key in keys if type(config.get(key)) is not int or config[key] < 0]
     if wrong:
@@ -242,7 +246,7 @@ def _read_sizes(config: Mapping[str, Any], keys: Sequence[str]) -> list[int]:
     return [config[key] for key in keys]
 
 
-def _check_latents(
+def _check_latent_shapes(
     checkpoint: Checkpoint, ending: str, shape: tuple[int, ...], layers: int
 ) -> None:
     """Raise InputError unless each of ``layers`` has a tensor of ``shape`` whose name has this
@@ -254,12 +258,12 @@ def _check_latents(
         raise InputError(_MISMATCH, [problem])
 
 
-def _check_tensors(checkpoint: Checkpoint, model: Model) -> None:
+def _check_tensor_shapes(checkpoint: Checkpoint, model: Model) -> None:
     if problems := model.tensor_problems(checkpoint.tensors):
         raise InputError(_MISMATCH, problems)
 
 
-def _model_facts(checkpoint: Checkpoint, model: Model, result: ServedModel) -> dict[str, Any]:
+def _describe_model(checkpoint: Checkpoint, model: Model, result: ServedModel) -> dict[str, Any]:
     """The fields of an ``Inspection`` that follow from family, config and tensors; those of the
     cache are of ``result``.
     """
@@ -285,10 +289,10 @@ def _model_facts(checkpoint: Checkpoint, model: Model, result: ServedModel) -> d
         "windows": sorted({window for window in windows if window}),
         "max_context": geometry.positions,
     }
-    return facts | _file_facts(checkpoint, result, windows)
+    return facts | _describe_files(checkpoint, result, windows)
 
 
-def _file_facts(
+def _describe_files(
     checkpoint: Checkpoint, result: ServedModel, windows: list[int | None]
 ) -> dict[str, Any]:
     """The fields that need no family; ``windows`` has an entry per layer, None for full
@@ -317,7 +321,7 @@ def compute_cache_size(result: ServedModel, windows: list[int | None], dtype: st
     return CacheSize(result.cache_elements(), len(windows) * layer_bytes, by_context)
 
 
-def list_targets(model: Model, dtype: str) -> list[TargetSize]:
+def propose_targets(model: Model, dtype: str) -> list[TargetCache]:
     """All proposed targets: GQA, MQA, MLA splits supported by kernels, and `propose_budgets`."""
     targets: dict[str, ServedModel] = {}
     for kv_heads in possible_kv_heads(model.geometry):
@@ -334,7 +338,7 @@ def list_targets(model: Model, dtype: str) -> list[TargetSize]:
     source_elements = cache_elements(model.geometry)
     windows = [layer.window for layer in model.layers]
     return [
-        TargetSize(
+        TargetCache(
             **vars(compute_cache_size(result, windows, dtype)),
             options=options,
             saves=1 - result.cache_elements() / source_elements,

@@ -13,7 +13,7 @@ from kvfold.convert.text.windows import cut
 
 
 @torch.no_grad()
-def token_losses(model: Any, tokens: Iterable[Tensor]) -> Tensor:
+def compute_token_losses(model: Any, tokens: Iterable[Tensor]) -> Tensor:
     """The loss in nats of all ``tokens [N, T]`` but each row's first, ``[N, T - 1]``."""
     rows = []
     for row in tokens:
@@ -24,7 +24,7 @@ def token_losses(model: Any, tokens: Iterable[Tensor]) -> Tensor:
     return torch.stack(rows)
 
 
-def token_windows(tokenizer: Any, text: str, windows: int, length: int) -> Tensor:
+def cut_token_windows(tokenizer: Any, text: str, windows: int, length: int) -> Tensor:
     """The first ``windows`` windows of ``length`` tokens from ``text``, ``[windows, length]``;
     fewer if it is short.
 
@@ -35,11 +35,11 @@ def token_windows(tokenizer: Any, text: str, windows: int, length: int) -> Tenso
     return torch.cat([torch.tensor(prefix, dtype=torch.int64).expand(len(body), -1), body], dim=1)
 
 
-def checkpoint_perplexity(folder: Path, tokens: Tensor) -> float:
+def measure_perplexity(folder: Path, tokens: Tensor) -> float:
     """Perplexity on ``tokens [N, T]`` of the checkpoint in ``folder``, loaded with stock
     transformers in float32.
     """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return math.exp(token_losses(model, tokens).double().mean())
+    return math.exp(compute_token_losses(model, tokens).double().mean())

@@ -65,7 +65,7 @@ class Plot:
 
 
 @contextmanager
-def _new_plot(title: str, caption: str) -> Iterator[tuple[Plot, Any]]:
+def _create_plot(title: str, caption: str) -> Iterator[tuple[Plot, Any]]:
     """A new plot and its axes, with the style active: artists get their colors here."""
     import matplotlib
 
@@ -95,7 +95,7 @@ def plot_drift_by_layer(drift: "DriftReport") -> Plot:
         " own inputs. Good: the residual stream's line is low and flat; a layer that stands out"
         " needs refinement."
     )
-    with _new_plot("Drift by layer", caption) as (plot, axes):
+    with _create_plot("Drift by layer", caption) as (plot, axes):
         for name in ("attention_local", "attention_propagated", "residual_propagated"):
             errors = [getattr(layer, name) for layer in drift.layers]
             axes.plot(errors, marker="o", label=name.replace("_", ", "))
@@ -115,7 +115,7 @@ def plot_loss_by_position(drift: "DriftReport") -> Plot:
         f" {stretches[0].sequences} sequences. Good: both lines are low and flat; if both rise, the"
         " converted model makes less of a long context than its source."
     )
-    with _new_plot("Loss by position", caption) as (plot, axes):
+    with _create_plot("Loss by position", caption) as (plot, axes):
         positions = [f"{stretch.start}-{stretch.end}" for stretch in stretches]
         for name, label in (("excess", "excess loss"), ("kl", "KL")):
             values = [getattr(stretch, name) for stretch in stretches]
@@ -135,7 +135,7 @@ def plot_loss_by_cache(sweep: "Sweep") -> Plot:
         "Each target's loss on held-out text minus the source's, with 95 % intervals; smaller"
         " caches are further to the right. Good: far to the right and still below the dashed limit."
     )
-    with _new_plot("Cache against loss", caption) as (plot, axes):
+    with _create_plot("Cache against loss", caption) as (plot, axes):
         for label, color, marker in (("GQA, MQA", _COLORS[0], "s"), ("MLA", _COLORS[1], "o")):
             rows = [row for row in sweep.rows if ("MLA" in row.kind) == (label == "MLA")]
             sizes = [row.cache_elements for row in rows]

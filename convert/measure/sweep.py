@@ -45,7 +45,11 @@ from kvfold.convert.conversion.splits import Survey, choose_split, survey_layers
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
 from kvfold.convert.formatting import format_duration
-from kvfold.convert.measure.sweep_targets import default_targets, format_target, parse_targets
+from kvfold.convert.measure.sweep_targets import (
+    format_target,
+    parse_targets,
+    propose_default_targets,
+)
 from kvfold.convert.options import format_argv
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import ConvertRequest, SweepRequest
@@ -137,7 +141,7 @@ class Sweep:
         doubt = ", uncertain" if highest > math.log1p(self.within) else ""
         return f"{limit}: {row.kind}{doubt}"
 
-    def table_rows(self) -> list[tuple[str, ...]]:
+    def format_rows(self) -> list[tuple[str, ...]]:
         """The header and a row of cells per target, largest cache first."""
         rows = [("target", "cache", "saving", *(metric.label for metric in METRICS), "time")]
         for row in sorted(self.rows, key=lambda row: (-row.cache_elements, row.measured.excess)):
@@ -205,7 +209,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
         tempfile.TemporaryDirectory(prefix="kvfold-sweep-") as scratch,
     ):
         model = model_of(checkpoint.config, checkpoint.tensors)
-        for options in named or default_targets(model, request.layout):
+        for options in named or propose_default_targets(model, request.layout):
             target = format_target(options)
             layout = request.layout if options["to"] == "mla" else None
             try:
@@ -219,7 +223,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
         folds = {target: plan for target, plan in plans.items() if plan.latent is None}
         latents = {target: plan for target, plan in plans.items() if plan.latent is not None}
         for group in filter(None, [folds, latents]):
-            for row in _fit_group(group, calibration, stages):
+            for row in _fit_and_measure_targets(group, calibration, stages):
                 rows[row.target] = row
                 if not request.quiet:
                     saving = format_saving(plan.cache_elements, row.cache_elements)
@@ -242,7 +246,7 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
 
 
 @dataclass
-class _Student:
+class _TargetStudent:
     """The walk of the student that is converted to a target."""
 
     target: str
@@ -251,7 +255,7 @@ class _Student:
     seconds: float = 0.0
 
 
-def _fit_group(
+def _fit_and_measure_targets(
     plans: Mapping[str, Plan], calibration: Calibration, stages: Stages
 ) -> Iterator[SweepRow]:
     """Fit and measure targets, all MLA or none, in one walk over the source."""
@@ -268,7 +272,7 @@ def _fit_group(
         if plan.latent is not None:
             plan, _ = choose_split(plan, calibration, survey, stages)
         walk = Walk(teacher, open_student(plan, calibration))
-        students.append(_Student(target, plan, walk))
+        students.append(_TargetStudent(target, plan, walk))
     with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
         for lesson in teacher.layers():
             # The loss of sharing a pair of heads depends on the layer alone, not on the number of

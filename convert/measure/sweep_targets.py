@@ -60,7 +60,7 @@ def format_target(options: TargetOptions) -> str:
     return f"{kind}:{'+'.join(map(str, sizes))}".rstrip(":")
 
 
-def default_targets(model: Model, layout: Layout | None) -> list[TargetOptions]:
+def propose_default_targets(model: Model, layout: Layout | None) -> list[TargetOptions]:
     """A few GQA targets, MQA, and the MLA targets of `kvfold inspect`: splits for kernels, or parts
     of a small cache.
 

@@ -70,7 +70,7 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
         problems += WeightMap(empty_model(checkpoint.config), checkpoint.tensors).misfits(
             checkpoint.tensors
         )
-        problems += list_non_finite(checkpoint, checkpoint.tensors)
+        problems += list_non_finite_tensors(checkpoint, checkpoint.tensors)
         if files:
             problems += find_changed_tensors(checkpoint, tensors)
         elements = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
@@ -78,7 +78,7 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
     return Verification(checkpoint.origin, len(files), len(checkpoint.tensors), elements, problems)
 
 
-def check_verified(verification: Verification) -> None:
+def require_intact(verification: Verification) -> None:
     """Raise InputError with everything that differs."""
     if verification.problems:
         raise InputError(
@@ -87,7 +87,7 @@ def check_verified(verification: Verification) -> None:
         )
 
 
-def list_non_finite(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
+def list_non_finite_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
     """Yield a line for every tensor among ``names`` that has NaN or infinity. Reads in bounded
     memory.
     """

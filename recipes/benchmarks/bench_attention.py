@@ -28,7 +28,7 @@ from torch.utils.benchmark import Timer
 
 from kvfold.attention import blocked, grouped_attention, latent_attention
 from kvfold.attention.latent import absorb_query, expand_value, latent_decode
-from kvfold.convert.measure.bench import peak_memory
+from kvfold.convert.measure.bench import read_peak_memory
 
 BATCH = 8
 HEADS = 32
@@ -246,11 +246,11 @@ def peak_of(case: str, length: int) -> int:
     grouped_attention(
         query[..., :64, :], key[..., :64, :], value[..., :64, :], window=8
     )  # what torch loads on first use
-    before = peak_memory(torch.device("cpu"))
+    before = read_peak_memory(torch.device("cpu"))
     z = grouped_attention(query.requires_grad_(bool(backward)), key, value, **options)
     if backward:
         z.sum().backward()
-    return peak_memory(torch.device("cpu")) - before
+    return read_peak_memory(torch.device("cpu")) - before
 
 
 def peaks(lengths: list[int]) -> list[dict[str, Any]]:

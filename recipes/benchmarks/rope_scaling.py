@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvfold.attention.drift.compare import margin, stretch_bounds
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import demo_folder, read_text
-from kvfold.convert.measure.losses import token_losses, token_windows
+from kvfold.convert.measure.losses import compute_token_losses, cut_token_windows
 
 ORIGINAL = 512
 FACTOR = 4.0
@@ -70,14 +70,14 @@ def scaled(kind: str, folder: Path) -> Path:
 
 
 def losses(folder: str | Path, tokens: torch.Tensor) -> torch.Tensor:
-    return token_losses(
+    return compute_token_losses(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokens
     ).double()
 
 
 def rows(args: argparse.Namespace, done: list[Row]) -> Iterator[Row]:
     known = {(row["type"], row["target"]) for row in done}
-    tokens = token_windows(
+    tokens = cut_token_windows(
         AutoTokenizer.from_pretrained(demo_folder()),
         read_text("held_out"),
         4,

@@ -221,14 +221,14 @@ def test_published_baselines_on_the_reference_model(
     reference, tmp_path, method, kv_heads, expected
 ):
     """Perplexities of an independent implementation of the baselines on the same model and text."""
-    from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
+    from kvfold.convert.measure.losses import cut_token_windows, measure_perplexity
 
     tokenizer = AutoTokenizer.from_pretrained(reference / "llama-mha")
-    tokens = token_windows(
+    tokens = cut_token_windows(
         tokenizer, (reference / "evaluation.txt").read_text(encoding="utf-8"), 48, 256
     )
     convert(reference / "llama-mha", tmp_path / "out", method=method, kv_heads=kv_heads)
-    assert checkpoint_perplexity(tmp_path / "out", tokens) == pytest.approx(expected, rel=1e-3)
+    assert measure_perplexity(tmp_path / "out", tokens) == pytest.approx(expected, rel=1e-3)
 
 
 # A source that changes during a run gives an error and no OUT: its result would belong to neither

@@ -15,7 +15,11 @@ from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.conversion import splits
 from kvfold.convert.data import demo_folder, read_text
 from kvfold.convert.errors import InputError
-from kvfold.convert.measure.losses import checkpoint_perplexity, token_losses, token_windows
+from kvfold.convert.measure.losses import (
+    compute_token_losses,
+    cut_token_windows,
+    measure_perplexity,
+)
 from kvfold.convert.text.windows import load_calibration
 
 QUICK = {"samples": 16, "seq_len": 64, "quiet": True}
@@ -32,7 +36,7 @@ def convert(out, **options):
 
 @pytest.fixture(scope="module")
 def held_out():
-    return token_windows(
+    return cut_token_windows(
         AutoTokenizer.from_pretrained(demo_folder()), read_text("held_out"), 8, 128
     )
 
@@ -64,7 +68,7 @@ def test_principal_loses_a_fraction_of_what_methods_without_text_lose(
 ):
     convert(tmp_path / "out", **baseline)
     folders = demo_folder(), tmp_path / "out", request.getfixturevalue(made)
-    source, plain, principal = (checkpoint_perplexity(folder, held_out) for folder in folders)
+    source, plain, principal = (measure_perplexity(folder, held_out) for folder in folders)
     assert source < principal < source + (plain - source) / 3
 
 
@@ -77,7 +81,7 @@ def test_the_loss_by_position_is_measured_beyond_the_length_of_the_calibration(f
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for folder in (demo_folder(), folded)
     )
-    before, after = (token_losses(model, tokens).double() for model in models)
+    before, after = (compute_token_losses(model, tokens).double() for model in models)
     stretches = json.loads((folded / "kvfold.json").read_text())["drift"]["excess_by_position"]
     assert [each["end"] for each in stretches] == [64, 128, 256, 512]
     for each in stretches:

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.data import read_text
-from kvfold.convert.measure.losses import checkpoint_perplexity, token_windows
+from kvfold.convert.measure.losses import cut_token_windows, measure_perplexity
 
 pytestmark = pytest.mark.slow
 # What the toys lack is an attention sink, massive activations and thirty layers.
@@ -20,14 +20,14 @@ THIRD = {"to": "mla", "kv_rank": 64, "rope_dim": 64}
 
 def excess_of(model, text, place, sequences, **common):
     """``excess(to="mqa")``: natural logarithm of perplexity after over before."""
-    tokens = token_windows(AutoTokenizer.from_pretrained(model), text, sequences, 256)
-    before = checkpoint_perplexity(model, tokens)
+    tokens = cut_token_windows(AutoTokenizer.from_pretrained(model), text, sequences, 256)
+    before = measure_perplexity(model, tokens)
 
     @cache
     def excess(**options):
         out = place / "-".join(map(str, options.values()))
         convert_checkpoint(ConvertRequest(model=model, out=out, quiet=True, **common, **options))
-        return math.log(checkpoint_perplexity(out, tokens) / before)
+        return math.log(measure_perplexity(out, tokens) / before)
 
     return excess
 

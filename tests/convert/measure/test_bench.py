@@ -38,8 +38,8 @@ def test_every_kind_of_a_shape_is_measured():
 
 
 def test_absorbed_models_decode_over_their_latents():
-    absorbed = bench.list_subjects(BenchRequest(shape="tiny"))[3]
-    model = bench.load_subject(absorbed, torch.float32, torch.device("cpu"))
+    absorbed = bench.list_benchmarked_models(BenchRequest(shape="tiny"))[3]
+    model = bench.load_benchmarked_model(absorbed, torch.float32, torch.device("cpu"))
     assert type(model.model.layers[0].self_attn).__name__ == "AbsorbedYoutuAttention"
 
 
@@ -54,14 +54,14 @@ def test_a_combination_that_does_not_fit_is_a_row_that_says_so(monkeypatch):
 
 
 def test_a_model_that_runs_out_of_memory_costs_only_its_rows(monkeypatch):
-    time_combination = bench._time_combination
+    time_combination = bench._time_context_and_batch
 
     def fail_for_gqa(model, *settings):
         if model.config.num_key_value_heads == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return time_combination(model, *settings)
 
-    monkeypatch.setattr(bench, "_time_combination", fail_for_gqa)
+    monkeypatch.setattr(bench, "_time_context_and_batch", fail_for_gqa)
     rows = measure(contexts=[16]).rows
     assert [row.get("failed") for row in rows] == [None, "out of memory", None, None]
 

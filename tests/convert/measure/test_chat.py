@@ -9,7 +9,12 @@ from transformers import AutoTokenizer
 
 from kvfold.attention.deepseek import ABSORBED
 from kvfold.convert.data import demo_folder
-from kvfold.convert.measure.chat import chat_models, format_columns, load_speaker, write_reply
+from kvfold.convert.measure.chat import (
+    answer_prompts,
+    format_columns,
+    generate_reply,
+    load_chat_model,
+)
 from kvfold.convert.request import ChatRequest
 
 TEMPLATE = (
@@ -39,10 +44,10 @@ def test_texts_stand_side_by_side():
 
 
 def test_a_model_keeps_the_conversation_and_its_latent_is_absorbed(chatty):
-    speaker = load_speaker(str(chatty), ChatRequest(model=str(chatty), device="cpu"))
+    speaker = load_chat_model(str(chatty), ChatRequest(model=str(chatty), device="cpu"))
     assert {type(module) for module in speaker.model.modules()} & set(ABSORBED.values())
-    first = speaker.answer("What is a list?", 4)
-    second = speaker.answer("And a set?", 4)
+    first = speaker.answer_prompt("What is a list?", 4)
+    second = speaker.answer_prompt("And a set?", 4)
     messages = [
         {"role": "user", "content": "What is a list?"},
         {"role": "assistant", "content": first},
@@ -59,7 +64,7 @@ def test_a_model_keeps_the_conversation_and_its_latent_is_absorbed(chatty):
     # As if the third token were the end token.
     speaker.model.generation_config.eos_token_id = None
     ending = SimpleNamespace(eos_token_id=int(expected[2]))
-    reply = write_reply(speaker.model, ending, tokens[0], 8).tolist()
+    reply = generate_reply(speaker.model, ending, tokens[0], 8).tolist()
     assert reply == expected[: expected.tolist().index(expected[2]) + 1].tolist()
 
 
@@ -67,7 +72,7 @@ def test_two_models_answer_every_line(chatty, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     other = str(demo_folder())
     request = ChatRequest(model=str(chatty), against=other, max_new_tokens=3, device="cpu")
-    chat_models(request, io.StringIO("The list\n\nThe set\n"))
+    answer_prompts(request, io.StringIO("The list\n\nThe set\n"))
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith(str(chatty))
     assert f" | {other}" in shown[0]

@@ -14,7 +14,7 @@ from kvfold.convert import EvalRequest
 from kvfold.convert.cli import main
 from kvfold.convert.data import demo_folder
 from kvfold.convert.measure import eval as evaluation
-from kvfold.convert.measure.losses import token_losses
+from kvfold.convert.measure.losses import compute_token_losses
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def encode(tokenizer):
 def test_needles_lie_at_every_depth_and_are_asked_for(tokenizer, encode):
     filler = encode("Nothing of interest is said in this sentence. " * 40)
     depths = []
-    for tokens, answers in evaluation.draw_questions(tokenizer, filler, 256, 8, seed=0):
+    for tokens, answers in evaluation.draw_needle_questions(tokenizer, filler, 256, 8, seed=0):
         assert tokens.shape == (256,)
         assert len(set(answers)) == evaluation.CHOICES
         text = tokenizer.decode(tokens)
@@ -59,8 +59,8 @@ def test_the_answer_is_the_likeliest_choice():
 def test_a_source_that_does_not_beat_chance_guesses():
     one_eighth = torch.tensor([1.0, *[0.0] * 7])
     half = torch.tensor([1.0, 0.0] * 16)
-    assert evaluation.make_row("needle", "", one_eighth, one_eighth)["guesses"] is True
-    assert evaluation.make_row("needle", "", half, half)["guesses"] is False
+    assert evaluation.make_evaluation_row("needle", "", one_eighth, one_eighth)["guesses"] is True
+    assert evaluation.make_evaluation_row("needle", "", half, half)["guesses"] is False
 
 
 def test_margins_are_those_of_differences_by_document():
@@ -74,7 +74,7 @@ def test_margins_are_those_of_differences_by_document():
 def test_losses_are_those_of_transformers(encode):
     model = AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32).eval()
     tokens = encode("The list is sorted in place. " * 20)[:80].view(2, 40)
-    losses = token_losses(model, tokens)
+    losses = compute_token_losses(model, tokens)
     expected = model(input_ids=tokens, labels=tokens).loss.item()
     assert losses.mean().item() == pytest.approx(expected, rel=1e-4)
 
@@ -96,7 +96,7 @@ def test_replies_are_compared_with_those_of_the_source():
 
     source = results([[5, 6, 7, 8, 9, 1], [2, 2, 2, 2, 2, 2]], 0.5, 0.5, 0.0)
     student = results([[5, 6, 0, 8, 9], [2, 2, 2, 2, 2, 1]], 0.25, 0.25, 0.5)
-    evaluation.compare_replies(source, student)
+    evaluation.score_replies(source, student)
     means = {
         metric: (values.double().mean().item(), student.scores[task, metric].double().mean().item())
         for (task, metric), values in source.scores.items()

@@ -14,7 +14,11 @@ from kvfold.convert.commands.sweep_command import summarize_sweep
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.data import demo_folder
 from kvfold.convert.families.model import model_of
-from kvfold.convert.measure.sweep_targets import default_targets, format_target, parse_targets
+from kvfold.convert.measure.sweep_targets import (
+    format_target,
+    parse_targets,
+    propose_default_targets,
+)
 
 TEXT = {"samples": 4, "seq_len": 24, "quiet": True}
 
@@ -109,7 +113,7 @@ def test_targets_that_suit_a_model_are_the_default(tiny_family):
     def defaults(folder, layout=None):
         with closing(open_checkpoint(str(folder))) as checkpoint:
             model = model_of(checkpoint.config, checkpoint.tensors)
-            targets = default_targets(model, layout)
+            targets = propose_default_targets(model, layout)
             for options in targets:
                 given = {"layout": layout} if options["to"] == "mla" else {}
                 make_plan(ConvertRequest(folder, "OUT", **options, **given), checkpoint)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from kvfold.convert import ConvertRequest, InputError, convert_checkpoint, verify_checkpoint
 from kvfold.convert.data import demo_folder
-from kvfold.convert.measure.verify import check_verified
+from kvfold.convert.measure.verify import require_intact
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_what_was_written_is_sound(demo_latent, tmp_path, name):
             ConvertRequest(demo_folder(), out, to="gqa", kv_heads=4, method="mean", quiet=True)
         )
     done = verify_checkpoint(str(out))
-    check_verified(done)
+    require_intact(done)
     record = json.loads((out / "kvfold.json").read_text())
     assert set(record["files"]) == {path.name for path in out.iterdir()} - {"kvfold.json"}
     assert (done.problems, done.files) == ([], len(record["files"]))
@@ -90,7 +90,7 @@ def test_tensors_that_are_not_the_configs_or_not_finite(out, told, refused):
     for problem in done.problems:
         told(problem)
     with refused():
-        check_verified(done)
+        require_intact(done)
 
 
 @pytest.mark.parametrize(
@@ -99,4 +99,4 @@ def test_tensors_that_are_not_the_configs_or_not_finite(out, told, refused):
 def test_a_record_that_is_none(out, content):
     (out / "kvfold.json").write_text(content)
     with pytest.raises(InputError, match=r"kvfold\.json"):
-        check_verified(verify_checkpoint(str(out)))
+        require_intact(verify_checkpoint(str(out)))

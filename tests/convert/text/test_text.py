@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from kvfold.convert.errors import InputError
-from kvfold.convert.measure.losses import token_windows
+from kvfold.convert.measure.losses import cut_token_windows
 from kvfold.convert.text import corpus, windows
 from kvfold.convert.text.corpus import (
     calibration_texts,
@@ -152,11 +152,11 @@ def test_windows_for_perplexity_begin_with_the_prefix_alone(options, prefix):
     words = numbers(100)
     body = 41 - len(prefix)
     assert prefix_tokens(tokenizer) == prefix
-    found = token_windows(tokenizer, words, 5, 41)
+    found = cut_token_windows(tokenizer, words, 5, 41)
     assert found[:, : len(prefix)].tolist() == [prefix] * 5
     text = "".join(tokenizer.decode(row[len(prefix) :]) for row in found)
     assert text == words[: 5 * body]
-    assert token_windows(tokenizer, words, 99, 41).shape == (len(words) // body, 41)
+    assert cut_token_windows(tokenizer, words, 99, 41).shape == (len(words) // body, 41)
 
 
 def test_sequences_of_long_documents_stay_inside_them(tmp_path):
