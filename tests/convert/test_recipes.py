@@ -111,6 +111,7 @@ def test_a_budget_gives_way_to_a_split_and_a_method_to_a_target(tmp_path):
         ('to = "mqa"\n[about]\nsamples = 3', "[about]"),
         ("samples = 3", "--to"),
         ("a = " + "[" * 5000, "not valid TOML"),
+        ("kv_heads = " + "9" * 5000, "not valid TOML"),
     ],
 )
 def test_a_recipe_with_a_fault_is_refused(tmp_path, told, text, named):

@@ -268,21 +268,6 @@ def test_resuming_what_a_killed_run_left(tmp_path: Path, out: Path) -> None:
     assert names(out) == ["begun", "config.json", RECORD, WEIGHTS]
 
 
-def test_a_folder_stays_only_for_a_resume_that_takes_it(tmp_path: Path, out: Path) -> None:
-    for taken in (False, True):
-        with (
-            suppress(KeyboardInterrupt),
-            output_folder(out, resume=lambda _, taken=taken: taken) as left,
-        ):
-            fill(left, "new")
-            raise KeyboardInterrupt
-        assert names(tmp_path) == ([left.name] if taken else [])
-    with output_folder(out, resume=lambda folder: True) as folder:
-        assert folder == left
-    assert content(out) == "new"
-    assert names(tmp_path) == ["out"]
-
-
 def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic.fcntl, "flock", failing(OSError(37, "No locks available")))
     left = tmp_path / ".out.kvfold-00000000"

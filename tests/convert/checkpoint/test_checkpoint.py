@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -19,19 +18,16 @@ from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers
 from kvfold.convert.checkpoint.tensors import count_non_finite
 from kvfold.convert.errors import InputError
 
-
-def entry(start: int, end: int, dtype: str = "F32", shape: list[int] | None = None) -> Any:
-    shape = [(end - start) // 4] if shape is None else shape
-    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-
-
-FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+FIRST = "model-00001-of-00002.safetensors"
+SECOND = "model-00002-of-00002.safetensors"
+# numbers as large as any model has them
+CONFIG = '{"model_type": "llama", "num_hidden_layers": 1024, "model_max_length": 1%s}' % ("0" * 30)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model" / "config.json").write_text(CONFIG)
     return tmp_path / "model"
 
 
@@ -76,17 +72,10 @@ def test_reads_what_safetensors_reads_whole_and_in_chunks(folder: Path, dtype: s
     assert torch.cat(list(checkpoint.read_chunks("none", 8))).numel() == 0
 
 
-def test_tensor_positions_are_those_of_the_file(sharded: Path) -> None:
-    info = open_headers(sharded).tensors["a"]
-    assert (info.dtype, info.shape, info.nbytes) == ("F32", (2, 3), 24)
-    raw = (sharded / info.file).read_bytes()[info.start : info.end]
-    assert np.frombuffer(raw, "<f4").tolist() == [0, 1, 2, 3, 4, 5]
-
-
 def test_model_digest_is_of_config_and_tensors_however_they_are_sharded(sharded: Path) -> None:
     checkpoint = open_checkpoint(sharded)
     found = {checkpoint.model_digest()}
-    assert checkpoint.digests["b"] == hashlib.sha256(np.ones(4, "<f4").tobytes()).hexdigest()
+    assert checkpoint.digests["b"] == hashlib.sha256(b"\0\0\x80?" * 4).hexdigest()
     tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
     save_file(tensors, sharded / "model.safetensors")
     read = open_checkpoint(sharded)
@@ -148,50 +137,38 @@ def test_folders_without_a_config_or_weights(folder: Path, refused: Any, file: s
         ("config.json", "{"),
         ("config.json", "\udcff"),
         ("config.json", '{"a": "\\ud800"}'),
+        ("config.json", '{"num_hidden_layers": 1000000000}'),
+        ("config.json", '{"text_config": {"n_layer": 1025}}'),
+        ("config.json", '{"head_dim": 1000000000}'),
+        ("config.json", '{"sliding_window": 9223372036854775808}'),
         ("model.safetensors.index.json", '{"weight_map": {"t": "\\ud800"}}'),
         ("model.safetensors.index.json", '{"weight_map": {"a": 1}}'),
         ("model.safetensors.index.json", '{"weight_map": {}}'),
     ],
     ids=lambda value: value[:40],
 )
-def test_invalid_json(folder: Path, file: str, text: str) -> None:
+def test_invalid_json_and_numbers_larger_than_any_model_has(
+    folder: Path, file: str, text: str
+) -> None:
     (folder / file).write_bytes(text.encode(errors="surrogateescape"))
     assert file in problems_of(folder)[0]
 
 
 @pytest.mark.parametrize(
-    ("header", "size"),
-    [
-        ({"t": entry(0, 8, "F31")}, 8),
-        ({"t": entry(0, 8, shape=[3])}, 8),
-        ({"t": entry(0, 4, shape=[True])}, 4),
-        ({"t": entry(8, 0, shape=[2])}, 8),
-        ({"t": {"dtype": "F32", "shape": [2]}}, 8),
-        ({"t": entry(0, 8), "u": entry(12, 20)}, 20),
-        ({"t": entry(0, 8), "u": entry(4, 12)}, 12),
-        ({"t": entry(0, 8)}, 7),
-        ({"t": entry(0, 8)}, 9),
-        ({"t": entry(0, 0, shape=[2**63])}, 0),
-        ({"t": entry(0, 0, shape=[2**32, 2**32])}, 0),
-        ({"t": entry(0, 0, shape=[0, 2**63])}, 0),
-        ({"t": entry(0, 0, shape=[int("9" * 4000)] * 500)}, 0),
-        ({"t": entry(0, 0, shape=[1] * 100_000)}, 0),
-        (b"{nope}", 0),
-        (b"", -1),
-        (b"12345", -1),
-        (struct.pack("<Q", 500) + b"{", -1),
-        (b"version https://git-lfs.github.com/spec/v1\n", -1),
-        (b'{"\\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}', 0),
-    ],
-    ids=range(20),
+    ("name", "shape"),
+    [("\ud800", [0]), ("t", [0, 2**63]), ("t", [int("9" * 4000)] * 500), ("t", [1] * 100_000)],
+    ids=["surrogate", "beyond torch", "digits", "dims"],
 )
-def test_faulty_headers(folder: Path, header: Any, size: int) -> None:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    data = b"" if size < 0 else struct.pack("<Q", len(text)) + text + bytes(size)
-    (folder / "model.safetensors").write_bytes(data or text)
+def test_headers_of_names_and_shapes_that_no_tensor_has(
+    folder: Path, name: str, shape: list[int]
+) -> None:
+    """``tests/fuzz`` compares further headers with what the safetensors library takes."""
+    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    data = struct.pack("<Q", len(header)) + header
+    (folder / "model.safetensors").write_bytes(data)
     began = time.process_time()
     assert problems_of(folder)[0].startswith("model.safetensors: ")
-    assert time.process_time() - began < 2  # also where numbers are huge, or names many
+    assert time.process_time() - began < 2  # also where numbers are huge, or dims many
 
 
 def test_index_and_shards_that_disagree_are_reported_at_once(sharded: Path) -> None:
@@ -212,24 +189,12 @@ def test_integer_buffers_are_not_quantized_weights(folder: Path) -> None:
     assert set(open_checkpoint(folder).tensors) == set(buffers)
 
 
-def test_a_file_that_shrinks_after_it_was_opened(folder: Path) -> None:
-    save_file({"t": torch.ones(1000)}, folder / "model.safetensors")
-    checkpoint = open_checkpoint(folder)
-    os.truncate(folder / "model.safetensors", 500)
-    with pytest.raises(
-        InputError, match=r"model.safetensors ends before byte 4\d+: it changed while"
-    ):
-        checkpoint.read("t")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_values_that_are_not_finite_are_counted(dtype: torch.dtype) -> None:
-    values = torch.full((10,), torch.finfo(dtype).max, dtype=dtype)
-    for count, (position, value) in enumerate([(0, "nan"), (4, "inf"), (9, "-inf")]):
-        assert count_non_finite(values.reshape(5, 2).T) == count
-        values[position] = float(value)
-    assert count_non_finite(values) == 3
-    assert [count_non_finite(torch.zeros(size, dtype=torch.int64)) for size in (0, 3)] == [0, 0]
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_values_that_are_not_finite_are_counted(value: str) -> None:
+    values = torch.full((5, 2), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    assert count_non_finite(values) == 0
+    values[3] = float(value)
+    assert count_non_finite(values.T) == 2
 
 
 def test_small_files_count_as_changed_by_their_content_and_large_ones_by_their_time(

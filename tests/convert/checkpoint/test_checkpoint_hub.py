@@ -1,8 +1,7 @@
 """Hub ids against a small hub of our own on 127.0.0.1: downloads, headers by range requests,
-uploads, errors.
+errors; and uploads.
 """
 
-import base64
 import hashlib
 import json
 import os
@@ -14,7 +13,9 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import huggingface_hub
 import pytest
 import torch
 from click.testing import CliRunner
@@ -25,7 +26,7 @@ from kvfold.convert.checkpoint.digests import hash_file
 from kvfold.convert.checkpoint.hub import upload
 from kvfold.convert.checkpoint.members import extra_names
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint, open_headers
-from kvfold.convert.cli import kvfold, main
+from kvfold.convert.cli import kvfold
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError, KvfoldError
 
@@ -34,8 +35,8 @@ SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves one model, ``team/tiny``, out of a folder, and takes commits to ``me/small`` with the
-    right token. ``served`` records (method, file, bytes sent), ``received`` the files of commits.
+    """Serves one model, ``team/tiny``, out of a folder. ``served`` records (method, file, bytes
+    sent).
     """
 
     daemon_threads = True
@@ -45,7 +46,6 @@ class Hub(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.folder = folder
         self.served: list[tuple[str, str, int]] = []
-        self.received: dict[str, bytes] = {}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -72,24 +72,6 @@ class Handler(BaseHTTPRequestHandler):
             self.send(404, b"", {"X-Error-Code": code})
 
     do_HEAD = do_GET
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.headers.get("Authorization") != "Bearer hf_secret":
-            self.send(401, b'{"error": "Invalid credentials"}', {})
-        elif "/preupload/" in self.path:
-            names = [file["path"] for file in json.loads(body)["files"]]
-            plain = {"uploadMode": "regular", "shouldIgnore": False}
-            self.send_json({"files": [{"path": name, **plain} for name in names]})
-        elif "/commit/" in self.path:
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    content = base64.b64decode(line["value"]["content"])
-                    self.server.received[line["value"]["path"]] = content
-            url = f"{self.server.url}/me/small/commit/{COMMIT}"
-            self.send_json({"success": True, "commitOid": COMMIT, "commitUrl": url})
-        else:
-            self.send_json({"url": f"{self.server.url}/me/small", "errors": [], "warnings": []})
 
     def send_json(self, value: object) -> None:
         self.send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
@@ -142,10 +124,10 @@ def hub(folder: Path) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def run(hub: Hub, tmp_path: Path) -> Callable[..., forked.Ended]:
-    """``run(work)`` does ``work()`` in a child whose hub is ``hub``."""
+def ask(hub: Hub, tmp_path: Path) -> Callable[..., Any]:
+    """``ask(work)``: what ``work()`` returns, in a child whose hub is ``hub``."""
 
-    def run(work: Callable[[], object], **environment: str) -> forked.Ended:
+    def ask(work: Callable[[], object], **environment: str) -> Any:
         settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
 
         def child() -> None:
@@ -153,19 +135,9 @@ def run(hub: Hub, tmp_path: Path) -> Callable[..., forked.Ended]:
             os.environ.update({**settings, "HF_HUB_OFFLINE": "0", **environment})
             for name in [name for name in sys.modules if name.startswith("huggingface_hub")]:
                 del sys.modules[name]
-            work()
+            print(json.dumps(work()))
 
-        return forked.run(tmp_path / "log", child)
-
-    return run
-
-
-@pytest.fixture
-def ask(run: Any) -> Callable[..., Any]:
-    """``ask(work)``: what ``work()`` returns, in a child whose hub is ``hub``."""
-
-    def ask(work: Callable[[], object], **environment: str) -> Any:
-        end = run(lambda: print(json.dumps(work())), **environment)
+        end = forked.run(tmp_path / "log", child)
         assert end.status == 0, end.stderr
         return json.loads(end.stdout.splitlines()[-1])
 
@@ -258,18 +230,25 @@ def test_upload_follows_no_link_out_of_the_folder(tmp_path: Path, refused: Any) 
             upload(tmp_path / "out", [name], "me/small")
 
 
-def test_a_result_is_verified_and_uploaded(demo_latent: Path, hub: Hub, run: Any) -> None:
-    command = ["push", str(demo_latent), "me/small", "--private"]
-    done = run(lambda: main(command), HF_TOKEN="hf_secret")
-    assert done.status == 0, done.stderr
-    assert done.stdout.endswith(f"{hub.url}/me/small/commit/{COMMIT}\n")
+def test_a_result_is_verified_and_uploaded(demo_latent: Path) -> None:
+    words = ["push", str(demo_latent), "me/small", "--private"]
+    with (
+        patch.object(huggingface_hub, "create_repo", autospec=True) as create,
+        patch.object(huggingface_hub, "create_commit", autospec=True) as commit,
+    ):
+        commit.return_value.commit_url = "https://hub/me/small/commit/1"
+        done = CliRunner().invoke(kvfold, words)
+        assert done.output.endswith("https://hub/me/small/commit/1\n")
+        create.assert_called_once_with("me/small", private=True, exist_ok=True)
+        commit.side_effect = OSError("401 Client Error: Invalid credentials")
+        refused = CliRunner().invoke(kvfold, words)
     record = json.loads((demo_latent / "kvfold.json").read_text())
-    names = {*record["files"], "kvfold.json"}
-    assert hub.received == {name: (demo_latent / name).read_bytes() for name in names}
-    done = run(lambda: main(command), HF_TOKEN="hf_other")
-    assert done.status == 2
-    assert "hf auth login" in done.stderr
-    assert "Traceback" not in done.stderr
+    repository, operations = commit.call_args.args
+    assert repository == "me/small"
+    files = {file.path_in_repo: Path(file.path_or_fileobj) for file in operations}
+    assert files == {name: demo_latent / name for name in [*record["files"], "kvfold.json"]}
+    with pytest.raises(InputError, match="hf auth login"):
+        raise refused.exception
 
 
 def test_nothing_is_uploaded_but_what_a_conversion_recorded(

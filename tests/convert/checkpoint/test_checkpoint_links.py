@@ -142,25 +142,3 @@ def test_a_link_to_a_folder_is_no_part_of_a_result(tmp_path: Path) -> None:
     assert list(find_changed_files(tmp_path / "out", {})) == [
         f"{name}: kvfold did not write this file" for name in names
     ]
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"num_hidden_layers": 10**9},
-        {"text_config": {"n_layer": 1025}},
-        {"head_dim": 10**9},
-        {"sliding_window": 2**63},
-    ],
-)
-def test_a_config_of_larger_numbers_than_any_model(
-    tmp_path: Path, config: dict[str, Any], refused: Any
-) -> None:
-    fill(tmp_path)
-    (tmp_path / "config.json").write_text(
-        json.dumps({"num_hidden_layers": 1024, "model_max_length": 10**30})
-    )
-    assert open_checkpoint(tmp_path).config["num_hidden_layers"] == 1024
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with refused():
-        open_checkpoint(tmp_path)

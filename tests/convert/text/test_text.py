@@ -192,11 +192,14 @@ def test_messages_go_through_the_chat_template_and_get_one_bos(tmp_path):
         (b'{"text": "fine"}\n\n{"body": "x"}\n', "line 3"),
         (b'{"text": "fine"}\n\n{"text": 3}\n', "line 3"),
         (b'{"text": "fine"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n', "line 3"),
+        (b'{"text": "fine"}\n\n{"text": "\\ud800"}\n', "line 3"),
+        (b'{"text": "fine"}\n\n{"messages": ["\\ud800"]}\n', "line 3"),
+        (b'{"text": "fine"}\n\n' + b"[" * 100_000, "line 3"),
         (b'{"text": "a"}\n\ncaf\xe9\n', "offset 18"),
         (b"", "empty"),
         (b'{"text": "short"}\n' * 40, "0 of 9 sequences"),
     ],
-    ids=str,
+    ids=lambda value: str(value[:60]),
 )
 def test_rows_that_give_no_text_are_named_with_their_line(tmp_path, content, named, refused):
     path = tmp_path / "rows.jsonl"
