@@ -146,7 +146,7 @@ class AttentionScores:
         if seen is not None and seen.dtype != torch.bool:
             maps += seen
             seen = None
-        may_see_nothing = seen is not None or self.rule.starts is not None
+        may_see_nothing = seen is not None or self.rule.padded
         low = block.keys.start
         if self.rule.hides_keys:
             if self.rule.window is None and not may_see_nothing:

@@ -32,14 +32,15 @@ def grouped_attention(
     offset: int | None = None,
     window: int | None = None,
     starts: Tensor | None = None,
+    lengths: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """``softmax(scale * query key^T) value`` over the keys that each query sees: ``[B, H, T, Dv]``.
 
     With ``causal``, query ``t`` sees the keys up to its own position ``offset + t``, counted in key
     slots; ``offset`` is ``S - T`` by default. ``window`` limits this to the last ``window`` keys.
-    Slots of sequence ``b`` before ``starts[b]`` are padding, which no query sees. A query that sees
-    no key gets zeros. ``scale`` is ``1 / sqrt(D)`` by default.
+    Slots of sequence ``b`` before ``starts[b]`` and from ``lengths[b]`` on are padding, which no
+    query sees. A query that sees no key gets zeros. ``scale`` is ``1 / sqrt(D)`` by default.
 
     Raises ValueError for incompatible shapes, head counts, dtypes or devices.
     """
@@ -51,7 +52,15 @@ def grouped_attention(
     expect_divides("the number of key heads G", groups, "the number of query heads H", heads)
     expect_alike("key", key, "query", query)
     expect_alike("value", value, "query", query)
-    rule = visibility(query, keys, causal=causal, offset=offset, window=window, starts=starts)
+    rule = visibility(
+        query,
+        keys,
+        causal=causal,
+        offset=offset,
+        window=window,
+        starts=starts,
+        lengths=lengths,
+    )
     return attend(query, key, value, rule, width**-0.5 if scale is None else scale)
 
 
@@ -64,7 +73,7 @@ def attend(
 ) -> Tensor:
     """``grouped_attention`` for checked arguments, with the mask arguments combined in ``rule``."""
     batch, heads, queries, _ = query.shape
-    if rule.starts is None:
+    if not rule.padded:
         # keys that no query sees are cut off first: a windowed decoding step then sees all that is
         # left
         low, high = rule.key_range(0, queries, key.shape[2])
@@ -86,7 +95,7 @@ def attend(
         # them
         z = scaled_dot_product_attention(grouped.flatten(2, 3), key, value, scale=scale)
         return torch.unflatten(z, 2, (-1, queries)).flatten(1, 2)
-    triangle = rule.causal and rule.starts is None and rule.offset == 0 and queries == keys
+    triangle = rule.causal and not rule.padded and rule.offset == 0 and queries == keys
     if fused and triangle and (rule.window is None or rule.window >= keys):
         shared = heads != groups
         return scaled_dot_product_attention(

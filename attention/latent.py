@@ -43,6 +43,7 @@ def latent_attention(
     offset: int | None = None,
     window: int | None = None,
     starts: Tensor | None = None,
+    lengths: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Latent attention over the slots that each query sees (see ``grouped_attention``): ``[B, H, T,
@@ -65,7 +66,15 @@ def latent_attention(
         expect_alike(name, tensor, "query_nope", query_nope)
     slots = latent.shape[1]
     rank = up_key.shape[2]
-    rule = visibility(query_nope, slots, causal=causal, offset=offset, window=window, starts=starts)
+    rule = visibility(
+        query_nope,
+        slots,
+        causal=causal,
+        offset=offset,
+        window=window,
+        starts=starts,
+        lengths=lengths,
+    )
     scale = (query_nope.shape[-1] + query_rope.shape[-1]) ** -0.5 if scale is None else scale
     if absorbed:
         query = absorb_query(query_nope, up_key)

@@ -5,7 +5,7 @@ the following conditions are met, with the query's position ``p = offset + t`` c
 
 * causal: ``s <= p``;
 * window ``w``, of causal queries only: ``p - s < w``, so a query sees the last ``w`` keys;
-* left padding: ``starts[b] <= s``.
+* left and right padding: ``starts[b] <= s < lengths[b]``.
 
 Boolean masks are created only for blocks of rows, so memory is linear in ``S``.
 """
@@ -20,23 +20,29 @@ from kvfold.attention.checks import expect_alike, expect_at_least, expect_shape
 
 @dataclass(frozen=True)
 class Visibility:
-    """The rule above; ``starts`` is ``[B]`` or None."""
+    """The rule above; ``starts`` and ``lengths`` are ``[B]`` or None."""
 
     causal: bool = True
     offset: int = 0
     window: int | None = None
     starts: Tensor | None = None
+    lengths: Tensor | None = None
+
+    @property
+    def padded(self) -> bool:
+        """True if some slots are padding."""
+        return self.starts is not None or self.lengths is not None
 
     @property
     def hides_keys(self) -> bool:
         """True if some query may not see some key."""
-        return self.causal or self.starts is not None
+        return self.causal or self.padded
 
     def sees_all(self, queries: int, keys: int) -> bool:
         """True if every query sees every key."""
         near = not self.causal or self.offset >= keys - 1
         far = self.window is None or self.offset + queries <= self.window
-        return self.starts is None and near and far
+        return not self.padded and near and far
 
     def key_range(self, first: int, last: int, keys: int) -> tuple[int, int]:
         """Bounds ``low, high`` of the keys ``low .. high - 1`` that queries ``first .. last - 1``
@@ -61,6 +67,8 @@ class Visibility:
             seen = seen & (behind < self.window)
         if self.starts is not None:
             seen = seen & (slots >= self.starts[:, None, None])
+        if self.lengths is not None:
+            seen = seen & (slots < self.lengths[:, None, None])
         return seen
 
 
@@ -72,6 +80,7 @@ def visibility(
     offset: int | None,
     window: int | None,
     starts: Tensor | None,
+    lengths: Tensor | None,
 ) -> Visibility:
     """Check a caller's mask arguments for ``query [B, H, T, D]`` and return their rule.
 
@@ -83,17 +92,19 @@ def visibility(
         expect_at_least("window", window, 1)
         if not causal:
             raise ValueError(f"window is {window}; with causal=False, it must be None")
-    if starts is not None:
-        expect_shape("starts", starts, "B", {"B": len(query)})
-        expect_alike("starts", starts, "query", query, dtype=False)
-        if starts.is_floating_point():
-            raise ValueError(f"starts has dtype {starts.dtype}; it must be torch.int64")
+    for name, slots in (("starts", starts), ("lengths", lengths)):
+        if slots is None:
+            continue
+        expect_shape(name, slots, "B", {"B": len(query)})
+        expect_alike(name, slots, "query", query, dtype=False)
+        if slots.is_floating_point():
+            raise ValueError(f"{name} has dtype {slots.dtype}; it must be torch.int64")
     # else the positions of queries among the keys do not matter
     if not causal:
-        return Visibility(causal, 0, window, starts)
+        return Visibility(causal, 0, window, starts, lengths)
     # a query past the last key would see the wrong window
     last = keys - queries
     offset = last if offset is None else offset
     if not 0 <= offset <= last:
         raise ValueError(f"offset is {offset}; with causal, it must be 0 to S - T = {last}")
-    return Visibility(causal, offset, window, starts)
+    return Visibility(causal, offset, window, starts, lengths)

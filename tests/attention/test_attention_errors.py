@@ -49,6 +49,7 @@ CASES = {
     "device": lambda: grouped(key=KEY.to("meta")),
     "offset": lambda: grouped(offset=3),
     "starts": lambda: grouped(starts=torch.zeros(2)),
+    "lengths": lambda: grouped(lengths=torch.zeros(3, dtype=torch.int64)),
     "rotary queries": lambda: latent(rope=(2, 4, 2, 2)),
     "absorb": lambda: absorb(nn.Linear(2, 2)),
     "odd dims": lambda: rotary_frequencies(5),

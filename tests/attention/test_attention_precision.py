@@ -34,16 +34,17 @@ FEW = settings(max_examples=25, deadline=None, derandomize=True)
 @st.composite
 def cases(draw, batch: int, queries: int, keys: int) -> Case:
     # some sequences see nothing
-    starts = draw(st.sampled_from([None, torch.randint(keys + 1, (batch,))]))
+    slots = st.sampled_from([None, torch.randint(keys + 1, (batch,))])
+    padding = {"starts": draw(slots), "lengths": draw(slots)}
     if keys < queries:
-        return Case(causal=False, starts=starts)
+        return Case(causal=False, **padding)
     offset = draw(st.none() | st.integers(0, keys - queries))
     window = draw(st.none() | st.integers(1, keys + 2))
     return Case(
         causal=window is not None or draw(st.booleans()),
         offset=offset,
         window=window,
-        starts=starts,
+        **padding,
     )
 
 

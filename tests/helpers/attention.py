@@ -35,6 +35,7 @@ class Case:
     offset: int | None = None
     window: int | None = None
     starts: Tensor | None = None
+    lengths: Tensor | None = None
 
     def offset_of(self, queries: int, keys: int) -> int:
         if self.offset is not None:
@@ -52,12 +53,15 @@ class Case:
             seen = seen & (position - key < self.window)
         if self.starts is not None:
             seen = seen & (key >= self.starts[:, None, None])
+        if self.lengths is not None:
+            seen = seen & (key < self.lengths[:, None, None])
         return seen[:, None]
 
     def masks(self, row: int, queries: int, keys: int) -> reference.Masks:
         """The reference's masks for one sequence of the batch."""
         start = 0 if self.starts is None else int(self.starts[row])
-        return reference.Masks(self.causal, self.offset_of(queries, keys), self.window, start, None)
+        end = None if self.lengths is None else int(self.lengths[row])
+        return reference.Masks(self.causal, self.offset_of(queries, keys), self.window, start, end)
 
 
 def naive(
