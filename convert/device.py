@@ -51,7 +51,9 @@ def compute_dtype(checkpoint: Checkpoint, device: torch.device, name: str = "aut
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype of most of the checkpoint's bytes; float32 if none of them is F32, BF16 or F16."""
-    stored = {dtype: size for dtype, size in checkpoint.float_bytes().items() if dtype in _COMPUTED}
+    stored = {
+        dtype: size for dtype, size in checkpoint.count_float_bytes().items() if dtype in _COMPUTED
+    }
     return TORCH_DTYPES[max(stored, key=stored.__getitem__)] if stored else torch.float32
 
 

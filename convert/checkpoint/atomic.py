@@ -31,7 +31,7 @@ _AT_FDCWD = -100
 _EXCHANGE = 2
 
 
-def check_output(
+def check_output_path(
     out: str | os.PathLike[str],
     *,
     overwrite: bool | None = False,
@@ -106,7 +106,7 @@ def _check_replaceable(target: Path, overwrite: bool | None) -> None:
 
 
 @contextmanager
-def output_folder(
+def open_output_folder(
     out: str | os.PathLike[str],
     *,
     overwrite: bool = False,
@@ -121,11 +121,11 @@ def output_folder(
     intact until the two are exchanged. Folders that killed runs left behind for this OUT are
     removed, except the newest one that ``resume(folder)`` accepts: it is yielded instead of a new
     one. If the block raises, the folder is kept for a later run if ``resume`` accepts it; with
-    ``fresh``, earlier ones are removed in any case. Raises InputError as ``check_output`` does, and
+    ``fresh``, earlier ones are removed in any case. Raises InputError as ``check_output_path`` does, and
     if another process is writing OUT.
     """
-    target = check_output(out, overwrite=overwrite, model=model)
-    with DeferredSignals() as signals, output_lock(target) as locked:
+    target = check_output_path(out, overwrite=overwrite, model=model)
+    with DeferredSignals() as signals, lock_output(target) as locked:
         pattern = re.compile(re.escape(f".{target.name}.kvfold") + _TOKEN.pattern)
         # without locks, the folder of a run at work could not be told from that of a killed one
         stale = [
@@ -135,11 +135,11 @@ def output_folder(
         ]
         stale.sort(key=lambda path: path.lstat().st_mtime, reverse=True)
         for path in stale:
-            _complete_replacement(path, target)
+            _finish_replacement(path, target)
         # once more: OUT may have appeared while nobody held the lock, or just now, back from a
         # replacement cut short
-        check_output(out, overwrite=overwrite, model=model)
-        folder = _work_folder(target, stale, None if fresh else resume)
+        check_output_path(out, overwrite=overwrite, model=model)
+        folder = _choose_work_folder(target, stale, None if fresh else resume)
         try:
             signals.deliver()
             yield folder
@@ -150,11 +150,11 @@ def output_folder(
                     sync_path(Path(current, file))
                 sync_path(Path(current))
             signals.deferred = True  # from here on OUT's old and new folder may have changed places
-            _publish(folder, target, overwrite)
+            _move_to_target(folder, target, overwrite)
             resume = None
         finally:
             signals.deferred = True
-            _complete_replacement(folder.with_name(folder.name + _ASIDE), target)
+            _finish_replacement(folder.with_name(folder.name + _ASIDE), target)
             if resume is None or not resume(folder):
                 # OUT's predecessor after an exchange
                 shutil.rmtree(folder, ignore_errors=True)
@@ -176,7 +176,7 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
 
 
 @contextmanager
-def output_lock(target: Path) -> Iterator[bool]:
+def lock_output(target: Path) -> Iterator[bool]:
     """Create the folders above ``target``, which are removed if they stay empty, and lock it for
     the block; yields False if the file system lacks locks. InputError if another run has it.
     """
@@ -190,7 +190,7 @@ def output_lock(target: Path) -> Iterator[bool]:
             # a new name survives a power cut once the folder that holds it is synced, not before
             for parent in missing:
                 sync_path(parent.parent)
-            handle = _open_locked(path)
+            handle = _open_lock_file(path)
         except BlockingIOError:
             raise InputError(
                 f"{target} is being written by another run; wait until it ends"
@@ -213,7 +213,7 @@ def output_lock(target: Path) -> Iterator[bool]:
                     parent.rmdir()
 
 
-def _open_locked(path: Path) -> int | None:
+def _open_lock_file(path: Path) -> int | None:
     """Open and lock the file ``path``. Returns its descriptor, or None if the file system does not
     support locks; BlockingIOError if another process has it.
     """
@@ -233,7 +233,9 @@ def _open_locked(path: Path) -> int | None:
         os.close(handle)
 
 
-def _work_folder(target: Path, stale: list[Path], resume: Callable[[Path], bool] | None) -> Path:
+def _choose_work_folder(
+    target: Path, stale: list[Path], resume: Callable[[Path], bool] | None
+) -> Path:
     """Return the first ``stale`` folder that ``resume`` accepts, or else a new one; remove the
     other stale folders.
     """
@@ -249,7 +251,7 @@ def _work_folder(target: Path, stale: list[Path], resume: Callable[[Path], bool]
     return chosen
 
 
-def _complete_replacement(path: Path, target: Path) -> None:
+def _finish_replacement(path: Path, target: Path) -> None:
     """Finish an interrupted replacement: move the old OUT at ``path`` back if ``target`` is
     missing, else delete it.
     """
@@ -260,12 +262,12 @@ def _complete_replacement(path: Path, target: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _publish(folder: Path, target: Path, overwrite: bool) -> None:
+def _move_to_target(folder: Path, target: Path, overwrite: bool) -> None:
     """Move the finished ``folder`` to ``target`` and sync the parent folder."""
     if overwrite and os.path.lexists(target):
         _check_replaceable(target, overwrite)  # another program may have put something there
         # Without an atomic exchange, a run that finds the old OUT aside but no OUT moves it back.
-        if not _exchange(folder, target):
+        if not _exchange_folders(folder, target):
             os.rename(target, folder.with_name(folder.name + _ASIDE))
             sync_path(target.parent)
             os.rename(folder, target)
@@ -281,7 +283,7 @@ def _publish(folder: Path, target: Path, overwrite: bool) -> None:
     sync_path(target.parent)
 
 
-def _exchange(source: Path, target: Path) -> bool:
+def _exchange_folders(source: Path, target: Path) -> bool:
     """Exchange two folders with Linux's renameat2. Returns False if the C library, kernel or file
     system lacks it.
     """
@@ -310,7 +312,7 @@ def open_file(path: Path, flags: int) -> Iterator[int]:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def write_all(file: int, data: memoryview, position: int) -> None:
+def write_bytes_at(file: int, data: memoryview, position: int) -> None:
     """Write all of ``data`` at ``position`` in an open file."""
     while data:
         # A call takes at most 2 GiB. It may write less than it was given, and only the next one
@@ -320,15 +322,15 @@ def write_all(file: int, data: memoryview, position: int) -> None:
         position += count
 
 
-def write_file(path: Path, content: bytes | str) -> None:
+def write_small_file(path: Path, content: bytes | str) -> None:
     """Write a small file; text is encoded as UTF-8."""
     data = content.encode() if isinstance(content, str) else content
     with open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
-        write_all(file, memoryview(data), 0)
+        write_bytes_at(file, memoryview(data), 0)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """Yield ``path`` with ".new" appended: the file that the block writes there replaces ``path``
     when the block ends.
 

@@ -9,15 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvfold.convert.checkpoint.headers import header_end
+from kvfold.convert.checkpoint.headers import read_header_end
 from kvfold.convert.checkpoint.members import (
     RECORD,
-    file_states,
+    get_file_states,
     list_files,
-    parse_json,
-    read_member,
-    read_steps,
-    resolve_member,
+    parse_json_object,
+    read_checkpoint_file,
+    read_in_steps,
+    resolve_checkpoint_file,
 )
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.errors import InputError, shorten
@@ -30,12 +30,12 @@ def hash_file(path: Path, start: int = 0, end: int | None = None) -> str:
     that.
     """
     digest = hashlib.sha256()
-    for step in read_steps(path, start, path.stat().st_size if end is None else end):
+    for step in read_in_steps(path, start, path.stat().st_size if end is None else end):
         digest.update(step)
     return digest.hexdigest()
 
 
-def stamps(paths: Iterable[Path]) -> list[list[Any]]:
+def fingerprint_files(paths: Iterable[Path]) -> list[list[Any]]:
     """Path, size, and SHA-256 of each existing file, as JSON values, to tell whether it changed
     since.
 
@@ -46,7 +46,7 @@ def stamps(paths: Iterable[Path]) -> list[list[Any]]:
     # discarded for that.
     return [
         [str(path), size, hash_file(path) if size <= _HASHED and path.is_file() else time]
-        for path, (_, _, size, time) in file_states(paths).items()
+        for path, (_, _, size, time) in get_file_states(paths).items()
     ]
 
 
@@ -56,11 +56,13 @@ def add_hashes(record: dict[str, Any], folder: Path, known: Mapping[str, str]) -
     """
     checkpoint = open_checkpoint(folder)
     checkpoint.digests.update(known)
-    checkpoint.model_digest()
+    checkpoint.compute_model_digest()
     tensors = record.setdefault("tensors", {})
     for name, digest in checkpoint.digests.items():
         tensors.setdefault(name, {})["sha256"] = digest
-    record["files"] = {name: _hash_member(folder / name) for name in _list_hashed(folder)}
+    record["files"] = {
+        name: _hash_checkpoint_file(folder / name) for name in _list_hashed_files(folder)
+    }
 
 
 def read_hashes(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
@@ -69,7 +71,7 @@ def read_hashes(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """
     if not os.path.lexists(folder / RECORD):
         return {}, {}
-    record = parse_json(folder / RECORD, read_member(folder, RECORD))
+    record = parse_json_object(folder / RECORD, read_checkpoint_file(folder, RECORD))
     with suppress(AttributeError):  # no objects
         tensors = record.get("tensors", {})
         hashes = {name: str(entry.get("sha256")) for name, entry in tensors.items()}
@@ -86,11 +88,11 @@ def find_changed_files(folder: Path, files: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for every file of ``folder`` that is missing, changed or new compared to
     ``files`` of its record. Of weight files, only the headers are compared.
     """
-    for name in sorted(set(_list_hashed(folder)) - files.keys()):
+    for name in sorted(set(_list_hashed_files(folder)) - files.keys()):
         yield f"{name}: kvfold did not write this file"
     for name, digest in files.items():
         try:
-            now = _hash_member(resolve_member(folder, name, RECORD))
+            now = _hash_checkpoint_file(resolve_checkpoint_file(folder, name, RECORD))
         except InputError as error:
             yield error.message
         else:
@@ -113,16 +115,16 @@ def find_changed_tensors(checkpoint: Checkpoint, hashes: Mapping[str, str]) -> I
             )
 
 
-def _hash_member(path: Path) -> str:
+def _hash_checkpoint_file(path: Path) -> str:
     """The SHA-256 of a file; of a safetensors file, of its header, since the tensors have their
     own.
     """
     end = path.stat().st_size
     if path.suffix == ".safetensors":
-        end = min(header_end(path), end)
+        end = min(read_header_end(path), end)
     return hash_file(path, 0, end)
 
 
-def _list_hashed(folder: Path) -> list[str]:
+def _list_hashed_files(folder: Path) -> list[str]:
     """The files below ``folder``, except the record and top-level hidden ones (``.git``)."""
     return [name for name in list_files(folder) if name != RECORD and not name.startswith(".")]

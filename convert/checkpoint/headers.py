@@ -45,7 +45,7 @@ class TensorInfo:
         return self.end - self.start
 
 
-def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+def count_tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """The size of a tensor in bytes; for sub-byte dtypes, it is rounded up to whole bytes."""
     bits: int = DTYPES[dtype]["bits"]
     return -(-math.prod(shape) * bits // 8)
@@ -59,7 +59,7 @@ def read_header(path: Path, file: str) -> list[TensorInfo]:
         # The library checks lengths and types, that each tensor has the bytes of its dtype and
         # shape, and that together they fill the file.
         with safe_open(path, framework="numpy"):
-            base = header_end(path)
+            base = read_header_end(path)
         entries = json.loads(read_bytes(path, base)[_LENGTH_BYTES:])
         entries.pop("__metadata__", None)
         tensors = []
@@ -77,6 +77,6 @@ def read_header(path: Path, file: str) -> list[TensorInfo]:
     return sorted(tensors, key=lambda tensor: (tensor.start, tensor.end))
 
 
-def header_end(path: Path) -> int:
+def read_header_end(path: Path) -> int:
     """The position of a safetensors file's first tensor, according to its first bytes."""
     return _LENGTH_BYTES + int.from_bytes(read_bytes(path, _LENGTH_BYTES), "little")

@@ -18,7 +18,7 @@ from kvfold.convert.checkpoint.members import (
     LEGACY_SINGLE,
     RECORD,
     SINGLE,
-    resolve_member,
+    resolve_checkpoint_file,
 )
 from kvfold.convert.errors import InputError, shorten, summarize_error
 
@@ -39,7 +39,7 @@ _HUB_ADVICE = {
 }
 
 
-def download(model: str) -> Path:
+def download_model(model: str) -> Path:
     """Download what is missing from the hub cache and return the snapshot's folder, which is named
     after its commit. Raises InputError if that fails.
     """
@@ -49,7 +49,7 @@ def download(model: str) -> Path:
     return folder
 
 
-def fetch_headers(model: str) -> tuple[Path, list[TensorInfo]] | None:
+def fetch_tensor_headers(model: str) -> tuple[Path, list[TensorInfo]] | None:
     """The tensors of a model on the hub, whose headers are fetched with range requests, and the
     local folder with its config and chat template; None if it has no safetensors files.
 
@@ -60,7 +60,7 @@ def fetch_headers(model: str) -> tuple[Path, list[TensorInfo]] | None:
 
     folder = _download_files(model, [CONFIG, *CHAT_FILES])
     tensors = []
-    with _translate_errors(model):
+    with _translate_hub_errors(model):
         try:
             # by commit: all are of one version even if the branch moves on meanwhile
             found = get_safetensors_metadata(model.partition("@")[0], revision=folder.name)
@@ -82,28 +82,28 @@ def _download_files(model: str, patterns: list[str]) -> Path:
     import huggingface_hub
 
     name, _, revision = model.partition("@")
-    with _translate_errors(model):
+    with _translate_hub_errors(model):
         folder = huggingface_hub.snapshot_download(
             name, revision=revision or None, allow_patterns=patterns
         )
     return Path(folder).resolve()
 
 
-def upload(folder: Path, names: Iterable[str], repository: str, private: bool = False) -> str:
+def upload_files(folder: Path, names: Iterable[str], repository: str, private: bool = False) -> str:
     """Upload the files ``names`` of ``folder`` to a model repository, which is created; returns the
     URL of the commit.
 
     Uses huggingface_hub's own upload, with the token of ``hf auth login`` or HF_TOKEN. Raises
     InputError if it fails, and if a name or a link leaves the folder.
     """
-    paths = {name: resolve_member(folder, name, RECORD) for name in sorted(names)}
+    paths = {name: resolve_checkpoint_file(folder, name, RECORD) for name in sorted(names)}
     import huggingface_hub
 
     files = [huggingface_hub.CommitOperationAdd(name, str(path)) for name, path in paths.items()]
     advice = (
         "check the name (owner/name), and log in with `hf auth login` and a token that may write"
     )
-    with _translate_errors(repository, advice):
+    with _translate_hub_errors(repository, advice):
         huggingface_hub.create_repo(repository, private=private, exist_ok=True)
         commit = huggingface_hub.create_commit(
             repository, files, commit_message="Converted by kvfold"
@@ -112,7 +112,9 @@ def upload(folder: Path, names: Iterable[str], repository: str, private: bool = 
 
 
 @contextmanager
-def _translate_errors(model: str, advice: str = "check the path or the hub id") -> Iterator[None]:
+def _translate_hub_errors(
+    model: str, advice: str = "check the path or the hub id"
+) -> Iterator[None]:
     """Turn any failure of a request to the hub in the block into an InputError."""
     from huggingface_hub.utils import disable_progress_bars
 

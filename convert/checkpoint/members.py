@@ -1,7 +1,7 @@
 """The files of a checkpoint's folder: which they are, and how they are read safely.
 
-A checkpoint may come from a stranger: every file is read by `read_member` or from the path that
-`resolve_member` returns, so that no link or name leads out of the folder.
+A checkpoint may come from a stranger: every file is read by `read_checkpoint_file` or from the path that
+`resolve_checkpoint_file` returns, so that no link or name leads out of the folder.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 # Safe reading
 
 
-def read_into(buffer: memoryview, path: Path, start: int) -> None:
+def read_into_buffer(buffer: memoryview, path: Path, start: int) -> None:
     """Fill ``buffer`` with the bytes of a regular file from ``start``. InputError if it is none, is
     too short or cannot be read.
     """
@@ -79,26 +79,26 @@ def read_into(buffer: memoryview, path: Path, start: int) -> None:
         raise InputError(f"{path} cannot be read ({error.strerror}); {way_out}") from None
 
 
-def read_steps(path: Path, start: int, end: int) -> Iterator[memoryview]:
+def read_in_steps(path: Path, start: int, end: int) -> Iterator[memoryview]:
     """Yield the bytes ``start`` to ``end`` of a file in order, at most ``STEP`` at once, each in
-    the memory of the one before. InputError as in ``read_into``.
+    the memory of the one before. InputError as in ``read_into_buffer``.
     """
     buffer = memoryview(bytearray(min(STEP, end - start)))
     for position in range(start, end, STEP):
         step = buffer[: end - position]
-        read_into(step, path, position)
+        read_into_buffer(step, path, position)
         yield step
 
 
 def read_bytes(path: Path, length: int | None = None) -> bytes:
-    """Read a file, or its first ``length`` bytes. InputError as in ``read_into``."""
+    """Read a file, or its first ``length`` bytes. InputError as in ``read_into_buffer``."""
     size = path.stat().st_size
     data = bytearray(size if length is None else min(length, size))
-    read_into(memoryview(data), path, 0)
+    read_into_buffer(memoryview(data), path, 0)
     return bytes(data)
 
 
-def resolve_member(folder: Path, name: str, named_by: str = "the checkpoint") -> Path:
+def resolve_checkpoint_file(folder: Path, name: str, named_by: str = "the checkpoint") -> Path:
     """The real path of the file ``name`` of the checkpoint in ``folder``; errors mention
     ``named_by``.
 
@@ -130,11 +130,11 @@ def resolve_member(folder: Path, name: str, named_by: str = "the checkpoint") ->
     return path
 
 
-def read_member(folder: Path, name: str) -> bytes:
+def read_checkpoint_file(folder: Path, name: str) -> bytes:
     """The content of a checkpoint's file without weights: every such file is read by this function.
-    InputError as in ``resolve_member``, and if the file has more than 64 MiB.
+    InputError as in ``resolve_checkpoint_file``, and if the file has more than 64 MiB.
     """
-    path = resolve_member(folder, name)
+    path = resolve_checkpoint_file(folder, name)
     if (size := path.stat().st_size) > _LARGEST_FILE:
         raise InputError(
             f"{folder / name} has {format_bytes(size)}, but at most {format_bytes(_LARGEST_FILE)}"
@@ -146,7 +146,7 @@ def read_member(folder: Path, name: str) -> bytes:
 # JSON, config.json and kvfold.json
 
 
-def load_json(data: bytes) -> Any:
+def parse_json_value(data: bytes) -> Any:
     """Parse bytes as JSON in UTF-8 with valid Unicode strings. Raises ValueError or RecursionError
     with the reason.
     """
@@ -158,12 +158,12 @@ def load_json(data: bytes) -> Any:
     return value
 
 
-def parse_json(path: Path, data: bytes) -> dict[str, Any]:
+def parse_json_object(path: Path, data: bytes) -> dict[str, Any]:
     """Parse the bytes of the file ``path`` as a JSON object. Raises InputError with the file's name
     if they are not.
     """
     try:
-        value = load_json(data)
+        value = parse_json_value(data)
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"{path}: not valid JSON: {summarize_error(error)}; fix the file or download it again"
@@ -184,8 +184,8 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
             f"{folder}: a checkpoint needs a {CONFIG}; use the folder that contains it (a LoRA"
             " adapter or a GGUF file must be converted first, as docs/questions.md shows)"
         )
-    data = read_member(folder, CONFIG)
-    config = parse_json(path, data)
+    data = read_checkpoint_file(folder, CONFIG)
+    config = parse_json_object(path, data)
     tables = [config]
     for table in tables:
         tables += [value for value in table.values() if isinstance(value, dict)]  # of wrappers
@@ -198,21 +198,21 @@ def read_config(folder: Path) -> tuple[dict[str, Any], str]:
     return config, hashlib.sha256(data).hexdigest()
 
 
-def dump(value: Mapping[str, Any]) -> str:
+def format_json(value: Mapping[str, Any]) -> str:
     """``value`` as JSON in the style of transformers' configs: two-space indentation, unsorted, a
     final newline.
     """
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
-def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def set_config_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """A copy of ``config`` with ``dtype`` under its dtype keys ("dtype" if it has none), in nested
     configs too.
     """
     changed = dict(config)
     for name, value in config.items():
         if isinstance(value, Mapping) and any(key in value for key in _DTYPE_KEYS):
-            changed[name] = with_dtype(value, dtype)
+            changed[name] = set_config_dtype(value, dtype)
     # older and newer readers know one key each: both stay where both are
     for key in [key for key in _DTYPE_KEYS if key in config] or ["dtype"]:
         changed[key] = dtype
@@ -230,7 +230,7 @@ def list_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in files)
 
 
-def extra_names(folder: Path) -> list[str]:
+def list_extra_files(folder: Path) -> list[str]:
     """The sorted names of the files of ``folder`` that an output needs besides the weights, such as
     tokenizers, chat templates and licenses.
     """
@@ -242,7 +242,7 @@ def extra_names(folder: Path) -> list[str]:
     )
 
 
-def weight_file(names: Collection[str], where: object) -> str:
+def find_weight_file(names: Collection[str], where: object) -> str:
     """The file among ``names`` that contains or indexes the weights, in transformers' order of
     preference.
     """
@@ -257,14 +257,14 @@ def weight_file(names: Collection[str], where: object) -> str:
     )
 
 
-def portable_name(path: Path) -> str:
+def decode_file_name(path: Path) -> str:
     """The last component of a path, for records. Each byte that is not UTF-8 becomes a replacement
     character.
     """
     return os.fsencode(path.name).decode("utf-8", "replace")
 
 
-def file_states(paths: Iterable[Path]) -> dict[Path, tuple[int, int, int, int]]:
+def get_file_states(paths: Iterable[Path]) -> dict[Path, tuple[int, int, int, int]]:
     """Map each existing file to its device, inode, size and modification time. Call this before
     reading the files.
     """

@@ -24,23 +24,23 @@ from kvfold.convert.checkpoint.members import (
     DEQUANTIZE,
     LEGACY,
     STEP,
-    extra_names,
-    file_states,
-    parse_json,
-    portable_name,
+    decode_file_name,
+    find_weight_file,
+    get_file_states,
+    list_extra_files,
+    parse_json_object,
     read_bytes,
+    read_checkpoint_file,
     read_config,
-    read_member,
-    read_steps,
-    resolve_member,
-    weight_file,
+    read_in_steps,
+    resolve_checkpoint_file,
 )
 from kvfold.convert.errors import InputError, shorten
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "TensorInfo", "check_opens", "open_checkpoint", "open_headers"]
+__all__ = ["Checkpoint", "TensorInfo", "check_models_open", "open_checkpoint", "open_headers_only"]
 
 # The beginning of the text file that Git has in place of a large one
 _LFS_POINTER = b"version https://git-lfs"
@@ -81,15 +81,17 @@ class Checkpoint:
         return self.origin.partition("@")[0] if "/" in self.origin else None
 
     @property
-    def chats(self) -> bool:
+    def has_chat_template(self) -> bool:
         """True if the tokenizer has a chat template, which is in one of two files."""
         settings, template = CHAT_FILES
         with suppress(InputError):
-            if parse_json(Path(settings), read_member(self.folder, settings)).get("chat_template"):
+            if parse_json_object(Path(settings), read_checkpoint_file(self.folder, settings)).get(
+                "chat_template"
+            ):
                 return True
         return (self.folder / template).is_file()
 
-    def float_bytes(self) -> Counter[str]:
+    def count_float_bytes(self) -> Counter[str]:
         """The bytes of floating-point tensors by dtype."""
         sizes: Counter[str] = Counter()
         for info in self.tensors.values():
@@ -97,56 +99,62 @@ class Checkpoint:
                 sizes[info.dtype] += info.nbytes
         return sizes
 
-    def read(self, name: str) -> "torch.Tensor":
+    def read_tensor(self, name: str) -> "torch.Tensor":
         """Read a tensor in its stored dtype into CPU memory of its own."""
         import torch
 
         shape = self.tensors[name].shape
-        (whole,) = self.read_chunks(name)
+        (whole,) = self.read_tensor_chunks(name)
         if self.legacy:  # a view of the mapped file
             whole = whole.clone(memory_format=torch.contiguous_format)
         return whole.reshape(shape)
 
-    def read_chunks(self, name: str, elements: int | None = None) -> "Iterator[torch.Tensor]":
+    def read_tensor_chunks(
+        self, name: str, elements: int | None = None
+    ) -> "Iterator[torch.Tensor]":
         """Yield a tensor's elements in order, as flat CPU tensors of at most ``elements`` each, to
         limit memory use; all at once without ``elements``.
         """
         import torch
 
-        from kvfold.convert.checkpoint.tensors import load_state, read_chunks, tensor_memory
+        from kvfold.convert.checkpoint.tensors import (
+            load_pickled_state,
+            read_tensor_chunks,
+            view_as_bytes,
+        )
 
         info = self.tensors[name]
         path = self.paths[info.file]
         if self.legacy:
             if path not in self._loaded:
                 self._loaded.clear()
-                self._loaded[path] = load_state(path)
+                self._loaded[path] = load_pickled_state(path)
             flat = self._loaded[path][name].detach().reshape(-1)
             chunks = iter(torch.split(flat, elements or max(1, len(flat))))
         else:
-            chunks = read_chunks(path, info, elements)
+            chunks = read_tensor_chunks(path, info, elements)
         digest = None if name in self.digests else hashlib.sha256()
         for chunk in chunks:
             if digest is not None:
-                digest.update(tensor_memory(chunk))
+                digest.update(view_as_bytes(chunk))
             yield chunk
         if digest is not None:
             self.digests[name] = digest.hexdigest()
 
-    def read_as(self, name: str, dtype: str) -> Iterator[memoryview]:
+    def read_bytes_as(self, name: str, dtype: str) -> Iterator[memoryview]:
         """Yield a tensor's bytes in order, cast to the safetensors ``dtype`` if it has another, in
         steps that are each in the memory of the one before.
         """
         info = self.tensors[name]
         if dtype == info.dtype and not self.legacy:
-            yield from read_steps(self.paths[info.file], info.start, info.end)
+            yield from read_in_steps(self.paths[info.file], info.start, info.end)
             return
-        from kvfold.convert.checkpoint.tensors import TORCH_DTYPES, cast_chunk, tensor_memory
+        from kvfold.convert.checkpoint.tensors import TORCH_DTYPES, cast_floats, view_as_bytes
 
-        for chunk in self.read_chunks(name, STEP // 4):
-            yield tensor_memory(cast_chunk(chunk, TORCH_DTYPES[dtype], name))
+        for chunk in self.read_tensor_chunks(name, STEP // 4):
+            yield view_as_bytes(cast_floats(chunk, TORCH_DTYPES[dtype], name))
 
-    def model_digest(self) -> str:
+    def compute_model_digest(self) -> str:
         """The SHA-256 of config.json and of every tensor's name, dtype, shape and bytes, however
         they are divided into files.
 
@@ -155,7 +163,7 @@ class Checkpoint:
         lines = [f"{self.config_hash} {CONFIG}\n"]
         for name, info in sorted(self.tensors.items()):
             if name not in self.digests:
-                for _ in self.read_chunks(name, STEP):
+                for _ in self.read_tensor_chunks(name, STEP):
                     pass
             lines.append(f"{self.digests[name]} {info.dtype} {list(info.shape)} {name}\n")
         return hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -164,7 +172,7 @@ class Checkpoint:
         """Raise InputError if a file has changed since the checkpoint was opened. Call this before
         publishing.
         """
-        after = file_states(self.states)
+        after = get_file_states(self.states)
         changed = [path.name for path, state in self.states.items() if after.get(path) != state]
         if changed:
             raise InputError(
@@ -184,14 +192,14 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     Raises one InputError with all problems: no such folder or id, a missing or invalid config.json,
     truncated or inconsistent files, links that leave the folder, quantized weights.
     """
-    folder = _local_folder(model)
+    folder = _resolve_local_folder(model)
     if folder is not None:
-        return _open_folder(folder, portable_name(folder))
-    folder = hub.download(str(model))
-    return _open_folder(folder, _hub_origin(model, folder))
+        return _open_folder(folder, decode_file_name(folder))
+    folder = hub.download_model(str(model))
+    return _open_folder(folder, _format_hub_origin(model, folder))
 
 
-def check_opens(*models: str) -> None:
+def check_models_open(*models: str) -> None:
     """Raise the errors of ``open_checkpoint`` for all ``models``, so that typos are found before
     torch is imported.
     """
@@ -199,7 +207,7 @@ def check_opens(*models: str) -> None:
         open_checkpoint(model).close()
 
 
-def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
+def open_headers_only(model: str | os.PathLike[str]) -> Checkpoint:
     """Like ``open_checkpoint``, but of a hub id, fetch only config, index, chat template and
     headers: no tensors.
 
@@ -208,21 +216,21 @@ def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
     """
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE or _local_folder(model) is not None:
+    if constants.HF_HUB_OFFLINE or _resolve_local_folder(model) is not None:
         return open_checkpoint(model)
-    fetched = hub.fetch_headers(str(model))
+    fetched = hub.fetch_tensor_headers(str(model))
     if fetched is None:
         return open_checkpoint(model)
     folder, tensors = fetched
     config, digest = read_config(folder)
     infos = {info.name: info for info in tensors}
     # no states: a commit on the hub does not change
-    checkpoint = Checkpoint(folder, config, infos, _hub_origin(model, folder), digest)
+    checkpoint = Checkpoint(folder, config, infos, _format_hub_origin(model, folder), digest)
     _refuse_quantized(checkpoint)
     return checkpoint
 
 
-def _local_folder(model: str | os.PathLike[str]) -> Path | None:
+def _resolve_local_folder(model: str | os.PathLike[str]) -> Path | None:
     """The real path of a folder, or None for a hub id."""
     folder = Path(model)
     try:
@@ -240,36 +248,36 @@ def _local_folder(model: str | os.PathLike[str]) -> Path | None:
     return folder.resolve()
 
 
-def _hub_origin(model: str | os.PathLike[str], snapshot: Path) -> str:
+def _format_hub_origin(model: str | os.PathLike[str], snapshot: Path) -> str:
     """The id of a hub model with the commit, after which the folder ``snapshot`` is named."""
     return f"{str(model).partition('@')[0]}@{snapshot.name}"
 
 
 def _open_folder(folder: Path, origin: str) -> Checkpoint:
     names = os.listdir(folder)
-    extra = extra_names(folder)
+    extra = list_extra_files(folder)
     # states are taken before anything is read: a change in between must not go unseen
-    states = file_states(folder / name for name in (CONFIG, *extra))
+    states = get_file_states(folder / name for name in (CONFIG, *extra))
     config, digest = read_config(folder)
-    entry = weight_file(names, folder)
-    states |= file_states([folder / entry])
+    entry = find_weight_file(names, folder)
+    states |= get_file_states([folder / entry])
     problems: list[str] = []
     # a tokenizer that cannot be copied is told now, not after hours of converting
     for name in (*extra, *({CARD} & {*names})):
         with _collect_problems(problems):
-            read_member(folder, name)
+            read_checkpoint_file(folder, name)
     read = read_header
     if entry in LEGACY:
         from kvfold.convert.checkpoint.tensors import read_legacy_header
 
         read = read_legacy_header
-    weight_map = _read_index(folder, entry)
+    weight_map = _read_weight_map(folder, entry)
     paths = {}
     tensors: dict[str, TensorInfo] = {}
     for file in sorted(set(weight_map.values())) or [entry]:
         with _collect_problems(problems):
-            path = paths[file] = resolve_member(folder, file, entry)
-            states |= file_states([path])
+            path = paths[file] = resolve_checkpoint_file(folder, file, entry)
+            states |= get_file_states([path])
             if read_bytes(path, len(_LFS_POINTER)) == _LFS_POINTER:
                 raise InputError(
                     f"{file}: a Git LFS pointer, not the file itself; fetch it with `git lfs pull`"
@@ -298,13 +306,15 @@ def _collect_problems(problems: list[str]) -> Iterator[None]:
         problems += [error.message, *error.details]
 
 
-def _read_index(folder: Path, entry: str) -> dict[str, str]:
+def _read_weight_map(folder: Path, entry: str) -> dict[str, str]:
     """The ``weight_map`` of the index ``entry``: file names by tensor name. Empty if ``entry`` is
     the only weight file.
     """
     if not entry.endswith(".json"):
         return {}
-    weight_map = parse_json(folder / entry, read_member(folder, entry)).get("weight_map")
+    weight_map = parse_json_object(folder / entry, read_checkpoint_file(folder, entry)).get(
+        "weight_map"
+    )
     if (
         isinstance(weight_map, dict)
         and weight_map

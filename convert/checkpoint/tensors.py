@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvfold.convert.checkpoint.headers import DTYPES, TensorInfo
-from kvfold.convert.checkpoint.members import read_bytes, read_into
+from kvfold.convert.checkpoint.members import read_bytes, read_into_buffer
 from kvfold.convert.errors import InputError, shorten, summarize_error
 
 TORCH_DTYPES = {
@@ -20,12 +20,14 @@ TORCH_DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-def tensor_memory(tensor: torch.Tensor) -> memoryview:
+def view_as_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, as a memoryview of the same memory."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def read_chunks(path: Path, info: TensorInfo, elements: int | None) -> Iterator[torch.Tensor]:
+def read_tensor_chunks(
+    path: Path, info: TensorInfo, elements: int | None
+) -> Iterator[torch.Tensor]:
     """Yield the elements of a tensor in a safetensors file, as flat tensors of at most ``elements``
     each; all at once without ``elements``.
     """
@@ -33,7 +35,7 @@ def read_chunks(path: Path, info: TensorInfo, elements: int | None) -> Iterator[
     step = info.nbytes if elements is None else elements * dtype.itemsize
     for start in range(info.start, max(info.end, info.start + 1), max(step, 1)):
         buffer = torch.empty(min(step, info.end - start), dtype=torch.uint8)
-        read_into(tensor_memory(buffer), path, start)
+        read_into_buffer(view_as_bytes(buffer), path, start)
         yield buffer.view(dtype)
 
 
@@ -58,7 +60,7 @@ def refuse_non_finite(tensor: torch.Tensor, where: str, consequence: str = "") -
         )
 
 
-def cast_chunk(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+def cast_floats(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Cast between floating dtypes. Raises InputError if a finite value becomes infinite."""
     cast = chunk.to(dtype)
     if count_non_finite(cast) and (torch.isinf(cast) & torch.isfinite(chunk)).any():
@@ -70,7 +72,7 @@ def cast_chunk(chunk: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tens
     return cast
 
 
-def load_state(path: Path) -> dict[str, torch.Tensor]:
+def load_pickled_state(path: Path) -> dict[str, torch.Tensor]:
     """Load a pickled state dict with ``weights_only=True``, mapped into memory if possible. Raises
     InputError if the file contains anything but dense tensors by name.
     """
@@ -86,7 +88,7 @@ def load_state(path: Path) -> dict[str, torch.Tensor]:
         if not isinstance(state, dict):
             raise ValueError(f"it must map names to tensors, not be a {type(state).__name__}")
         for name, tensor in state.items():
-            if not _is_plain(name, tensor):
+            if not _is_dense_tensor(name, tensor):
                 raise ValueError(f"the value of {shorten(name)} is no dense tensor with a name")
     except Exception as error:  # torch lets every kind of error of its readers through
         # torch's own text of an UnpicklingError recommends to allow the execution of code
@@ -98,7 +100,7 @@ def load_state(path: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def _is_plain(name: Any, tensor: Any) -> bool:
+def _is_dense_tensor(name: Any, tensor: Any) -> bool:
     """True if this is the name of a dense tensor of a plain dtype, whole in its file."""
     return (
         isinstance(name, str)
@@ -116,7 +118,7 @@ def read_legacy_header(path: Path, file: str) -> list[TensorInfo]:
     """The tensors of a legacy file. Raises InputError if it contains anything else."""
     tensors = []
     position = 0
-    for name, tensor in load_state(path).items():
+    for name, tensor in load_pickled_state(path).items():
         end = position + tensor.nbytes
         dtype = DTYPE_NAMES[tensor.dtype]
         tensors.append(TensorInfo(name, dtype, tuple(tensor.shape), file, position, end))

@@ -18,9 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvfold.convert.checkpoint.atomic import open_file, sync_path, write_all, write_file
+from kvfold.convert.checkpoint.atomic import open_file, sync_path, write_bytes_at, write_small_file
 from kvfold.convert.checkpoint.digests import hash_file
-from kvfold.convert.checkpoint.headers import DTYPES, tensor_bytes
+from kvfold.convert.checkpoint.headers import DTYPES, count_tensor_bytes
 from kvfold.convert.checkpoint.members import INDEX, SINGLE
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import KvfoldError
@@ -56,7 +56,7 @@ class OutputTensor:
 
     @property
     def nbytes(self) -> int:
-        return tensor_bytes(self.dtype, self.shape)
+        return count_tensor_bytes(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class TensorPlace:
+class TensorLocation:
     """The place of a tensor: bytes ``start`` .. ``end`` of ``file``."""
 
     tensor: OutputTensor
@@ -132,10 +132,10 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
     weight_map = {tensor.name: shard.file for shard in shards for tensor in shard.tensors}
     total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_file(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    write_small_file(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
-def is_laid_out(path: Path, shard: Shard) -> bool:
+def has_shard_header(path: Path, shard: Shard) -> bool:
     """True if the file at ``path`` has the size and header of ``shard``."""
     try:
         with open_file(path, os.O_RDONLY) as file:
@@ -162,12 +162,14 @@ class ShardWriter:
     ) -> None:
         self._folder = folder
         self._shards = tuple(shards)
-        self._places: dict[str, TensorPlace] = {}
+        self._locations: dict[str, TensorLocation] = {}
         for shard in self._shards:
             start = len(shard.header)
             for tensor in shard.tensors:
                 end = start + tensor.nbytes
-                self._places[tensor.name] = TensorPlace(tensor, folder / shard.file, start, end)
+                self._locations[tensor.name] = TensorLocation(
+                    tensor, folder / shard.file, start, end
+                )
                 start = end
         self.written = set(resume_written or ())
         self.digests: dict[str, str] = {}
@@ -177,7 +179,7 @@ class ShardWriter:
         for shard in self._shards if resume_written is None else ():
             with open_file(folder / shard.file, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
                 os.ftruncate(file, shard.nbytes)
-                write_all(file, memoryview(shard.header), 0)
+                write_bytes_at(file, memoryview(shard.header), 0)
 
     def write(self, tensors: Mapping[str, "torch.Tensor"]) -> int:
         """Write the computed ``tensors`` that are in this process's shards, cast as planned, and
@@ -187,9 +189,9 @@ class ShardWriter:
         """
         from kvfold.convert.checkpoint.tensors import (
             TORCH_DTYPES,
-            cast_chunk,
+            cast_floats,
             refuse_non_finite,
-            tensor_memory,
+            view_as_bytes,
         )
 
         for copy in self._copies:
@@ -197,23 +199,25 @@ class ShardWriter:
                 copy.result()
         count = 0
         for name, tensor in tensors.items():
-            if name not in self._places:
+            if name not in self._locations:
                 continue
-            place = self._places[name]
-            if tensor.shape != place.tensor.shape:
+            location = self._locations[name]
+            if tensor.shape != location.tensor.shape:
                 raise KvfoldError(
                     f"tensor {name!r} has shape {tuple(tensor.shape)}, but the plan requires"
-                    f" {place.tensor.shape}"
+                    f" {location.tensor.shape}"
                 )
-            stored = cast_chunk(tensor, TORCH_DTYPES[place.tensor.dtype], name).cpu().contiguous()
+            stored = (
+                cast_floats(tensor, TORCH_DTYPES[location.tensor.dtype], name).cpu().contiguous()
+            )
             refuse_non_finite(
                 stored,
                 f"converted tensor {name!r}",
                 ", computed from weights that are not finite or far too large",
             )
-            data = tensor_memory(stored)
-            with open_file(place.file, os.O_RDWR) as file:
-                write_all(file, data, place.start)
+            data = view_as_bytes(stored)
+            with open_file(location.file, os.O_RDWR) as file:
+                write_bytes_at(file, data, location.start)
             self.digests[name] = hashlib.sha256(data).hexdigest()
             self.written.add(name)
             count += len(data)
@@ -222,7 +226,7 @@ class ShardWriter:
         return count
 
     @contextmanager
-    def copy_rest(
+    def copy_source_tensors(
         self, checkpoint: Checkpoint, progress: Callable[[int], object]
     ) -> Iterator[None]:
         """Copy every tensor that has a source and is not written yet, in the order of the source's
@@ -234,19 +238,21 @@ class ShardWriter:
         """
         self._progress = progress
         rest = [
-            place
-            for name, place in self._places.items()
-            if name not in self.written and place.tensor.source is not None
+            location
+            for name, location in self._locations.items()
+            if name not in self.written and location.tensor.source is not None
         ]
         legacy = checkpoint.legacy
         order = {name: position for position, name in enumerate(checkpoint.tensors)}
-        rest.sort(key=lambda place: [order[name] for name in place.tensor.sources])
+        rest.sort(key=lambda location: [order[name] for name in location.tensor.sources])
         if legacy:
             yield
         # copying waits for the disk, computing for the processor: together they take little longer
         # than the slower one
         with ThreadPoolExecutor(1 if legacy else _THREADS, "kvfold-copy") as pool:
-            self._copies = [pool.submit(self._copy, place, checkpoint, progress) for place in rest]
+            self._copies = [
+                pool.submit(self._copy_tensor, location, checkpoint, progress) for location in rest
+            ]
             # the disk is at work before the last tensor is computed
             self._copies.append(pool.submit(self.sync))
             try:
@@ -259,29 +265,29 @@ class ShardWriter:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _copy(
-        self, place: TensorPlace, checkpoint: Checkpoint, progress: Callable[[int], object]
+    def _copy_tensor(
+        self, location: TensorLocation, checkpoint: Checkpoint, progress: Callable[[int], object]
     ) -> None:
-        tensor = place.tensor
+        tensor = location.tensor
         digest = hashlib.sha256()
-        position = place.start
-        with open_file(place.file, os.O_RDWR) as file:
+        position = location.start
+        with open_file(location.file, os.O_RDWR) as file:
             for name in tensor.sources:
-                for data in checkpoint.read_as(name, tensor.dtype):
+                for data in checkpoint.read_bytes_as(name, tensor.dtype):
                     if self._stopped.is_set():
                         return
-                    write_all(file, data, position)
+                    write_bytes_at(file, data, position)
                     digest.update(data)
                     position += len(data)
                     progress(len(data))
         self.digests[tensor.name] = digest.hexdigest()
         if not tensor.sources:  # the file is zero where nothing was written
-            self.digests[tensor.name] = hash_file(place.file, place.start, place.end)
+            self.digests[tensor.name] = hash_file(location.file, location.start, location.end)
             progress(tensor.nbytes)
-        elif position != place.end:
+        elif position != location.end:
             raise KvfoldError(
                 f"tensor {tensor.name!r} takes {tensor.nbytes} bytes, but its sources have"
-                f" {position - place.start}"
+                f" {position - location.start}"
             )
         elif len(tensor.sources) == 1 and checkpoint.tensors[name].dtype == tensor.dtype:
             checkpoint.digests[name] = digest.hexdigest()
@@ -296,6 +302,6 @@ class ShardWriter:
 
     def finish(self) -> None:
         """Sync all files. Raises KvfoldError with the tensors that were not written, if any."""
-        if missing := [name for name in self._places if name not in self.written]:
+        if missing := [name for name in self._locations if name not in self.written]:
             raise KvfoldError(f"{self._folder}: {len(missing)} tensors were not written", missing)
         self.sync()

@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from kvfold.convert.checkpoint.opening import check_opens
+from kvfold.convert.checkpoint.opening import check_models_open
 from kvfold.convert.console import request_options
 from kvfold.convert.request import ChatRequest
 
@@ -19,7 +19,7 @@ def chat(request: ChatRequest) -> None:
     model decodes over its latent cache (absorbed). Ctrl-D, or an empty line on a terminal, ends the
     conversation.
     """
-    check_opens(request.model, *filter(None, [request.against]))
+    check_models_open(request.model, *filter(None, [request.against]))
     from kvfold.convert.measure.chat import answer_prompts
 
     answer_prompts(request, sys.stdin)

@@ -10,7 +10,7 @@ from kvfold.attention.drift.metrics import (
     format_metrics,
     format_saving,
 )
-from kvfold.convert.checkpoint.opening import check_opens
+from kvfold.convert.checkpoint.opening import check_models_open
 from kvfold.convert.console import (
     check_files,
     json_option,
@@ -18,7 +18,7 @@ from kvfold.convert.console import (
     report_option,
     request_options,
 )
-from kvfold.convert.conversion.judgment import judge_with_doubt
+from kvfold.convert.conversion.judgment import format_verdict
 from kvfold.convert.conversion.summary import format_block
 from kvfold.convert.formatting import format_table
 from kvfold.convert.request import DriftRequest
@@ -56,7 +56,7 @@ def drift(request: DriftRequest, layers: bool, json_file: str | None, report: st
     check_sources(filter(None, [request.text]), "text")
     if not request.quiet:
         click.echo(f"reading {request.model} and {request.out}", err=True)
-    check_opens(request.model, request.out)
+    check_models_open(request.model, request.out)
     from kvfold.convert.measure.drift import drift_checkpoints
 
     measured = drift_checkpoints(request)
@@ -83,7 +83,7 @@ def summarize_drift(request: DriftRequest, report: "DriftReport", layers: bool =
         ("cache", f"{before} -> {after} bytes per token, {format_saving(before, after)}"),
         ("loss", format_metrics(report)),
         ("rounding", f"alone: KL {format_error(floor.kl)} nats" if floor else ""),
-        ("verdict", judge_with_doubt(report)),
+        ("verdict", format_verdict(report)),
     ]
     if not layers:
         return format_block(rows, ["kvfold", "drift", request.model, request.out, "--layers"])

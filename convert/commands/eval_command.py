@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvfold.convert.checkpoint.opening import check_opens
+from kvfold.convert.checkpoint.opening import check_models_open
 from kvfold.convert.console import check_files, json_option, print_result, request_options
 from kvfold.convert.formatting import format_table
 from kvfold.convert.request import EvalRequest
@@ -29,7 +29,7 @@ def evaluate(request: EvalRequest, json_file: str | None) -> None:
     check_sources(filter(None, [request.text]), "text")
     if not request.quiet:
         click.echo(f"reading {request.model}", err=True)
-    check_opens(request.model, request.out)
+    check_models_open(request.model, request.out)
     from kvfold.convert.measure.eval import eval_checkpoints
 
     evaluation = eval_checkpoints(request)

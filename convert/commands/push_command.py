@@ -25,7 +25,7 @@ def push(out: str, repo: str, private: bool) -> None:
     created if it does not exist. The token is that of `hf auth login`, or HF_TOKEN.
     """
     from kvfold.convert.checkpoint.digests import read_hashes
-    from kvfold.convert.checkpoint.hub import HUB_ID, upload
+    from kvfold.convert.checkpoint.hub import HUB_ID, upload_files
     from kvfold.convert.measure.verify import require_intact, verify_checkpoint
 
     if "@" in repo or not HUB_ID.fullmatch(repo):
@@ -39,5 +39,5 @@ def push(out: str, repo: str, private: bool) -> None:
     with Stages()(f"verifying {out}"):
         require_intact(verify_checkpoint(out))
     with Stages()(f"uploading {out}"):
-        url = upload(Path(out), [*recorded, RECORD], repo, private)
+        url = upload_files(Path(out), [*recorded, RECORD], repo, private)
     click.echo(f"uploaded {out}: {url}")

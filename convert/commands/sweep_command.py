@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvfold.convert.checkpoint.atomic import check_output
-from kvfold.convert.checkpoint.opening import check_opens
+from kvfold.convert.checkpoint.atomic import check_output_path
+from kvfold.convert.checkpoint.opening import check_models_open
 from kvfold.convert.console import (
     STDOUT,
     check_files,
@@ -59,12 +59,12 @@ def sweep(request: SweepRequest, json_file: str | None, report: str | None) -> N
     # A sweep takes long: what its last second would refuse is refused in the first.
     check_files(json_file, report)
     if request.out is not None:
-        check_output(request.out, overwrite=None, model=request.model)
+        check_output_path(request.out, overwrite=None, model=request.model)
     check_sources(request.calibration)
     parse_targets(request.targets)
     if not request.quiet:
         click.echo(f"reading {request.model}", err=True)
-    check_opens(request.model)
+    check_models_open(request.model)
     from kvfold.convert.conversion.convert import convert_checkpoint
     from kvfold.convert.measure.plots import plot_loss_by_cache
     from kvfold.convert.measure.report import write_report

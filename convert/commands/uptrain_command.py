@@ -6,8 +6,8 @@ launch --config_file convert/data/fsdp.yaml -m kvfold uptrain ...``.
 
 import click
 
-from kvfold.convert.checkpoint.atomic import check_output
-from kvfold.convert.checkpoint.opening import check_opens
+from kvfold.convert.checkpoint.atomic import check_output_path
+from kvfold.convert.checkpoint.opening import check_models_open
 from kvfold.convert.console import (
     check_files,
     json_option,
@@ -30,11 +30,11 @@ def uptrain(request: UptrainRequest, json_file: str | None) -> None:
     square of each tensor; suitable values are larger than for absolute learning rates.
     """
     check_files(json_file)
-    check_output(request.out, overwrite=request.overwrite, model=request.model)
+    check_output_path(request.out, overwrite=request.overwrite, model=request.model)
     check_sources([request.text], "text")
     if not request.quiet and launched_as_rank0():
         click.echo(f"reading {request.model}", err=True)
-    check_opens(*filter(None, [request.model, request.teacher]))
+    check_models_open(*filter(None, [request.model, request.teacher]))
     from kvfold.convert.uptrain.uptraining import summary, uptrain_checkpoint
 
     uptrained = uptrain_checkpoint(request)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvfold.attention.drift.report import dtype_name
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.atomic import replacing
+from kvfold.convert.checkpoint.atomic import replace_file
 from kvfold.convert.conversion.journal import PRECISION, SELF_TEXT
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.record import text_name
+from kvfold.convert.conversion.record import format_text_name
 from kvfold.convert.device import choose_device, training_autocast
 from kvfold.convert.errors import option_error
 from kvfold.convert.formatting import parse_number
@@ -21,7 +21,7 @@ from kvfold.convert.progress import Stages
 from kvfold.convert.request import LONG_LENGTH
 from kvfold.convert.stream.checkpoint_stream import CheckpointStream
 from kvfold.convert.stream.parameters import load_model
-from kvfold.convert.stream.stock import hide_bars
+from kvfold.convert.stream.stock import hide_progress_bars
 from kvfold.convert.text.corpus import calibration_texts
 from kvfold.convert.text.self_written import turns_of, write_sequences
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
@@ -50,7 +50,7 @@ def load_source_and_text(plan: Plan, scratch: Path, stages: Stages) -> Calibrati
     """
     request = plan.request
 
-    def load() -> CalibrationTokens:
+    def load_tokens() -> CalibrationTokens:
         tokenizer = load_tokenizer(plan.checkpoint, request.trust_remote_code, "calibration")
         further = 0
         if request.polish:
@@ -58,7 +58,7 @@ def load_source_and_text(plan: Plan, scratch: Path, stages: Stages) -> Calibrati
             steps = steps_of(request.polish, request.length)
             further = max(0, steps * batch_size(request.length) - request.samples)
         tokens = load_calibration(
-            calibration_texts(request.calibration, plan.checkpoint.chats),
+            calibration_texts(request.calibration, plan.checkpoint.has_chat_template),
             tokenizer,
             request.samples,
             request.length,
@@ -73,10 +73,10 @@ def load_source_and_text(plan: Plan, scratch: Path, stages: Stages) -> Calibrati
             check_vocabulary(sequences, plan.geometry.vocabulary, plan.checkpoint.origin)
         return tokens
 
-    tokens = processes.broadcast_from_rank0(load)
+    tokens = processes.broadcast_from_rank0(load_tokens)
     if not request.quiet:
         count, length = tokens.calibration.shape
-        text = text_name(tokens.source)
+        text = format_text_name(tokens.source)
         print(f"calibrating on {count} x {length} tokens of {text}", file=sys.stderr)
     return Calibration(open_source_stream(plan, scratch), tokens)
 
@@ -92,21 +92,25 @@ def open_source_stream(plan: Plan, scratch: Path) -> CheckpointStream:
     device = choose_device(request.device)
     saved = scratch / PRECISION
 
-    def choose() -> torch.dtype | None:
+    def choose_autocast() -> torch.dtype | None:
         if not saved.is_file():
             # Float32 weights would be rounded to less than they are stored in.
             full = request.precision == "auto" and request.dtype == "float32"
             name = "float32" if full else request.precision
             chosen = training_autocast(checkpoint, device, name) or torch.float32
-            with replacing(saved) as new:
+            with replace_file(saved) as new:
                 new.write_text(dtype_name(chosen))
         chosen = getattr(torch, saved.read_text())
         return None if chosen == torch.float32 else chosen
 
-    autocast = processes.broadcast_from_rank0(choose)
+    autocast = processes.broadcast_from_rank0(choose_autocast)
     # On a GPU too: held-out text is judged in float32.
     return CheckpointStream(
-        checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, autocast=autocast
+        checkpoint.config,
+        checkpoint.read_tensor,
+        list(checkpoint.tensors),
+        device,
+        autocast=autocast,
     )
 
 
@@ -130,12 +134,12 @@ def _write_sequences(
         return cast(Tensor, torch.load(saved, weights_only=True))
     device = choose_device(request.device)
     dtype = training_autocast(plan.checkpoint, device, request.precision) or torch.float32
-    hide_bars(request.quiet)
+    hide_progress_bars(request.quiet)
     model = load_model(plan.checkpoint, dtype, request.trust_remote_code)
     with stages("text", count * (request.length - len(turns.start)), "token") as advance:
         tokens = write_sequences(
             model.to(device).eval(), turns, count, request.length, request.seed, advance
         )
-    with replacing(saved) as new:
+    with replace_file(saved) as new:
         torch.save(tokens, new)
     return tokens

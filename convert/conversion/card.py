@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.attention.drift.metrics import position_rows
 from kvfold.convert.checkpoint.hub import HUB_ID
-from kvfold.convert.checkpoint.members import CARD, read_member
+from kvfold.convert.checkpoint.members import CARD, read_checkpoint_file
 from kvfold.convert.checkpoint.opening import Checkpoint
-from kvfold.convert.conversion.judgment import judge
+from kvfold.convert.conversion.judgment import judge_drift
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.record import text_name
-from kvfold.convert.conversion.summary import losses_by_text
+from kvfold.convert.conversion.record import format_text_name
+from kvfold.convert.conversion.summary import format_losses_by_text
 from kvfold.convert.errors import escape_text
 from kvfold.convert.families.family import WRAPPERS
 from kvfold.convert.options import collect_options, format_argv
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _CARD_SECONDS = 3.0
 
 
-def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None") -> str:
+def render_model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None") -> str:
     """Return the text of README.md for the converted checkpoint; ``record`` is the content of its
     ``kvfold.json``.
     """
@@ -44,29 +44,32 @@ def model_card(plan: Plan, record: Mapping[str, Any], drift: "DriftReport | None
         "plan": plan,
         "record": record,
         "drift": drift,
-        "front": Markup(front_matter(plan.checkpoint)),
-        "source": source_name(plan),
+        "front": Markup(format_front_matter(plan.checkpoint)),
+        "source": format_source_name(plan),
         "loader": "Mistral4ForCausalLM" if plan.result.experts else "AutoModelForCausalLM",
         "code": plan.output.code and plan.output.code.rpartition(".")[2],
         # `kvfold uptrain` trains a plain model that writes text.
         "wrapped": plan.checkpoint.config.get("model_type") in WRAPPERS,
-        "command": _reproducing_command(plan),
+        "command": _format_reproducing_command(plan),
     }
     if drift is not None:
         values |= {
             "positions": position_rows(drift),
-            "text": text_name(record["calibration"]["source"]),
-            "by_text": losses_by_text(record),
-            "verdict": judge(drift),
+            "text": format_text_name(record["calibration"]["source"]),
+            "by_text": format_losses_by_text(record),
+            "verdict": judge_drift(drift),
         }
     environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, finalize=make_safe
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=escape_markdown_value,
     )
     template = (Path(__file__).parent / "card.md.jinja").read_text(encoding="utf-8")
     return environment.from_string(template).render(values)
 
 
-def make_safe(value: object) -> object:
+def escape_markdown_value(value: object) -> object:
     """``value`` for a line of Markdown: names from files may contain line breaks, backticks, or
     codes that a terminal obeys. ``Markup`` stays as it is.
     """
@@ -75,7 +78,7 @@ def make_safe(value: object) -> object:
     return escape_text(value.replace("`", "'"))
 
 
-def front_matter(source: Checkpoint) -> str:
+def format_front_matter(source: Checkpoint) -> str:
     """Return the card's metadata as YAML: the source's license and languages, and its base model on
     the hub.
     """
@@ -86,11 +89,11 @@ def front_matter(source: Checkpoint) -> str:
     known: dict[str, Any] = {}
     # No card, or no YAML in it, whatever its parser raises, is no reason to stop a conversion.
     with suppress(Exception):
-        block = REGEX_YAML_BLOCK.search(read_member(source.folder, CARD).decode())
+        block = REGEX_YAML_BLOCK.search(read_checkpoint_file(source.folder, CARD).decode())
         with limit_resources(_CARD_SECONDS):  # YAML takes a minute for a few megabytes
             known = {} if block is None else dict(yaml.safe_load(block[2]))
 
-    def read_texts(name: str, pattern: str = "(?s).+") -> str | list[str] | None:
+    def get_strings(name: str, pattern: str = "(?s).+") -> str | list[str] | None:
         """The string or strings under ``name``; None for any other value, or if one does not match
         ``pattern``.
         """
@@ -102,25 +105,25 @@ def front_matter(source: Checkpoint) -> str:
         return value if isinstance(value, str) else texts
 
     # Trainers write the path on the machine that trained a model as its base.
-    base = source.hub_id or read_texts("base_model", HUB_ID.pattern)
+    base = source.hub_id or get_strings("base_model", HUB_ID.pattern)
     wrapped = source.config.get("model_type") in WRAPPERS
     metadata = ModelCardData(
         base_model=base,
         # The other relations of the hub are adapter, merge and quantized.
         base_model_relation="finetune" if base else None,
         # The hub accepts codes of two or three letters, and two words.
-        language=read_texts("language", "[a-z]{2,3}|code|multilingual"),
+        language=get_strings("language", "[a-z]{2,3}|code|multilingual"),
         library_name="transformers",
         pipeline_tag="image-text-to-text" if wrapped else "text-generation",
         tags=["kvfold"],
-        license=read_texts("license"),
-        license_name=read_texts("license_name"),
-        license_link=read_texts("license_link"),
+        license=get_strings("license"),
+        license_name=get_strings("license_name"),
+        license_link=get_strings("license_link"),
     )
     return str(metadata.to_yaml())
 
 
-def source_name(plan: Plan) -> str:
+def format_source_name(plan: Plan) -> str:
     """The source as a shell word for commands in the card's folder: a hub id with commit, or the
     folder next to it.
     """
@@ -128,7 +131,7 @@ def source_name(plan: Plan) -> str:
     return shlex.quote(name if plan.checkpoint.hub_id else f"../{name}")
 
 
-def _reproducing_command(plan: Plan) -> str:
+def _format_reproducing_command(plan: Plan) -> str:
     """The command that reproduces the checkpoint, with every option that affects it and differs
     from its default.
     """
@@ -140,10 +143,10 @@ def _reproducing_command(plan: Plan) -> str:
         Path(text).name if Path(with_share(text)[0]).exists() else text
         for text in plan.request.calibration
     )
-    return f"kvfold convert {source_name(plan)} {shlex.join(['converted', *format_argv(given)])}"
+    return f"kvfold convert {format_source_name(plan)} {shlex.join(['converted', *format_argv(given)])}"
 
 
-def trained_card(card: str, name: str, section: str) -> str:
+def render_trained_card(card: str, name: str, section: str) -> str:
     """Return the ``card`` of a checkpoint after uptraining: ``section`` first, then the card's
     earlier content, which describes the checkpoint before.
     """

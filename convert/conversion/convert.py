@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.atomic import check_output
-from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers
+from kvfold.convert.checkpoint.atomic import check_output_path
+from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers_only
 from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion import output
 from kvfold.convert.conversion.journal import Journal
@@ -45,10 +45,10 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     if not processes.is_rank0():
         request = replace(request, quiet=True)
         progress = None
-    check_output(request.out, overwrite=request.overwrite, model=request.model)
+    check_output_path(request.out, overwrite=request.overwrite, model=request.model)
     check_sources(request.calibration)
     if request.dry_run:
-        return _plan_only(request)
+        return _plan_dry_run(request)
     stages = Stages(progress, request.quiet)
     with stages("reading"):
         if processes.world_size() > 1:  # the first downloads it for all
@@ -57,7 +57,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     with closing(checkpoint):
         plan = make_plan(request, checkpoint)
         check_memory(plan)
-        with output.open_output(plan) as folder:
+        with output.open_run_folder(plan) as folder:
             calibration = None
             notes: dict[str, Any] = {}
             if request.calibrated:
@@ -71,7 +71,7 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
                 plan, splits = choose_slots_and_split(plan, calibration, stages)
                 notes = {"splits": splits} if splits else {}
             journal = Journal(folder, plan)
-            with output.open_writer(plan, journal, stages) as writer:
+            with output.open_shard_writer(plan, journal, stages) as writer:
                 _convert_layers(plan, calibration, journal, writer, stages)
             notes |= journal.merge_notes()
             digests: Mapping[str, str] = writer.digests
@@ -89,13 +89,13 @@ def convert_checkpoint(request: ConvertRequest, progress: Progress | None = None
     return Conversion(plan, Path(request.out), time.monotonic() - started, record, drift)
 
 
-def _plan_only(request: ConvertRequest) -> Conversion:
+def _plan_dry_run(request: ConvertRequest) -> Conversion:
     """The conversion as planned, for a dry run: headers suffice for a model on the hub, and
     config.json for a folder without weights.
     """
-    checkpoint = checkpoint_from_config(request) or open_headers(request.model)
+    checkpoint = checkpoint_from_config(request) or open_headers_only(request.model)
     with closing(checkpoint):
-        check_output(request.out, overwrite=request.overwrite, model=checkpoint.folder)
+        check_output_path(request.out, overwrite=request.overwrite, model=checkpoint.folder)
         return Conversion(make_plan(request, checkpoint))
 
 
@@ -117,9 +117,9 @@ def _convert_layers(
         indices = [index for index, names in computed if not own.isdisjoint(names)]
         for index in stages.over("convert", indices, len(indices), "layer"):
             weights = layers.fit_layer(plan, index).weights
-            writer.write(plan.output.encode(index, weights))
+            writer.write(plan.output.encode_layer(index, weights))
         return
-    finished = journal.finished
+    finished = journal.finished_count
     walk = layers.open_walk(plan, calibration, plan.request.refine, finished)
     for step in stages.over("convert", walk, plan.geometry.layers, "layer"):
         if step.index < finished:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.atomic import replacing, sync_path, write_file
-from kvfold.convert.checkpoint.digests import stamps
+from kvfold.convert.checkpoint.atomic import replace_file, sync_path, write_small_file
+from kvfold.convert.checkpoint.digests import fingerprint_files
 from kvfold.convert.checkpoint.members import CONFIG
-from kvfold.convert.checkpoint.writer import is_laid_out
+from kvfold.convert.checkpoint.writer import has_shard_header
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.record import versions
+from kvfold.convert.conversion.record import get_package_versions
 from kvfold.convert.errors import InputError, format_option
 from kvfold.convert.text.corpus import with_share
 
@@ -44,21 +44,21 @@ class Journal:
         self._plan = plan
         # Only a calibrated run is resumed, and the settings need torch, which others import once
         # bytes are copied.
-        self._settings = run_settings(plan) if plan.request.calibrated else {}
+        self._settings = collect_run_settings(plan) if plan.request.calibrated else {}
         self._notes: list[dict[str, Any]] = processes.broadcast_from_rank0(
-            lambda: (_read(folder) or {"layers": []})["layers"]
+            lambda: (_read_journal(folder) or {"layers": []})["layers"]
         )
 
     @property
-    def finished(self) -> int:
+    def finished_count(self) -> int:
         """The number of finished layers."""
         return len(self._notes)
 
     @property
-    def written(self) -> list[str]:
+    def written_tensors(self) -> list[str]:
         """The tensors of finished layers."""
         computed = self._plan.output.computed
-        return [name for names in computed[: self.finished] for name in names]
+        return [name for names in computed[: self.finished_count] for name in names]
 
     def read_layer(self, layer: int) -> dict[str, "Tensor"]:
         """The tensors of a finished ``layer`` as stored."""
@@ -80,8 +80,8 @@ class Journal:
         processes.all_gather(None)
         self._notes.append(dict(notes))
         if processes.is_rank0():
-            with replacing(self.folder / _NAME) as new:
-                write_file(new, json.dumps({"run": self._settings, "layers": self._notes}))
+            with replace_file(self.folder / _NAME) as new:
+                write_small_file(new, json.dumps({"run": self._settings, "layers": self._notes}))
                 sync_path(new)
 
     def merge_notes(self) -> dict[str, Any]:
@@ -95,16 +95,16 @@ class Journal:
         return merged
 
 
-def remove_journal(folder: Path) -> None:
+def remove_resume_files(folder: Path) -> None:
     """Remove the files that only a resumed run needs from ``folder``: the output is complete."""
     for name in (_NAME, SELF_TEXT, PRECISION, POLISH_STATE):
         for path in folder.glob(f"{name}*"):  # what a kill left of a new version too
             path.unlink()
 
 
-def finished_layers(folder: Path) -> int:
+def count_finished_layers(folder: Path) -> int:
     """The number of finished layers in the temporary ``folder`` of a run."""
-    journal = _read(folder)
+    journal = _read_journal(folder)
     return 0 if journal is None else len(journal["layers"])
 
 
@@ -115,7 +115,7 @@ def can_resume(plan: Plan, folder: Path) -> bool:
     of the model, the text or the run have changed since, its layers are of no use: a line on stderr
     says so.
     """
-    journal = _read(folder)
+    journal = _read_journal(folder)
     if journal is None or not journal["layers"]:
         return False
     import torch
@@ -128,7 +128,7 @@ def can_resume(plan: Plan, folder: Path) -> bool:
             f"computing with {before['threads']} threads, as the interrupted run did",
             file=sys.stderr,
         )
-    now = run_settings(plan)
+    now = collect_run_settings(plan)
     count = len(journal["layers"])
     for name in [*now, *before]:
         old = before.get(name)
@@ -141,7 +141,9 @@ def can_resume(plan: Plan, folder: Path) -> bool:
     files = [*before["files"], *now["files"]]
     changed = {file[0]: None for file in files if files.count(file) == 1}
     changed |= {
-        shard.file: None for shard in plan.shards if not is_laid_out(folder / shard.file, shard)
+        shard.file: None
+        for shard in plan.shards
+        if not has_shard_header(folder / shard.file, shard)
     }
     # A lost mount must not cost the layers.
     if not changed or not (plan.checkpoint.folder / CONFIG).exists():
@@ -154,7 +156,7 @@ def can_resume(plan: Plan, folder: Path) -> bool:
     return False
 
 
-def run_settings(plan: Plan) -> dict[str, Any]:
+def collect_run_settings(plan: Plan) -> dict[str, Any]:
     """Everything that affects a run's bytes, as JSON values; files count by `stamps`."""
     import torch
 
@@ -169,14 +171,14 @@ def run_settings(plan: Plan) -> dict[str, Any]:
         "cuda": torch.cuda.is_available(),
         "threads": torch.get_num_threads(),
         "nproc_per_node": processes.world_size(),
-        "versions": versions(),
-        "files": stamps(files),
+        "versions": get_package_versions(),
+        "files": fingerprint_files(files),
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return plain
 
 
-def _read(folder: Path) -> dict[str, Any] | None:
+def _read_journal(folder: Path) -> dict[str, Any] | None:
     """The settings (``run``) and notes (``layers``) of the journal in ``folder``; None if damaged
     or missing.
     """

@@ -38,7 +38,7 @@ class Loss(NamedTuple):
 LIMITS = {NEAR: Loss(0.07, 0.12, 0.80), WORSE: Loss(0.25, 0.40, 0.65)}
 
 
-def judge(loss: "Loss | DriftReport") -> str:
+def judge_drift(loss: "Loss | DriftReport") -> str:
     """The verdict on ``loss``: the first whose limits no figure exceeds; NaN exceeds all."""
     for verdict, limits in LIMITS.items():
         within = loss.excess <= limits.excess and loss.kl <= limits.kl
@@ -47,21 +47,21 @@ def judge(loss: "Loss | DriftReport") -> str:
     return UNTRAINED
 
 
-def judge_with_doubt(drift: "DriftReport") -> str:
+def format_verdict(drift: "DriftReport") -> str:
     """The verdict, followed by "uncertain" if the interval of the excess includes a limit."""
     if drift.identical:
         return "identical to the source"
     margin = drift.excess_margin or 0.0
     doubtful = any(abs(drift.excess - limits.excess) < margin for limits in LIMITS.values())
-    return f"{judge(drift)}{', uncertain' * doubtful}"
+    return f"{judge_drift(drift)}{', uncertain' * doubtful}"
 
 
-def next_command(plan: Plan, drift: "DriftReport | None") -> list[str]:
+def suggest_next_command(plan: Plan, drift: "DriftReport | None") -> list[str]:
     """The words of the command to run after a conversion with this ``drift``: it measures a result
     that is near the source or not measured yet, and trains any other, first by polishing.
     """
     request = plan.request
-    if drift is None or judge(drift) == NEAR:
+    if drift is None or judge_drift(drift) == NEAR:
         return ["kvfold", "drift", request.model, request.out]
     if not request.polish:
         replaced = ("model", "out", "quiet", "fresh", *EFFORTS["thorough"])

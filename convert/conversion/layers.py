@@ -25,7 +25,7 @@ from kvfold.convert.methods.registry import (
     LatentLayer,
     find_objective,
 )
-from kvfold.convert.targets.mla.spec import query_rank
+from kvfold.convert.targets.mla.spec import compute_query_rank
 from kvfold.convert.transforms.fold.grouping import Pairs
 from kvfold.convert.transforms.weights import AttentionWeights, Rotary
 
@@ -57,10 +57,10 @@ def open_walk(
         plan.model,
         statistics_from if reads_text else plan.geometry.layers,
     )
-    return Walk(teacher, open_student(plan, calibration))
+    return Walk(teacher, build_student(plan, calibration))
 
 
-def open_student(plan: Plan, calibration: "Calibration") -> "Student":
+def build_student(plan: Plan, calibration: "Calibration") -> "Student":
     """The converted model of ``plan``, before its checkpoint is complete."""
     from kvfold.convert.walk.walk import Student
 
@@ -81,13 +81,13 @@ def convert_layer(
     layer = processes.broadcast_from_rank0(lambda: fit_layer(plan, step.index, step, shared))
     weights = layer.weights
     if plan.method.reads_text:
-        weights = refit_output(step, weights, attention_update(plan))
-    tensors = plan.output.encode(step.index, weights)
+        weights = refit_output(step, weights, make_attention_update(plan))
+    tensors = plan.output.encode_layer(step.index, weights)
     if not refine:
         return tensors, dict(layer.notes)
     from kvfold.convert.training.refine import refine_layer
 
-    refined = refine_layer(step, tensors, refinement_of(plan, refine))
+    refined = refine_layer(step, tensors, make_refinement(plan, refine))
     refinement = {
         "before": refined.errors[0],
         "after": min(refined.errors),
@@ -119,9 +119,9 @@ def fit_layer(
         group = request.group or ("contiguous" if shares else "similar")
         layer = FoldLayer(
             index=index,
-            weights=source_layer(plan, index),
+            weights=read_source_layer(plan, index),
             kv_heads=request.kv_heads or 1,
-            rotary=fold_rotary(plan, index),
+            rotary=get_fold_rotary(plan, index),
             context=min(positions, model.layers[index].window or positions),
             std=plan.geometry.initializer_range,
             seed=request.seed,
@@ -130,9 +130,9 @@ def fit_layer(
             shared={} if shared is None else shared,
         )
     else:
-        rank = query_rank(model, spec)
+        rank = compute_query_rank(model, spec)
         norms = model.names.get(("attention_norm", index))
-        weights = source_layer(plan, index)
+        weights = read_source_layer(plan, index)
         layer = LatentLayer(
             index=index,
             weights=weights,
@@ -144,7 +144,7 @@ def fit_layer(
             query_channels=None if rank is None else rank - spec.constant,
             centered=spec.layout != "engine",
             keeps_norms=spec.layout == "kvfold",
-            gain=plan.checkpoint.read(norms[0]) if norms else None,
+            gain=plan.checkpoint.read_tensor(norms[0]) if norms else None,
             inputs=torch.empty(0, weights.model_dim),
         )
         if step is not None and step.inputs is not None:
@@ -154,26 +154,26 @@ def fit_layer(
     return plan.method.fit(layer)
 
 
-def source_layer(plan: Plan, layer: int) -> AttentionWeights:
+def read_source_layer(plan: Plan, layer: int) -> AttentionWeights:
     """Read the source's attention in ``layer``. Raises InputError if a weight needed by its
     transform is not finite.
     """
     checkpoint = plan.checkpoint
     needed = set(plan.reads[layer])
 
-    def read(name: str) -> Tensor:
+    def read_tensor(name: str) -> Tensor:
         info = checkpoint.tensors[name]
         if name not in needed:
             # Pooling leaves queries and the output alone: they have a shape, but no bytes are read.
             return torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device="meta")
-        tensor = checkpoint.read(name)
+        tensor = checkpoint.read_tensor(name)
         refuse_non_finite(tensor, f"{checkpoint.origin}: tensor {name!r} in {info.file}")
         return tensor
 
-    return read_layer(plan.model, layer, read)
+    return read_layer(plan.model, layer, read_tensor)
 
 
-def fold_rotary(plan: Plan, layer: int) -> Rotary:
+def get_fold_rotary(plan: Plan, layer: int) -> Rotary:
     """The rotary frequencies for fitting a fold. They only guide the fit: the output keeps the
     source's rotation.
     """
@@ -192,13 +192,13 @@ def fold_rotary(plan: Plan, layer: int) -> Rotary:
         return layer_rotary(plain, layer)
 
 
-def refinement_of(plan: Plan, steps: int | str) -> "Refinement":
+def make_refinement(plan: Plan, steps: int | str) -> "Refinement":
     """The refinement task for ``plan``: the norms and scales around its attention, and any constant
     to keep fixed.
     """
     from kvfold.convert.training.refine import Refinement
 
-    update = attention_update(plan)
+    update = make_attention_update(plan)
     if plan.latent is None or plan.output.code is not None:
         return Refinement(steps, plan.request.seed, update, update)
     # DeepSeek's layers add their attention as it is: scales and norms of the source are in its
@@ -206,7 +206,7 @@ def refinement_of(plan: Plan, steps: int | str) -> "Refinement":
     return Refinement(steps, plan.request.seed, update, constant=plan.latent.constant)
 
 
-def attention_update(plan: Plan) -> "AttentionUpdate":
+def make_attention_update(plan: Plan) -> "AttentionUpdate":
     """How the source's layers add their attention to the residual stream."""
     from kvfold.convert.walk.output_fit import AttentionUpdate
 

@@ -33,7 +33,7 @@ def measure_checkpoint(folder: Path, calibration: Calibration) -> DriftReport:
     length = tokens.held_out.shape[1]
     with closing(open_checkpoint(folder)) as checkpoint:
         student = CheckpointStream(
-            checkpoint.config, checkpoint.read, list(checkpoint.tensors), source.device
+            checkpoint.config, checkpoint.read_tensor, list(checkpoint.tensors), source.device
         )
         measured = compare(source, student, tokens.held_out, chunk_size(source.device, length))
         check_finite([torch.tensor(measured.teacher_loss)], source, None)
@@ -50,7 +50,7 @@ def measure_checkpoint(folder: Path, calibration: Calibration) -> DriftReport:
     return replace(report, stretches=stretches)
 
 
-def record_entries(
+def make_record_entries(
     calibration: Calibration, notes: Mapping[str, Any], drift: DriftReport
 ) -> dict[str, Any]:
     """The entries of a calibrated run for ``kvfold.json``, identical for equal runs."""

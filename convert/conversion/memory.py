@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.members import extra_names
+from kvfold.convert.checkpoint.members import list_extra_files
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.errors import InputError
 from kvfold.convert.formatting import format_bytes
@@ -46,7 +46,7 @@ _STATE = 4 * _FLOAT
 _SLACK = 4 << 20
 
 
-class Needs(NamedTuple):
+class ResourceNeeds(NamedTuple):
     """The bytes that a conversion needs.
 
     memory: the peak of one process.
@@ -57,14 +57,14 @@ class Needs(NamedTuple):
     disk: int
 
 
-def estimate_needs(plan: Plan) -> Needs:
+def estimate_needs(plan: Plan) -> ResourceNeeds:
     """Estimate the needs of each process: an upper bound, up to 2 x the measured peak for small
     models.
 
     A run without text keeps one attention layer in memory. A calibrated run keeps a whole layer and
     its converted twin, the activations of a layer call, the fit's matrices, and the hidden states
     of all its tokens. Polishing keeps the whole model, and so does writing calibration text
-    (`writes_text`).
+    (`source_writes_text`).
     """
     request = plan.request
     shape = plan.geometry
@@ -73,7 +73,7 @@ def estimate_needs(plan: Plan) -> Needs:
     names = {name for layer in plan.output.computed for name in layer}
     trained = sum(prod(tensor.shape) for tensor in plan.output.tensors if tensor.name in names)
     source = plan.checkpoint.folder
-    extra = sum((source / name).stat().st_size for name in extra_names(source))
+    extra = sum((source / name).stat().st_size for name in list_extra_files(source))
     disk = sum(shard.nbytes for shard in plan.shards) + extra + _SLACK
     if request.polish:
         disk += 2 * _STATE * trained  # a new state is whole before the old one is removed
@@ -81,7 +81,7 @@ def estimate_needs(plan: Plan) -> Needs:
         read = [plan.checkpoint.tensors[name] for name in plan.reads[0]]
         pooling = sum(info.nbytes + _FLOAT * prod(info.shape) for info in read)
         factoring = _DOUBLE * (_FIT_SQUARES * width**2 + 4 * attention) * 11 // 10
-        return Needs(_BASE + (pooling if plan.latent is None else factoring), disk)
+        return ResourceNeeds(_BASE + (pooling if plan.latent is None else factoring), disk)
     length = request.length
     tokens = ceil(request.samples / processes.world_size()) * length
     held_out = count_held_out(request.samples) * length
@@ -103,7 +103,7 @@ def estimate_needs(plan: Plan) -> Needs:
     )
     at_end = 4 * _FLOAT * ends + _LOGIT * min(_LOGITS[on_gpu], held_out * shape.vocabulary)
     memory = _FLOAT * states + max(in_layers, at_end)
-    if writes_text(plan):
+    if source_writes_text(plan):
         cached = plan.cache_elements * shape.layers * length + 4 * shape.vocabulary
         memory = max(memory, _FLOAT * (model + cached * max(1, SELF_TOKENS // length)))
     if request.polish:
@@ -112,19 +112,21 @@ def estimate_needs(plan: Plan) -> Needs:
         activations = batch * (_ACTIVATIONS * shape.layers + _FLOAT * steps)
         weights = _FLOAT * (model - trained) + _MASTER * trained
         memory = max(memory, weights + activations + _POLISHED_LOGITS)
-    return Needs(_BASE_WITH_TEXT + memory, disk)
+    return ResourceNeeds(_BASE_WITH_TEXT + memory, disk)
 
 
-def writes_text(plan: Plan) -> bool:
+def source_writes_text(plan: Plan) -> bool:
     """True if the source writes some of the calibration text itself."""
     if not plan.request.calibrated:
         return False
-    return SELF in dict(calibration_texts(plan.request.calibration, plan.checkpoint.chats))
+    return SELF in dict(
+        calibration_texts(plan.request.calibration, plan.checkpoint.has_chat_template)
+    )
 
 
 def check_memory(plan: Plan) -> None:
     """Raise InputError if the request needs the whole model in memory, but it does not fit."""
-    if writes_text(plan):
+    if source_writes_text(plan):
         option = "--calibration self (the default of chat models)"
         otherwise = f"leave that text out with --calibration {SELF}:0"
     elif plan.request.polish:
@@ -133,7 +135,7 @@ def check_memory(plan: Plan) -> None:
     else:
         return
     needed = estimate_needs(plan).memory
-    free = free_bytes(plan)
+    free = get_free_memory_bytes(plan)
     if free is not None and needed > free:
         raise InputError(
             f"{option} needs the whole model in memory: about {format_bytes(needed)}, but only"
@@ -141,14 +143,14 @@ def check_memory(plan: Plan) -> None:
         )
 
 
-def free_disk(plan: Plan) -> int:
+def get_free_disk_bytes(plan: Plan) -> int:
     """The free bytes on OUT's disk."""
     folder = Path(plan.request.out).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     return shutil.disk_usage(existing).free
 
 
-def free_bytes(plan: Plan) -> int | None:
+def get_free_memory_bytes(plan: Plan) -> int | None:
     """The free bytes of memory on the device that ``plan`` uses; None if the system does not report
     them.
     """

@@ -11,14 +11,24 @@ from typing import TYPE_CHECKING, Any
 from kvfold.convert import processes
 from kvfold.convert.checkpoint.atomic import (
     check_free_space,
-    output_folder,
-    write_file,
+    open_output_folder,
+    write_small_file,
 )
 from kvfold.convert.checkpoint.digests import add_hashes
-from kvfold.convert.checkpoint.members import RECORD, dump, extra_names, read_member
+from kvfold.convert.checkpoint.members import (
+    RECORD,
+    format_json,
+    list_extra_files,
+    read_checkpoint_file,
+)
 from kvfold.convert.checkpoint.writer import ShardWriter, write_index
-from kvfold.convert.conversion.card import model_card
-from kvfold.convert.conversion.journal import Journal, can_resume, finished_layers, remove_journal
+from kvfold.convert.conversion.card import render_model_card
+from kvfold.convert.conversion.journal import (
+    Journal,
+    can_resume,
+    count_finished_layers,
+    remove_resume_files,
+)
 from kvfold.convert.conversion.memory import estimate_needs
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import make_record
@@ -31,15 +41,15 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def open_output(plan: Plan) -> Iterator[Path]:
+def open_run_folder(plan: Plan) -> Iterator[Path]:
     """Create the temporary folder that becomes OUT after the block, or continue in that of an
     interrupted run; all processes share the first one's folder.
     """
     request = plan.request
     with ExitStack() as stack:
 
-        def create() -> Path:
-            opened = output_folder(
+        def create_folder() -> Path:
+            opened = open_output_folder(
                 request.out,
                 overwrite=request.overwrite,
                 model=plan.checkpoint.folder,
@@ -50,35 +60,37 @@ def open_output(plan: Plan) -> Iterator[Path]:
             check_free_space(folder, estimate_needs(plan).disk)
             return folder
 
-        folder = processes.broadcast_from_rank0(create)
+        folder = processes.broadcast_from_rank0(create_folder)
         try:
             yield folder
         except BaseException as error:
-            if count := finished_layers(folder):
+            if count := count_finished_layers(folder):
                 error.add_note(f"finished layers kept for the same request: {count}")
             raise
 
 
 @contextmanager
-def open_writer(plan: Plan, journal: Journal, stages: Stages) -> Iterator[ShardWriter]:
+def open_shard_writer(plan: Plan, journal: Journal, stages: Stages) -> Iterator[ShardWriter]:
     """Yield the writer of this process's shards, which copies all tensors that no method computes
     during the block.
 
     After the block, all shards are complete, and the writer and the source have the digests that
     any process computed.
     """
-    finished = journal.finished
+    finished = journal.finished_count
     if finished and not plan.request.quiet:
         print(
             f"resuming after layer {finished} of {plan.geometry.layers} of the interrupted run"
             " (--fresh starts over)",
             file=sys.stderr,
         )
-    writer = ShardWriter(journal.folder, plan.own_shards, journal.written if finished else None)
+    writer = ShardWriter(
+        journal.folder, plan.own_shards, journal.written_tensors if finished else None
+    )
     sizes = {tensor.name: tensor.nbytes for shard in plan.own_shards for tensor in shard.tensors}
-    resumed = sum(sizes.get(name, 0) for name in journal.written)
+    resumed = sum(sizes.get(name, 0) for name in journal.written_tensors)
     with stages("write", sum(sizes.values()), "B", resumed) as advance:
-        with writer.copy_rest(plan.checkpoint, advance):
+        with writer.copy_source_tensors(plan.checkpoint, advance):
             yield writer
         writer.finish()
     for digests in (writer.digests, plan.checkpoint.digests):
@@ -88,7 +100,7 @@ def open_writer(plan: Plan, journal: Journal, stages: Stages) -> Iterator[ShardW
 def write_config(plan: Plan, folder: Path) -> None:
     """Write what loading the weights in ``folder`` needs."""
     write_index(folder, plan.shards)
-    write_file(folder / "config.json", dump(plan.output.config))
+    write_small_file(folder / "config.json", format_json(plan.output.config))
 
 
 def complete_output(
@@ -106,24 +118,24 @@ def complete_output(
     """
     # Tokenizer and license files, and the modeling code, which is found without importing it: it
     # needs torch.
-    for name in extra_names(plan.checkpoint.folder):
+    for name in list_extra_files(plan.checkpoint.folder):
         (folder / name).parent.mkdir(exist_ok=True)
-        write_file(folder / name, read_member(plan.checkpoint.folder, name))
+        write_small_file(folder / name, read_checkpoint_file(plan.checkpoint.folder, name))
     if plan.output.code is not None and (spec := find_spec(plan.output.code)) is not None:
         code = Path(str(spec.origin))
-        write_file(folder / code.name, code.read_bytes())
+        write_small_file(folder / code.name, code.read_bytes())
     entries: dict[str, Any] = {}
     drift = None
     if calibration is not None:
-        from kvfold.convert.conversion.measurement import measure_checkpoint, record_entries
+        from kvfold.convert.conversion.measurement import make_record_entries, measure_checkpoint
 
         with stages("measuring"):
             drift = measure_checkpoint(folder, calibration)
-        entries = record_entries(calibration, notes, drift)
+        entries = make_record_entries(calibration, notes, drift)
     record = make_record(plan, entries)
-    write_file(folder / "README.md", model_card(plan, record, drift))
+    write_small_file(folder / "README.md", render_model_card(plan, record, drift))
     add_hashes(record, folder, digests)
-    write_file(folder / RECORD, dump(to_json_values(record)))
-    remove_journal(folder)
+    write_small_file(folder / RECORD, format_json(to_json_values(record)))
+    remove_resume_files(folder)
     plan.checkpoint.check_unchanged()
     return record, drift

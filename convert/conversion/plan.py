@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.headers import FLOAT_DTYPES, TORCH_NAMES, TensorInfo, tensor_bytes
+from kvfold.convert.checkpoint.headers import (
+    FLOAT_DTYPES,
+    TORCH_NAMES,
+    TensorInfo,
+    count_tensor_bytes,
+)
 from kvfold.convert.checkpoint.members import (
     CONFIG,
     SINGLE,
     WEIGHT_SUFFIXES,
-    portable_name,
+    decode_file_name,
     read_config,
 )
 from kvfold.convert.checkpoint.opening import Checkpoint
@@ -24,17 +29,21 @@ from kvfold.convert.families.schema import ROLES, Role
 from kvfold.convert.methods.registry import Method, quick_method
 from kvfold.convert.request import ConvertRequest
 from kvfold.convert.targets.engines import (
+    EngineSupport,
     ServedModel,
-    Support,
     describe_fold,
     describe_mla,
-    support_for,
+    list_engine_support,
 )
 from kvfold.convert.targets.mla.layout import plan_stock_mla
-from kvfold.convert.targets.mla.spec import MlaSpec, cached_divisors, latent_problems
+from kvfold.convert.targets.mla.spec import MlaSpec, count_cached_divisors, list_mla_problems
 from kvfold.convert.targets.output_checkpoint import OutputCheckpoint
 from kvfold.convert.targets.own_code import needs_own_code, plan_own_fold, plan_own_mla
-from kvfold.convert.targets.same_family import attention_label, cache_elements, plan_stock_fold
+from kvfold.convert.targets.same_family import (
+    count_cache_elements,
+    format_attention_label,
+    plan_stock_fold,
+)
 from kvfold.convert.text.corpus import check_seq_len
 
 if TYPE_CHECKING:
@@ -73,7 +82,7 @@ class Plan:
     source_kind: str
     cache_elements: int
     result: ServedModel
-    engines: list[Support]
+    engines: list[EngineSupport]
     slots: "Sequence[Slots]" = ()
 
     @property
@@ -118,15 +127,13 @@ def make_plan(request: ConvertRequest, checkpoint: Checkpoint) -> Plan:
             raise option_error("samples", request.samples, rule)
     if request.to != "mla":
         return _plan_fold(request, checkpoint, model)
-    plan = plan_split(request, checkpoint, model, mla_specs(request, model)[-1])
+    plan = plan_mla(request, checkpoint, model, list_mla_specs(request, model)[-1])
     if request.budget is not None:
         plan = replace(plan, output=replace(plan.output, kind="MLA, split by measured drift"))
     return plan
 
 
-def plan_split(
-    request: ConvertRequest, checkpoint: Checkpoint, model: Model, spec: MlaSpec
-) -> Plan:
+def plan_mla(request: ConvertRequest, checkpoint: Checkpoint, model: Model, spec: MlaSpec) -> Plan:
     """Plan an MLA conversion with the split ``spec``."""
     dtype = None if request.dtype == "auto" else request.dtype
     reads = [model.attention_names(layer) for layer in range(model.geometry.layers)]
@@ -138,7 +145,7 @@ def plan_split(
         # It stores gate and up separately, so a tensor that combines both is split.
         for layer, names in enumerate(reads):
             reads[layer] = names + model.names.get(("gate_up", layer), ())
-    return _complete(request, checkpoint, model, output, reads, describe_mla(model, spec), spec)
+    return _build_plan(request, checkpoint, model, output, reads, describe_mla(model, spec), spec)
 
 
 def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) -> Plan:
@@ -165,10 +172,10 @@ def _plan_fold(request: ConvertRequest, checkpoint: Checkpoint, model: Model) ->
         output = plan_stock_fold(model, checkpoint, kv_heads, roles=roles, dtype=dtype)
     reads = [model.attention_names(layer, roles) for layer in range(model.geometry.layers)]
     result = describe_fold(model, kv_heads)
-    return _complete(request, checkpoint, model, output, reads, result, None)
+    return _build_plan(request, checkpoint, model, output, reads, result, None)
 
 
-def _complete(
+def _build_plan(
     request: ConvertRequest,
     checkpoint: Checkpoint,
     model: Model,
@@ -188,10 +195,10 @@ def _complete(
         reads=tuple(reads),
         shards=shards,
         own_shards=tuple(shards[number] for number in processes.shard_range(len(shards))),
-        source_kind=attention_label(model.geometry.heads, model.geometry.kv_heads),
-        cache_elements=cache_elements(model.geometry),
+        source_kind=format_attention_label(model.geometry.heads, model.geometry.kv_heads),
+        cache_elements=count_cache_elements(model.geometry),
         result=result,
-        engines=support_for(result),
+        engines=list_engine_support(result),
     )
 
 
@@ -213,12 +220,12 @@ def checkpoint_from_config(request: ConvertRequest) -> Checkpoint | None:
     end = 0
     for tensor in model_of(config).tensors.values():
         start = end
-        end = end + tensor_bytes(dtype, tensor.shape)
+        end = end + count_tensor_bytes(dtype, tensor.shape)
         infos[tensor.name] = TensorInfo(tensor.name, dtype, tensor.shape, SINGLE, start, end)
-    return Checkpoint(folder, config, infos, portable_name(folder), digest)
+    return Checkpoint(folder, config, infos, decode_file_name(folder), digest)
 
 
-def mla_specs(request: ConvertRequest, model: Model) -> list[MlaSpec]:
+def list_mla_specs(request: ConvertRequest, model: Model) -> list[MlaSpec]:
     """The splits that an MLA request allows, in ascending rotary dims. Raises InputError if no
     split is possible.
     """
@@ -233,15 +240,15 @@ def mla_specs(request: ConvertRequest, model: Model) -> list[MlaSpec]:
         step = max(2, 1 << (request.budget // 8).bit_length() >> 1)
         ropes = range(step, request.budget, step) if model.geometry.rotary_dims else (0,)
         # Norms that are kept use part of the budget.
-        cached = request.budget - cached_divisors(
+        cached = request.budget - count_cached_divisors(
             model, MlaSpec(request.budget, 0, layout, rotated)
         )
         specs = [MlaSpec(cached - rope, rope, layout, rotated) for rope in ropes]
-    problems = [latent_problems(model, spec, allow_growth=request.allow_growth) for spec in specs]
+    problems = [list_mla_problems(model, spec, allow_growth=request.allow_growth) for spec in specs]
     possible = [spec for spec, reasons in zip(specs, problems, strict=True) if not reasons]
     if possible:
         return possible
-    present = cache_elements(model.geometry)
+    present = count_cache_elements(model.geometry)
     if (request.budget or 0) >= present and not request.allow_growth:
         # However it is split: a split's own problems would not say so.
         rule = f"must be below the source's {present} KV-cache elements per token per layer"
@@ -249,7 +256,7 @@ def mla_specs(request: ConvertRequest, model: Model) -> list[MlaSpec]:
     raise InputError(problems[0][0], problems[0][1:])
 
 
-def possible_kv_heads(geometry: Geometry) -> list[int]:
+def list_kv_heads(geometry: Geometry) -> list[int]:
     """The numbers of key/value heads that a fold can produce: proper divisors of the current
     number, largest first.
     """
@@ -259,7 +266,7 @@ def possible_kv_heads(geometry: Geometry) -> list[int]:
 def check_kv_heads(kv_heads: int, geometry: Geometry, allow_growth: bool) -> None:
     """Raise InputError unless the model can be folded to ``kv_heads`` key/value heads."""
     present = geometry.kv_heads
-    possible = possible_kv_heads(geometry)
+    possible = list_kv_heads(geometry)
     if present == 1 and not allow_growth:
         raise InputError(
             "the model is already MQA, with one key/value head, so its cache cannot shrink this"

@@ -17,7 +17,7 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.writer import ShardWriter
 from kvfold.convert.conversion.calibration import Calibration
 from kvfold.convert.conversion.journal import POLISH_STATE
-from kvfold.convert.conversion.layers import open_student
+from kvfold.convert.conversion.layers import build_student
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.progress import Stages
 from kvfold.convert.training.budget import POLISH_ROUND, step_tokens, steps_of
@@ -40,8 +40,10 @@ def polish_checkpoint(
         with stages("running the teacher over held-out text"):
             held_out = run_teacher(source, tokens.held_out)
         constant = has_constant(written)
-        student = open_student(plan, calibration)
-        tensors = {name: written.read(name) for names in plan.output.computed for name in names}
+        student = build_student(plan, calibration)
+        tensors = {
+            name: written.read_tensor(name) for names in plan.output.computed for name in names
+        }
         student.put(tensors)
         task = ModelTask(
             student,

@@ -12,7 +12,7 @@ from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.request import SELF
 
 
-def versions() -> dict[str, str | None]:
+def get_package_versions() -> dict[str, str | None]:
     """The installed versions of the packages that affect a result; None means not installed."""
     packages = "kvfold", "torch", "transformers", "safetensors", "numpy"
     found = {name: next(iter(distributions(name=name)), None) for name in packages}
@@ -25,8 +25,8 @@ def make_record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[s
 
     A dry run, which reads no weights and so has no hash of the source, passes None.
     """
-    hashed = {} if measured is None else {"sha256": plan.checkpoint.model_digest()}
-    origins = _origins(plan)
+    hashed = {} if measured is None else {"sha256": plan.checkpoint.compute_model_digest()}
+    origins = _map_origins(plan)
     measured = measured or {}
     return {
         "format": 4,
@@ -34,7 +34,7 @@ def make_record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[s
             plan.request.result_options()
             | ({} if plan.latent is None else {"layout": plan.latent.layout})
         ),
-        "versions": versions(),
+        "versions": get_package_versions(),
         "source": {
             "name": plan.checkpoint.origin,
             **hashed,
@@ -50,7 +50,7 @@ def make_record(plan: Plan, measured: Mapping[str, Any] | None = None) -> dict[s
     }
 
 
-def _origins(plan: Plan) -> dict[str, dict[str, Any]]:
+def _map_origins(plan: Plan) -> dict[str, dict[str, Any]]:
     """Map each output tensor to its origin (``copied``, ``cast``, ... or the method) and its source
     tensors.
     """
@@ -72,6 +72,6 @@ def _origins(plan: Plan) -> dict[str, dict[str, Any]]:
     return origins
 
 
-def text_name(source: str) -> str:
+def format_text_name(source: str) -> str:
     """The name of a calibration text as shown to users."""
     return re.sub(rf"(^| \+ ){SELF}(:[0-9.]+)?$", r"\1text that the source wrote itself", source)

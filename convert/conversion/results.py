@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvfold.convert.conversion.judgment import judge
-from kvfold.convert.conversion.memory import estimate_needs, free_disk
+from kvfold.convert.conversion.judgment import judge_drift
+from kvfold.convert.conversion.memory import estimate_needs, get_free_disk_bytes
 from kvfold.convert.conversion.plan import Plan
 from kvfold.convert.conversion.record import make_record
 from kvfold.convert.conversion.summary import (
@@ -55,7 +55,7 @@ class Conversion:
     @property
     def verdict(self) -> str | None:
         """The verdict on the result in words (`judgment.LIMITS`); None for a run without text."""
-        return None if self.drift is None else judge(self.drift)
+        return None if self.drift is None else judge_drift(self.drift)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values: the plan for a dry run, otherwise the record without its lists of tensors
@@ -72,7 +72,7 @@ class Conversion:
                     for shard in plan.shards
                 },
                 "disk_bytes": needs.disk,
-                "free_bytes": free_disk(plan),
+                "free_bytes": get_free_disk_bytes(plan),
                 "memory_bytes": needs.memory,
                 **make_record(plan),
             }

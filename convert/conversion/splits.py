@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvfold.convert import processes
 from kvfold.convert.conversion.calibration import Calibration
-from kvfold.convert.conversion.layers import convert_layer, open_walk, source_layer
-from kvfold.convert.conversion.plan import Plan, mla_specs, plan_split
+from kvfold.convert.conversion.layers import convert_layer, open_walk, read_source_layer
+from kvfold.convert.conversion.plan import Plan, list_mla_specs, plan_mla
 from kvfold.convert.families.layer_io import layer_rotary
 from kvfold.convert.progress import Stages
 from kvfold.convert.transforms.head_norms import linearize_heads
@@ -109,7 +109,7 @@ def survey_layers(plan: Plan, calibration: Calibration, stages: Stages) -> Surve
     for index in stages.over("survey", range(source.layers), source.layers, "layer"):
         with source.open_layer(index) as layer:
             statistics, inputs = gather_statistics(source, layer, states, plan.model)
-        weights = linearize_heads(source_layer(plan, index), statistics)
+        weights = linearize_heads(read_source_layer(plan, index), statistics)
         rotary = layer_rotary(plan.model, index, "short")
         survey.layers.append(
             rope_slots.survey_layer(weights, statistics, rotary, plan.geometry.positions)
@@ -160,13 +160,13 @@ def choose_split(
     if request.budget is None:
         return plan.with_slots(choose_slots(plan, survey.layers)), []
     plans = [
-        plan_split(request, plan.checkpoint, plan.model, spec)
-        for spec in mla_specs(request, plan.model)
+        plan_mla(request, plan.checkpoint, plan.model, spec)
+        for spec in list_mla_specs(request, plan.model)
     ]
     trials = []
     for split in stages.over("splits", plans, len(plans), "split"):
         split = split.with_slots(choose_slots(split, survey.layers))
-        trials.append(Trial(split, try_split(split, calibration, survey)))
+        trials.append(Trial(split, measure_split_kl(split, calibration, survey)))
     if request.refine:
         # Refined are the best few, and the splits that more engines serve than the best.
         ranked = sorted(trials, key=Trial.sort_key)
@@ -174,11 +174,11 @@ def choose_split(
         more = [trial for trial in ranked[_FINALISTS:] if trial.count_engines() > served]
         finalists = [*ranked[:_FINALISTS], *more]
         for trial in stages.over("finals", finalists, len(finalists), "split"):
-            trial.refined_kl = try_split(trial.plan, calibration, survey, _TRIAL_STEPS)
-    return prefer_served(trials).plan, [trial.to_dict() for trial in trials]
+            trial.refined_kl = measure_split_kl(trial.plan, calibration, survey, _TRIAL_STEPS)
+    return choose_best_trial(trials).plan, [trial.to_dict() for trial in trials]
 
 
-def prefer_served(trials: Sequence[Trial]) -> Trial:
+def choose_best_trial(trials: Sequence[Trial]) -> Trial:
     """The trial that drifts least, or one that more engines serve if its KL is at most 5 % higher.
 
     If some trials were refined, the choice is among them.
@@ -188,7 +188,9 @@ def prefer_served(trials: Sequence[Trial]) -> Trial:
     return min(near, key=lambda trial: (-trial.count_engines(), trial.sort_key()))
 
 
-def try_split(plan: Plan, calibration: Calibration, survey: Survey, refine: int = 0) -> float:
+def measure_split_kl(
+    plan: Plan, calibration: Calibration, survey: Survey, refine: int = 0
+) -> float:
     """The KL on held-out text, in nats per token, with a few layers converted by ``plan`` and
     refined in ``refine`` steps.
     """

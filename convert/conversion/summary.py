@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvfold.attention.drift.metrics import format_metrics, format_saving
 from kvfold.convert import processes
-from kvfold.convert.conversion.judgment import judge_with_doubt, next_command
-from kvfold.convert.conversion.memory import estimate_needs, free_bytes, free_disk
+from kvfold.convert.conversion.judgment import format_verdict, suggest_next_command
+from kvfold.convert.conversion.memory import (
+    estimate_needs,
+    get_free_disk_bytes,
+    get_free_memory_bytes,
+)
 from kvfold.convert.conversion.plan import Plan
-from kvfold.convert.conversion.record import text_name
+from kvfold.convert.conversion.record import format_text_name
 from kvfold.convert.errors import escape_text
 from kvfold.convert.formatting import format_bytes, format_duration
 from kvfold.convert.text.corpus import BUILT_IN, calibration_texts
@@ -61,10 +65,10 @@ def summarize_conversion(
     if drift is not None:
         rows += [
             ("loss", format_metrics(drift)),
-            *(("by text", line) for line in losses_by_text(record)),
-            ("verdict", judge_with_doubt(drift)),
+            *(("by text", line) for line in format_losses_by_text(record)),
+            ("verdict", format_verdict(drift)),
         ]
-    return format_block(rows, next_command(plan, drift))
+    return format_block(rows, suggest_next_command(plan, drift))
 
 
 def describe_conversion(plan: Plan) -> str:
@@ -79,12 +83,12 @@ def describe_cache(plan: Plan) -> str:
     return f"{before} -> {after} elements per token per layer, {format_saving(before, after)}"
 
 
-def losses_by_text(record: Mapping[str, Any]) -> list[str]:
+def format_losses_by_text(record: Mapping[str, Any]) -> list[str]:
     """A line with the loss on each text of a mixture; none for a single text."""
     lines = []
     for row in record["drift"].get("texts", ()):
         loss = format_metrics(SimpleNamespace(**row))
-        lines.append(f"{text_name(row['text'])}: {loss} ({row['sequences']} sequences)")
+        lines.append(f"{format_text_name(row['text'])}: {loss} ({row['sequences']} sequences)")
     return lines
 
 
@@ -103,7 +107,7 @@ def summarize_plan(plan: Plan) -> str:
         ("tensors", f"{copied} copied, {computed} computed, in {len(plan.shards)} files"),
     ]
     if request.calibrated:
-        texts = calibration_texts(request.calibration, plan.checkpoint.chats)
+        texts = calibration_texts(request.calibration, plan.checkpoint.has_chat_template)
         names = " + ".join(name or BUILT_IN for name, _ in texts)
         rows.append(("text", f"{request.samples} x {request.length} tokens of {names}"))
     if request.refine:
@@ -112,8 +116,8 @@ def summarize_plan(plan: Plan) -> str:
         steps = steps_of(request.polish, request.length)
         rows.append(("polish", f"{steps} steps of {step_tokens(request.length)} tokens"))
     memory = f"about {format_bytes(needs.memory)} needed{per_process}"
-    if (free := free_bytes(plan)) is not None:
+    if (free := get_free_memory_bytes(plan)) is not None:
         memory += f", {format_bytes(free)} free"
-    disk = f"{format_bytes(needs.disk)} needed, {format_bytes(free_disk(plan))} free"
+    disk = f"{format_bytes(needs.disk)} needed, {format_bytes(get_free_disk_bytes(plan))} free"
     rows += [("disk", disk), ("memory", memory), ("written", "nothing (--dry-run)")]
     return format_block(rows)

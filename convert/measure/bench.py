@@ -23,15 +23,19 @@ from transformers import AutoConfig, DynamicCache
 
 from kvfold.attention.deepseek import absorb
 from kvfold.convert.checkpoint.opening import open_checkpoint
-from kvfold.convert.conversion.record import versions
+from kvfold.convert.conversion.record import get_package_versions
 from kvfold.convert.device import choose_device, measure_free_memory
 from kvfold.convert.errors import option_error
 from kvfold.convert.formatting import format_bytes
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import BenchRequest
 from kvfold.convert.stream.parameters import load_model
-from kvfold.convert.stream.stock import AutoModelForCausalLM, empty_model, errors_as_input_errors
-from kvfold.convert.targets.mla.spec import is_latent
+from kvfold.convert.stream.stock import (
+    AutoModelForCausalLM,
+    build_empty_model,
+    errors_as_input_errors,
+)
+from kvfold.convert.targets.mla.spec import is_mla_config
 
 # Values of config.json of published models; "tiny" is for tests.
 _SHAPES = json.loads(Path(__file__).with_name("bench_shapes.json").read_text())
@@ -115,7 +119,7 @@ def bench_checkpoints(request: BenchRequest, progress: Progress | None = None) -
                 row["ratio"] = speed / first.setdefault((row["context"], row["batch"]), speed)
             rows.append(row)
     return Benchmark(
-        versions=versions(),
+        versions=get_package_versions(),
         dtype=dtype,
         device=read_processor_name(device),
         threads=torch.get_num_threads(),
@@ -139,8 +143,10 @@ def list_benchmarked_models(request: BenchRequest) -> list[BenchmarkedModel]:
             models.append(BenchmarkedModel(kind, "stock", config))
     subjects = []
     for subject in models:
-        empty_model(subject.config)  # raises the error of a wrong value before any model is timed
-        forms = ("stock", "absorbed") if is_latent(subject.config) else ()
+        build_empty_model(
+            subject.config
+        )  # raises the error of a wrong value before any model is timed
+        forms = ("stock", "absorbed") if is_mla_config(subject.config) else ()
         subjects += [replace(subject, name=f"{subject.name}, {form}", form=form) for form in forms]
         if not forms:
             subjects.append(subject)
@@ -189,7 +195,9 @@ def _time_model(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     torch.manual_seed(_SEED)
-    weights = dtype.itemsize * sum(p.numel() for p in empty_model(subject.config).parameters())
+    weights = dtype.itemsize * sum(
+        p.numel() for p in build_empty_model(subject.config).parameters()
+    )
     # Measured before the model is loaded: its weights are part of what a combination needs.
     free = measure_free_memory(device) or math.inf
     model = load_benchmarked_model(subject, dtype, device) if weights < free else None

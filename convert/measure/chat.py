@@ -20,7 +20,7 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.request import ChatRequest, EvalRequest
 from kvfold.convert.stream.parameters import load_model
-from kvfold.convert.stream.stock import hide_bars
+from kvfold.convert.stream.stock import hide_progress_bars
 from kvfold.convert.text.tokenizer import load_tokenizer
 
 _SEPARATOR = " | "
@@ -112,7 +112,7 @@ def format_columns(texts: Sequence[str], width: int) -> str:
 
 def answer_prompts(request: ChatRequest, prompts: IO[str]) -> None:
     """Answer every line of ``prompts`` on stdout, until the end or Ctrl-C."""
-    hide_bars(False)
+    hide_progress_bars(False)
     names = [request.model, *filter(None, [request.against])]
     speakers = [load_chat_model(name, request) for name in names]
     if speakers[0].tokenizer.chat_template is None:

@@ -62,8 +62,8 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         with Stages(progress, request.quiet)("compare", total, "layer") as advance:
             report = measure_drift(teacher, compared, tokens, progress=partial(advance, 1))
         about: dict[str, dict[str, Any]] = {
-            "source": {"name": source.origin, "sha256": source.model_digest()},
-            "converted": {"name": student.origin, "sha256": student.model_digest()},
+            "source": {"name": source.origin, "sha256": source.compute_model_digest()},
+            "converted": {"name": student.origin, "sha256": student.compute_model_digest()},
             "text": {"name": text.name, "sha256": text.digest(), "seed": request.seed},
         }
         return replace(report, about=about)
@@ -76,10 +76,10 @@ def open_layer_stream(checkpoint: Checkpoint, device: torch.device, dtype: str) 
     computed = compute_dtype(checkpoint, device, dtype)
     try:
         stream = CheckpointStream(
-            checkpoint.config, checkpoint.read, list(checkpoint.tensors), device, computed
+            checkpoint.config, checkpoint.read_tensor, list(checkpoint.tensors), device, computed
         )
     except InputError as error:
         # Two checkpoints are open: the error must say in which one the problem is.
         raise error.with_prefix(checkpoint.origin) from error
-    stream.weights.check_fits(checkpoint)
+    stream.weights.check_tensors_match(checkpoint)
     return stream

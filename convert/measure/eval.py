@@ -32,7 +32,7 @@ from kvfold.convert.measure.chat import generate_reply, load_whole_model
 from kvfold.convert.measure.losses import compute_token_losses
 from kvfold.convert.progress import Progress, Stages
 from kvfold.convert.request import EvalRequest
-from kvfold.convert.stream.stock import attend_in_blocks, hide_bars, load_config
+from kvfold.convert.stream.stock import hide_progress_bars, load_config, use_blockwise_attention
 from kvfold.convert.text.corpus import open_corpus, render
 from kvfold.convert.text.tokenizer import (
     check_vocabulary,
@@ -141,7 +141,7 @@ def eval_checkpoints(request: EvalRequest, progress: Progress | None = None) -> 
     with closing(open_checkpoint(request.model)) as checkpoint:
         tokenizer = load_tokenizer(checkpoint, request.trust_remote_code, "an evaluation")
         documents = draw_evaluation_inputs(request, checkpoint, tokenizer)
-    hide_bars(request.quiet)
+    hide_progress_bars(request.quiet)
     stages = Stages(progress, request.quiet)
     # One after the other: two models of 70B parameters fit into few machines.
     source = evaluate_model(request.model, request, tokenizer, documents, stages)
@@ -253,7 +253,7 @@ def evaluate_model(
 ) -> ModelResults:
     """All results of one model, which is loaded for this alone."""
     model = load_whole_model(folder, request)
-    attend_in_blocks(model, model.device)
+    use_blockwise_attention(model, model.device)
     scores: Scores = {}
     for length, questions in documents.questions.items():
         counted = stages.over("retrieval", questions, len(questions), "document")

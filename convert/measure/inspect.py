@@ -12,8 +12,8 @@ from typing import Any
 from kvfold.attention.checkpoints import SOURCES
 from kvfold.convert.checkpoint.headers import DTYPES
 from kvfold.convert.checkpoint.members import RECORD
-from kvfold.convert.checkpoint.opening import Checkpoint, open_headers
-from kvfold.convert.conversion.plan import possible_kv_heads
+from kvfold.convert.checkpoint.opening import Checkpoint, open_headers_only
+from kvfold.convert.conversion.plan import list_kv_heads
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.family import (
     load_family,
@@ -24,24 +24,24 @@ from kvfold.convert.families.family import (
 from kvfold.convert.families.model import Model, model_of
 from kvfold.convert.families.rotary import rope_parameters
 from kvfold.convert.targets.engines import (
+    EngineSupport,
     ServedModel,
-    Support,
     describe_fold,
     describe_latent_config,
     describe_mla,
     format_mla_options,
+    list_engine_support,
     propose_budgets,
     propose_kernel_splits,
-    support_for,
 )
-from kvfold.convert.targets.mla.spec import MlaSpec, is_latent, model_problems
+from kvfold.convert.targets.mla.spec import MlaSpec, is_mla_config, list_stock_problems
 from kvfold.convert.targets.own_code import (
     BLOCK,
-    grouped_model,
+    get_source_type,
+    make_grouped_model,
     needs_own_code,
-    source_type,
 )
-from kvfold.convert.targets.same_family import attention_label, cache_elements
+from kvfold.convert.targets.same_family import count_cache_elements, format_attention_label
 
 CONTEXTS = {"8k": 8192, "128k": 131072}
 _LATENT_SIZES = (
@@ -81,7 +81,7 @@ class TargetCache(CacheSize):
 
     options: str
     saves: float
-    engines: list[Support]
+    engines: list[EngineSupport]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class Inspection:
     parameters: int
     weight_bytes: int
     cache: CacheSize
-    engines: list[Support] = field(default_factory=list)
+    engines: list[EngineSupport] = field(default_factory=list)
     targets: list[TargetCache] = field(default_factory=list)
     not_mla: list[str] = field(default_factory=list)
 
@@ -150,7 +150,7 @@ def inspect_checkpoint(model: str | os.PathLike[str]) -> Inspection:
     Raises InputError if the checkpoint does not exist, its files are damaged or contradict its
     config, or its family is not supported.
     """
-    with closing(open_headers(model)) as checkpoint:
+    with closing(open_headers_only(model)) as checkpoint:
         try:
             return _inspect_opened(checkpoint)
         except InputError as error:
@@ -161,14 +161,14 @@ def _inspect_opened(checkpoint: Checkpoint) -> Inspection:
     config = checkpoint.config
     # A wrapper's language model may be latent.
     language = config if text_type(config) is None else text_config(config, checkpoint.tensors)
-    if is_latent(language):
+    if is_mla_config(language):
         return _inspect_stock_mla(checkpoint, language)
-    if source_type(config) is not None:
+    if get_source_type(config) is not None:
         return _inspect_kvfold_result(checkpoint)
     source = model_of(config, checkpoint.tensors)
     _check_tensor_shapes(checkpoint, source)
     facts = _describe_model(checkpoint, source, describe_fold(source))
-    not_mla = [] if needs_own_code(source) else model_problems(source)
+    not_mla = [] if needs_own_code(source) else list_stock_problems(source)
     targets = propose_targets(source, facts["dtype"])
     return Inspection(**facts, targets=targets, not_mla=not_mla)
 
@@ -176,7 +176,7 @@ def _inspect_opened(checkpoint: Checkpoint) -> Inspection:
 def _inspect_kvfold_result(checkpoint: Checkpoint) -> Inspection:
     """The facts of a result in layout ``kvfold``."""
     config = checkpoint.config
-    kind = source_type(config)
+    kind = get_source_type(config)
     block = config.get(BLOCK)
     if kind not in SOURCES or not isinstance(block, Mapping):
         rule = f"is unknown to kvfold, or the object {BLOCK!r} is missing; convert the source again"
@@ -195,12 +195,12 @@ def _inspect_kvfold_result(checkpoint: Checkpoint) -> Inspection:
         facts["head_dim"] += rope_dim
     else:
         (kv_heads,) = _read_whole_numbers(block, ("kv_heads",))
-        _check_tensor_shapes(checkpoint, grouped_model(source, kv_heads))
+        _check_tensor_shapes(checkpoint, make_grouped_model(source, kv_heads))
         result = describe_fold(source, kv_heads)
         facts = _describe_model(checkpoint, source, result) | {"kv_heads": kv_heads}
-        facts["attention"] = attention_label(source.geometry.heads, kv_heads)[:3]
+        facts["attention"] = format_attention_label(source.geometry.heads, kv_heads)[:3]
     facts["family"] = config["model_type"]
-    return Inspection(**facts, engines=support_for(result))
+    return Inspection(**facts, engines=list_engine_support(result))
 
 
 def _inspect_stock_mla(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Inspection:
@@ -233,7 +233,7 @@ def _inspect_stock_mla(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Ins
         rope=str(table.get("rope_type") or "default"),
         windows=[],
         max_context=config.get("max_position_embeddings"),
-        engines=support_for(result) if written else [],
+        engines=list_engine_support(result) if written else [],
         **_describe_files(checkpoint, result, [None] * layers),
     )
 
@@ -275,7 +275,7 @@ def _describe_model(checkpoint: Checkpoint, model: Model, result: ServedModel) -
         rope = rope_parameters(model.values, layers[0].type)["rope_type"]
     facts = {
         "family": model.family.model_type,
-        "attention": attention_label(geometry.heads, geometry.kv_heads)[:3],
+        "attention": format_attention_label(geometry.heads, geometry.kv_heads)[:3],
         "layers": geometry.layers,
         "heads": geometry.heads,
         "kv_heads": geometry.kv_heads,
@@ -299,7 +299,7 @@ def _describe_files(
     attention.
     """
     infos = checkpoint.tensors.values()
-    sizes = checkpoint.float_bytes()
+    sizes = checkpoint.count_float_bytes()
     dtype = max(sizes, key=sizes.__getitem__, default="F32")
     return {
         "model": checkpoint.origin,
@@ -313,18 +313,18 @@ def _describe_files(
 
 def compute_cache_size(result: ServedModel, windows: list[int | None], dtype: str) -> CacheSize:
     """The cache size of ``result``; ``windows`` has an entry per layer, None for full attention."""
-    layer_bytes = result.cache_elements() * DTYPES[dtype]["bits"] // 8
+    layer_bytes = result.count_cache_elements() * DTYPES[dtype]["bits"] // 8
     by_context = {}
     for name, context in CONTEXTS.items():
         slots = sum(min(context, window or context) for window in windows)
         by_context[name] = layer_bytes * slots
-    return CacheSize(result.cache_elements(), len(windows) * layer_bytes, by_context)
+    return CacheSize(result.count_cache_elements(), len(windows) * layer_bytes, by_context)
 
 
 def propose_targets(model: Model, dtype: str) -> list[TargetCache]:
     """All proposed targets: GQA, MQA, MLA splits supported by kernels, and `propose_budgets`."""
     targets: dict[str, ServedModel] = {}
-    for kv_heads in possible_kv_heads(model.geometry):
+    for kv_heads in list_kv_heads(model.geometry):
         options = "--to mqa" if kv_heads == 1 else f"--to gqa --kv-heads {kv_heads}"
         targets[options] = describe_fold(model, kv_heads)
     # Of the layouts of a split the first: most engines serve it.
@@ -335,14 +335,14 @@ def propose_targets(model: Model, dtype: str) -> list[TargetCache]:
         # Engines look at the sum of a split, so the shares within a budget do not matter here.
         options = f"--to mla --budget {spec.kv_rank + spec.rope_dim}"
         targets[options] = describe_mla(model, spec)
-    source_elements = cache_elements(model.geometry)
+    source_elements = count_cache_elements(model.geometry)
     windows = [layer.window for layer in model.layers]
     return [
         TargetCache(
             **vars(compute_cache_size(result, windows, dtype)),
             options=options,
-            saves=1 - result.cache_elements() / source_elements,
-            engines=support_for(result),
+            saves=1 - result.count_cache_elements() / source_elements,
+            engines=list_engine_support(result),
         )
         for options, result in targets.items()
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvfold.attention.drift.metrics import format_metrics, format_saving, position_rows
 from kvfold.attention.drift.report import DriftReport
 from kvfold.convert.console import REPORT
-from kvfold.convert.conversion.judgment import judge_with_doubt
+from kvfold.convert.conversion.judgment import format_verdict
 from kvfold.convert.errors import option_error
 from kvfold.convert.measure.plots import Plot, plot_drift
 
@@ -43,9 +43,9 @@ def write_report(
     """
     from jinja2 import Environment, FileSystemLoader
 
-    from kvfold.convert.conversion.record import versions
+    from kvfold.convert.conversion.record import get_package_versions
 
-    installed = [f"{name} {version}" for name, version in versions().items() if version]
+    installed = [f"{name} {version}" for name, version in get_package_versions().items() if version]
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True
     )
@@ -85,7 +85,7 @@ def write_drift_report(
     plots: list[Plot] = []
     if drift is not None:
         saving = format_saving(drift.source_cache_bytes, drift.student_cache_bytes)
-        title += f": {saving} cache, {judge_with_doubt(drift)}"
+        title += f": {saving} cache, {format_verdict(drift)}"
         lead = [format_metrics(drift)]
         tables = [drift.table_rows(), position_rows(drift)]
         plots = plot_drift(drift)

@@ -37,10 +37,10 @@ from kvfold.attention.drift.metrics import (
 from kvfold.attention.drift.report import perplexity
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import Calibration, load_source_and_text
-from kvfold.convert.conversion.layers import convert_layer, open_student
+from kvfold.convert.conversion.layers import build_student, convert_layer
 from kvfold.convert.conversion.memory import check_memory
 from kvfold.convert.conversion.plan import Plan, make_plan
-from kvfold.convert.conversion.record import text_name, versions
+from kvfold.convert.conversion.record import format_text_name, get_package_versions
 from kvfold.convert.conversion.splits import Survey, choose_split, survey_layers
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
@@ -173,7 +173,7 @@ class Sweep:
             "perplexity": perplexity(self.rows[0].measured.teacher_loss),
             "rows": targets,
             "smallest": self.smallest and self.smallest.target,
-            "versions": versions(),
+            "versions": get_package_versions(),
         }
 
 
@@ -235,10 +235,10 @@ def sweep_checkpoint(request: SweepRequest, progress: Progress | None = None) ->
         sequences, length = tokens.held_out.shape
         return Sweep(
             model=request.model,
-            sha256=checkpoint.model_digest(),
+            sha256=checkpoint.compute_model_digest(),
             kind=plan.source_kind,
             cache_elements=plan.cache_elements,
-            text=f"{sequences} x {length} held-out tokens of {text_name(tokens.source)}",
+            text=f"{sequences} x {length} held-out tokens of {format_text_name(tokens.source)}",
             within=request.within,
             rows=[rows[target] for target in plans],
             seconds=time.monotonic() - started,
@@ -271,7 +271,7 @@ def _fit_and_measure_targets(
     for target, plan in plans.items():
         if plan.latent is not None:
             plan, _ = choose_split(plan, calibration, survey, stages)
-        walk = Walk(teacher, open_student(plan, calibration))
+        walk = Walk(teacher, build_student(plan, calibration))
         students.append(_TargetStudent(target, plan, walk))
     with stages("sweep", teacher.stream.layers * len(students), "fit") as advance:
         for lesson in teacher.layers():

@@ -4,12 +4,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from kvfold.convert.conversion.plan import possible_kv_heads
+from kvfold.convert.conversion.plan import list_kv_heads
 from kvfold.convert.errors import InputError, option_error
 from kvfold.convert.families.model import Model
 from kvfold.convert.request import DEFAULT_LAYOUT, Layout
 from kvfold.convert.targets.engines import propose_budgets, propose_kernel_splits
-from kvfold.convert.targets.same_family import cache_elements
+from kvfold.convert.targets.same_family import count_cache_elements
 
 # The options of a ConvertRequest that name its target.
 TargetOptions = dict[str, Any]
@@ -67,12 +67,12 @@ def propose_default_targets(model: Model, layout: Layout | None) -> list[TargetO
     MLA is in ``layout``, by default that of a conversion; what it cannot express is left out.
     Raises InputError if the model has no smaller target.
     """
-    heads = [count for count in possible_kv_heads(model.geometry) if count > 1]
+    heads = [count for count in list_kv_heads(model.geometry) if count > 1]
     targets: list[TargetOptions] = [{"to": "gqa", "kv_heads": count} for count in heads[:_FOLDS]]
     if model.geometry.kv_heads > 1:
         targets.append({"to": "mqa"})
     kernels = []
-    if cache_elements(model.geometry) >= _SERVED_FROM:
+    if count_cache_elements(model.geometry) >= _SERVED_FROM:
         kernels = propose_kernel_splits(model, (layout or DEFAULT_LAYOUT,))
     targets += [{"to": "mla", "kv_rank": mla.kv_rank, "rope_dim": mla.rope_dim} for mla in kernels]
     if not kernels:

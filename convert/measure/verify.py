@@ -61,15 +61,15 @@ def verify_checkpoint(out: str | os.PathLike[str]) -> Verification:
         return Verification(folder.name, len(files), 0, 0, problems)
     # what cannot be opened is told without the seconds that torch takes
     from kvfold.convert.stream.parameters import WeightMap
-    from kvfold.convert.stream.stock import empty_model
+    from kvfold.convert.stream.stock import build_empty_model
 
     with closing(opened) as checkpoint:
         files, tensors = read_hashes(checkpoint.folder)
         problems = list(find_changed_files(checkpoint.folder, files)) if files else []
         # The class of config.json takes every tensor as it is.
-        problems += WeightMap(empty_model(checkpoint.config), checkpoint.tensors).misfits(
-            checkpoint.tensors
-        )
+        problems += WeightMap(
+            build_empty_model(checkpoint.config), checkpoint.tensors
+        ).list_mismatches(checkpoint.tensors)
         problems += list_non_finite_tensors(checkpoint, checkpoint.tensors)
         if files:
             problems += find_changed_tensors(checkpoint, tensors)
@@ -94,6 +94,6 @@ def list_non_finite_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> Ite
     from kvfold.convert.checkpoint.tensors import count_non_finite
 
     for name in names:
-        if bad := sum(map(count_non_finite, checkpoint.read_chunks(name, _ELEMENTS))):
+        if bad := sum(map(count_non_finite, checkpoint.read_tensor_chunks(name, _ELEMENTS))):
             file = checkpoint.tensors[name].file
             yield f"tensor {name!r} in {file} has NaN or infinite elements: {bad}"

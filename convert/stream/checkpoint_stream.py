@@ -7,7 +7,7 @@ there. The forward pass of transformers, with every decoder layer replaced by a 
 logits. A layer runs with tensors that are read when it is opened and dropped when it is closed. If
 ``read`` returns trainable tensors for some names, gradients reach them::
 
-    loss <- LayerOutput <- functional_call(stock layer) <- parameters <- WeightMap.load
+    loss <- LayerOutput <- functional_call(stock layer) <- parameters <- WeightMap.load_parameters
          <- read(name) <- float32 master
 
 The arrows follow the steps of loading the finished file: renaming, conversion, rounding to the
@@ -28,7 +28,7 @@ from kvfold.attention.drift.streams import Frame, cache_bytes_per_token
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.layer_io import Read
 from kvfold.convert.stream.parameters import WeightMap, WeightSource
-from kvfold.convert.stream.stock import empty_model, errors_as_input_errors
+from kvfold.convert.stream.stock import build_empty_model, errors_as_input_errors
 
 
 class CheckpointStream:
@@ -66,7 +66,7 @@ class CheckpointStream:
         self._origins = origins or {}
         self._loaded: dict[WeightSource, dict[str, Tensor]] = {}
         self._table: Tensor | None = None
-        model = empty_model(config, dtype, self.device)
+        model = build_empty_model(config, dtype, self.device)
         self.weights = WeightMap(model, names)
         try:
             self._frame = Frame(model)
@@ -94,7 +94,7 @@ class CheckpointStream:
         self._loaded.clear()
         self._table = None
 
-    def training(self) -> AbstractContextManager[Any]:
+    def use_training_precision(self) -> AbstractContextManager[Any]:
         """Return a context manager in which calibration passes and training steps run; all else
         runs in ``dtype``.
         """
@@ -111,9 +111,9 @@ class CheckpointStream:
         # time.
         rows, local = torch.unique(tokens.to(self.device), return_inverse=True)
         if self._table is None:
-            self._table = self.read(self.weights.source_of(self._embedding).names[0])
+            self._table = self.read(self.weights.find_source(self._embedding).names[0])
         table = self._table[rows.to(self._table.device)].to(self.device, self.dtype)
-        tensors = {**self._load_named(self._around), self._embedding: table}
+        tensors = {**self._load_parameters(self._around), self._embedding: table}
         with errors_as_input_errors():
             return self._frame.enter(tensors, input_ids=local)[0]
 
@@ -121,10 +121,10 @@ class CheckpointStream:
     def open_layer(self, index: int) -> Iterator[OpenLayer]:
         """Read a layer's tensors and yield the layer; they are dropped when the block ends."""
 
-        def arguments(hidden: Tensor) -> Arguments:
+        def make_arguments(hidden: Tensor) -> Arguments:
             tokens = hidden.shape[1]
             if tokens not in self._recorded:
-                self._recorded = {tokens: self._enter_blank(tokens)[1]}
+                self._recorded = {tokens: self._embed_zeros(tokens)[1]}
             recorded = self._recorded[tokens][index]
             biases = recorded.kwargs.get("alibi")
             if biases is None or biases.dim() != 3:
@@ -137,14 +137,14 @@ class CheckpointStream:
         self.release()
         prefix = f"{self._frame.path}.{index}."
         tensors: dict[str, Tensor] = {}
-        for source in self.weights.under(prefix):
-            for name, tensor in self._load(source).items():
+        for source in self.weights.find_sources(prefix):
+            for name, tensor in self._load_source(source).items():
                 tensors[name.removeprefix(prefix)] = tensor
         try:
             yield OpenLayer(
                 index,
                 self._frame.layers[index],
-                arguments,
+                make_arguments,
                 tensors,
                 errors_as_input_errors,
             )
@@ -157,13 +157,13 @@ class CheckpointStream:
 
         The output head stays in memory until ``release``.
         """
-        ends = self._load_named([*self._around, *self._head])
+        ends = self._load_parameters([*self._around, *self._head])
         with errors_as_input_errors():
             blank = torch.zeros(1, *hidden.shape[1:], dtype=self.dtype, device=self.device)
             return self._frame.logits(hidden, ends, inputs_embeds=blank.expand_as(hidden))
 
     @torch.no_grad()
-    def _enter_blank(self, tokens: int, **options: Any) -> tuple[Tensor, list[Arguments]]:
+    def _embed_zeros(self, tokens: int, **options: Any) -> tuple[Tensor, list[Arguments]]:
         """Embed one unpadded sequence of ``tokens`` zeros. Returns the residual stream and the
         arguments of all layers.
 
@@ -180,23 +180,23 @@ class CheckpointStream:
         with errors_as_input_errors():
             return self._frame.enter(zeros, inputs_embeds=blank, **options)
 
-    def _load_named(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def _load_parameters(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The parameters ``names``; a tied one is loaded from the one that it is tied to."""
-        sources = {name: self.weights.source_of(name) for name in names}
-        return {name: self._load(source)[source.target] for name, source in sources.items()}
+        sources = {name: self.weights.find_source(name) for name in names}
+        return {name: self._load_source(source)[source.target] for name, source in sources.items()}
 
-    def _load(self, source: WeightSource) -> dict[str, Tensor]:
+    def _load_source(self, source: WeightSource) -> dict[str, Tensor]:
         """The parameters of ``source``, which stay loaded until `release`; the teacher's if it has
         formed them from the same stored tensors.
         """
         if source not in self._loaded:
-            shared = self._find_shared(source)
+            shared = self._find_teacher_parameters(source)
             if shared is None:
-                shared = self.weights.load(source, self.read, self.dtype, self.device)
+                shared = self.weights.load_parameters(source, self.read, self.dtype, self.device)
             self._loaded[source] = shared
         return self._loaded[source]
 
-    def _find_shared(self, source: WeightSource) -> dict[str, Tensor] | None:
+    def _find_teacher_parameters(self, source: WeightSource) -> dict[str, Tensor] | None:
         if self._teacher is None or any(name in self._changed for name in source.names):
             return None
         # By names, not by contents: a stored tensor that the student renames or joins is still the
@@ -211,21 +211,21 @@ class CheckpointStream:
                 return loaded
         return None
 
-    def attention_sources(self, index: int) -> list[WeightSource]:
+    def list_attention_sources(self, index: int) -> list[WeightSource]:
         """The sources of the parameters in a layer's attention."""
         name = attention_name(self._frame.layers[index])
-        return self.weights.under(f"{self._frame.path}.{index}.{name}.")
+        return self.weights.find_sources(f"{self._frame.path}.{index}.{name}.")
 
-    def reload(self, layer: OpenLayer, sources: Iterable[WeightSource]) -> None:
+    def reload_parameters(self, layer: OpenLayer, sources: Iterable[WeightSource]) -> None:
         """Rebuild parameters of an open layer from what ``read`` returns now; gradients reach the
         tensors returned.
         """
         for source in sources:
-            loaded = self.weights.load(source, self.read, self.dtype, self.device)
+            loaded = self.weights.load_parameters(source, self.read, self.dtype, self.device)
             for name, tensor in loaded.items():
                 layer.tensors[name.removeprefix(f"{self._frame.path}.{layer.index}.")] = tensor
 
-    def stored_names(self, index: int | None) -> list[str]:
+    def list_stored_names(self, index: int | None) -> list[str]:
         """The names of a layer's stored tensors; an ``index`` of None means all tensors outside the
         layers.
         """
@@ -245,8 +245,8 @@ class CheckpointStream:
         stream computes in.
         """
 
-        def enter(tokens: int) -> tuple[Tensor, list[Arguments]]:
-            hidden, arguments = self._enter_blank(tokens, use_cache=True)
+        def embed_with_cache(tokens: int) -> tuple[Tensor, list[Arguments]]:
+            hidden, arguments = self._embed_zeros(tokens, use_cache=True)
             calls = [(item.args, item.kwargs) for item in arguments]
             calls = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), calls)
             return hidden.to("meta"), [Arguments(*call) for call in calls]
@@ -254,7 +254,7 @@ class CheckpointStream:
         # Counted in the cache that generation makes, on the meta device, so that no rule of a class
         # is repeated here.
         with errors_as_input_errors():
-            total = cache_bytes_per_token(self._frame.layers, enter)
+            total = cache_bytes_per_token(self._frame.layers, embed_with_cache)
         name = self._config.get("dtype") or self._config.get("torch_dtype")
         stored = getattr(torch, str(name).removeprefix("torch."), self.dtype)
         return total * stored.itemsize // self.dtype.itemsize

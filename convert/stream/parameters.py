@@ -33,7 +33,12 @@ from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.tensors import TORCH_DTYPES
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.layer_io import Read
-from kvfold.convert.stream.stock import auto_class, empty_model, errors_as_input_errors, explain
+from kvfold.convert.stream.stock import (
+    build_empty_model,
+    choose_auto_class,
+    describe_error,
+    errors_as_input_errors,
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class WeightMap:
             *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
         }
 
-    def under(self, prefix: str) -> list[WeightSource]:
+    def find_sources(self, prefix: str) -> list[WeightSource]:
         """The sources of all parameters whose names begin with ``prefix``. Raises InputError if a
         source is missing.
         """
@@ -88,14 +93,14 @@ class WeightMap:
             )
         return [source for target, source in self.sources.items() if target.startswith(prefix)]
 
-    def source_of(self, target: str) -> WeightSource:
+    def find_source(self, target: str) -> WeightSource:
         """The source of a parameter, or of the one that it is tied to. Raises InputError if neither
         has a source.
         """
-        self.under(target)
+        self.find_sources(target)
         return self.sources.get(target) or self.sources[self.tied[target]]
 
-    def load(
+    def load_parameters(
         self, source: WeightSource, read: Read, dtype: torch.dtype, device: torch.device | str
     ) -> dict[str, Tensor]:
         """Load what ``source`` forms. Returns parameters by full name, with checked shapes, floats
@@ -131,7 +136,7 @@ class WeightMap:
             )
         return parameters
 
-    def misfits(self, stored: Mapping[str, TensorInfo]) -> list[str]:
+    def list_mismatches(self, stored: Mapping[str, TensorInfo]) -> list[str]:
         """List the parameters that ``stored`` lacks or contains in another shape, one line each."""
         tensors = {
             name: torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device="meta")
@@ -139,24 +144,24 @@ class WeightMap:
         }
         problems = []
         try:
-            self.under("")
+            self.find_sources("")
         except InputError as error:
             problems += [f"missing: {name}" for name in error.details]
         for source in self.sources.values():
             try:
-                self.load(source, tensors.__getitem__, torch.float32, "meta")
+                self.load_parameters(source, tensors.__getitem__, torch.float32, "meta")
             except InputError as error:
                 problems.append(error.message)
             # of a converter that joins what does not go together
             except (RuntimeError, ValueError, IndexError) as error:
                 problems.append(
-                    f"{', '.join(source.names[:3])}: cannot form {source.target}: {explain(error)}"
+                    f"{', '.join(source.names[:3])}: cannot form {source.target}: {describe_error(error)}"
                 )
         return problems
 
-    def check_fits(self, checkpoint: Checkpoint) -> None:
+    def check_tensors_match(self, checkpoint: Checkpoint) -> None:
         """Raise InputError listing the checkpoint's tensors that do not match the stock model."""
-        if problems := self.misfits(checkpoint.tensors):
+        if problems := self.list_mismatches(checkpoint.tensors):
             raise InputError(
                 f"{checkpoint.origin}: its tensors do not match its config.json", problems
             )
@@ -169,8 +174,10 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bo
     # transformers leaves random numbers in the place of tensors that are missing, and only warns.
     foreign = trust_remote_code and "auto_map" in checkpoint.config
     if not foreign:
-        WeightMap(empty_model(checkpoint.config), checkpoint.tensors).check_fits(checkpoint)
-    classes = auto_class(checkpoint.config)
+        WeightMap(build_empty_model(checkpoint.config), checkpoint.tensors).check_tensors_match(
+            checkpoint
+        )
+    classes = choose_auto_class(checkpoint.config)
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     if checkpoint.config.get("attn_logit_softcapping"):
         # Below 5.23 gemma2's default, torch's fused attention, leaves it out without a word.

@@ -30,7 +30,7 @@ if "mistral4" in CONFIG_MAPPING and "mistral4" not in MODEL_FOR_CAUSAL_LM_MAPPIN
     )
 
 
-def auto_class(config: dict[str, Any]) -> Any:
+def choose_auto_class(config: dict[str, Any]) -> Any:
     """The transformers Auto class that loads a model with this ``config``: a causal language model
     or its wrapper.
     """
@@ -42,7 +42,7 @@ def auto_class(config: dict[str, Any]) -> Any:
     )
 
 
-def empty_model(
+def build_empty_model(
     config: dict[str, Any], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Any:
     """Build the stock causal language model of ``config``, or its wrapper, on the meta device.
@@ -53,20 +53,22 @@ def empty_model(
     device = torch.device(device)
     with errors_as_input_errors():
         try:
-            return _build(config, dtype, device)
+            return _build_on_meta(config, dtype, device)
         except InputError:
             raise
         except Exception as error:
-            key = _wrong_key(config, dtype, device)
+            key = _find_invalid_key(config, dtype, device)
             if key is None:
                 raise
             raise InputError(
                 f"config.json: {key} must be a value that a {config.get('model_type')} model"
-                f" supports, not {config[key]!r} ({explain(error)})"
+                f" supports, not {config[key]!r} ({describe_error(error)})"
             ) from error
 
 
-def _wrong_key(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> str | None:
+def _find_invalid_key(
+    config: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> str | None:
     """The first key of ``config`` without which, with the class's default, a model can be built.
 
     Some errors of transformers name the key ("Validation error for field 'vocab_size'"), but many
@@ -77,14 +79,14 @@ def _wrong_key(config: dict[str, Any], dtype: torch.dtype, device: torch.device)
             continue
         others = {name: value for name, value in config.items() if name != key}
         with suppress(Exception):
-            _build(others, dtype, device)
+            _build_on_meta(others, dtype, device)
             return key
     return None
 
 
-def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
+def _build_on_meta(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
     model_type = config.get("model_type")
-    auto = auto_class(config)
+    auto = choose_auto_class(config)
     if model_type not in CONFIG_MAPPING:
         raise InputError(
             f"config.json: the installed transformers does not support model_type {model_type!r}"
@@ -122,7 +124,7 @@ def _build(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
     return model.eval().requires_grad_(False)
 
 
-def attend_in_blocks(model: Any, device: torch.device) -> None:
+def use_blockwise_attention(model: Any, device: torch.device) -> None:
     """Compute the attention of a loaded model on a CPU in blocks, if it would use torch's own."""
     # torch has no fused kernel for values narrower than keys, as in MLA: it computes and keeps
     # whole maps. With blocks the passes over 1 x 1024 tokens of SmolLM2-135M, MLA 128+64, and its
@@ -138,7 +140,7 @@ def attend_in_blocks(model: Any, device: torch.device) -> None:
         model.config._attn_implementation = BLOCKWISE
 
 
-def explain(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """The kind of another library's error and the beginning of its text."""
     return f"{type(error).__name__}: {summarize_error(error, 200)}"
 
@@ -156,7 +158,7 @@ def errors_as_input_errors(where: str = "config.json") -> Iterator[None]:
         if explain_system_error(error) or "CUDA" in str(error):  # of the memory or the device
             raise
         raise InputError(
-            f"{where}: transformers cannot build or run this model ({explain(error)})"
+            f"{where}: transformers cannot build or run this model ({describe_error(error)})"
         ) from error
 
 
@@ -169,7 +171,7 @@ def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
         ).get_text_config()
 
 
-def hide_bars(quiet: bool) -> None:
+def hide_progress_bars(quiet: bool) -> None:
     """Disable transformers' progress bars if ``quiet`` is True or stderr is not a terminal."""
     if quiet or not sys.stderr.isatty():
         disable_progress_bar()

@@ -24,11 +24,11 @@ from kvfold.convert.targets.mla.spec import (
     KERNEL_CACHES,
     KERNEL_HEADS,
     MlaSpec,
-    cached_divisors,
-    latent_problems,
+    count_cached_divisors,
+    list_mla_problems,
 )
 from kvfold.convert.targets.own_code import needs_own_code
-from kvfold.convert.targets.same_family import cache_elements
+from kvfold.convert.targets.same_family import count_cache_elements
 
 _ENGINES = json.loads(Path(__file__).with_name("engines.json").read_text(encoding="utf-8"))
 _KERNEL_SPLITS = ((512, 64), (448, 64), (256, 64))
@@ -70,13 +70,13 @@ class ServedModel:
     vocabulary: int = 0
     experts: bool = False
 
-    def cache_elements(self) -> int:
+    def count_cache_elements(self) -> int:
         """KV-cache elements per token per layer."""
         return self.kv_rank + self.rope_dim + self.divisors or 2 * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)
-class Support:
+class EngineSupport:
     """An engine's answer for a model, as reported to users.
 
     engine, version: the engine
@@ -100,9 +100,9 @@ class Support:
         return f"{self.engine}: {', '.join(filter(None, (answer, source, self.how)))}"
 
 
-def support_for(model: ServedModel) -> list[Support]:
+def list_engine_support(model: ServedModel) -> list[EngineSupport]:
     """Every engine's answer for ``model``."""
-    cached = model.cache_elements()
+    cached = model.count_cache_elements()
     scope = {
         **vars(model),
         "cache": cached,
@@ -116,7 +116,7 @@ def support_for(model: ServedModel) -> list[Support]:
         cache = cached if serves else None
         how = row["note"].format(**scope)
         ran = row["answer"] == "ran"
-        result.append(Support(name, engine["version"], serves, cache, how, ran))
+        result.append(EngineSupport(name, engine["version"], serves, cache, how, ran))
     return result
 
 
@@ -147,7 +147,7 @@ def describe_mla(model: Model, spec: MlaSpec) -> ServedModel:
         size.heads,
         kv_rank=spec.kv_rank,
         rope_dim=spec.rope_dim,
-        divisors=cached_divisors(model, spec),
+        divisors=count_cached_divisors(model, spec),
         heads=(nope, spec.rope_dim, value),
         wrapper=model.tower is not None,
         vocabulary=size.vocabulary,
@@ -185,7 +185,7 @@ def propose_kernel_splits(
 ) -> list[MlaSpec]:
     """The specs for ``model`` with splits that MLA kernels support, in each of ``layouts``."""
     specs = [MlaSpec(*split, layout=layout) for layout in layouts for split in _KERNEL_SPLITS]
-    return [spec for spec in specs if not latent_problems(model, spec)]
+    return [spec for spec in specs if not list_mla_problems(model, spec)]
 
 
 def propose_budgets(model: Model, layout: Layout | None = None) -> list[MlaSpec]:
@@ -197,13 +197,13 @@ def propose_budgets(model: Model, layout: Layout | None = None) -> list[MlaSpec]
     """
     layout = layout or ("kvfold" if needs_own_code(model) else "free")
     rope = 2 if model.geometry.rotary_dims else 0
-    budgets = [cache_elements(model.geometry) // divisor for divisor in _CACHE_DIVISORS]
+    budgets = [count_cache_elements(model.geometry) // divisor for divisor in _CACHE_DIVISORS]
     specs = [
         MlaSpec(budget - rope, rope, layout=layout)
         for budget in budgets
         if budget not in KERNEL_CACHES
     ]
-    return [spec for spec in specs if not latent_problems(model, spec)]
+    return [spec for spec in specs if not list_mla_problems(model, spec)]
 
 
 def format_mla_options(spec: MlaSpec) -> str:

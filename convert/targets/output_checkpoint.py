@@ -36,7 +36,7 @@ class OutputCheckpoint:
     cache_elements: int
     code: str | None = None
 
-    def encode(self, layer: int, weights: Any) -> Mapping[str, "Tensor"]:
+    def encode_layer(self, layer: int, weights: Any) -> Mapping[str, "Tensor"]:
         """The tensors ``computed[layer]`` by name, from the converted ``weights`` of the layer.
 
         They may have any float dtype: the writer casts them to the planned one.
@@ -50,15 +50,15 @@ class OutputCheckpoint:
         raise NotImplementedError
 
 
-def output_dtype(present: str, dtype: str | None) -> str:
+def choose_output_dtype(present: str, dtype: str | None) -> str:
     """The safetensors dtype of an output tensor: ``present``, or ``dtype`` (torch's spelling) for
     floats if given.
     """
     return present if dtype is None or present not in FLOAT_DTYPES else _STORED[dtype]
 
 
-def computed_dtype(model: Model, checkpoint: Checkpoint, dtype: str | None) -> str:
+def choose_computed_dtype(model: Model, checkpoint: Checkpoint, dtype: str | None) -> str:
     """The safetensors dtype of the tensors that a transform computes: that of the first query
     projection, or ``dtype``.
     """
-    return output_dtype(checkpoint.tensors[model.attention_names(0)[0]].dtype, dtype)
+    return choose_output_dtype(checkpoint.tensors[model.attention_names(0)[0]].dtype, dtype)

@@ -2,7 +2,7 @@
 checkpoint.
 
 It is for models that no stock class can express. ``config.json`` is the source's, with model type
-``kvfold_...`` and a block ``kvfold`` that describes the attention (`own_config` builds all of it);
+``kvfold_...`` and a block ``kvfold`` that describes the attention (`build_own_config` builds all of it);
 the code is ``attention/checkpoints/modeling_kvfold.py``. Its attention has separate linear layers
 for queries, keys, values and output, even if the source fuses them, and rotates half-split heads by
 frequencies listed in the config. The variants are grouped attention and latent attention, which has
@@ -15,15 +15,23 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
-from kvfold.convert.checkpoint.members import with_dtype
+from kvfold.convert.checkpoint.members import set_config_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.writer import OutputTensor
 from kvfold.convert.families.model import Model
 from kvfold.convert.families.schema import ROLES
 from kvfold.convert.families.values import evaluate
-from kvfold.convert.targets.mla.spec import MlaSpec, attention_shapes, cached_divisors
-from kvfold.convert.targets.output_checkpoint import OutputCheckpoint, computed_dtype, output_dtype
-from kvfold.convert.targets.same_family import FoldCheckpoint, attention_label, cache_elements
+from kvfold.convert.targets.mla.spec import MlaSpec, count_cached_divisors, list_attention_shapes
+from kvfold.convert.targets.output_checkpoint import (
+    OutputCheckpoint,
+    choose_computed_dtype,
+    choose_output_dtype,
+)
+from kvfold.convert.targets.same_family import (
+    FoldCheckpoint,
+    count_cache_elements,
+    format_attention_label,
+)
 
 CODE = "kvfold.attention.checkpoints.modeling_kvfold"
 BLOCK = "kvfold"  # the key of config.json that says what the attention is like
@@ -35,7 +43,7 @@ def needs_own_code(model: Model) -> bool:
     return model.family.sizes.kv_heads is None
 
 
-def source_type(config: Mapping[str, Any]) -> str | None:
+def get_source_type(config: Mapping[str, Any]) -> str | None:
     """The source's model type if ``config`` is in layout ``kvfold``, else None."""
     kind = str(config.get("model_type"))
     return kind.removeprefix(_PREFIX) if kind.startswith(_PREFIX) else None
@@ -62,15 +70,15 @@ def plan_own_fold(
         "amplitude": amplitude,
         **({} if clip is None else {"clip": clip}),
     }
-    target = grouped_model(source, kv_heads)
+    target = make_grouped_model(source, kv_heads)
     names = tuple(target.attention_names(layer) for layer in range(target.geometry.layers))
     shapes = [{name: target.tensors[name].shape for name in layer} for layer in names]
     return FoldCheckpoint(
-        kind=attention_label(target.geometry.heads, kv_heads),
-        config=own_config(source, checkpoint, facts, dtype),
-        tensors=_output_tensors(source, checkpoint, shapes, dtype),
+        kind=format_attention_label(target.geometry.heads, kv_heads),
+        config=build_own_config(source, checkpoint, facts, dtype),
+        tensors=_plan_output_tensors(source, checkpoint, shapes, dtype),
         computed=names,
-        cache_elements=cache_elements(target.geometry),
+        cache_elements=count_cache_elements(target.geometry),
         code=CODE,
         model=target,
         roles=ROLES,
@@ -86,11 +94,13 @@ class OwnMlaCheckpoint(OutputCheckpoint):
     checkpoint: Checkpoint
     dtype: str | None
 
-    def encode(self, layer: int, weights: Any) -> Mapping[str, Any]:
-        from kvfold.convert.targets.mla.encode import own_tensors  # needs torch, a plan does not
+    def encode_layer(self, layer: int, weights: Any) -> Mapping[str, Any]:
+        from kvfold.convert.targets.mla.encode import encode_own_mla  # needs torch, a plan does not
 
         module = self.model.family.attention.module_of(layer)
-        return own_tensors(weights, attention_shapes(self.model, self.spec, module), self.spec)
+        return encode_own_mla(
+            weights, list_attention_shapes(self.model, self.spec, module), self.spec
+        )
 
     def with_frequencies(self, theta: Sequence[Sequence[float]]) -> Self:
         source = self.model
@@ -111,7 +121,7 @@ class OwnMlaCheckpoint(OutputCheckpoint):
                 "eps": float(evaluate(norm.eps, source.values)),
                 "offset": norm.offset,
             }
-        config = own_config(source, self.checkpoint, facts, self.dtype, theta)
+        config = build_own_config(source, self.checkpoint, facts, self.dtype, theta)
         return replace(self, config=config)
 
 
@@ -124,15 +134,15 @@ def plan_own_mla(
     """The layout of ``source`` with latent attention in kvfold's modules.
 
     The cache takes ``spec.kv_rank + spec.rope_dim`` elements per token per layer, plus
-    `cached_divisors` (divisors of norms) if the source normalizes queries and keys.
+    `count_cached_divisors` (divisors of norms) if the source normalizes queries and keys.
     """
-    divisors = cached_divisors(source, spec)
+    divisors = count_cached_divisors(source, spec)
     modules = map(source.family.attention.module_of, range(source.geometry.layers))
-    shapes = [attention_shapes(source, spec, module) for module in modules]
+    shapes = [list_attention_shapes(source, spec, module) for module in modules]
     return OwnMlaCheckpoint(
         kind=f"MLA {spec.kv_rank}+{spec.rope_dim}" + (f"+{divisors}" if divisors else ""),
         config={},
-        tensors=_output_tensors(source, checkpoint, shapes, dtype),
+        tensors=_plan_output_tensors(source, checkpoint, shapes, dtype),
         computed=tuple(tuple(layer) for layer in shapes),
         cache_elements=spec.kv_rank + spec.rope_dim + divisors,
         code=CODE,
@@ -143,7 +153,7 @@ def plan_own_mla(
     )
 
 
-def own_config(
+def build_own_config(
     source: Model,
     checkpoint: Checkpoint,
     facts: Mapping[str, Any],
@@ -194,11 +204,11 @@ def own_config(
         "auto_map": {auto: f"{file}.Kvfold{stock}" for auto, stock in classes.items()},
         BLOCK: block,
     }
-    stored = TORCH_NAMES[computed_dtype(source, checkpoint, dtype)]
-    return with_dtype({**checkpoint.config, **changes}, stored)
+    stored = TORCH_NAMES[choose_computed_dtype(source, checkpoint, dtype)]
+    return set_config_dtype({**checkpoint.config, **changes}, stored)
 
 
-def grouped_model(source: Model, kv_heads: int) -> Model:
+def make_grouped_model(source: Model, kv_heads: int) -> Model:
     """``source`` with ``kv_heads`` key/value heads, its attention stored as in kvfold's modules."""
     family = source.family
     names: dict[str, Any] = {role: f"{role}_proj" for role in ROLES}
@@ -211,7 +221,7 @@ def grouped_model(source: Model, kv_heads: int) -> Model:
     return Model(family, source.config, source.tower)
 
 
-def _output_tensors(
+def _plan_output_tensors(
     source: Model,
     checkpoint: Checkpoint,
     shapes: Sequence[Mapping[str, tuple[int, ...]]],
@@ -222,7 +232,7 @@ def _output_tensors(
 
     Buffers of the old attention (causal masks, frequencies) are dropped.
     """
-    computed = computed_dtype(source, checkpoint, dtype)
+    computed = choose_computed_dtype(source, checkpoint, dtype)
     # Modules are replaced whole: what the source keeps in them besides weights has no place in the
     # new ones.
     pattern = re.escape(source.family.attention.module).replace(r"\{layer\}", r"(\d+)")
@@ -230,7 +240,9 @@ def _output_tensors(
     for name, info in checkpoint.tensors.items():
         inside = re.match(rf"{pattern}\.", name)
         if inside is None:
-            tensors[name] = OutputTensor(name, output_dtype(info.dtype, dtype), info.shape, name)
+            tensors[name] = OutputTensor(
+                name, choose_output_dtype(info.dtype, dtype), info.shape, name
+            )
             continue
         for new, shape in shapes[int(inside[1])].items():
             tensors[new] = OutputTensor(new, computed, shape, None)

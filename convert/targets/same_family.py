@@ -4,13 +4,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvfold.convert.checkpoint.members import with_dtype
+from kvfold.convert.checkpoint.members import set_config_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.writer import OutputTensor
 from kvfold.convert.families.model import Geometry, Model
 from kvfold.convert.families.rotary import older_rope_keys
 from kvfold.convert.families.schema import Role
-from kvfold.convert.targets.output_checkpoint import OutputCheckpoint, output_dtype
+from kvfold.convert.targets.output_checkpoint import OutputCheckpoint, choose_output_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class FoldCheckpoint(OutputCheckpoint):
     model: Model
     roles: Collection[Role]
 
-    def encode(self, layer: int, weights: Any) -> Mapping[str, Any]:
+    def encode_layer(self, layer: int, weights: Any) -> Mapping[str, Any]:
         from kvfold.convert.families.layer_io import write_layer  # needs torch, a plan does not
 
         return write_layer(self.model, layer, weights, self.roles)
@@ -53,7 +53,7 @@ def plan_stock_fold(
         changes = {"text_config": {**text, **changes}}
     config = {**checkpoint.config, **changes}
     if dtype is not None:
-        config = with_dtype(config, dtype)
+        config = set_config_dtype(config, dtype)
     layers = tuple(target.attention_names(layer, roles) for layer in range(target.geometry.layers))
     computed = {name for names in layers for name in names}
     tensors = []
@@ -62,26 +62,26 @@ def plan_stock_fold(
             continue  # the norm of a key head that is gone, where each head has a tensor
         shape = target.tensors[name].shape if name in target.tensors else info.shape
         origin = None if name in computed else name
-        tensors.append(OutputTensor(name, output_dtype(info.dtype, dtype), shape, origin))
+        tensors.append(OutputTensor(name, choose_output_dtype(info.dtype, dtype), shape, origin))
     return FoldCheckpoint(
-        kind=attention_label(target.geometry.heads, kv_heads),
+        kind=format_attention_label(target.geometry.heads, kv_heads),
         config=config,
         tensors=tuple(tensors),
         computed=layers,
-        cache_elements=cache_elements(target.geometry),
+        cache_elements=count_cache_elements(target.geometry),
         model=target,
         roles=roles,
     )
 
 
-def cache_elements(geometry: Geometry) -> int:
+def count_cache_elements(geometry: Geometry) -> int:
     """KV-cache elements per token per layer: the dims of one key and one value for every key/value
     head.
     """
     return 2 * geometry.kv_heads * geometry.head_dim
 
 
-def attention_label(heads: int, kv_heads: int) -> str:
+def format_attention_label(heads: int, kv_heads: int) -> str:
     """The name of the attention: ``MHA``, ``MQA``, or ``GQA-8`` for 8 key/value heads."""
     if kv_heads == heads:
         return "MHA"

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvfold.convert.checkpoint.members import load_json, portable_name
+from kvfold.convert.checkpoint.members import decode_file_name, parse_json_value
 from kvfold.convert.data import ShippedText, read_documents
 from kvfold.convert.errors import InputError, option_error, summarize_error
 from kvfold.convert.request import SELF
@@ -136,7 +136,7 @@ class Corpus:
         """The document in a dataset row or a line of JSON; InputError names ``where`` it is."""
         try:
             if isinstance(row, str):
-                row = load_json(row.encode())
+                row = parse_json_value(row.encode())
             fields = row if isinstance(row, Mapping) else {}
             text = fields.get("text")
             messages = fields.get("messages")
@@ -167,7 +167,7 @@ def open_corpus(
     check_sources([spec], option)
     path = Path(spec)
     if path.is_file():
-        return Corpus(portable_name(path), path, option, tokenizer, seed)
+        return Corpus(decode_file_name(path), path, option, tokenizer, seed)
     name = path.name if path.exists() else spec
     return Corpus(f"dataset {name}", spec, option, tokenizer, seed)
 

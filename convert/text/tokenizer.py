@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import InputError, option_error, summarize_error
-from kvfold.convert.stream.stock import empty_model, load_config
+from kvfold.convert.stream.stock import build_empty_model, load_config
 
 # Chosen, not tuned: a tokenizer's records take many times the text's memory, so that batches are
 # small.
@@ -33,7 +33,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, purpose: str
     # transformers raises whatever its parsers raise.
     except Exception as error:
         # It reads config.json first: a bad one is not the tokenizer's fault.
-        empty_model(checkpoint.config, torch.float32)
+        build_empty_model(checkpoint.config, torch.float32)
         reason = (
             f"it cannot be loaded ({summarize_error(error)[:200]}); put the tokenizer files into"
             " the folder"

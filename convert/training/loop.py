@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from kvfold.attention.drift.recording import OpenLayer
 from kvfold.convert import processes
-from kvfold.convert.checkpoint.atomic import replacing
+from kvfold.convert.checkpoint.atomic import replace_file
 from kvfold.convert.training.steps import channel_scales, hold_constant, scale_steps, tensor_sizes
 from kvfold.convert.walk.walk import Student
 
@@ -60,7 +60,7 @@ class TrainingTask(ABC):
         self.sources = {
             layer.index: [
                 source
-                for source in self.stream.attention_sources(layer.index)
+                for source in self.stream.list_attention_sources(layer.index)
                 if not tensors.keys().isdisjoint(source.names)
             ]
             for layer in layers
@@ -87,7 +87,7 @@ class TrainingTask(ABC):
         layers' outputs then reach them.
         """
         for layer in self.layers:
-            self.stream.reload(layer, self.sources[layer.index])
+            self.stream.reload_parameters(layer, self.sources[layer.index])
 
     @abstractmethod
     def learning_rate(self, step: int, errors: Sequence[float]) -> float:
@@ -178,7 +178,7 @@ def train(
             continue
         began = time.monotonic()
         state = {**vars(result), "masters": task.masters, "optimizer": optimizer.state_dict()}
-        with replacing(saved) as new:
+        with replace_file(saved) as new:
             torch.save(state, new)
         next_save = time.monotonic() + _SAVING * (time.monotonic() - began)
 

@@ -158,12 +158,14 @@ class ModelTask(TrainingTask):
     def backward(self, batch: list[int]) -> None:
         if own := processes.shard(batch):
             tokens, states = self.text.read(own)
-            with self.stream.training():
+            with self.stream.use_training_precision():
                 hidden = self.run_layers(tokens)
             # Gradients of the last layer's output add up here, a few positions at a time, and go
             # through the layers once.
             leaf = hidden.detach().requires_grad_()
-            for logits, expected, _ in self._predict(leaf, states, self.stream.training()):
+            for logits, expected, _ in self._predict(
+                leaf, states, self.stream.use_training_precision()
+            ):
                 loss = divergence(logits.flatten(0, 1), expected.flatten(0, 1))
                 (loss / (len(batch) * tokens.shape[1])).backward()  # type: ignore[no-untyped-call]
             hidden.backward(leaf.grad)  # type: ignore[no-untyped-call]

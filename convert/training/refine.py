@@ -92,7 +92,7 @@ def refine_layer(step: Step, tensors: TensorMap, settings: Refinement) -> Traini
     update, with each token weighted by the inverse of its residual size.
     """
     teacher = step.teacher
-    with step.student.stream.training():
+    with step.student.stream.use_training_precision():
         training = make_examples(
             settings.update,
             teacher.layer,
@@ -165,7 +165,7 @@ class LayerTask(TrainingTask):
         rows = [divmod(index - own.start, size) for index in batch if index in own]
         if rows:
             examples = [[states[row] for states in training.chunks[chunk]] for chunk, row in rows]
-            with self.stream.training():
+            with self.stream.use_training_precision():
                 missing = self._missing(Chunk(*map(torch.stack, zip(*examples, strict=True))))
             # Divided by the root of the count, not by the count: float16 gradients neither vanish
             # nor overflow, and Adam does not see the difference. The count is that of all sequences

@@ -26,8 +26,13 @@ from torch import Tensor
 
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.errors import KvfoldError
-from kvfold.convert.targets.mla.encode import CONSTANT, ConstantSlice, constant_slices, latent_norms
-from kvfold.convert.targets.mla.spec import is_latent
+from kvfold.convert.targets.mla.encode import (
+    CONSTANT,
+    ConstantSlice,
+    find_constant_slices,
+    list_latent_norms,
+)
+from kvfold.convert.targets.mla.spec import is_mla_config
 
 # The minimum size of a tensor, so that one of zeros can learn at all. Chosen, not tuned.
 _MIN_SIZE = 1e-6
@@ -162,9 +167,9 @@ def hold_constant(named: Named) -> dict[str, ConstantSlice]:
     """Freeze the latents' norms among the parameters ``named``; returns the constant channel's
     slices by name.
     """
-    for name in latent_norms(named):
+    for name in list_latent_norms(named):
         named[name].requires_grad_(False)
-    return constant_slices(named)
+    return find_constant_slices(named)
 
 
 def scale_gradients(named: Named, slices: Slices) -> None:
@@ -179,15 +184,15 @@ def scale_gradients(named: Named, slices: Slices) -> None:
 
 def has_constant(checkpoint: Checkpoint) -> bool:
     """True if every latent in the checkpoint has the constant channel (`mla.encode`)."""
-    if not is_latent(checkpoint.config) or not checkpoint.config.get("attention_bias"):
+    if not is_mla_config(checkpoint.config) or not checkpoint.config.get("attention_bias"):
         return False
     shapes = {
         name: torch.empty(info.shape, device="meta") for name, info in checkpoint.tensors.items()
     }
-    biases = {name: s for name, s in constant_slices(shapes).items() if name.endswith(".bias")}
+    biases = {name: s for name, s in find_constant_slices(shapes).items() if name.endswith(".bias")}
     # Other latent models with biases have the tensors too, but no such value in them.
     return bool(biases) and all(
-        checkpoint.read(name)[bias.index] == CONSTANT for name, bias in biases.items()
+        checkpoint.read_tensor(name)[bias.index] == CONSTANT for name, bias in biases.items()
     )
 
 
@@ -195,9 +200,9 @@ def check_constant(state: Named, checkpoint: Checkpoint) -> None:
     """Raise KvfoldError unless the constant channel has the same values in ``state`` as in
     ``checkpoint``.
     """
-    frozen = {name: s for name, s in constant_slices(state).items() if s.pace == 0}
-    for name in [*latent_norms(state), *frozen]:
-        values = [checkpoint.read(name).to(state[name].dtype), state[name]]
+    frozen = {name: s for name, s in find_constant_slices(state).items() if s.pace == 0}
+    for name in [*list_latent_norms(state), *frozen]:
+        values = [checkpoint.read_tensor(name).to(state[name].dtype), state[name]]
         if name in frozen:
             values = [value.select(frozen[name].axis, frozen[name].index) for value in values]
         if not torch.equal(*values):

@@ -20,13 +20,13 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from kvfold.attention.drift.compare import distances
-from kvfold.convert.checkpoint.atomic import replacing
+from kvfold.convert.checkpoint.atomic import replace_file
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device
 from kvfold.convert.errors import InputError
 from kvfold.convert.processes import LONGEST_WORK, launched_as_rank0
 from kvfold.convert.stream.parameters import load_model
-from kvfold.convert.stream.stock import attend_in_blocks
+from kvfold.convert.stream.stock import use_blockwise_attention
 from kvfold.convert.text.tokenizer import check_teacher, load_tokenizer
 from kvfold.convert.training.budget import batch_size
 from kvfold.convert.training.loop import BETAS, distillation_loss, next_token_loss
@@ -148,7 +148,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         self._best = request.work / _BEST
         self._teacher = None if teacher is None else teacher.to(arguments.device)
         model = load_model(source, torch.float32, request.trust_remote_code)
-        attend_in_blocks(model, choose_device(request.device))
+        use_blockwise_attention(model, choose_device(request.device))
         if request.gradient_checkpointing:
             # The first name is that of transformers 6.
             enable = getattr(
@@ -255,7 +255,7 @@ class Uptrainer(Trainer):  # type: ignore[misc]
         if held_out_error(metrics) < min(errors, default=math.inf):
             state = self._gather_state()
             if launched_as_rank0():
-                with replacing(self._best) as new:
+                with replace_file(self._best) as new:
                     torch.save(state, new)
         # The log adds the epoch to what it is given.
         self.log(dict(metrics))

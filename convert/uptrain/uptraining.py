@@ -21,28 +21,33 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from kvfold.attention.drift.report import dtype_name
-from kvfold.convert.checkpoint.atomic import check_output, output_folder, output_lock, write_file
-from kvfold.convert.checkpoint.digests import add_hashes, stamps
+from kvfold.convert.checkpoint.atomic import (
+    check_output_path,
+    lock_output,
+    open_output_folder,
+    write_small_file,
+)
+from kvfold.convert.checkpoint.digests import add_hashes, fingerprint_files
 from kvfold.convert.checkpoint.members import (
     CARD,
     RECORD,
-    dump,
-    extra_names,
-    parse_json,
-    portable_name,
+    decode_file_name,
+    format_json,
+    list_extra_files,
+    parse_json_object,
     read_bytes,
-    read_member,
+    read_checkpoint_file,
 )
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.checkpoint.writer import OutputTensor, ShardWriter, assign_shards, write_index
-from kvfold.convert.conversion.card import trained_card
-from kvfold.convert.conversion.record import versions
+from kvfold.convert.conversion.card import render_trained_card
+from kvfold.convert.conversion.record import get_package_versions
 from kvfold.convert.device import choose_device, training_autocast
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.families.family import text_type
 from kvfold.convert.formatting import to_json_values
 from kvfold.convert.processes import broadcast_from_rank0, launched_as_rank0, on_rank0
-from kvfold.convert.stream.stock import hide_bars, load_config
+from kvfold.convert.stream.stock import hide_progress_bars, load_config
 from kvfold.convert.text.corpus import check_seq_len, open_corpus
 from kvfold.convert.text.tokenizer import check_vocabulary, load_tokenizer
 from kvfold.convert.text.windows import draw_sequences
@@ -103,11 +108,11 @@ def uptrain_checkpoint(request: UptrainRequest) -> Uptrained:
                 f"{source.origin} wraps a model of type {inner}, but uptraining supports text"
                 " models only; use another trainer"
             )
-        check_output(request.out, overwrite=request.overwrite, model=source.folder)
+        check_output_path(request.out, overwrite=request.overwrite, model=source.folder)
         request.work.parent.mkdir(parents=True, exist_ok=True)
         # No second run may write to the same folder meanwhile.
         if launched_as_rank0():
-            locks.enter_context(output_lock(request.work.absolute()))
+            locks.enter_context(lock_output(request.work.absolute()))
         return _train(request, source)
 
 
@@ -125,7 +130,7 @@ def _train(request: UptrainRequest, source: Checkpoint) -> Uptrained:
     side_files = read_side_files(source)
     device = choose_device(request.device)
     precision = training_autocast(source, device, request.precision) or torch.float32
-    hide_bars(request.quiet)
+    hide_progress_bars(request.quiet)
     # From here on the processes are connected.
     arguments = training_arguments(request, config.hidden_size, precision)
     checkpoint = broadcast_from_rank0(lambda: resume_or_start(request, source))
@@ -142,7 +147,7 @@ def _train(request: UptrainRequest, source: Checkpoint) -> Uptrained:
         for name in options.keys() & {"model", "text", "teacher"}:
             path = Path(options[name])
             if path.exists():  # without its path, which is of this machine
-                options[name] = portable_name(path.resolve())
+                options[name] = decode_file_name(path.resolve())
         rows = trainer.rows()
         record: dict[str, Any] = {"request": options, "log": rows}
         record["precision"] = dtype_name(precision)
@@ -164,12 +169,12 @@ def read_side_files(source: Checkpoint) -> dict[str, bytes]:
     Raises InputError if a file links out of the folder, is not a regular file or has an invalid
     format.
     """
-    names = ["config.json", *extra_names(source.folder)]
+    names = ["config.json", *list_extra_files(source.folder)]
     names += [path.name for path in source.folder.glob("*.py")]
     names += [name for name in (RECORD, CARD) if os.path.lexists(source.folder / name)]
-    files = {name: read_member(source.folder, name) for name in names}
+    files = {name: read_checkpoint_file(source.folder, name) for name in names}
     if RECORD in files:
-        parse_json(source.folder / RECORD, files[RECORD])
+        parse_json_object(source.folder / RECORD, files[RECORD])
     return files
 
 
@@ -185,7 +190,7 @@ def resume_or_start(request: UptrainRequest, source: Checkpoint) -> Path | None:
     links = [path for path in (work, *work.rglob("*")) if path.is_symlink()]
     before = {}
     if started.is_file() and not links:
-        before = parse_json(started, read_bytes(started))
+        before = parse_json_object(started, read_bytes(started))
     if links or (any(work.glob("*")) and before.keys() != {"options", "files"}):
         raise InputError(
             f"{work}: the run writes into this folder, but it contains links or other files; choose"
@@ -195,12 +200,14 @@ def resume_or_start(request: UptrainRequest, source: Checkpoint) -> Path | None:
     if request.teacher is not None:
         with closing(open_checkpoint(request.teacher)) as teacher:
             files += teacher.states
-    now = json.dumps({"options": request.result_options(), "files": stamps(files)}, indent=1)
+    now = json.dumps(
+        {"options": request.result_options(), "files": fingerprint_files(files)}, indent=1
+    )
     checkpoint = None if request.fresh else _find_newest(work)
     if checkpoint is None:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
-        write_file(started, now)
+        write_small_file(started, now)
     elif before != json.loads(now):
         raise InputError(
             f"{work} has an interrupted run with other options, or of a model or text that changed"
@@ -216,7 +223,7 @@ def _find_newest(work: Path) -> Path | None:
     states = work.glob(f"checkpoint-[0-9]*/{STATE}")
     for state in sorted(states, key=os.path.getmtime, reverse=True):
         with suppress(InputError):
-            parse_json(state, read_bytes(state))
+            parse_json_object(state, read_bytes(state))
             return state.parent
     return None
 
@@ -271,17 +278,19 @@ def _write_checkpoint(
         for name, info in source.tensors.items()
     ]
     shards = assign_shards(planned, _SHARD_BYTES)
-    with output_folder(request.out, overwrite=request.overwrite, model=source.folder) as folder:
+    with open_output_folder(
+        request.out, overwrite=request.overwrite, model=source.folder
+    ) as folder:
         writer = ShardWriter(folder, shards)
-        with writer.copy_rest(source, lambda _: None):
+        with writer.copy_source_tensors(source, lambda _: None):
             writer.write(stored)
         writer.finish()
         write_index(folder, shards)
         for name, data in side_files.items():
             (folder / name).parent.mkdir(exist_ok=True)
-            write_file(folder / name, data)
+            write_small_file(folder / name, data)
         card = side_files.get(CARD, b"").decode(errors="replace")
-        name = portable_name(Path(request.out))
+        name = decode_file_name(Path(request.out))
         options = training["request"]
         teacher = f", distilled from `{options['teacher']}`" if request.teacher else ""
         section = (
@@ -289,13 +298,13 @@ def _write_checkpoint(
             f" steps of {request.batch_tokens} tokens of {options['text']}{teacher}.\n\n"
         )
         section += "\n".join(f"- {figure}" for figure in _held_out_figures(training))
-        write_file(folder / CARD, trained_card(card, name, section))
+        write_small_file(folder / CARD, render_trained_card(card, name, section))
         record: dict[str, Any] = json.loads(side_files.get(RECORD, b'{"format": 4}'))
         if "drift" in record:
             record["drift_before_uptraining"] = record.pop("drift")
-        record["uptraining"] = {**training, "versions": versions()}
+        record["uptraining"] = {**training, "versions": get_package_versions()}
         add_hashes(record, folder, writer.digests)
-        write_file(folder / RECORD, dump(to_json_values(record)))
+        write_small_file(folder / RECORD, format_json(to_json_values(record)))
         source.check_unchanged()
 
 

@@ -80,7 +80,7 @@ def refit_output(step: Step, weights: Weights, update: AttentionUpdate) -> Weigh
     if update.norm is not None:
         return weights
     student = step.student
-    student.put(student.output.encode(step.index, weights))
+    student.put(student.output.encode_layer(step.index, weights))
     # [E, H D], with the bias, if any, as one more column, where the regressions are.
     present = weights.o.flatten(1).double()
     if weights.o_bias is not None:
@@ -96,7 +96,7 @@ def refit_output(step: Step, weights: Weights, update: AttentionUpdate) -> Weigh
             return weights
         chunks = zip(teacher.calibration, teacher.attention, step.calibration, strict=True)
         regressions = _regressions(layer, weights, present, update.scale, chunks)
-        with student.stream.training():
+        with student.stream.use_training_precision():
             gram, missing = _sum_regressions(present, regressions)
         fitted = processes.broadcast_from_rank0(
             lambda: _fit(present, gram, missing, chain([first], held_out))

@@ -26,7 +26,7 @@ A run with one student::
     walk = Walk(Teacher(source, held_out, calibration), student)
     for step in walk:
         weights = transform(step.index, step.statistics)   # may compare step.error(...)
-        step.advance(output.encode(step.index, weights))
+        step.advance(output.encode_layer(step.index, weights))
     walk.measurement()
 
 Several students can share one teacher, which runs each of its layers once for all of them::
@@ -137,7 +137,7 @@ class Teacher:
                 self.stream, layer, self._calibration, self._model, opened.attention
             )
         else:
-            with self.stream.training():
+            with self.stream.use_training_precision():
                 run_layer(self.stream, layer, self._calibration, opened.attention)
         with torch.no_grad():
             opened.outputs = [layer(chunk) for chunk in self.held_out]
@@ -153,7 +153,7 @@ class Student:
     tensors of the converted checkpoint, rounded to the dtype in which they will be stored, and read
     back through the same weight map and the same stock module that will load the finished files::
 
-        transform -> output.encode -> Student.put -> read(name), rounded -> WeightMap -> stock
+        transform -> output.encode_layer -> Student.put -> read(name), rounded -> WeightMap -> stock
         module -> error, loss
 
     So every error, drift and loss in a walk is that of the written checkpoint, and refinement
@@ -271,7 +271,7 @@ class Step:
 
         Only the first 2048 or so tokens are used: candidates rank the same on more text.
         """
-        self.student.put(self.student.output.encode(self.index, weights))
+        self.student.put(self.student.output.encode_layer(self.index, weights))
         sums = torch.zeros(2, dtype=torch.float64, device=self.student.stream.device)
         left = max(1, _JUDGED_TOKENS // self.teacher.held_out[0].shape[1])
         with self.student.stream.open_layer(self.index) as layer:
@@ -308,7 +308,7 @@ class Step:
     def _run_calibration(self, layer: OpenLayer) -> None:
         # Nothing is fitted after the last layer.
         if self.index + 1 < self.student.stream.layers:
-            with self.student.stream.training():
+            with self.student.stream.use_training_precision():
                 self.calibration[:] = [layer(hidden).states for hidden in self.calibration]
 
 
@@ -334,7 +334,7 @@ def gather_statistics(
     accumulator = StatisticsAccumulator(weights=weights)
     inputs = torch.empty(0)
     for chunk, hidden in enumerate(states):
-        with source.training():
+        with source.use_training_precision():
             output = layer(hidden)
         if output.query is None and model is not None and weights is not None:
             output = compute_queries_and_keys(
@@ -411,7 +411,7 @@ def check_finite(states: Iterable[Tensor], stream: CheckpointStream, layer: int 
     where = "before the first layer or after the last" if layer is None else f"in layer {layer}"
     # Read stored tensors only after a failure: checking all of them would take as long as the
     # conversion.
-    for name in stream.stored_names(layer):
+    for name in stream.list_stored_names(layer):
         consequence = f", so activations of the calibration text {where} are not finite"
         refuse_non_finite(stream.read(name), f"tensor {name!r}", consequence)
     raise InputError(

@@ -71,7 +71,7 @@ def test_a_signal_while_cleaning_up_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic.shutil, "rmtree", disturbed)
 
     def work():
-        with atomic.output_folder(tmp_path / "out") as folder:
+        with atomic.open_output_folder(tmp_path / "out") as folder:
             (folder / "file").touch()
             raise ValueError
 

@@ -76,11 +76,11 @@ class Case:
         output = SimpleNamespace(
             config=self.student.config.to_dict(),
             tensors=planned,
-            encode=self.encode,
+            encode_layer=self.encode_layer,
         )
         return Student(source, output)
 
-    def encode(self, index: int, weights: Any) -> dict[str, Tensor]:
+    def encode_layer(self, index: int, weights: Any) -> dict[str, Tensor]:
         """The tensors of a layer; tests replace it."""
         raise NotImplementedError
 

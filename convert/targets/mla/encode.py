@@ -1,5 +1,5 @@
-"""The tensors of a latent-attention layer in the stock class (`mla_tensors`) and in layout
-``kvfold`` (`own_tensors`), and the constant channel in layout ``free``.
+"""The tensors of a latent-attention layer in the stock class (`encode_stock_mla`) and in layout
+``kvfold`` (`encode_own_mla`), and the constant channel in layout ``free``.
 
 DeepSeek's attention normalizes its latents, but the source's attention does not, so the norm must
 have almost no effect. In layout ``engine`` the norm divides by the true rms, so the latent is first
@@ -39,35 +39,35 @@ _NORM_OF = {"q_a_proj": "q_a_layernorm", "kv_a_proj_with_mqa": "kv_a_layernorm"}
 _READERS = ("q_b_proj", "kv_b_proj")
 
 
-def norm_weight(rank: int) -> float:
+def choose_norm_weight(rank: int) -> float:
     """The power of two nearest to ``B / sqrt(R)`` on a logarithmic scale, where R is ``rank``."""
     return float(2.0 ** round(math.log2(CONSTANT / math.sqrt(rank))))
 
 
-def mla_tensors(latent: LatentWeights, layer: int, spec: MlaSpec) -> dict[str, Tensor]:
+def encode_stock_mla(latent: LatentWeights, layer: int, spec: MlaSpec) -> dict[str, Tensor]:
     """The attention tensors of ``layer`` by name, with the names and shapes in
-    ``layout.mla_shapes``.
+    ``layout.list_mla_shapes``.
     """
     latent = pad_heads(mix_channels(latent) if spec.rotated else latent, spec)
-    tensors = {**_queries(latent), **_keys_and_values(latent, spec)}
+    tensors = {**_encode_queries(latent), **_encode_keys_and_values(latent, spec)}
     tensors["o_proj.weight"] = latent.o.flatten(1)
     if spec.constant:
-        tensors["o_proj.bias"] = _or_zeros(latent.o_bias, latent.o[:, 0, 0])
+        tensors["o_proj.bias"] = _zeros_if_none(latent.o_bias, latent.o[:, 0, 0])
     return {
         f"{ATTENTION.format(layer=layer)}.{name}": tensor.contiguous()
         for name, tensor in tensors.items()
     }
 
 
-def own_tensors(
+def encode_own_mla(
     latent: LatentWeights, shapes: Mapping[str, tuple[int, ...]], spec: MlaSpec
 ) -> dict[str, Tensor]:
     """The attention tensors of a layer in layout ``kvfold``, by name, with ``shapes``. The class
     has biases that a layer may lack; they are zero.
     """
     latent = mix_channels(latent) if spec.rotated else latent
-    down_bias = _or_zeros(latent.down_bias, latent.down[:, 0])
-    rope_bias = _or_zeros(latent.rope_key_bias, latent.rope_key[:, 0])
+    down_bias = _zeros_if_none(latent.down_bias, latent.down[:, 0])
+    rope_bias = _zeros_if_none(latent.rope_key_bias, latent.rope_key[:, 0])
     tensors: dict[str, Tensor | None] = {
         "kv_down_proj.weight": torch.cat([latent.down, latent.rope_key]),
         "kv_down_proj.bias": torch.cat([down_bias, rope_bias]),
@@ -99,7 +99,7 @@ def own_tensors(
     return encoded
 
 
-def interleave(rows: Tensor, dim: int) -> Tensor:
+def interleave_rotary_dims(rows: Tensor, dim: int) -> Tensor:
     """Reorder the rotary dims of ``rows`` along ``dim`` from half-split to interleaved pairs.
 
     ``(x_0 .. x_{n-1}, y_0 .. y_{n-1})`` becomes ``(x_0, y_0, x_1, y_1 .. x_{n-1}, y_{n-1})``.
@@ -107,30 +107,35 @@ def interleave(rows: Tensor, dim: int) -> Tensor:
     return torch.stack(rows.chunk(2, dim), dim + 1).flatten(dim, dim + 1)
 
 
-def _queries(latent: LatentWeights) -> dict[str, Tensor]:
+def _encode_queries(latent: LatentWeights) -> dict[str, Tensor]:
     """The query tensors, multiplied by the source's scale divided by DeepSeek's scale ``(N +
     P)^-1/2``.
     """
     factor = latent.scale * math.sqrt(latent.nope_dim + latent.rope_dim)
     if latent.query is None:
-        return {"q_proj.weight": _heads(latent.q_nope, latent.q_rope).flatten(0, 1) * factor}
+        return {
+            "q_proj.weight": _concatenate_head_dims(latent.q_nope, latent.q_rope).flatten(0, 1)
+            * factor
+        }
     down = latent.query.down
     rank = len(down) + 1
-    readout = _heads(latent.query.q_nope, latent.query.q_rope).flatten(0, 1) * factor
+    readout = (
+        _concatenate_head_dims(latent.query.q_nope, latent.query.q_rope).flatten(0, 1) * factor
+    )
     bias = readout.new_zeros(len(readout))
     if latent.q_nope_bias is not None and latent.q_rope_bias is not None:
-        bias = _heads(latent.q_nope_bias, latent.q_rope_bias).flatten() * factor
+        bias = _concatenate_head_dims(latent.q_nope_bias, latent.q_rope_bias).flatten() * factor
     readout = torch.cat([readout, (bias / CONSTANT)[:, None]], 1)
     return {
         "q_a_proj.weight": pad(down, (0, 0, 0, 1)),
         "q_a_proj.bias": pad(down.new_zeros(len(down)), (0, 1), value=CONSTANT),
-        "q_a_layernorm.weight": down.new_full((rank,), norm_weight(rank)),
-        "q_b_proj.weight": readout * _norm_remainder(rank),
+        "q_a_layernorm.weight": down.new_full((rank,), choose_norm_weight(rank)),
+        "q_b_proj.weight": readout * _compute_norm_remainder(rank),
     }
 
 
-def _keys_and_values(latent: LatentWeights, spec: MlaSpec) -> dict[str, Tensor]:
-    rope_key = interleave(latent.rope_key, 0)
+def _encode_keys_and_values(latent: LatentWeights, spec: MlaSpec) -> dict[str, Tensor]:
+    rope_key = interleave_rotary_dims(latent.rope_key, 0)
     # [H (N + D), R], per head keys then values
     read = torch.cat([latent.uk, latent.uv], 1).flatten(0, 1)
     if not spec.constant:
@@ -140,32 +145,34 @@ def _keys_and_values(latent: LatentWeights, spec: MlaSpec) -> dict[str, Tensor]:
             "kv_b_proj.weight": read,
         }
     rank = latent.rank + 1
-    weight = latent.down.new_full((rank,), norm_weight(rank))
+    weight = latent.down.new_full((rank,), choose_norm_weight(rank))
     if spec.rotated:
         weight[-1] = 0  # keeps the constant out of a quantized cache, whose scale it would set
-    down_bias = _or_zeros(latent.down_bias, latent.down[:, 0])
-    rope_bias = interleave(_or_zeros(latent.rope_key_bias, latent.rope_key[:, 0]), 0)
+    down_bias = _zeros_if_none(latent.down_bias, latent.down[:, 0])
+    rope_bias = interleave_rotary_dims(
+        _zeros_if_none(latent.rope_key_bias, latent.rope_key[:, 0]), 0
+    )
     return {
         "kv_a_proj_with_mqa.weight": torch.cat([pad(latent.down, (0, 0, 0, 1)), rope_key]),
         "kv_a_proj_with_mqa.bias": torch.cat([pad(down_bias, (0, 1), value=CONSTANT), rope_bias]),
         "kv_a_layernorm.weight": weight,
-        "kv_b_proj.weight": pad(read, (0, 1)) * _norm_remainder(rank),
+        "kv_b_proj.weight": pad(read, (0, 1)) * _compute_norm_remainder(rank),
     }
 
 
-def _norm_remainder(rank: int) -> float:
+def _compute_norm_remainder(rank: int) -> float:
     """What is left of the norm's factor; the weights that read the latent undo it."""
-    return CONSTANT / math.sqrt(rank) / norm_weight(rank)
+    return CONSTANT / math.sqrt(rank) / choose_norm_weight(rank)
 
 
-def _heads(nope: Tensor, rope: Tensor) -> Tensor:
+def _concatenate_head_dims(nope: Tensor, rope: Tensor) -> Tensor:
     """Join ``[H, N, ...]`` and ``[H, P, ...]`` to ``[H, N + P, ...]``, with the rotary dims
     interleaved.
     """
-    return torch.cat([nope, interleave(rope, 1)], 1)
+    return torch.cat([nope, interleave_rotary_dims(rope, 1)], 1)
 
 
-def _or_zeros(bias: Tensor | None, like: Tensor) -> Tensor:
+def _zeros_if_none(bias: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if bias is None else bias
 
 
@@ -211,7 +218,7 @@ class ConstantSlice:
     pace: float
 
 
-def constant_slices(tensors: Mapping[str, Tensor]) -> dict[str, ConstantSlice]:
+def find_constant_slices(tensors: Mapping[str, Tensor]) -> dict[str, ConstantSlice]:
     """The `ConstantSlice` of each tensor with the constant channel, by name; only shapes are read.
 
     Training must preserve the constant: gradient steps would change the bias and the channel's row
@@ -230,7 +237,7 @@ def constant_slices(tensors: Mapping[str, Tensor]) -> dict[str, ConstantSlice]:
     return slices
 
 
-def latent_norms(names: Iterable[str]) -> list[str]:
+def list_latent_norms(names: Iterable[str]) -> list[str]:
     """The names of the latents' norm weights among ``names``; training freezes them."""
     norms = tuple(f"{norm}.weight" for norm in _NORM_OF.values())
     return [name for name in names if name.endswith(norms)]

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvfold.convert.checkpoint.headers import TORCH_NAMES
-from kvfold.convert.checkpoint.members import with_dtype
+from kvfold.convert.checkpoint.members import set_config_dtype
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.checkpoint.writer import OutputTensor
 from kvfold.convert.families.family import PLAIN_NAMES, WrappedNames, names_in_files
@@ -43,11 +43,15 @@ from kvfold.convert.families.values import evaluate
 from kvfold.convert.targets.mla.spec import (
     ATTENTION,
     MlaSpec,
-    attention_shapes,
-    context_length,
-    mla_sizes,
+    collect_mla_sizes,
+    compute_context_length,
+    list_attention_shapes,
 )
-from kvfold.convert.targets.output_checkpoint import OutputCheckpoint, computed_dtype, output_dtype
+from kvfold.convert.targets.output_checkpoint import (
+    OutputCheckpoint,
+    choose_computed_dtype,
+    choose_output_dtype,
+)
 
 _ROPE_BASE = 10000.0  # of the standard frequencies that longrope's factors divide
 _ROLE_NAMES: dict[BlockRole, str] = {
@@ -62,7 +66,7 @@ Source = str | tuple[str, ...] | None
 Shapes = dict[str, tuple[tuple[int, ...], Source]]
 
 
-def mla_config(
+def build_mla_config(
     model: Model, spec: MlaSpec, theta: Sequence[float], *, dtype: str
 ) -> dict[str, Any]:
     """``config.json`` of the output. ``theta [P/2]`` are the rotary frequencies in radians per
@@ -79,8 +83,8 @@ def mla_config(
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **model.config,
         **vars(block),
-        **mla_sizes(model, spec),
-        "context": context_length(model),
+        **collect_mla_sizes(model, spec),
+        "context": compute_context_length(model),
         "mlp_width": model.tensors[down[0]].shape[1],
     }
     if block.sparse:
@@ -93,7 +97,7 @@ def mla_config(
     keys = {**stock["class"], **_CLASSES["all"], **stock["experts"]}
     return {
         **_evaluate_all(keys, values),
-        **_rope_config(model, spec, theta),
+        **_build_rope_config(model, spec, theta),
         "dtype": dtype,
         "torch_dtype": dtype,  # the spelling before transformers 5
     }
@@ -103,12 +107,12 @@ def _evaluate_all(table: Mapping[str, Any], values: Mapping[str, Any]) -> dict[s
     return {key: evaluate(value, values) for key, value in table.items()}
 
 
-def _rope_config(model: Model, spec: MlaSpec, theta: Sequence[float]) -> dict[str, Any]:
+def _build_rope_config(model: Model, spec: MlaSpec, theta: Sequence[float]) -> dict[str, Any]:
     """The config keys for the rotary embedding, and ``head_dim`` if readers need it."""
     engine = spec.layout == "engine"
     sparse = model.block.sparse
-    positions = context_length(model)
-    base = plain_base(theta)
+    positions = compute_context_length(model)
+    base = find_rope_base(theta)
     if base is not None and (engine or sparse):
         # YaRN of factor 1 changes no frequency and no scale. It is the way of DeepSeek-V3 itself;
         # for plain interleaved RoPE vLLM 0.32 has a kernel on CPUs that rotates several heads
@@ -117,7 +121,7 @@ def _rope_config(model: Model, spec: MlaSpec, theta: Sequence[float]) -> dict[st
     elif base is not None and not spec.has_kernels:
         table = {"rope_type": "default", "rope_theta": base}
     else:
-        table = longrope(theta, positions)
+        table = build_longrope(theta, positions)
     if engine and not sparse:
         scaling = {name: value for name, value in table.items() if name != "rope_theta"}
         return {
@@ -139,7 +143,7 @@ def _rope_config(model: Model, spec: MlaSpec, theta: Sequence[float]) -> dict[st
     return {"head_dim": head_dim, "rope_parameters": table}
 
 
-def longrope(theta: Sequence[float], positions: int) -> dict[str, Any]:
+def build_longrope(theta: Sequence[float], positions: int) -> dict[str, Any]:
     """``rope_parameters`` for any frequencies ``theta``: factors divide the standard frequencies one
     by one, the same for short and long texts.
     """
@@ -155,7 +159,7 @@ def longrope(theta: Sequence[float], positions: int) -> dict[str, Any]:
     }
 
 
-def plain_base(theta: Sequence[float]) -> float | None:
+def find_rope_base(theta: Sequence[float]) -> float | None:
     """The ``base`` with ``theta_i = base^(-2i/P)`` for all ``P/2`` frequencies (within float32
     precision), or None.
     """
@@ -182,23 +186,25 @@ class MlaCheckpoint(OutputCheckpoint):
     prefixes: WrappedNames
     dtype: str | None
 
-    def encode(self, layer: int, weights: Any) -> Mapping[str, Any]:
-        from kvfold.convert.targets.mla.encode import mla_tensors  # needs torch, a plan does not
+    def encode_layer(self, layer: int, weights: Any) -> Mapping[str, Any]:
+        from kvfold.convert.targets.mla.encode import (
+            encode_stock_mla,  # needs torch, a plan does not
+        )
 
-        tensors = mla_tensors(weights, layer, self.spec)
+        tensors = encode_stock_mla(weights, layer, self.spec)
         for fused in self.model.names.get(("gate_up", layer), ()):
-            gate, up = self.checkpoint.read(fused).chunk(2)
+            gate, up = self.checkpoint.read_tensor(fused).chunk(2)
             tensors[_ROLE_NAMES["gate"].format(layer=layer)] = gate.contiguous()
             tensors[_ROLE_NAMES["up"].format(layer=layer)] = up.contiguous()
         return {self.prefixes.wrapped(name): tensor for name, tensor in tensors.items()}
 
     def with_frequencies(self, theta: Sequence[Sequence[float]]) -> Self:
-        stored = TORCH_NAMES[computed_dtype(self.model, self.checkpoint, self.dtype)]
+        stored = TORCH_NAMES[choose_computed_dtype(self.model, self.checkpoint, self.dtype)]
         # A stock class has one set of frequencies for all layers.
-        config = mla_config(self.model, self.spec, theta[0], dtype=stored)
+        config = build_mla_config(self.model, self.spec, theta[0], dtype=stored)
         if self.model.tower is not None:
             config = {**self.checkpoint.config, "text_config": config}
-            config = config if self.dtype is None else with_dtype(config, self.dtype)
+            config = config if self.dtype is None else set_config_dtype(config, self.dtype)
         return replace(self, config=config)
 
 
@@ -213,9 +219,9 @@ def plan_stock_mla(
     ``dtype`` is the stored dtype in torch's spelling; None keeps the dtype of each tensor, and
     computed tensors then have the dtype of the first query projection.
     """
-    default = computed_dtype(model, checkpoint, dtype)
+    default = choose_computed_dtype(model, checkpoint, dtype)
     prefixes = PLAIN_NAMES
-    shapes = mla_shapes(model, spec)
+    shapes = list_mla_shapes(model, spec)
     computed: list[list[str]] = [[] for _ in model.layers]
     if model.tower is not None:
         # A multimodal wrapper also holds a vision tower and a projector, which are copied.
@@ -231,7 +237,7 @@ def plan_stock_mla(
             computed[int(name.removeprefix(prefixes.tower).split(".")[1])].append(name)
         elif source:
             first = source if isinstance(source, str) else source[0]
-            stored = output_dtype(checkpoint.tensors[first].dtype, dtype)
+            stored = choose_output_dtype(checkpoint.tensors[first].dtype, dtype)
         tensors.append(OutputTensor(name, stored, shape, source))
     return MlaCheckpoint(
         kind=f"MLA {spec.kv_rank}+{spec.rope_dim}",
@@ -247,7 +253,7 @@ def plan_stock_mla(
     )
 
 
-def mla_shapes(model: Model, spec: MlaSpec) -> Shapes:
+def list_mla_shapes(model: Model, spec: MlaSpec) -> Shapes:
     """The shape of each output tensor and the source tensors that it copies (see
     ``OutputTensor.source``), by name.
     """
@@ -264,7 +270,8 @@ def mla_shapes(model: Model, spec: MlaSpec) -> Shapes:
     for layer in range(model.geometry.layers):
         module = ATTENTION.format(layer=layer)
         shapes |= {
-            name: (shape, None) for name, shape in attention_shapes(model, spec, module).items()
+            name: (shape, None)
+            for name, shape in list_attention_shapes(model, spec, module).items()
         }
         for fused in model.names.get(("gate_up", layer), ()):  # two tensors in the stock class
             rows, width = model.tensors[fused].shape
@@ -274,11 +281,11 @@ def mla_shapes(model: Model, spec: MlaSpec) -> Shapes:
             for source in model.names.get((role, layer), ()):
                 shapes[name.format(layer=layer)] = (model.tensors[source].shape, source)
         if model.layers[layer].sparse:
-            shapes |= _expert_shapes(model, spec, layer)
+            shapes |= _list_expert_shapes(model, spec, layer)
     return shapes
 
 
-def _expert_shapes(model: Model, spec: MlaSpec, layer: int) -> Shapes:
+def _list_expert_shapes(model: Model, spec: MlaSpec, layer: int) -> Shapes:
     """The shapes and source tensors of the router and the experts in ``layer``, by name."""
     mlp = f"model.layers.{layer}.mlp"
     names = model.names

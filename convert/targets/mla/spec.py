@@ -8,7 +8,7 @@ is there a map of the normalized query.
 
 ``problems.json`` lists the features that layouts cannot express: of the attention, for every MLA
 layout; beyond these, for layout ``kvfold``, for the stock classes, and for engines. ``when`` is an
-expression over the facts that `_facts` collects. Each problem of a model is one line: such a
+expression over the facts that `_collect_facts` collects. Each problem of a model is one line: such a
 feature, and an option to use instead.
 """
 
@@ -24,7 +24,7 @@ from kvfold.convert.families.model import Model
 from kvfold.convert.families.rotary import rope_parameters
 from kvfold.convert.families.values import evaluate
 from kvfold.convert.request import Layout
-from kvfold.convert.targets.same_family import cache_elements
+from kvfold.convert.targets.same_family import count_cache_elements
 
 # Sizes that vLLM's MLA kernels take: cached elements R + P, and dims of a head (unrotated, rotary,
 # value).
@@ -37,7 +37,7 @@ _SHAPES = json.loads((_FOLDER / "shapes.json").read_text(encoding="utf-8"))
 _FEATURES = json.loads((_FOLDER / "problems.json").read_text(encoding="utf-8"))
 
 
-def is_latent(config: Mapping[str, Any]) -> bool:
+def is_mla_config(config: Mapping[str, Any]) -> bool:
     """True if ``config`` describes a model with latent attention (MLA)."""
     return config.get("model_type") in ("deepseek_v2", "deepseek_v3", "youtu", EXPERT_TYPE)
 
@@ -97,7 +97,7 @@ class MlaSpec:
         return rotary_dims if padded and self.rope_dim % rotary_dims == 0 else self.rope_dim
 
 
-def cached_divisors(model: Model, spec: MlaSpec) -> int:
+def count_cached_divisors(model: Model, spec: MlaSpec) -> int:
     """KV-cache elements per token per layer, in addition to R + P, for the divisors of key norms
     that are kept.
     """
@@ -107,7 +107,7 @@ def cached_divisors(model: Model, spec: MlaSpec) -> int:
     return 1 if model.qk_norm.extent == "flat" else model.geometry.kv_heads
 
 
-def query_rank(model: Model, spec: MlaSpec) -> int | None:
+def compute_query_rank(model: Model, spec: MlaSpec) -> int | None:
     """``q_lora_rank`` of the output, the constant channel included; None without a query latent.
 
     Stock classes can store a query bias only in a query latent, so a bias forces one of full rank.
@@ -118,7 +118,7 @@ def query_rank(model: Model, spec: MlaSpec) -> int | None:
     return min(size.model_dim, size.heads * (size.head_dim + spec.rope_dim)) + spec.constant
 
 
-def context_length(model: Model) -> int:
+def compute_context_length(model: Model) -> int:
     """The output's context length: the source's, or the range of the short factors if longrope has
     two sets.
     """
@@ -129,7 +129,7 @@ def context_length(model: Model) -> int:
     return positions
 
 
-def mla_sizes(model: Model, spec: MlaSpec) -> dict[str, Any]:
+def collect_mla_sizes(model: Model, spec: MlaSpec) -> dict[str, Any]:
     """The sizes of ``model`` as MLA of ``spec``, by the names in ``shapes.json`` and
     ``classes.json``.
     """
@@ -140,17 +140,17 @@ def mla_sizes(model: Model, spec: MlaSpec) -> dict[str, Any]:
         "constant": spec.constant,
         "nope_dim": nope,
         "value_dim": value,
-        "q_rank": query_rank(model, spec),
+        "q_rank": compute_query_rank(model, spec),
         "biased": "q" in model.biased,
         "normed": model.qk_norm is not None,
     }
 
 
-def attention_shapes(model: Model, spec: MlaSpec, module: str) -> dict[str, tuple[int, ...]]:
+def list_attention_shapes(model: Model, spec: MlaSpec, module: str) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors in the attention ``module`` of ``model`` as MLA of ``spec``, by
     name, all of them computed.
     """
-    sizes = mla_sizes(model, spec)
+    sizes = collect_mla_sizes(model, spec)
     return {
         f"{module}.{name}": tuple(evaluate(size, sizes) for size in row["shape"])
         for name, row in _SHAPES["kvfold" if spec.layout == "kvfold" else "stock"].items()
@@ -158,16 +158,16 @@ def attention_shapes(model: Model, spec: MlaSpec, module: str) -> dict[str, tupl
     }
 
 
-def latent_problems(model: Model, spec: MlaSpec, *, allow_growth: bool = False) -> list[str]:
+def list_mla_problems(model: Model, spec: MlaSpec, *, allow_growth: bool = False) -> list[str]:
     """All reasons why ``model`` cannot be converted to ``spec``, one line each; empty if it can."""
-    problems = _own_problems(model) if spec.layout == "kvfold" else model_problems(model)
+    problems = _list_own_problems(model) if spec.layout == "kvfold" else list_stock_problems(model)
     if spec.layout == "engine":
         for feature in _list_features(model, "engine"):
             problems.append(f"--layout engine: engines misread {feature}; use --layout free")
-    return [*problems, *_size_problems(model, spec, allow_growth)]
+    return [*problems, *_list_size_problems(model, spec, allow_growth)]
 
 
-def model_problems(model: Model) -> list[str]:
+def list_stock_problems(model: Model) -> list[str]:
     """All features of the model that the stock MLA classes cannot express at any size, one line
     each.
     """
@@ -177,7 +177,7 @@ def model_problems(model: Model) -> list[str]:
             f"--to mla: {kind} has a fixed language model class without an MLA version; use --to"
             " gqa instead"
         ]
-    instead = "--to gqa" if _own_problems(model) else "--layout kvfold"
+    instead = "--to gqa" if _list_own_problems(model) else "--layout kvfold"
     return [
         f"--to mla: {kind} has {feature}, which the stock MLA class cannot express; use {instead}"
         " instead"
@@ -185,7 +185,7 @@ def model_problems(model: Model) -> list[str]:
     ]
 
 
-def _own_problems(model: Model) -> list[str]:
+def _list_own_problems(model: Model) -> list[str]:
     """Reasons why the model cannot be converted to layout ``kvfold``."""
     kind = model.family.model_type
     features = _list_features(model, "attention", "kvfold")
@@ -199,7 +199,7 @@ def _own_problems(model: Model) -> list[str]:
 
 def _list_features(model: Model, *groups: str) -> list[str]:
     """The features in ``groups`` of ``problems.json`` that ``model`` has."""
-    facts = _facts(model)
+    facts = _collect_facts(model)
     return [
         row["feature"].format(**facts)
         for group in groups
@@ -208,10 +208,10 @@ def _list_features(model: Model, *groups: str) -> list[str]:
     ]
 
 
-def _facts(model: Model) -> dict[str, Any]:
+def _collect_facts(model: Model) -> dict[str, Any]:
     layers = model.layers
     norm = model.qk_norm
-    context = context_length(model)
+    context = compute_context_length(model)
     tables = [rope_parameters(model.values, layer.type) for layer in layers]
     rope_types = {table["rope_type"] for table in tables}
     roles = {role for role, _ in model.names}
@@ -242,7 +242,7 @@ def _facts(model: Model) -> dict[str, Any]:
     }
 
 
-def _size_problems(model: Model, spec: MlaSpec, allow_growth: bool) -> Iterator[str]:
+def _list_size_problems(model: Model, spec: MlaSpec, allow_growth: bool) -> Iterator[str]:
     """Yield reasons why the sizes of ``spec`` are impossible or save nothing."""
     size = model.geometry
     rank = spec.kv_rank
@@ -255,8 +255,8 @@ def _size_problems(model: Model, spec: MlaSpec, allow_growth: bool) -> Iterator[
         yield f"--rope-dim {rope} must be {rule}, because heads have {size.rotary_dims} rotary dims"
     if rank < 1 + spec.constant:
         yield f"--kv-rank {rank} must be at least {1 + spec.constant}"
-    cache = rank + rope + cached_divisors(model, spec)
-    present = cache_elements(size)
+    cache = rank + rope + count_cached_divisors(model, spec)
+    present = count_cache_elements(size)
     if cache >= present and not allow_growth:
         yield (
             f"--kv-rank {rank} and --rope-dim {rope} need {cache} elements per token per"

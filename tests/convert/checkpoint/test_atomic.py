@@ -17,9 +17,9 @@ from helpers.processes import PATIENCE
 from kvfold.convert.checkpoint import atomic
 from kvfold.convert.checkpoint.atomic import (
     check_free_space,
-    check_output,
-    output_folder,
-    replacing,
+    check_output_path,
+    open_output_folder,
+    replace_file,
 )
 from kvfold.convert.checkpoint.members import RECORD
 from kvfold.convert.errors import InputError
@@ -60,7 +60,7 @@ def out(tmp_path: Path) -> Path:
 @pytest.fixture(params=["exchange", "aside"])
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "aside":  # a system without renameat2
-        monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+        monkeypatch.setattr(atomic, "_exchange_folders", lambda *_: False)
 
 
 @pytest.mark.usefixtures("either")
@@ -76,7 +76,7 @@ def test_the_new_is_there_whole_or_not_at_all(
         fill(out, "old")
     there = names(tmp_path)
     raised = pytest.raises(error) if error else nullcontext()
-    with raised, output_folder(out, overwrite=before == "old") as folder:
+    with raised, open_output_folder(out, overwrite=before == "old") as folder:
         assert folder.parent == out.parent
         fill(folder, "new")
         assert content(out) == "old" if before == "old" else not out.exists() or not names(out)
@@ -94,15 +94,15 @@ def test_the_new_is_there_whole_or_not_at_all(
 def test_what_another_program_makes_of_out_meanwhile_is_kept(
     tmp_path: Path, out: Path, either: None, refused: Any
 ) -> None:
-    with refused(), output_folder(out) as folder:
+    with refused(), open_output_folder(out) as folder:
         fill(folder, "new")
         out.touch()
     assert out.is_file()
     out.unlink()
-    with refused(), output_folder(out):
+    with refused(), open_output_folder(out):
         fill(out, "theirs")
     assert content(out) == "theirs"
-    with refused(), output_folder(out, overwrite=True) as folder:
+    with refused(), open_output_folder(out, overwrite=True) as folder:
         fill(folder, "new")
         (out / RECORD).unlink()
     assert content(out) == "theirs"
@@ -126,7 +126,7 @@ def test_everything_is_synced_before_it_gets_its_name(
 
     monkeypatch.setattr(os, "fsync", record_sync)
     monkeypatch.setattr(os, "rename", record_rename)
-    with output_folder(tmp_path / "out") as folder:
+    with open_output_folder(tmp_path / "out") as folder:
         fill(folder, "new")
     before = events[: events.index("rename")]
     assert {*before} == {str(folder / name) for name in (WEIGHTS, "config.json", RECORD, "")}
@@ -137,8 +137,8 @@ def refusal(out: Path, **options: Any) -> str:
     """The error's text, the same before and at the start of a run; nothing is made."""
     before = set(out.parent.parent.rglob("*"))
     with pytest.raises(InputError) as checked:
-        check_output(out, **options)
-    with pytest.raises(InputError) as started, output_folder(out, **options):
+        check_output_path(out, **options)
+    with pytest.raises(InputError) as started, open_output_folder(out, **options):
         pytest.fail("the run must not begin")
     assert str(started.value) == str(checked.value)
     assert set(out.parent.parent.rglob("*")) == before
@@ -150,12 +150,12 @@ def test_out_exists(out: Path) -> None:
     assert "choose another OUT" in refusal(out, overwrite=True)
     out.unlink()
     out.mkdir()
-    assert check_output(out) == out
+    assert check_output_path(out) == out
     fill(out, "old")
     assert "--overwrite" in refusal(out)
-    assert check_output(out, overwrite=True) == out
+    assert check_output_path(out, overwrite=True) == out
     with pytest.raises(InputError, match="or remove it"):
-        check_output(out, overwrite=None)
+        check_output_path(out, overwrite=None)
 
 
 @pytest.mark.parametrize("record", [None, "link", "", "[]", '{"files": {}}', '{"files": {"a": 1}}'])
@@ -179,7 +179,7 @@ def test_a_checkpoint_that_kvfold_did_not_write_is_never_replaced(
 def test_files_of_others_in_a_checkpoint_are_not_lost(out: Path, name: str) -> None:
     fill(out, "old")
     (out / ".gitattributes").touch()
-    assert check_output(out, overwrite=True) == out
+    assert check_output_path(out, overwrite=True) == out
     (out / name).parent.mkdir(exist_ok=True)
     (out / name).symlink_to(out.parent) if name == "link" else (out / name).touch()
     assert name in refusal(out, overwrite=True)
@@ -192,7 +192,7 @@ def test_out_and_model_inside_each_other(tmp_path: Path, overwrite: bool) -> Non
     (tmp_path / "link").symlink_to(model)
     for out in (model / "x", tmp_path / "link" / "x", model, tmp_path / "root"):
         refusal(out, model=tmp_path / "link", overwrite=overwrite)
-    assert check_output(tmp_path / "root" / "model-gqa", model=model)
+    assert check_output_path(tmp_path / "root" / "model-gqa", model=model)
 
 
 def test_parents_that_cannot_hold_a_folder(
@@ -205,10 +205,10 @@ def test_parents_that_cannot_hold_a_folder(
         refusal(tmp_path / "out")
     (tmp_path / "circle").symlink_to("circle")
     for path in (tmp_path / ("x" * 256), tmp_path / "circle" / "out", "\0"):
-        with refused(), output_folder(path):
+        with refused(), open_output_folder(path):
             pytest.fail("the run must not begin")
     monkeypatch.setattr(atomic.os, "open", failing(OSError(30, "Read-only file system")))
-    with refused(), output_folder(tmp_path / "out"):
+    with refused(), open_output_folder(tmp_path / "out"):
         pytest.fail("the run must not begin")
 
 
@@ -217,7 +217,7 @@ def test_a_link_and_the_umask(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "real")
     old = os.umask(0o027)
     try:
-        with output_folder(tmp_path / "link") as folder:
+        with open_output_folder(tmp_path / "link") as folder:
             fill(folder, "new")
     finally:
         os.umask(old)
@@ -230,7 +230,7 @@ def test_a_live_run_is_left_alone_and_a_killed_one_cleaned_up(
     tmp_path: Path, out: Path, refused: Any
 ) -> None:
     def hold() -> None:
-        with output_folder(out) as folder:
+        with open_output_folder(out) as folder:
             (folder / "begun").touch()
             time.sleep(PATIENCE)
 
@@ -238,16 +238,16 @@ def test_a_live_run_is_left_alone_and_a_killed_one_cleaned_up(
     try:
         while not (begun := list(tmp_path.glob(".out.kvfold-*/begun"))):
             time.sleep(0.01)
-        with refused(), output_folder(out):
+        with refused(), open_output_folder(out):
             pytest.fail("the run must not begin")
         assert begun[0].exists()
     finally:
         os.kill(child, signal.SIGKILL)
         forked.ended(tmp_path, child)
-    with output_folder(tmp_path / "other") as folder:  # locks are each for one OUT
+    with open_output_folder(tmp_path / "other") as folder:  # locks are each for one OUT
         fill(folder, "other")
     assert begun[0].exists()
-    with output_folder(out) as folder:
+    with open_output_folder(out) as folder:
         assert not begun[0].exists()
         fill(folder, "new")
     assert names(tmp_path) == ["other", "out", "stderr", "stdout"]
@@ -260,7 +260,9 @@ def test_resuming_what_a_killed_run_left(tmp_path: Path, out: Path) -> None:
         folder.mkdir()
         (folder / "begun").write_text(str(number))
         os.utime(folder, (time.time() + number,) * 2)
-    with output_folder(out, resume=lambda folder: (folder / "begun").read_text() != "2") as folder:
+    with open_output_folder(
+        out, resume=lambda folder: (folder / "begun").read_text() != "2"
+    ) as folder:
         assert folder == killed[1]
         assert not killed[2].exists()
         fill(folder, "new")
@@ -272,7 +274,7 @@ def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(atomic.fcntl, "flock", failing(OSError(37, "No locks available")))
     left = tmp_path / ".out.kvfold-00000000"
     left.mkdir()
-    with output_folder(tmp_path / "out") as folder:
+    with open_output_folder(tmp_path / "out") as folder:
         fill(folder, "new")
     assert content(tmp_path / "out") == "new"
     assert left.exists()  # without a lock it may be in use
@@ -295,11 +297,11 @@ def test_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: An
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path) -> None:
     path = tmp_path / "state.pt"
     path.write_text("old")
-    with suppress(OSError), replacing(path) as new:
+    with suppress(OSError), replace_file(path) as new:
         new.write_text("ha")
         raise OSError(28, "No space left on device")
     assert path.read_text() == "old"
-    with replacing(path) as new:
+    with replace_file(path) as new:
         new.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new"

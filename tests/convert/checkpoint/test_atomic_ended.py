@@ -18,11 +18,11 @@ from helpers import forked
 from helpers.cases import mostly_slow
 
 from kvfold.convert.checkpoint import atomic
-from kvfold.convert.checkpoint.atomic import output_folder
+from kvfold.convert.checkpoint.atomic import open_output_folder
 from kvfold.convert.console import run_command
 from kvfold.convert.errors import InputError
 
-CALLS = (*forked.CALLS, "rmdir", "scandir", (fcntl, "flock"), (atomic, "_exchange"))
+CALLS = (*forked.CALLS, "rmdir", "scandir", (fcntl, "flock"), (atomic, "_exchange_folders"))
 RECORD = b'{"files": {"config.json": "", "model.safetensors": ""}}'
 FILES = {"config.json": b"{}", "kvfold.json": RECORD, "model.safetensors": b"new"}
 OLD = {**FILES, "model.safetensors": b"old"}
@@ -53,13 +53,13 @@ def write(out: Path, kind: str, number: int, ending: signal.Signals, after: bool
         finished = (
             (lambda folder: (folder / "config.json").exists()) if kind == "resumable" else None
         )
-        with output_folder(out, overwrite=kind in OVERWRITING, resume=finished) as folder:
+        with open_output_folder(out, overwrite=kind in OVERWRITING, resume=finished) as folder:
             fill(folder, FILES)
             if kind == "failing":
                 raise InputError("refused")
 
     if kind == "aside":  # a system without renameat2
-        atomic._exchange = lambda *arguments: False
+        atomic._exchange_folders = lambda *arguments: False
     forked.at_call(number, lambda: os.kill(os.getpid(), ending), CALLS, after=after)
     run_command(command, "command", [])
 
@@ -75,13 +75,13 @@ def test_killed_at_every_call(tmp_path: Path, kind: str) -> None:
         end = forked.run(tmp_path / "log", partial(write, out, kind, number, signal.SIGKILL))
         seen.append(forked.snapshot(out))
         if kind == "aside" and not seen[-1]:  # it lies aside: even a run that fails puts it back
-            with pytest.raises(ZeroDivisionError), output_folder(out, overwrite=True):
+            with pytest.raises(ZeroDivisionError), open_output_folder(out, overwrite=True):
                 raise ZeroDivisionError
             assert forked.snapshot(out) == OLD
         if end.status == 0:
             break
         assert end.status == -signal.SIGKILL
-        with output_folder(out, overwrite=True) as folder:
+        with open_output_folder(out, overwrite=True) as folder:
             fill(folder, {"config.json": b"newer"})
         assert forked.snapshot(tmp_path / "root") == {"out/config.json": b"newer"}
     assert number > 15
@@ -145,7 +145,7 @@ def test_terminated_between_the_folder_and_the_block_that_uses_it(tmp_path: Path
 
     @click.command()
     def command() -> None:
-        entered = output_folder(tmp_path / "root" / "out")
+        entered = open_output_folder(tmp_path / "root" / "out")
         entered.__enter__()
         signal.raise_signal(signal.SIGTERM)
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvfold.convert.checkpoint.digests import stamps
-from kvfold.convert.checkpoint.members import extra_names
-from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers
+from kvfold.convert.checkpoint.digests import fingerprint_files
+from kvfold.convert.checkpoint.members import list_extra_files
+from kvfold.convert.checkpoint.opening import open_checkpoint, open_headers_only
 from kvfold.convert.checkpoint.tensors import count_non_finite
 from kvfold.convert.errors import InputError
 
@@ -47,7 +47,7 @@ def write_index(folder: Path, weight_map: Any) -> None:
 
 def problems_of(model: Path | str) -> list[str]:
     with pytest.raises(InputError) as caught:
-        open_headers(model)
+        open_headers_only(model)
     problems = [caught.value.message, *caught.value.details]
     assert all("\n" not in line and len(line) < 2000 for line in problems)
     return problems
@@ -61,31 +61,31 @@ def test_reads_what_safetensors_reads_whole_and_in_chunks(folder: Path, dtype: s
     save_file(tensors, folder / "model.safetensors")
     checkpoint = open_checkpoint(folder)
     for name, expected in tensors.items():
-        found = checkpoint.read(name)
+        found = checkpoint.read_tensor(name)
         assert found.dtype == expected.dtype
         assert found.shape == expected.shape
         assert torch.equal(found, expected)
         found.zero_()  # owns its memory: writing to it must not fail, nor change the file
-    chunks = list(checkpoint.read_chunks("w", 8))
+    chunks = list(checkpoint.read_tensor_chunks("w", 8))
     assert [len(chunk) for chunk in chunks] == [8, 8, 8, 8, 3]
     assert torch.equal(torch.cat(chunks).reshape(7, 5), made)
-    assert torch.cat(list(checkpoint.read_chunks("none", 8))).numel() == 0
+    assert torch.cat(list(checkpoint.read_tensor_chunks("none", 8))).numel() == 0
 
 
 def test_model_digest_is_of_config_and_tensors_however_they_are_sharded(sharded: Path) -> None:
     checkpoint = open_checkpoint(sharded)
-    found = {checkpoint.model_digest()}
+    found = {checkpoint.compute_model_digest()}
     assert checkpoint.digests["b"] == hashlib.sha256(b"\0\0\x80?" * 4).hexdigest()
-    tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    tensors = {name: checkpoint.read_tensor(name) for name in checkpoint.tensors}
     save_file(tensors, sharded / "model.safetensors")
     read = open_checkpoint(sharded)
     for name in tensors:
-        list(read.read_chunks(name, 1))
-    assert read.model_digest() in found
+        list(read.read_tensor_chunks(name, 1))
+    assert read.compute_model_digest() in found
     for file in sharded.glob("*.safetensors*"):
         file.unlink()
     torch.save(tensors, sharded / "pytorch_model.bin")
-    assert open_checkpoint(sharded).model_digest() in found
+    assert open_checkpoint(sharded).compute_model_digest() in found
     for changed in (
         {**tensors, "b": torch.tensor([1.0, 1, 1, 2])},
         {**tensors, "b": tensors["b"].reshape(2, 2)},
@@ -93,9 +93,9 @@ def test_model_digest_is_of_config_and_tensors_however_they_are_sharded(sharded:
         {"x" if name == "b" else name: tensor for name, tensor in tensors.items()},
     ):
         save_file(changed, sharded / "model.safetensors")
-        found.add(open_checkpoint(sharded).model_digest())
+        found.add(open_checkpoint(sharded).compute_model_digest())
     (sharded / "config.json").write_text('{"model_type": "llama", "x": 1}')
-    found.add(open_checkpoint(sharded).model_digest())
+    found.add(open_checkpoint(sharded).compute_model_digest())
     assert len(found) == 6
 
 
@@ -103,7 +103,7 @@ def test_extra_files(sharded: Path) -> None:
     passed_on = ["LICENSE", "chat_template.jinja", "tokenizer.json", "tokenizer.model"]
     for name in (*passed_on, "README.md", "pytorch_model.bin", "tokenizer.py", "notes.txt"):
         (sharded / name).write_text("x")
-    assert extra_names(sharded) == passed_on
+    assert list_extra_files(sharded) == passed_on
 
 
 def test_a_single_file_goes_before_an_index_as_in_transformers(sharded: Path) -> None:
@@ -201,12 +201,12 @@ def test_small_files_count_as_changed_by_their_content_and_large_ones_by_their_t
     folder: Path, monkeypatch
 ) -> None:
     config = folder / "config.json"
-    before = stamps([config, folder / "missing"])
+    before = fingerprint_files([config, folder / "missing"])
     os.utime(config, (1, 1))
-    assert stamps([config]) == before
+    assert fingerprint_files([config]) == before
     config.write_text(config.read_text().replace("llama", "LLAMA"))
-    assert stamps([config]) != before
+    assert fingerprint_files([config]) != before
     monkeypatch.setattr("kvfold.convert.checkpoint.digests._HASHED", 4)
-    before = stamps([config])
+    before = fingerprint_files([config])
     os.utime(config, (2, 2))
-    assert stamps([config]) != before
+    assert fingerprint_files([config]) != before

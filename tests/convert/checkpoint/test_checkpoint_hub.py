@@ -23,9 +23,9 @@ from helpers import forked
 from safetensors.torch import save_file
 
 from kvfold.convert.checkpoint.digests import hash_file
-from kvfold.convert.checkpoint.hub import upload
-from kvfold.convert.checkpoint.members import extra_names
-from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint, open_headers
+from kvfold.convert.checkpoint.hub import upload_files
+from kvfold.convert.checkpoint.members import list_extra_files
+from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint, open_headers_only
 from kvfold.convert.cli import kvfold
 from kvfold.convert.data import demo_folder
 from kvfold.convert.errors import InputError, KvfoldError
@@ -152,7 +152,7 @@ def describe(opener: Callable[[str], Checkpoint]) -> Any:
 
 
 def test_headers_come_by_range_requests(hub: Hub, folder: Path, ask: Any) -> None:
-    found = ask(lambda: describe(open_headers))
+    found = ask(lambda: describe(open_headers_only))
     assert found[:2] == [f"team/tiny@{COMMIT}", {"model_type": "llama"}]
     for shard in SHARDS:
         sent = [size for method, name, size in hub.served if name == shard and method == "GET"]
@@ -165,8 +165,8 @@ def test_headers_come_by_range_requests(hub: Hub, folder: Path, ask: Any) -> Non
     save_file(tensors, folder / "model.safetensors")  # its header is longer than the first request
 
     def chats_and_names() -> Any:
-        checkpoint = open_headers("team/tiny")
-        return [checkpoint.chats, sorted(checkpoint.tensors)]
+        checkpoint = open_headers_only("team/tiny")
+        return [checkpoint.has_chat_template, sorted(checkpoint.tensors)]
 
     other = str(folder.parent / "other")
     assert ask(chats_and_names, HF_HOME=other) == [True, sorted(tensors)]
@@ -175,14 +175,24 @@ def test_headers_come_by_range_requests(hub: Hub, folder: Path, ask: Any) -> Non
 def test_a_download_is_whole_and_then_serves_offline(hub: Hub, folder: Path, ask: Any) -> None:
     def read() -> Any:
         checkpoint = open_checkpoint("team/tiny@v1")
-        return [checkpoint.origin, checkpoint.model_digest(), extra_names(checkpoint.folder)]
+        return [
+            checkpoint.origin,
+            checkpoint.compute_model_digest(),
+            list_extra_files(checkpoint.folder),
+        ]
 
-    expected = [f"team/tiny@{COMMIT}", open_checkpoint(folder).model_digest(), ["tokenizer.json"]]
+    expected = [
+        f"team/tiny@{COMMIT}",
+        open_checkpoint(folder).compute_model_digest(),
+        ["tokenizer.json"],
+    ]
     assert ask(read) == expected
     assert "README.md" not in {name for _, name, _ in hub.served}
     hub.served.clear()
     assert ask(read, HF_HUB_OFFLINE="1") == expected
-    offline = ask(lambda: open_headers("team/tiny@v1").model_digest(), HF_HUB_OFFLINE="1")
+    offline = ask(
+        lambda: open_headers_only("team/tiny@v1").compute_model_digest(), HF_HUB_OFFLINE="1"
+    )
     assert offline == expected[1]
     assert hub.served == []
 
@@ -196,7 +206,7 @@ def test_legacy_files_are_fetched_only_where_there_are_no_safetensors(
     for path in folder.glob("model*"):
         path.unlink()
     other = str(folder.parent / "other")
-    read = ask(lambda: open_headers("team/tiny").read("w").tolist(), HF_HOME=other)
+    read = ask(lambda: open_headers_only("team/tiny").read_tensor("w").tolist(), HF_HOME=other)
     assert read == [1, 1, 1]
 
 
@@ -204,7 +214,7 @@ def test_what_the_hub_does_not_have_or_sends_cut(folder: Path, ask: Any) -> None
     def refuse(model: str, **environment: str) -> str:
         def work() -> list[str]:
             messages = []
-            for opener in (open_headers, open_checkpoint):
+            for opener in (open_headers_only, open_checkpoint):
                 with pytest.raises(InputError) as caught:
                     opener(model)
                 messages.append(str(caught.value))
@@ -227,7 +237,7 @@ def test_upload_follows_no_link_out_of_the_folder(tmp_path: Path, refused: Any) 
     (tmp_path / "out" / "x.txt").symlink_to(tmp_path / "secret")
     for name in ("x.txt", "../secret"):
         with refused():
-            upload(tmp_path / "out", [name], "me/small")
+            upload_files(tmp_path / "out", [name], "me/small")
 
 
 def test_a_result_is_verified_and_uploaded(demo_latent: Path) -> None:
@@ -254,7 +264,9 @@ def test_a_result_is_verified_and_uploaded(demo_latent: Path) -> None:
 def test_nothing_is_uploaded_but_what_a_conversion_recorded(
     demo_latent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{upload.__module__}.upload", lambda *_: pytest.fail("uploaded"))
+    monkeypatch.setattr(
+        f"{upload_files.__module__}.upload_files", lambda *_: pytest.fail("uploaded")
+    )
 
     def push(folder: Path) -> Any:
         return CliRunner().invoke(kvfold, ["push", str(folder), "me/small"])

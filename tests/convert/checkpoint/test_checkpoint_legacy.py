@@ -36,15 +36,17 @@ def test_values_shared_storage_and_views(folder: Path, zipped: bool) -> None:
     checkpoint = open_checkpoint(folder)
     assert list(checkpoint.tensors) == list(state)
     for name, expected in state.items():
-        found = checkpoint.read(name)
+        found = checkpoint.read_tensor(name)
         info = checkpoint.tensors[name]
         assert torch.equal(found, expected)
         assert found.is_contiguous()
         assert not found.requires_grad
         assert info.nbytes == found.numel() * found.element_size()
-        assert torch.equal(torch.cat(list(checkpoint.read_chunks(name, 5))), found.reshape(-1))
+        assert torch.equal(
+            torch.cat(list(checkpoint.read_tensor_chunks(name, 5))), found.reshape(-1)
+        )
         found.zero_()
-    assert torch.equal(checkpoint.read("part"), base[1:3])
+    assert torch.equal(checkpoint.read_tensor("part"), base[1:3])
 
 
 def test_sharded(folder: Path) -> None:
@@ -54,9 +56,9 @@ def test_sharded(folder: Path) -> None:
         torch.save({name: torch.full((2,), ord(name))}, folder / weight_map[name])
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     checkpoint = open_checkpoint(folder)
-    assert [checkpoint.read(name)[0] for name in "bab"] == [98, 97, 98]
+    assert [checkpoint.read_tensor(name)[0] for name in "bab"] == [98, 97, 98]
     checkpoint.close()
-    assert checkpoint.read("a")[0] == 97
+    assert checkpoint.read_tensor("a")[0] == 97
 
 
 class Payload:

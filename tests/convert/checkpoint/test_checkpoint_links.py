@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvfold.convert.checkpoint.digests import find_changed_files
-from kvfold.convert.checkpoint.members import extra_names
+from kvfold.convert.checkpoint.members import list_extra_files
 from kvfold.convert.checkpoint.opening import open_checkpoint
 
 FILES = ["config.json", "model.safetensors", "tokenizer.json", "README.md"]
@@ -40,8 +40,8 @@ def test_a_snapshot_of_a_hub_cache_and_a_link_to_it(snapshot: Path, tmp_path: Pa
     (tmp_path / "shortcut").symlink_to(snapshot)
     for folder in (snapshot, tmp_path / "shortcut"):
         checkpoint = open_checkpoint(folder)
-        assert checkpoint.read("w").tolist() == [0, 1, 2]
-        assert extra_names(checkpoint.folder) == ["tokenizer.json"]
+        assert checkpoint.read_tensor("w").tolist() == [0, 1, 2]
+        assert list_extra_files(checkpoint.folder) == ["tokenizer.json"]
 
 
 def test_links_and_index_entries_inside_the_folder(tmp_path: Path) -> None:
@@ -51,12 +51,12 @@ def test_links_and_index_entries_inside_the_folder(tmp_path: Path) -> None:
     (model / "model.safetensors").rename(model / "below" / "weights")
     (model / "model.safetensors").symlink_to("below/weights")
     (model / "notes.txt").symlink_to("/etc/hostname")  # not used, so that it does not matter
-    assert open_checkpoint(model).read("w").tolist() == [0, 1, 2]
+    assert open_checkpoint(model).read_tensor("w").tolist() == [0, 1, 2]
     (model / "model.safetensors").unlink()
     (model / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"w": "below/weights"}})
     )
-    assert open_checkpoint(model).read("w").tolist() == [0, 1, 2]
+    assert open_checkpoint(model).read_tensor("w").tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", FILES)

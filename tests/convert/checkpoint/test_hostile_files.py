@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvfold.convert.checkpoint.members import parse_json
+from kvfold.convert.checkpoint.members import parse_json_object
 from kvfold.convert.checkpoint.writer import OutputTensor, ShardWriter, assign_shards
 from kvfold.convert.errors import explain_system_error
 from kvfold.convert.recipes import read_recipe
 
 
 def test_pairs_of_halves_are_characters() -> None:
-    value = parse_json(Path("c"), b'{"a": "\\ud83d\\ude00", "b": "\\\\ud800"}')
+    value = parse_json_object(Path("c"), b'{"a": "\\ud83d\\ude00", "b": "\\\\ud800"}')
     assert value == {"a": "\U0001f600", "b": "\\ud800"}
 
 

@@ -80,7 +80,7 @@ def copies(checkpoint: Checkpoint, computed: str = "", **dtypes: str) -> list[Ou
 
 def copy(writer: ShardWriter, checkpoint: Checkpoint) -> list[int]:
     steps: list[int] = []
-    with writer.copy_rest(checkpoint, steps.append):
+    with writer.copy_source_tensors(checkpoint, steps.append):
         pass
     return steps
 
@@ -88,7 +88,7 @@ def copy(writer: ShardWriter, checkpoint: Checkpoint) -> list[int]:
 def check_copied(out: Path, checkpoint: Checkpoint, computed: str = "") -> None:
     copied = load_tensors(out)
     names = set(checkpoint.tensors) - {computed}
-    assert all(torch.equal(copied[name], checkpoint.read(name)) for name in names)
+    assert all(torch.equal(copied[name], checkpoint.read_tensor(name)) for name in names)
 
 
 def test_computed_tensors_make_the_same_file_as_safetensors(out: Path) -> None:
@@ -142,9 +142,9 @@ def test_copying_and_hashing_beside_computing(checkpoint: Checkpoint, out: Path)
         OutputTensor("joined", "BF16", (2, 16, 8), ("d", "a")),
         OutputTensor("zeros", "F32", (3, 3), ()),
     ]
-    read = checkpoint.read
+    read = checkpoint.read_tensor
     writer = ShardWriter(out, assign_shards(outputs, 700))
-    with writer.copy_rest(checkpoint, steps.append):
+    with writer.copy_source_tensors(checkpoint, steps.append):
         writer.write({"c": -read("c")})
     writer.finish()
     written = load_tensors(out)
@@ -172,7 +172,7 @@ def test_an_error_beside_the_copy_stops_it(checkpoint: Checkpoint, out: Path) ->
         time.sleep(0.01)
 
     writer = ShardWriter(out, assign_shards(copies(checkpoint), GB))
-    with suppress(ZeroDivisionError), writer.copy_rest(checkpoint, progress):
+    with suppress(ZeroDivisionError), writer.copy_source_tensors(checkpoint, progress):
         begun.wait(PATIENCE)
         raise ZeroDivisionError
     assert sum(steps) < sum(info.nbytes for info in checkpoint.tensors.values()) / 2
@@ -186,10 +186,10 @@ def test_an_error_of_the_copy_reaches_the_next_write_or_the_end(
     writer = ShardWriter(out, assign_shards(copies(checkpoint, "e"), GB))
 
     def run() -> None:
-        with writer.copy_rest(checkpoint, ignore):
+        with writer.copy_source_tensors(checkpoint, ignore):
             end = time.monotonic() + PATIENCE
             while wait and time.monotonic() < end:
-                writer.write({"e": checkpoint.read("e")})
+                writer.write({"e": checkpoint.read_tensor("e")})
             assert not wait
 
     with pytest.raises(InputError, match="it changed while it was read"):

@@ -14,8 +14,12 @@ from kvfold.convert import ConvertRequest, convert_checkpoint
 from kvfold.convert.checkpoint.opening import Checkpoint
 from kvfold.convert.cli import kvfold
 from kvfold.convert.conversion import card
-from kvfold.convert.conversion.card import front_matter, make_safe, trained_card
-from kvfold.convert.conversion.judgment import judge
+from kvfold.convert.conversion.card import (
+    escape_markdown_value,
+    format_front_matter,
+    render_trained_card,
+)
+from kvfold.convert.conversion.judgment import judge_drift
 from kvfold.convert.conversion.summary import format_block
 from kvfold.convert.data import demo_folder
 
@@ -28,7 +32,7 @@ def front(tmp_path):
         if text is not None:
             (tmp_path / "README.md").write_bytes(text if isinstance(text, bytes) else text.encode())
         source = Checkpoint(tmp_path, {"model_type": "llama"}, {}, "tiny", {}, None, {})
-        return ModelCard(f"---\n{front_matter(source)}\n---\n").data.to_dict()
+        return ModelCard(f"---\n{format_front_matter(source)}\n---\n").data.to_dict()
 
     return read
 
@@ -115,21 +119,21 @@ def test_the_commands_of_a_card_run(tiny_reader, tmp_path, monkeypatch):
 def test_a_trained_card_begins_with_the_training():
     front = "---\nlicense: mit\n---\n\n"
     card = f"{front}# Tiny, MQA\n\nText.\n\n| | source | this checkpoint |\n"
-    found = trained_card(card, "out", "Trained for 2 steps.")
+    found = render_trained_card(card, "out", "Trained for 2 steps.")
     assert found.startswith(f"{front}# Tiny, MQA, trained further\n\nTrained for 2 steps.\n")
     assert found.endswith("| | source | before the uptraining |\n")
-    assert trained_card("", "out", "Trained.") == "# out\n\nTrained.\n"
-    assert trained_card("Words.", "out", "Trained.").endswith("uptraining\n\nWords.\n")
+    assert render_trained_card("", "out", "Trained.") == "# out\n\nTrained.\n"
+    assert render_trained_card("Words.", "out", "Trained.").endswith("uptraining\n\nWords.\n")
 
 
 def test_a_model_of_the_hub_is_the_base_model(tmp_path):
     source = Checkpoint(tmp_path, {}, {}, "team/tiny@0123", {}, None, {})
     (tmp_path / "README.md").write_text("---\nbase_model: team/other\n---\n")
-    assert front_matter(source).startswith("base_model: team/tiny\n")
+    assert format_front_matter(source).startswith("base_model: team/tiny\n")
 
 
 def test_names_from_files_cannot_leave_their_line_of_a_card():
-    assert make_safe("a`b\n# c\x1b[0m") == "a'b\\n# c\\x1b[0m"
+    assert escape_markdown_value("a`b\n# c\x1b[0m") == "a'b\\n# c\\x1b[0m"
 
 
 def test_a_calibrated_conversion_ends_with_a_block(tiny_reader, tmp_path, monkeypatch):
@@ -140,7 +144,7 @@ def test_a_calibrated_conversion_ends_with_a_block(tiny_reader, tmp_path, monkey
     lines = done.summary().splitlines()
     labels = [line.split()[0] for line in lines if not line.startswith(" ")]
     assert labels == ["made", "cache", "loss", "verdict", "next"]
-    assert done.to_dict()["verdict"] == done.verdict == judge(done.drift)
+    assert done.to_dict()["verdict"] == done.verdict == judge_drift(done.drift)
     assert f"\nVerdict: {done.verdict} " in (out / "README.md").read_text()
 
 

@@ -101,7 +101,7 @@ def test_side_files_and_the_record(source, pooled):
     assert (pooled / generation).read_bytes() == (source / generation).read_bytes()
     assert "license: mit" in (pooled / "README.md").read_text()
     record = json.loads((pooled / "kvfold.json").read_text())
-    assert record["source"]["sha256"] == open_checkpoint(source).model_digest()
+    assert record["source"]["sha256"] == open_checkpoint(source).compute_model_digest()
     assert record["cache_elements"] == {"from": 128, "to": 32}
     norm = "model.norm.weight"
     assert record["tensors"][norm].items() >= {"origin": "copied", "from": [norm]}.items()

@@ -194,10 +194,10 @@ def test_a_split_that_more_engines_serve_is_taken_where_it_costs_at_most_5_perce
     served, best, taken
 ):
     trials = [trial(448, 128, best), trial(384, 192, 0.02), trial(512, 64, served, engines=2)]
-    assert splits.prefer_served(trials) is trials[taken]
+    assert splits.choose_best_trial(trials) is trials[taken]
     # A refined drift comes before one as fitted.
     refined = [trial(384, 192, 0.5, refined_kl=0.4), trial(320, 256, 0.6, refined_kl=0.3)]
-    assert splits.prefer_served([*trials, *refined]) is refined[1]
+    assert splits.choose_best_trial([*trials, *refined]) is refined[1]
 
 
 ROPE = {"rope_theta": 700.0}

@@ -13,9 +13,9 @@ from kvfold.convert.conversion.judgment import (
     UNTRAINED,
     WORSE,
     Loss,
-    judge,
-    judge_with_doubt,
-    next_command,
+    format_verdict,
+    judge_drift,
+    suggest_next_command,
 )
 from kvfold.convert.data import demo_folder
 
@@ -27,16 +27,16 @@ AWFUL = Loss(1.6, 1.7, 0.34)
 @pytest.mark.parametrize("worse", [{"excess": 0.21}, {"kl": 0.21}, {"agreement": 0.7}])
 def test_the_worst_figure_decides(worse):
     limits = LIMITS[NEAR]
-    assert judge(limits) == NEAR
-    assert judge(limits._replace(**worse)) == WORSE
+    assert judge_drift(limits) == NEAR
+    assert judge_drift(limits._replace(**worse)) == WORSE
     (name,) = worse
-    assert judge(limits._replace(**{name: float("nan")})) == UNTRAINED
+    assert judge_drift(limits._replace(**{name: float("nan")})) == UNTRAINED
 
 
 @pytest.mark.parametrize(("margin", "verdict"), [(0.01, WORSE), (0.06, f"{WORSE}, uncertain")])
 def test_a_verdict_is_uncertain_near_a_limit(margin, verdict):
     drift = Mock(identical=False, **POOR._asdict(), excess_margin=margin)
-    assert judge_with_doubt(drift) == verdict
+    assert format_verdict(drift) == verdict
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_verdict_is_uncertain_near_a_limit(margin, verdict):
 def test_what_is_not_near_the_source_is_trained(tmp_path, options, loss, command, expected):
     request = ConvertRequest(demo_folder(), tmp_path / "out", "mqa", seq_len=256, **options)
     plan = convert_checkpoint(replace(request, dry_run=True)).plan
-    words = next_command(replace(plan, request=request), loss)
+    words = suggest_next_command(replace(plan, request=request), loss)
     assert words[:2] == ["kvfold", command]
     given = kvfold.commands[command].make_context(command, words[2:]).params
     assert {name: given[name] for name in expected} == expected

@@ -11,7 +11,7 @@ from helpers import forked
 from helpers.processes import run_python
 
 from kvfold.convert import ConvertRequest, convert_checkpoint, processes
-from kvfold.convert.conversion.journal import Journal, finished_layers
+from kvfold.convert.conversion.journal import Journal, count_finished_layers
 
 CONVERT = """
 import json, sys
@@ -143,7 +143,7 @@ def test_processes_that_were_killed_go_on_after_the_last_finished_layer(requests
     first, _ = forked.run_ranks(tmp_path / "killed log", killed)
     assert first.status == -signal.SIGKILL
     (left,) = (tmp_path / "out").glob(".gqa.kvfold-*")
-    assert finished_layers(left) == 1
+    assert count_finished_layers(left) == 1
     convert_together(tmp_path / "out log", made)
     assert forked.snapshot(tmp_path / "out" / "gqa") == forked.snapshot(tmp_path / "whole" / "gqa")
 

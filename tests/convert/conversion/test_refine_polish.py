@@ -9,7 +9,7 @@ from helpers.checkpoints import tensors
 from kvfold.convert import ConvertRequest, InputError, convert_checkpoint
 from kvfold.convert.conversion import memory, polishing
 from kvfold.convert.data import demo_folder
-from kvfold.convert.targets.mla.encode import CONSTANT, norm_weight
+from kvfold.convert.targets.mla.encode import CONSTANT, choose_norm_weight
 from kvfold.convert.training import budget
 from kvfold.convert.training import polish as training
 
@@ -55,7 +55,7 @@ def test_polishing_brings_the_model_closer_and_changes_attention_alone(
         module = f"model.layers.{layer}.self_attn"
         assert found[f"{module}.kv_a_proj_with_mqa.bias"][23] == CONSTANT
         assert not found[f"{module}.kv_a_proj_with_mqa.weight"][23].any()
-        assert found[f"{module}.kv_a_layernorm.weight"].tolist() == [norm_weight(24)] * 24
+        assert found[f"{module}.kv_a_layernorm.weight"].tolist() == [choose_norm_weight(24)] * 24
     card = (tmp_path / "polished" / "README.md").read_text()
     assert "attention was trained together for 4 steps" in card
 
@@ -128,7 +128,7 @@ def test_a_killed_run_goes_on_from_its_last_round(tiny_reader, unbroken, tmp_pat
 
 
 def test_a_model_that_does_not_fit_into_memory_is_refused_before_any_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda plan: 50 << 20)
+    monkeypatch.setattr(memory, "get_free_memory_bytes", lambda plan: 50 << 20)
     options = {"model": str(demo_folder()), "out": str(tmp_path / "out"), **MQA, "polish": "auto"}
     with pytest.raises(
         InputError,

@@ -44,7 +44,7 @@ def child(tmp_path_factory):
                     os.kill(os.getpid(), signal.SIGKILL)
                 note(self, *layer)
                 made[0] += 1
-                print("layer", self.finished - 1, flush=True)
+                print("layer", self.finished_count - 1, flush=True)
 
             journal.Journal.add_layer = noted
             if layers == 2:
@@ -106,7 +106,7 @@ def test_only_an_equal_request_for_the_same_model_goes_on(
 
     def stop(self, *layer):
         note(self, *layer)
-        raise RuntimeError(f"after layer {self.finished}")
+        raise RuntimeError(f"after layer {self.finished_count}")
 
     monkeypatch.setattr(journal.Journal, "add_layer", stop)
 
@@ -142,7 +142,7 @@ def test_a_resumed_run_computes_with_as_many_threads_as_before(
 ):
     threads = torch.get_num_threads()
     with monkeypatch.context() as patch:
-        patch.setattr(output, "model_card", Mock(side_effect=ZeroDivisionError))
+        patch.setattr(output, "render_model_card", Mock(side_effect=ZeroDivisionError))
         torch.set_num_threads(2)
         with pytest.raises(ZeroDivisionError):
             convert_checkpoint(ConvertRequest(**request_of("mqa")))
@@ -161,7 +161,9 @@ def test_a_run_that_failed_at_its_end_fits_no_layer_again_but_of_truncated_files
 ):
     options = request_of("mqa") | {"refine": 0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(output, "model_card", Mock(side_effect=RuntimeError("the disk went away")))
+        patch.setattr(
+            output, "render_model_card", Mock(side_effect=RuntimeError("the disk went away"))
+        )
         with pytest.raises(RuntimeError, match="went away"):
             convert_checkpoint(ConvertRequest(**options))
     assert not (tmp_path / "out").exists()
@@ -199,7 +201,9 @@ def test_a_run_that_failed_after_polishing_takes_the_weights_of_its_state(
 ):
     options = request_of("mqa", polish=3, repeat_text=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(output, "model_card", Mock(side_effect=RuntimeError("the disk went away")))
+        patch.setattr(
+            output, "render_model_card", Mock(side_effect=RuntimeError("the disk went away"))
+        )
         if torn:
             patch.setattr(polishing, "ShardWriter", Torn)
         with pytest.raises(RuntimeError, match="went away"):
@@ -265,4 +269,4 @@ def test_sigterm_leaves_nothing_but_finished_layers_to_resume(
 @pytest.mark.parametrize("content", ["[]", "{}", '{"run": 1, "layers": [{}]}', "[" * 9000])
 def test_a_damaged_journal_counts_as_none(tmp_path, content):
     (tmp_path / ".journal.json").write_text(content)
-    assert journal.finished_layers(tmp_path) == 0
+    assert journal.count_finished_layers(tmp_path) == 0

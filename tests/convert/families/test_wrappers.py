@@ -102,7 +102,7 @@ def test_images_and_text_give_the_logits_of_the_source(name, wrapper, tmp_path):
 def test_the_stream_is_the_wrapper_on_text(name, wrapper):
     tokens = torch.randint(3, 80, (2, 17), generator=torch.Generator().manual_seed(1))
     with closing(open_checkpoint(str(wrapper(name)))) as checkpoint:
-        read = Mock(side_effect=checkpoint.read)
+        read = Mock(side_effect=checkpoint.read_tensor)
         stream = CheckpointStream(checkpoint.config, read, list(checkpoint.tensors))
         found = run_stream(stream, tokens)
         model = model_of(checkpoint.config, checkpoint.tensors)

@@ -14,7 +14,7 @@ from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError, KvfoldError
 from kvfold.convert.stream import parameters as weights_of
 from kvfold.convert.stream.parameters import WeightMap, load_model
-from kvfold.convert.stream.stock import empty_model
+from kvfold.convert.stream.stock import build_empty_model
 
 SIZES = {
     "vocab_size": 7,
@@ -42,7 +42,7 @@ JOINED = WeightConverter(
 
 @pytest.fixture
 def model() -> Any:
-    return empty_model(CONFIG, torch.float32)
+    return build_empty_model(CONFIG, torch.float32)
 
 
 @pytest.fixture
@@ -67,8 +67,8 @@ def test_a_fused_tensor_gives_several_parameters(
     tensors["model.layers.1.self_attn.qkv.weight"] = torch.cat(parts)
     weights = WeightMap(model, tensors)
     found = dict[str, Tensor]()
-    for source in weights.under("model.layers.1."):
-        found |= weights.load(source, tensors.__getitem__, torch.float32, "cpu")
+    for source in weights.find_sources("model.layers.1."):
+        found |= weights.load_parameters(source, tensors.__getitem__, torch.float32, "cpu")
     assert len(found) == 9
     for name, part in zip("qkv", parts, strict=True):
         assert torch.equal(found[f"model.layers.1.self_attn.{name}_proj.weight"], part)
@@ -88,12 +88,12 @@ def test_two_ways_to_one_parameter_are_refused(
 
 
 def test_tied_parameters_come_from_each_other() -> None:
-    tied = empty_model({**CONFIG, "tie_word_embeddings": True}, torch.float32)
+    tied = build_empty_model({**CONFIG, "tie_word_embeddings": True}, torch.float32)
     names = [name for name in tied.state_dict() if name != "lm_head.weight"]
     weights = WeightMap(tied, names)
-    assert weights.source_of("lm_head.weight").names == ("model.embed_tokens.weight",)
+    assert weights.find_source("lm_head.weight").names == ("model.embed_tokens.weight",)
     with pytest.raises(InputError, match="lacks tensors for 1 parameters of LlamaForCausalLM"):
-        WeightMap(tied, [name for name in names if "norm" not in name]).source_of(
+        WeightMap(tied, [name for name in names if "norm" not in name]).find_source(
             "model.norm.weight"
         )
 

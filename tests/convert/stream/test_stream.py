@@ -92,7 +92,7 @@ def test_logits_of_every_family_equal_the_stock_forward(
         expected = stock(tokens).logits
     checkpoint = open_checkpoint(str(folder))
     found = run_stream(
-        CheckpointStream(checkpoint.config, checkpoint.read, checkpoint.tensors), tokens
+        CheckpointStream(checkpoint.config, checkpoint.read_tensor, checkpoint.tensors), tokens
     )
     checkpoint.close()
     assert expected.std() > 0.05

@@ -13,9 +13,9 @@ from kvfold.convert.targets.engines import (
     describe_fold,
     describe_latent_config,
     describe_mla,
-    support_for,
+    list_engine_support,
 )
-from kvfold.convert.targets.mla.layout import mla_config
+from kvfold.convert.targets.mla.layout import build_mla_config
 from kvfold.convert.targets.mla.spec import MlaSpec
 
 LLAMA = hub_config("meta-llama/Meta-Llama-3-8B") | {"architectures": None}
@@ -28,7 +28,7 @@ def model(**changes):
 
 
 def refusals(result):
-    return {support.engine for support in support_for(result) if not support.serves}
+    return {support.engine for support in list_engine_support(result) if not support.serves}
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,11 @@ def test_who_refuses_which_fold(changes, kv_heads, refused):
 
 def test_folds_were_run_with_llama_alone():
     qwen = describe_fold(model(model_type="qwen2"), 4)
-    assert not any(support.ran for support in support_for(qwen))
+    assert not any(support.ran for support in list_engine_support(qwen))
     llama = describe_fold(model(), 4)
-    assert {support.engine for support in support_for(llama) if not support.ran} == {"SGLang"}
+    assert {support.engine for support in list_engine_support(llama) if not support.ran} == {
+        "SGLang"
+    }
 
 
 def test_folds_of_layout_kvfold_are_served_by_vllm_where_the_plug_in_has_them(tiny_family):
@@ -76,7 +78,7 @@ def test_folds_of_layout_kvfold_are_served_by_vllm_where_the_plug_in_has_them(ti
 def test_who_refuses_which_split_and_layout(split, layout, refused):
     result = describe_mla(model(), MlaSpec(*split, layout=layout))
     assert refusals(result) == refused
-    caches = {support.cache for support in support_for(result) if support.serves}
+    caches = {support.cache for support in list_engine_support(result) if support.serves}
     assert caches == {sum(split)}
 
 
@@ -90,14 +92,14 @@ def test_who_refuses_which_split_and_layout(split, layout, refused):
     ],
 )
 def test_the_heads_of_layout_free_decide_where_vllm_serves_it(changes, rank, serves, ran):
-    found = support_for(describe_mla(model(**changes), MlaSpec(rank, 64)))
+    found = list_engine_support(describe_mla(model(**changes), MlaSpec(rank, 64)))
     (vllm,) = (support for support in found if support.engine == "vLLM")
     assert (vllm.serves, vllm.ran) == (serves, ran)
 
 
 def test_mlx_lm_needs_the_older_spelling_of_the_rotary_base():
     theta = [500000.0 ** (-i / 32) for i in range(32)]
-    config = mla_config(model(), MlaSpec(512, 64, layout="engine"), theta, dtype="bfloat16")
+    config = build_mla_config(model(), MlaSpec(512, 64, layout="engine"), theta, dtype="bfloat16")
     assert refusals(describe_latent_config(config)) == set()
     del config["rope_theta"], config["rope_scaling"]  # as transformers saves it
     assert refusals(describe_latent_config(config)) == {"mlx-lm"}
@@ -111,7 +113,7 @@ def test_no_layout_names_a_pad_token_that_its_class_would_zero(layout, tmp_path)
     source = model_of(json.loads((demo_folder() / "config.json").read_text()))
     assert source.config["pad_token_id"] == 2
     spec = MlaSpec(24, 8, layout=layout)
-    config = mla_config(source, spec, [1.0, 0.1, 0.01, 0.001], dtype="bfloat16")
+    config = build_mla_config(source, spec, [1.0, 0.1, 0.01, 0.001], dtype="bfloat16")
     stock = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     with torch.no_grad():
         stock.get_input_embeddings().weight.fill_(0.5)

@@ -17,10 +17,10 @@ from kvfold.convert.stream.stock import AutoModelForCausalLM as CompletedAuto
 from kvfold.convert.targets.engines import (
     describe_latent_config,
     describe_mla,
-    support_for,
+    list_engine_support,
 )
-from kvfold.convert.targets.mla.layout import mla_config, mla_shapes
-from kvfold.convert.targets.mla.spec import MlaSpec, model_problems
+from kvfold.convert.targets.mla.layout import build_mla_config, list_mla_shapes
+from kvfold.convert.targets.mla.spec import MlaSpec, list_stock_problems
 
 MIXTRAL = {"sliding_window": None, "num_key_value_heads": 4}
 LOSSLESS = {
@@ -143,13 +143,13 @@ def test_experts_are_the_bytes_of_the_source(mixtral):
 def test_shapes_and_routing_are_those_of_the_stock_class(name, changes, layout):
     source = model_of(config_of(name, **changes))
     target = MlaSpec(40, 8, layout=layout)
-    written = mla_config(source, target, [1.0, 0.1, 0.01, 0.001], dtype="float32")
+    written = build_mla_config(source, target, [1.0, 0.1, 0.01, 0.001], dtype="float32")
     with torch.device("meta"):
         stock = CompletedAuto.from_config(AutoConfig.for_model(**written))
     expected = {name: tuple(tensor.shape) for name, tensor in stock.state_dict().items()}
     if written["tie_word_embeddings"]:
         del expected["lm_head.weight"]
-    shapes = mla_shapes(source, target)
+    shapes = list_mla_shapes(source, target)
     assert {name: shape for name, (shape, _) in shapes.items()} == expected
     router = stock.model.layers[-1].mlp.gate
     assert router.norm_topk_prob is changes.get("norm_topk_prob", True)
@@ -166,7 +166,7 @@ def test_shapes_and_routing_are_those_of_the_stock_class(name, changes, layout):
     ],
 )
 def test_experts_that_the_stock_class_cannot_hold(name, changes, feature, told):
-    problems = model_problems(model_of(config_of(name, **changes)))
+    problems = list_stock_problems(model_of(config_of(name, **changes)))
     assert any(feature in problem for problem in problems)
     told(problems[0])
 
@@ -184,5 +184,7 @@ def test_who_serves_experts(split, layout, served):
     target = MlaSpec(*split, layout=layout)
     result = describe_mla(source, target)
     theta = [1e4 ** (-index / 32) for index in range(target.rope_dim // 2)]
-    assert describe_latent_config(mla_config(source, target, theta, dtype="bfloat16")) == result
-    assert {support.engine for support in support_for(result) if support.serves} == served
+    assert (
+        describe_latent_config(build_mla_config(source, target, theta, dtype="bfloat16")) == result
+    )
+    assert {support.engine for support in list_engine_support(result) if support.serves} == served

@@ -7,8 +7,8 @@ from tiny_models import SIZES
 from transformers import AutoConfig
 
 from kvfold.convert.families.model import model_of
-from kvfold.convert.targets.mla.layout import longrope, mla_config, plain_base
-from kvfold.convert.targets.mla.spec import MlaSpec, context_length, latent_problems
+from kvfold.convert.targets.mla.layout import build_longrope, build_mla_config, find_rope_base
+from kvfold.convert.targets.mla.spec import MlaSpec, compute_context_length, list_mla_problems
 
 
 def config_of(model_type, **changes):
@@ -21,7 +21,7 @@ def config_of(model_type, **changes):
 def problems(model_type="llama", target=None, *, allow_growth=False, **changes):
     config = config_of(model_type, **changes)
     target = target or MlaSpec(16, 8)
-    return latent_problems(model_of(config), target, allow_growth=allow_growth)
+    return list_mla_problems(model_of(config), target, allow_growth=allow_growth)
 
 
 def test_a_llama_can_become_both_layouts():
@@ -84,7 +84,7 @@ def test_longrope_is_cut_to_its_short_range_unless_both_are_equal():
     rope |= {"original_max_position_embeddings": 32, "short_factor": [1.0] * 4}
     for long, context in ([2.0] * 4, 32), ([1.0] * 4, 128):
         config = config_of("llama", rope_parameters={**rope, "long_factor": long})
-        assert context_length(model_of(config)) == context
+        assert compute_context_length(model_of(config)) == context
 
 
 THETA = [1.0, 0.1, 0.01, 0.001]
@@ -105,7 +105,9 @@ ENGINE_KEYS = """
 
 def test_engine_config_answers_every_key_that_the_loaders_ask():
     config = config_of("llama", tie_word_embeddings=True)
-    written = mla_config(model_of(config), MlaSpec(16, 8, layout="engine"), THETA, dtype="bfloat16")
+    written = build_mla_config(
+        model_of(config), MlaSpec(16, 8, layout="engine"), THETA, dtype="bfloat16"
+    )
     assert [key for key in ENGINE_KEYS.split() if key not in written] == []
     # The conditions under which each of them makes a layer dense, its rope plain and its attention
     # multi-head.
@@ -120,11 +122,11 @@ def test_engine_config_answers_every_key_that_the_loaders_ask():
 
 def test_plain_rope_is_recognized_and_anything_else_is_longrope():
     plain = [500000.0 ** (-index / 4) for index in range(4)]
-    assert plain_base(plain) == pytest.approx(500000.0)
-    assert plain_base([1.0]) == 10000.0
+    assert find_rope_base(plain) == pytest.approx(500000.0)
+    assert find_rope_base([1.0]) == 10000.0
     for other in ([0.5, 0.25], [1.0, 1.0, 0.1], [*plain[:3], plain[3] * 1.001]):
-        assert plain_base(other) is None
-        table = longrope(other, 512)
+        assert find_rope_base(other) is None
+        table = build_longrope(other, 512)
         assert table["short_factor"] == table["long_factor"]
         inverse = [
             1 / (f * 10000.0 ** (i / len(other))) for i, f in enumerate(table["short_factor"])

@@ -16,9 +16,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvfold.convert.families.model import model_of
-from kvfold.convert.targets.mla.encode import mla_tensors
-from kvfold.convert.targets.mla.layout import mla_config, mla_shapes
-from kvfold.convert.targets.mla.spec import MlaSpec, query_rank
+from kvfold.convert.targets.mla.encode import encode_stock_mla
+from kvfold.convert.targets.mla.layout import build_mla_config, list_mla_shapes
+from kvfold.convert.targets.mla.spec import MlaSpec, compute_query_rank
 from kvfold.convert.transforms.latent.latent_weights import LatentWeights, QueryLatent
 
 TOKENS = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(3))
@@ -90,22 +90,22 @@ def written(tiny_family, tmp_path):
         source = tiny_family(family, num_key_value_heads=2, tie_word_embeddings=True, **changes)
         bound = model_of(json.loads((source / "config.json").read_text()))
         stored = tensors(source)
-        rank = query_rank(bound, target)
+        rank = compute_query_rank(bound, target)
         inner = None if rank is None else rank - target.constant
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float64, attn_implementation="eager"
         ).eval()
         made = {}
-        for name, (_, of) in mla_shapes(bound, target).items():
+        for name, (_, of) in list_mla_shapes(bound, target).items():
             if of is not None:
                 made[name] = stored[of].clone()
         for index, layer in enumerate(model.model.layers):
             latent = random_latent(bound.geometry, target, index, inner)
             layer.self_attn = LatentAttention(latent, normed=not target.constant)
-            tensors_of_layer = mla_tensors(latent, index, target)
+            tensors_of_layer = encode_stock_mla(latent, index, target)
             made |= {name: value.float() for name, value in tensors_of_layer.items()}
         save_file(made, tmp_path / "model.safetensors", {"format": "pt"})
-        config = mla_config(bound, target, latent.theta.tolist(), dtype="float32")
+        config = build_mla_config(bound, target, latent.theta.tolist(), dtype="float32")
         (tmp_path / "config.json").write_text(json.dumps(config))
         return latent, stock_model(tmp_path), logits(model)
 

@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvfold.attention import register_models
 from kvfold.attention.checkpoints import SOURCES, modeling_kvfold, vllm_plugin
 from kvfold.convert import ConvertRequest, convert_checkpoint, inspect_checkpoint
-from kvfold.convert.conversion.plan import mla_specs
+from kvfold.convert.conversion.plan import list_mla_specs
 from kvfold.convert.data import read_documents
 from kvfold.convert.errors import InputError
 from kvfold.convert.families.model import model_of
@@ -319,13 +319,13 @@ def test_norms_are_exact_after_calibration_too_and_their_divisors_count(tiny_fam
 def test_a_budget_holds_the_divisors_of_norms(name, divisors, tiny_family):
     model = model_of(json.loads((tiny_family(name) / "config.json").read_text()))
     request = ConvertRequest(model="MODEL", out="OUT", to="mla", budget=64, layout="kvfold")
-    splits = mla_specs(request, model)
+    splits = list_mla_specs(request, model)
     assert {target.kv_rank + target.rope_dim for target in splits} == {64 - divisors}
     size = model.geometry
     present = 2 * size.kv_heads * size.head_dim
     request = replace(request, budget=None, kv_rank=present - divisors - 8, rope_dim=8)
     with pytest.raises(InputError, match=f"rope-dim 8 need {present} elements per token"):
-        mla_specs(request, model)
+        list_mla_specs(request, model)
 
 
 def demo_tokens(folder: Path) -> torch.Tensor:

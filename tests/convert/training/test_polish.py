@@ -49,10 +49,10 @@ def task_of():
                 OutputTensor(name, "F32", info.shape, None if name in names else name)
                 for name, info in checkpoint.tensors.items()
             ]
-            source = CheckpointStream(checkpoint.config, checkpoint.read, checkpoint.tensors)
+            source = CheckpointStream(checkpoint.config, checkpoint.read_tensor, checkpoint.tensors)
             layout = SimpleNamespace(config=checkpoint.config, tensors=planned)
             student = Student(source, layout)
-            tensors = {name: checkpoint.read(name) for name in names}
+            tensors = {name: checkpoint.read_tensor(name) for name in names}
             student.put(tensors)
             opened = [stack.enter_context(student.stream.open_layer(layer)) for layer in layers]
             task = ModelTask(student, opened, tensors, None, None, 15)

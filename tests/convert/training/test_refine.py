@@ -10,7 +10,7 @@ import torch
 from kvfold.convert import ConvertRequest
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.conversion.calibration import open_source_stream
-from kvfold.convert.conversion.layers import fit_layer, refinement_of
+from kvfold.convert.conversion.layers import fit_layer, make_refinement
 from kvfold.convert.conversion.plan import make_plan
 from kvfold.convert.training import refine as refining
 from kvfold.convert.training.refine import (
@@ -59,11 +59,11 @@ def first_step(plan, tokens=None):
     walk = Walk(Teacher(source, tokens[:4], tokens[4:]), student)
     steps = iter(walk)
     step = next(steps)
-    return steps, step, plan.output.encode(0, fit_layer(plan, 0).weights)
+    return steps, step, plan.output.encode_layer(0, fit_layer(plan, 0).weights)
 
 
 def task_of(plan, **changes):
-    return Refinement(**{**vars(refinement_of(plan, plan.request.refine)), **changes})
+    return Refinement(**{**vars(make_refinement(plan, plan.request.refine)), **changes})
 
 
 @pytest.fixture

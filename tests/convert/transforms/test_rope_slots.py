@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.layers import dense_distances, random_layer
 
-from kvfold.convert.targets.mla.layout import plain_base
+from kvfold.convert.targets.mla.layout import find_rope_base
 from kvfold.convert.transforms.latent import slots as rope_slots
 from kvfold.convert.transforms.latent.slots import LayerSurvey
 from kvfold.convert.transforms.weights import Rotary
@@ -68,4 +68,4 @@ def test_plain_slots_take_the_step_that_is_worth_most(heavy, counts, base):
     worth[[heavy, 2 * heavy]] = 1.0
     chosen = rope_slots.plain_slots([LayerSurvey(worth, theta)], 6)
     assert chosen.counts == counts
-    assert plain_base(chosen.theta.tolist()) == pytest.approx(base, rel=1e-9)
+    assert find_rope_base(chosen.theta.tolist()) == pytest.approx(base, rel=1e-9)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from helpers.checkpoints import add_demo_tokenizer
 
-from kvfold.convert.checkpoint.atomic import output_lock
+from kvfold.convert.checkpoint.atomic import lock_output
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
@@ -89,7 +89,7 @@ def test_a_folder_that_no_run_wrote_is_left_alone(request_):
 
 def test_two_runs_to_one_output(request_):
     with (
-        output_lock(request_.work),
+        lock_output(request_.work),
         pytest.raises(InputError, match=r"out.training is being written by another run"),
     ):
         uptrain_checkpoint(request_)

@@ -65,7 +65,7 @@ def test_a_damaged_tensor_is_named_with_its_layer(tmp_path, damaged, target, nam
 
 def test_overflow_without_a_damaged_tensor_says_so():
     checkpoint = open_checkpoint(demo_folder())
-    stream = CheckpointStream(checkpoint.config, checkpoint.read, list(checkpoint.tensors))
+    stream = CheckpointStream(checkpoint.config, checkpoint.read_tensor, list(checkpoint.tensors))
     check_finite([torch.zeros(3)], stream, 1)
     with pytest.raises(
         InputError,

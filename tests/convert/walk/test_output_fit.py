@@ -32,7 +32,7 @@ def case() -> Case:
 
 @pytest.fixture
 def step(case: Case) -> Iterator[Step]:
-    case.encode = named
+    case.encode_layer = named
     steps = iter(case.walk(statistics_from=LAYERS))
     yield next(steps)
     steps.close()
@@ -53,7 +53,7 @@ def test_a_layer_makes_up_for_its_own_values(case: Case, step: Step) -> None:
 
 
 def test_a_layer_makes_up_for_those_before_it(case: Case) -> None:
-    case.encode = named
+    case.encode_layer = named
     left = {}
     for fits in (True, False):
         steps = iter(case.walk(statistics_from=LAYERS))

@@ -130,13 +130,13 @@ def test_alibi_is_one_more_dim_of_queries_and_keys(
     checkpoint = open_checkpoint(tiny_family(name, **changes))
     model = model_of(checkpoint.config, checkpoint.tensors)
     stream = CheckpointStream(
-        checkpoint.config, checkpoint.read, list(checkpoint.tensors), dtype=dtype
+        checkpoint.config, checkpoint.read_tensor, list(checkpoint.tensors), dtype=dtype
     )
     hidden = stream.embed(
         torch.randint(3, 90, (1, 600), generator=torch.Generator().manual_seed(0))
     )
     scale = model.layers[0].scale
-    weights = read_layer(model, 0, checkpoint.read)
+    weights = read_layer(model, 0, checkpoint.read_tensor)
     with stream.open_layer(0) as layer:
         found = compute_queries_and_keys(layer(hidden), weights, model, 0, layer.arguments(hidden))
     assert found.query is not None

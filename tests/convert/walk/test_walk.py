@@ -68,7 +68,7 @@ def test_measurement_equals_two_whole_stock_models(case: Case) -> None:
 
 
 def test_the_error_of_a_candidate_is_that_of_the_stock_attention(case: Case) -> None:
-    case.encode = lambda index, tensors: tensors
+    case.encode_layer = lambda index, tensors: tensors
     hidden = case.source(case.held_out, output_hidden_states=True).hidden_states
     for step in case.walk():
         inputs = case.source.model.layers[step.index].input_layernorm(hidden[step.index])
