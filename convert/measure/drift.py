@@ -1,5 +1,6 @@
 """Compare two checkpoints layer by layer, with one layer of each in memory."""
 
+import sys
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from kvfold.attention.drift.report import DriftReport, measure_drift
+from kvfold.convert.checkpoint.members import RECORD
 from kvfold.convert.checkpoint.opening import Checkpoint, open_checkpoint
 from kvfold.convert.device import choose_device, compute_dtype
 from kvfold.convert.errors import InputError
@@ -37,6 +39,12 @@ def drift_checkpoints(request: DriftRequest, progress: Progress | None = None) -
         closing(open_checkpoint(request.model)) as source,
         closing(open_checkpoint(request.out)) as student,
     ):
+        if (source.folder / RECORD).exists() and not (student.folder / RECORD).exists():
+            print(
+                f"warning: {request.model} was converted by kvfold, and {request.out} was not; are"
+                " MODEL and OUT swapped?",
+                file=sys.stderr,
+            )
         config = load_config(source, request.trust_remote_code)
         converted = load_config(student, request.trust_remote_code)
         for key in ("num_hidden_layers", "vocab_size", "hidden_size"):

@@ -92,6 +92,14 @@ def test_layers_and_then_rounding_are_counted():
     assert calls == [("compare", done, 8) for done in range(9)]
 
 
+def test_swapped_models_are_told(demo_latent, capsys):
+    request = DriftRequest(demo_folder(), demo_latent, samples=1, seq_len=16, quiet=True)
+    drift_checkpoints(request)
+    assert capsys.readouterr().err == ""
+    drift_checkpoints(replace(request, model=str(demo_latent), out=demo_folder()))
+    assert "swapped" in capsys.readouterr().err
+
+
 def test_models_that_do_not_match_are_told_in_any_family(tiny_family, tmp_path, refused):
     """GPT-2 has its own names for sizes."""
     models = []
