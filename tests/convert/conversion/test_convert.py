@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -195,6 +196,11 @@ def test_stored_dtype(source, tmp_path):
     assert {value.dtype for value in tensors(tmp_path / "out").values()} == {torch.float16}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["torch_dtype"], "dtype" in config) == ("float16", False)
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert "too little disk space" in refused(source, tmp_path / "out")
 
 
 def test_damaged_tensors_are_all_listed(tmp_path, model, told):
