@@ -40,13 +40,13 @@ def task_of():
     """
     with ExitStack() as stack:
 
-        def make(folder):
+        def make(folder, stored="F32"):
             checkpoint = open_checkpoint(folder)
             model = model_of(checkpoint.config)
             layers = range(model.geometry.layers)
             names = [name for layer in layers for name in model.attention_names(layer)]
             planned = [
-                OutputTensor(name, "F32", info.shape, None if name in names else name)
+                OutputTensor(name, stored, info.shape, None if name in names else name)
                 for name, info in checkpoint.tensors.items()
             ]
             source = CheckpointStream(checkpoint.config, checkpoint.read_tensor, checkpoint.tensors)
@@ -118,6 +118,15 @@ def test_logits_and_gradients_are_those_of_the_stock_model(tiny_family, task_of,
         torch.testing.assert_close(
             ours.masters[name].grad, expected, atol=1e-4, rtol=1e-3, msg=name
         )
+
+
+def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_family, task_of):
+    ours = task_of(tiny_family("llama"), "BF16")
+    states = ours.run_layers(TOKENS)
+    for master in ours.masters.values():
+        # less than half a step of bfloat16
+        master.data = master.data.bfloat16().float() * (1 + 2**-12)
+    assert torch.equal(ours.run_layers(TOKENS), states)
 
 
 def test_losses_of_next_tokens_and_of_distillation():

@@ -9,6 +9,7 @@ from helpers.checkpoints import add_demo_tokenizer
 from kvfold.convert.checkpoint.atomic import lock_output
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.errors import InputError
+from kvfold.convert.uptrain import uptraining
 from kvfold.convert.uptrain.uptrain_request import UptrainRequest
 from kvfold.convert.uptrain.uptraining import (
     STATE,
@@ -92,6 +93,12 @@ def test_two_runs_to_one_output(request_):
         lock_output(request_.work),
         pytest.raises(InputError, match=r"out.training is being written by another run"),
     ):
+        uptrain_checkpoint(request_)
+
+
+def test_without_accelerate_the_extra_is_named(request_, monkeypatch):
+    monkeypatch.setattr(uptraining, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'kvfold\[train\]'"):
         uptrain_checkpoint(request_)
 
 

@@ -114,6 +114,8 @@ def test_what_convert_writes_is_ready_to_train_and_learns(converted, text, tmp_p
     drift = record["held_out"]
     assert drift["after"]["eval_loss"] < drift["before"]["eval_loss"] - 0.3
     assert [row["step"] for row in record["log"] if "eval_loss" in row] == [0, 5, 10]
+    for name in ("config.json", "tokenizer.json"):
+        assert (out / name).read_bytes() == (start / name).read_bytes(), name
     before = tensors(start)
     after = tensors(out)
     still = {name for name in before if torch.equal(before[name], after[name])}
