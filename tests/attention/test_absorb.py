@@ -10,12 +10,8 @@ import torch
 from accelerate import cpu_offload, dispatch_model
 from helpers import precision
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    DynamicCache,
-    StaticCache,
-)
+from torch.testing import assert_close
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
 from kvfold.attention import absorb, deepseek, unabsorb
 
@@ -48,10 +44,7 @@ YARN = {
 }
 VARIANTS = {
     "deepseek_v3": {"attention_bias": True},
-    "deepseek_v3 half": {
-        "q_lora_rank": None,
-        "rope_interleave": False,
-    },
+    "deepseek_v3 half": {"q_lora_rank": None, "rope_interleave": False},
     "deepseek_v2": {"rope_parameters": YARN},
     "youtu": {"attention_bias": True},
     "mistral4": {"rope_parameters": YARN},
@@ -80,12 +73,7 @@ def pair(variant="deepseek_v3"):
 
 
 def prompt(batch=3, length=9):
-    return torch.randint(
-        3,
-        61,
-        (batch, length),
-        generator=torch.Generator().manual_seed(2),
-    )
+    return torch.randint(3, 61, (batch, length), generator=torch.Generator().manual_seed(2))
 
 
 @torch.no_grad()
@@ -123,8 +111,8 @@ def test_decoding_equals_stock(variant, calls):
         logits.append(result)
         caches.append([layer.keys for layer in cache.layers])
         assert cache.layers[0].values.shape == (3, 1, 14, 8)
-    torch.testing.assert_close(logits[1], logits[0], **precision.LOGITS)
-    torch.testing.assert_close(caches[1], caches[0], **precision.LOGITS)
+    assert_close(logits[1], logits[0], **precision.LOGITS)
+    assert_close(caches[1], caches[0], **precision.LOGITS)
     # two layers; the prompt is explicit
     assert calls[:8] == [1, 1, 1, 1, 3, 3, 1, 1]
 
@@ -179,7 +167,7 @@ def test_a_cache_begun_by_one_form_is_continued_by_the_other(static, reverse):
     begun, cache = decode(first, tokens[:, :9], [7, 1, 1], cache)
     continued, _ = decode(second, tokens[:, 9:], [1, 1, 1], cache)
     result = torch.cat([begun, continued], 1)
-    torch.testing.assert_close(result, expected, **precision.LOGITS)
+    assert_close(result, expected, **precision.LOGITS)
 
 
 def test_gradients_with_a_cache_are_those_of_stock():
@@ -190,7 +178,7 @@ def test_gradients_with_a_cache_are_those_of_stock():
         model(prompt(), past_key_values=cache)
         model(prompt(3, 1), past_key_values=cache).logits.square().mean().backward()
         grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    torch.testing.assert_close(grads[1], grads[0], **precision.ACTIVATIONS)
+    assert_close(grads[1], grads[0], **precision.ACTIVATIONS)
 
 
 def test_under_autocast_absorbed_models_are_the_stock_ones():
@@ -199,7 +187,7 @@ def test_under_autocast_absorbed_models_are_the_stock_ones():
     with torch.autocast("cpu", torch.bfloat16):
         expected, _ = decode(stock, prompt(), [6, 1, 1, 1])
         logits, _ = decode(absorbed, prompt(), [6, 1, 1, 1])
-    torch.testing.assert_close(logits, expected)
+    assert_close(logits, expected)
 
 
 @pytest.mark.slow
@@ -209,7 +197,7 @@ def test_compiled_decoding_equals_stock():
     compiled = torch.compile(absorbed, backend="eager", fullgraph=True)
     cache = StaticCache(config=stock.config, max_cache_len=16)
     logits, _ = decode(compiled, prompt(length=11), [9, 1, 1], cache)
-    torch.testing.assert_close(logits, expected, **precision.LOGITS)
+    assert_close(logits, expected, **precision.LOGITS)
 
 
 @pytest.mark.parametrize("hooks_first", [True, False])
@@ -228,7 +216,7 @@ def test_models_spread_over_devices(hooks_first, offloaded, calls):
         dispatch_model(model, {"": "cpu"}, force_hooks=True)
     for form in (absorb, unabsorb):
         logits, _ = decode(form(model), prompt(length=12), [9, 1, 1, 1])
-        torch.testing.assert_close(logits, expected, **precision.LOGITS)
+        assert_close(logits, expected, **precision.LOGITS)
     assert len(calls) == (0 if offloaded else 6)
 
 
@@ -241,12 +229,10 @@ def test_an_adapter_on_the_up_projection_is_obeyed():
     for model in pair():
         model.model.layers[0].self_attn.kv_b_proj.__class__ = Adapted
         logits.append(decode(model, prompt(length=12), [9, 1, 1, 1])[0])
-    torch.testing.assert_close(logits[1], logits[0], **precision.LOGITS)
+    assert_close(logits[1], logits[0], **precision.LOGITS)
 
 
-def test_absorbed_models_are_pickled_saved_and_restored(
-    tmp_path,
-):
+def test_absorbed_models_are_pickled_saved_and_restored(tmp_path):
     stock, absorbed = pair()
     assert absorb(absorbed) is absorbed
     assert absorbed.state_dict().keys() == stock.state_dict().keys()

@@ -26,13 +26,7 @@ def grouped(query=QUERY, key=KEY, value=KEY, **options):
 
 
 def latent(rope):
-    shapes = [
-        (2, 4, 3, 6),
-        rope,
-        (2, 5, 9),
-        (4, 6, 7),
-        (4, 5, 7),
-    ]
+    shapes = [(2, 4, 3, 6), rope, (2, 5, 9), (4, 6, 7), (4, 5, 7)]
     return latent_attention(*map(torch.zeros, shapes), absorbed=True)
 
 

@@ -7,12 +7,9 @@ from functools import partial
 import pytest
 import torch
 from helpers import precision
-from helpers.attention import (
-    grouped_module,
-    latent_module,
-    small_modules,
-)
-from torch import Tensor, nn
+from helpers.attention import grouped_module, latent_module, small_modules
+from torch import nn
+from torch.testing import assert_close
 
 from kvfold.attention import reference, rotary_frequencies
 
@@ -23,16 +20,16 @@ each_module = pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 
 
 @pytest.fixture
-def x() -> Tensor:
+def x():
     torch.manual_seed(1)
     return torch.randn(2, T, E, dtype=torch.float64)
 
 
-def split(tensor: Tensor, heads: int) -> Tensor:
+def split(tensor, heads):
     return tensor.unflatten(0, (heads, -1))
 
 
-def grouped_weights(module) -> reference.GroupedProjections:
+def grouped_weights(module):
     groups = module.kv_heads
     return reference.GroupedProjections(
         split(module.query.weight, 4),
@@ -46,22 +43,15 @@ def grouped_weights(module) -> reference.GroupedProjections:
     )
 
 
-@pytest.mark.parametrize(
-    ("groups", "layout"),
-    [(4, "half"), (2, "interleaved"), (1, "half")],
-)
+@pytest.mark.parametrize(("groups", "layout"), [(4, "half"), (2, "interleaved"), (1, "half")])
 def test_grouped_module_equals_reference(groups, layout, x):
     frequencies = rotary_frequencies(8)
     module = grouped_module(groups, frequencies=frequencies, layout=layout).double()
     weights = grouped_weights(module)
     interleaved = layout == "interleaved"
-    rotary = partial(
-        reference.rotate,
-        frequencies=frequencies,
-        interleaved=interleaved,
-    )
+    rotary = partial(reference.rotate, frequencies=frequencies, interleaved=interleaved)
     expected = [reference.grouped_query_attention(row, weights, rotary=rotary) for row in x]
-    torch.testing.assert_close(module(x), torch.stack(expected), **precision.EXACT)
+    assert_close(module(x), torch.stack(expected), **precision.EXACT)
 
 
 @pytest.mark.parametrize("query_rank", [None, 8])
@@ -69,10 +59,7 @@ def test_grouped_module_equals_reference(groups, layout, x):
 def test_latent_module_equals_reference(query_rank, absorbed, x):
     module = latent_module(query_rank).double()
     down = module.query[0].weight if query_rank else None
-    query = split(
-        (module.query[1] if query_rank else module.query).weight,
-        4,
-    )
+    query = split((module.query[1] if query_rank else module.query).weight, 4)
     up = split(module.up.weight, 4)
     weights = reference.LatentProjections(
         query[:, :16],
@@ -84,14 +71,10 @@ def test_latent_module_equals_reference(query_rank, absorbed, x):
         module.output.weight.unflatten(1, (4, -1)),
         query_down=down,
     )
-    rotary = partial(
-        reference.rotate,
-        frequencies=rotary_frequencies(8),
-        interleaved=True,
-    )
+    rotary = partial(reference.rotate, frequencies=rotary_frequencies(8), interleaved=True)
     expected = reference.latent_attention(x[0], weights, rotary, absorbed=not absorbed)
     result = module(x, absorbed=absorbed)
-    torch.testing.assert_close(result[0], expected, **precision.EXACT)
+    assert_close(result[0], expected, **precision.EXACT)
 
 
 def test_latent_attention_trains_under_autocast(x):
@@ -111,7 +94,7 @@ def test_cached_equals_uncached_at_every_split_point(module, x):
         sizes = [split_point] * (split_point > 0)
         sizes += [T - split_point] if growing else [1] * (T - split_point)
         pieces = [module(piece, cache=cache) for piece in x.split(sizes, 1)]
-        torch.testing.assert_close(torch.cat(pieces, 1), expected, **precision.EXACT)
+        assert_close(torch.cat(pieces, 1), expected, **precision.EXACT)
 
 
 @each_module
@@ -121,8 +104,8 @@ def test_a_padded_batch_equals_each_sequence_alone(module, x):
     cache = module.new_cache(2, dtype=torch.float64)
     pieces = [module(piece, cache=cache, starts=starts) for piece in x.split(5, 1)]
     padded = torch.cat(pieces, 1)
-    torch.testing.assert_close(padded[0], module(x[:1])[0], **precision.EXACT)
-    torch.testing.assert_close(padded[1, 3:], module(x[1:, 3:])[0], **precision.EXACT)
+    assert_close(padded[0], module(x[:1])[0], **precision.EXACT)
+    assert_close(padded[1, 3:], module(x[1:, 3:])[0], **precision.EXACT)
 
 
 @pytest.mark.slow
@@ -131,16 +114,16 @@ def test_compiled_modules_compute_the_same(name, x):
     module = MODULES[name]
     expected = module(x)
     result = torch.compile(module, backend="aot_eager")(x)
-    torch.testing.assert_close(result, expected, **precision.EXACT)
+    assert_close(result, expected, **precision.EXACT)
     weights = list(module.parameters())
     grads = torch.autograd.grad(result.square().sum(), weights)
     expected_grads = torch.autograd.grad(expected.square().sum(), weights)
-    torch.testing.assert_close(grads, expected_grads, rtol=0, atol=1e-9)
+    assert_close(grads, expected_grads, rtol=0, atol=1e-9)
     step = torch.compile(module, backend="eager")
     with torch.no_grad():
         cache = module.new_cache(2, T, dtype=torch.float64)
         pieces = [step(token, cache=cache) for token in x.split(1, 1)]
-    torch.testing.assert_close(torch.cat(pieces, 1), expected, **precision.EXACT)
+    assert_close(torch.cat(pieces, 1), expected, **precision.EXACT)
     torch._dynamo.reset()
 
 
@@ -148,8 +131,5 @@ def test_frequencies_survive_a_cast_to_low_precision(x):
     module = small_modules()["gqa"].to(torch.bfloat16)
     ones = torch.ones(1, 1, 1, 16).index_fill(3, torch.arange(8, 16), 0.0)
     (rotated,) = module.rotation(torch.tensor([9001]), ones)
-    assert torch.equal(
-        rotated[0, 0, 0, :8],
-        (9001 * rotary_frequencies(16)).cos().float(),
-    )
+    assert torch.equal(rotated[0, 0, 0, :8], (9001 * rotary_frequencies(16)).cos().float())
     assert module(x.bfloat16()).dtype == torch.bfloat16

@@ -4,19 +4,10 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3Model,
-    LlamaConfig,
-    LlamaModel,
-)
+from torch import nn
+from transformers import DeepseekV3Config, DeepseekV3Model, LlamaConfig, LlamaModel
 
-from kvfold.attention import (
-    GroupedAttention,
-    LatentAttention,
-    rotary_frequencies,
-)
+from kvfold.attention import GroupedAttention, LatentAttention, rotary_frequencies
 
 B = 2
 T = 11
@@ -32,12 +23,12 @@ SIZES = {
 }
 
 
-def assert_equal(result: Tensor, expected: Tensor) -> None:
+def assert_equal(result, expected):
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
     assert expected.abs().max() > 1e-2, "outputs this small would agree by chance"
 
 
-def initialize(model: nn.Module) -> nn.Module:
+def initialize(model):
     """Weights far enough from zero for scores, and with them the masks, to matter."""
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -46,7 +37,7 @@ def initialize(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def record(module: nn.Module, model: nn.Module, **inputs) -> tuple[Tensor, Tensor]:
+def record(module, model, **inputs):
     """The hidden states and the output of ``module`` inside ``model(**inputs)``."""
     calls = []
 
@@ -59,29 +50,21 @@ def record(module: nn.Module, model: nn.Module, **inputs) -> tuple[Tensor, Tenso
     return calls[0]
 
 
-def tokens() -> Tensor:
+def tokens():
     return torch.randint(3, 64, (B, T))
 
 
 @pytest.mark.parametrize(("kv_heads", "padding"), [(4, 0), (2, 4), (1, 4)])
 @torch.no_grad()
 def test_llama(kv_heads, padding):
-    config = LlamaConfig(
-        **SIZES,
-        num_key_value_heads=kv_heads,
-        attention_bias=True,
-    )
+    config = LlamaConfig(**SIZES, num_key_value_heads=kv_heads, attention_bias=True)
     model = initialize(LlamaModel(config))
     stock = model.layers[1].self_attn
     mask = torch.ones(B, T, dtype=torch.long)
     mask[1, :padding] = 0
     positions = (mask.cumsum(1) - 1).clamp(0)
     x, expected = record(
-        stock,
-        model,
-        input_ids=tokens(),
-        attention_mask=mask,
-        position_ids=positions,
+        stock, model, input_ids=tokens(), attention_mask=mask, position_ids=positions
     )
     module = GroupedAttention(
         query=stock.q_proj,
@@ -93,11 +76,7 @@ def test_llama(kv_heads, padding):
         head_dim=D,
         frequencies=rotary_frequencies(D),
     )
-    result = module(
-        x,
-        starts=torch.tensor([0, padding]),
-        positions=positions,
-    )
+    result = module(x, starts=torch.tensor([0, padding]), positions=positions)
     assert_equal(result[mask.bool()], expected[mask.bool()])
 
 

@@ -7,22 +7,11 @@ draws of the numbers, so that no error hangs on a handful of roundings.
 
 import pytest
 import torch
-from helpers.attention import (
-    Case,
-    assert_precise,
-    exact,
-    naive,
-    naive_latent,
-)
+from helpers.attention import Case, assert_precise, exact, naive, naive_latent
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from kvfold.attention import (
-    blocked,
-    grouped_attention,
-    latent_attention,
-)
+from kvfold.attention import blocked, grouped_attention, latent_attention
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # enough rows for an error to be an average
@@ -32,7 +21,7 @@ FEW = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 @st.composite
-def cases(draw, batch: int, queries: int, keys: int) -> Case:
+def cases(draw, batch, queries, keys):
     # some sequences see nothing
     slots = st.sampled_from([None, torch.randint(keys + 1, (batch,))])
     padding = {"starts": draw(slots), "lengths": draw(slots)}
@@ -41,15 +30,12 @@ def cases(draw, batch: int, queries: int, keys: int) -> Case:
     offset = draw(st.none() | st.integers(0, keys - queries))
     window = draw(st.none() | st.integers(1, keys + 2))
     return Case(
-        causal=window is not None or draw(st.booleans()),
-        offset=offset,
-        window=window,
-        **padding,
+        causal=window is not None or draw(st.booleans()), offset=offset, window=window, **padding
     )
 
 
 @st.composite
-def grouped_problems(draw) -> tuple[list[Tensor], Case]:
+def grouped_problems(draw):
     torch.manual_seed(draw(st.integers(0, 2**20)))
     dtype = draw(st.sampled_from(DTYPES))
     groups = draw(st.sampled_from([1, 2, 3]))
@@ -69,7 +55,7 @@ def grouped_problems(draw) -> tuple[list[Tensor], Case]:
 
 
 @st.composite
-def latent_problems(draw) -> tuple[list[Tensor], Case]:
+def latent_problems(draw):
     torch.manual_seed(draw(st.integers(0, 2**20)))
     dtype = draw(st.sampled_from(DTYPES))
     heads = draw(st.sampled_from([1, 4, 6]))
@@ -99,7 +85,7 @@ def block_size(request, monkeypatch):
         monkeypatch.setattr(blocked, "_FEWEST_IN_STEP", 8)
 
 
-def compare(fast, plain, wide_formula, tensors: list[Tensor]) -> None:
+def compare(fast, plain, wide_formula, tensors):
     """Hold ``fast`` and its gradients to the rule; ``wide_formula`` is given the same numbers in
     float64.
     """
@@ -108,11 +94,7 @@ def compare(fast, plain, wide_formula, tensors: list[Tensor]) -> None:
         wide = [tensor.double() for tensor in tensors]
         with torch.no_grad():
             probe = torch.randn_like(fast(*tensors))
-        calls = [
-            (fast, tensors),
-            (plain, tensors),
-            (wide_formula, wide),
-        ]
+        calls = [(fast, tensors), (plain, tensors), (wide_formula, wide)]
         draws.append([differentiate(*call, probe) for call in calls])
         # other numbers in the same layout
         tensors = [torch.randn_like(x) * x.square().mean().sqrt().nan_to_num() for x in tensors]
@@ -121,22 +103,17 @@ def compare(fast, plain, wide_formula, tensors: list[Tensor]) -> None:
         assert_precise(*(torch.stack([draw[way][part] for draw in draws]) for way in range(3)))
 
 
-def differentiate(function, tensors: list[Tensor], probe: Tensor) -> list[Tensor]:
+def differentiate(function, tensors, probe):
     """The result and its gradient with respect to every tensor."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     result = function(*leaves)
-    return [
-        result.detach(),
-        *torch.autograd.grad(result, leaves, probe.to(result.dtype)),
-    ]
+    return [result.detach(), *torch.autograd.grad(result, leaves, probe.to(result.dtype))]
 
 
 @pytest.mark.usefixtures("block_size")
 @FEW
 @given(grouped_problems())
-def test_grouped_attention_and_gradients_are_as_precise_as_the_naive_formula(
-    problem,
-):
+def test_grouped_attention_and_gradients_are_as_precise_as_the_naive_formula(problem):
     tensors, case = problem
     compare(
         lambda *x: grouped_attention(*x, **vars(case), scale=0.3),
@@ -168,8 +145,5 @@ def test_yardstick_is_the_reference(data):
     query = torch.randn(2, 4, queries, 8, dtype=torch.float64)
     key, value = torch.randn(2, 2, 2, 9, 8, dtype=torch.float64)
     torch.testing.assert_close(
-        naive(query, key, value, case),
-        exact(query, key, value, case),
-        rtol=0,
-        atol=1e-12,
+        naive(query, key, value, case), exact(query, key, value, case), rtol=0, atol=1e-12
     )

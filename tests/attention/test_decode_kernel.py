@@ -9,11 +9,7 @@ import json
 import pytest
 from helpers.processes import run_python
 
-pytest.importorskip(
-    "triton",
-    minversion="3.9",
-    reason="older interpreters fail with NumPy 2.4",
-)
+pytest.importorskip("triton", minversion="3.9", reason="older interpreters fail with NumPy 2.4")
 pytestmark = pytest.mark.slow
 
 CASES = {
@@ -22,14 +18,7 @@ CASES = {
     "ragged-lengths": {"lengths": [1, 70, 130], "splits": 2},
     "left-padding": {"padding": [0, 5, 100], "splits": 2},
     "sees-nothing": {"lengths": [0, 7, 130]},
-    "full-size": {
-        "B": 1,
-        "H": 32,
-        "R": 512,
-        "P": 64,
-        "S": 150,
-        "splits": 2,
-    },
+    "full-size": {"B": 1, "H": 32, "R": 512, "P": 64, "S": 150, "splits": 2},
     "many-heads": {"B": 1, "H": 80, "R": 32, "P": 16, "S": 70},
     "odd-sizes": {"H": 5, "R": 47, "P": 18, "S": 67},
     "one-slot": {"S": 1},
@@ -86,17 +75,9 @@ print(json.dumps({name: run(**case) for name, case in cases.items()}))
 
 @pytest.fixture(scope="module")
 def found():
-    environment = {
-        "TRITON_INTERPRET": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     return json.loads(
-        run_python(
-            "-c",
-            WORKER,
-            input=json.dumps(CASES),
-            environment=environment,
-        ).stdout
+        run_python("-c", WORKER, input=json.dumps(CASES), environment=environment).stdout
     )
 
 

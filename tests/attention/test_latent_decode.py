@@ -10,13 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.attention import (
-    Case,
-    assert_precise,
-    decode_naively,
-    exact_latent,
-    naive_latent,
-)
+from helpers.attention import Case, assert_precise, decode_naively, exact_latent, naive_latent
 
 from kvfold.attention import blocked, latent, latent_attention
 from kvfold.attention.latent import latent_decode
@@ -24,12 +18,7 @@ from kvfold.attention.latent import latent_decode
 
 def problem(dtype, slots=40, queries=1):
     torch.manual_seed(1)
-    shapes = [
-        (3, 4, queries, 48),
-        (3, 4, queries, 16),
-        (3, slots, 48),
-        (3, slots, 16),
-    ]
+    shapes = [(3, 4, queries, 48), (3, 4, queries, 16), (3, slots, 48), (3, slots, 16)]
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
@@ -49,14 +38,7 @@ def test_error_is_at_most_twice_that_of_the_naive_formula(dtype, mask, monkeypat
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(dtype)
     cache = torch.cat([c, key], -1)
-    exact = decode_naively(
-        query.double(),
-        rope.double(),
-        c.double(),
-        key.double(),
-        0.2,
-        mask,
-    )
+    exact = decode_naively(query.double(), rope.double(), c.double(), key.double(), 0.2, mask)
     naive = decode_naively(query, rope, c, key, 0.2, mask)
     result = latent_decode(query, rope, cache[..., :48], cache[..., 48:], 0.2, mask)
     assert_precise(result, naive, exact)
@@ -70,13 +52,7 @@ def test_the_traced_operator_computes_the_same():
 
 def decoding_step(dtype=torch.float32, queries=1):
     torch.manual_seed(2)
-    shapes = [
-        (2, 4, queries, 8),
-        (2, 4, queries, 6),
-        (2, 40, 22),
-        (4, 8, 16),
-        (4, 12, 16),
-    ]
+    shapes = [(2, 4, queries, 8), (2, 4, queries, 6), (2, 40, 22), (4, 8, 16), (4, 12, 16)]
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
@@ -93,22 +69,14 @@ def masks(monkeypatch):
 
     kernel = SimpleNamespace(decode_latent=decode_latent)
     monkeypatch.setitem(sys.modules, "kvfold.attention.kernel", kernel)
-    monkeypatch.setattr(
-        latent,
-        "kernel_takes",
-        lambda query, rope, mask: query.shape[2] == 1,
-    )
+    monkeypatch.setattr(latent, "kernel_takes", lambda query, rope, mask: query.shape[2] == 1)
     return calls
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(),
-        Case(starts=torch.tensor([0, 7])),
-        Case(offset=20),
-    ],
+    [Case(), Case(starts=torch.tensor([0, 7])), Case(offset=20)],
     ids=["whole", "starts", "offset"],
 )
 @torch.no_grad()
@@ -116,11 +84,7 @@ def test_a_decoding_step_is_the_formula(masks, case, dtype):
     inputs = decoding_step(dtype)
     result = latent_attention(*inputs, absorbed=True, **vars(case))
     assert [mask is None for mask in masks] == [case == Case()]
-    assert_precise(
-        result,
-        naive_latent(*inputs, case, True),
-        exact_latent(*inputs, case),
-    )
+    assert_precise(result, naive_latent(*inputs, case, True), exact_latent(*inputs, case))
 
 
 @torch.no_grad()
@@ -129,8 +93,5 @@ def test_other_calls_take_blocks(masks):
     latent_attention(*decoding_step(), absorbed=True, window=5)
     latent_attention(*decoding_step(), absorbed=False)
     with torch.enable_grad():
-        latent_attention(
-            *(x.requires_grad_() for x in decoding_step()),
-            absorbed=True,
-        )
+        latent_attention(*(x.requires_grad_() for x in decoding_step()), absorbed=True)
     assert masks == []

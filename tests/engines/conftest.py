@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,19 +35,19 @@ EXPERTS = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     for item in items:
         if {"python_with", "made"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("engines")
 
 
 @pytest.fixture(scope="session")
-def python_with() -> Callable[..., str]:
+def python_with():
     """``python_with("KVFOLD_MLX_PYTHON")``: the Python that the variable names, or this one, if it
     has the engine.
     """
 
-    def find(variable: str, *also: str) -> str:
+    def find(variable, *also):
         modules = [*MODULES[variable], *also]
         if named := os.environ.get(variable):
             wanted = (
@@ -68,7 +67,7 @@ def python_with() -> Callable[..., str]:
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def made(tmp_path_factory):
     """``made("gqa-2")``: the folder of the model that ships, converted as ``REQUESTS`` says.
 
     ``experts-...`` is ``mla-...`` of a tiny random mixtral; other names begin with the family of a
@@ -76,7 +75,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """
     place = tmp_path_factory.mktemp("converted")
 
-    def folder(name: str) -> Path:
+    def folder(name):
         first = name.partition("-")[0]
         out = place / name
         family = "mixtral" if first == "experts" else first

@@ -5,13 +5,13 @@ engine says.
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def script(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "recipes")
     return importlib.import_module("serve_check")
 
@@ -25,9 +25,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ],
     ids=["equal", "different", "different after a tie of logits"],
 )
-def test_verdicts(
-    script: ModuleType, found: list[list[int]], apart: float, verdict: str, equal: str, ties: int
-) -> None:
+def test_verdicts(script, found, apart, verdict, equal, ties):
     reference = SimpleNamespace(tokens=[[1] * 32, [2] * 32], gap=lambda row, at, token: apart)
     row = script.compare(reference, found)
     assert (row["verdict"], row["tokens_equal"], row["ties"]) == (verdict, equal, ties)
@@ -36,9 +34,7 @@ def test_verdicts(
         assert row["differences"] == [{"prompt": 1, "token": 31, "logits_apart": apart}]
 
 
-def test_a_dead_engine_is_a_refusal_with_its_message(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_engine_is_a_refusal_with_its_message(script, tmp_path, monkeypatch):
     dead = tmp_path / "serve" / "dead.py"
     dead.parent.mkdir()
     dead.write_text(

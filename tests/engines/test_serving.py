@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,9 +25,7 @@ OPTIONS = {"vllm --model-impl transformers": ["--option", 'model_impl="transform
 
 
 @pytest.mark.parametrize("case", OUTCOMES)
-def test_tokens_equal_or_refused_and_the_cache_as_promised(
-    case: str, python_with: Callable[..., str], made: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_tokens_equal_or_refused_and_the_cache_as_promised(case, python_with, made, tmp_path):
     engine = case.split()[0]
     expected = OUTCOMES[case]
     out = tmp_path / "rows.json"

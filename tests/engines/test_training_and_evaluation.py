@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,13 +29,13 @@ metric_list: [{{metric: bits_per_byte}}]
 """
 
 
-def run(*call: str | Path) -> None:
+def run(*call):
     done = subprocess.run([*map(str, call)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 @torch.no_grad()
-def bits_per_byte(folder: Path) -> float:
+def bits_per_byte(folder):
     """Of ``TEXTS``, each behind the token that lm-eval puts before a text: the first one, else the
     end token.
     """
@@ -53,9 +52,7 @@ def bits_per_byte(folder: Path) -> float:
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_lm_eval_measures_what_transformers_does(
-    name: str, made: Callable[[str], Path], python_with: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_lm_eval_measures_what_transformers_does(name, made, python_with, tmp_path):
     python = python_with("KVFOLD_EVAL_PYTHON")
     rows = tmp_path / "text.jsonl"
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
@@ -69,9 +66,7 @@ def test_lm_eval_measures_what_transformers_does(
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_three_steps_with_peft(
-    name: str, made: Callable[[str], Path], python_with: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_three_steps_with_peft(name, made, python_with, tmp_path):
     """Fails if a step does not lower the loss in the end, or if what peft merges and saves is
     another model.
     """
@@ -82,7 +77,7 @@ def test_three_steps_with_peft(
     assert result["apart"] < 1e-4
 
 
-def test_scripts_run_alone() -> None:
+def test_scripts_run_alone():
     """The engines' scripts import nothing of kvfold: their Pythons do not have it."""
     recipes = Path(__file__).resolve().parents[2] / "recipes" / "serve"
     for script in recipes.glob("*.py"):

@@ -8,7 +8,6 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ STEPS = 3
 TEXT = "The function count returns the number of items in a list."
 
 
-def train(checkpoint: str) -> dict[str, Any]:
+def train(checkpoint):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

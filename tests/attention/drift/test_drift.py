@@ -7,19 +7,14 @@ import math
 import pytest
 import torch
 from helpers.attention import random_tokens, tiny_decoder
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from kvfold.attention import measure_drift
-from kvfold.attention.drift.compare import (
-    divergence_terms,
-    margin,
-    stretch_bounds,
-)
+from kvfold.attention.drift.compare import divergence_terms, margin, stretch_bounds
 
 
 @torch.no_grad()
-def disturb(model: PreTrainedModel, scale: float = 0.1) -> PreTrainedModel:
+def disturb(model, scale=0.1):
     torch.manual_seed(7)
     other = copy.deepcopy(model)
     for layer in other.model.layers:
@@ -32,17 +27,13 @@ def test_a_model_against_itself_is_exactly_zero_and_the_floor_is_not():
     model = tiny_decoder()
     report = measure_drift(model, copy.deepcopy(model), random_tokens(), batch=2)
     assert report.identical
-    assert (report.kl, report.excess, report.agreement) == (
-        0,
-        0,
-        1,
-    )
+    assert (report.kl, report.excess, report.agreement) == (0, 0, 1)
     for floor in report.floor.layers:
         assert 1e-9 < floor.attention_local < 1e-5
         assert 1e-9 < floor.residual_propagated < 1e-5
 
 
-def run_stock(model: PreTrainedModel, tokens: Tensor):
+def run_stock(model, tokens):
     """The model's output, and the output of each layer's attention."""
     attentions = []
     handles = [
@@ -55,7 +46,7 @@ def run_stock(model: PreTrainedModel, tokens: Tensor):
     return output, attentions
 
 
-def relative_error(expected: Tensor, actual: Tensor) -> float:
+def relative_error(expected, actual):
     return ((actual - expected).norm() / expected.norm()).item()
 
 
@@ -93,15 +84,10 @@ def test_numbers_are_those_of_stock_models_with_hooks(family):
     agreement = (log_p.argmax(-1) == log_q.argmax(-1)).double().mean()
     assert measured.agreement == pytest.approx(agreement.item())
     losses = [model(tokens, labels=tokens).loss.item() for model in (source, student)]
-    assert (
-        measured.teacher_loss,
-        measured.student_loss,
-    ) == pytest.approx(losses, rel=1e-6)
+    assert (measured.teacher_loss, measured.student_loss) == pytest.approx(losses, rel=1e-6)
 
 
-def test_the_floor_of_a_model_cast_to_bfloat16_is_its_drift(
-    tmp_path,
-):
+def test_the_floor_of_a_model_cast_to_bfloat16_is_its_drift(tmp_path):
     source = tiny_decoder()
     source.save_pretrained(tmp_path)
     student = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -139,15 +125,8 @@ def test_margins_are_those_of_students_t(count, quantile):
 
 
 @torch.no_grad()
-def test_figures_by_position_and_sequence_are_those_of_stock_losses(
-    monkeypatch,
-):
-    assert stretch_bounds(300) == [
-        (1, 64),
-        (64, 128),
-        (128, 256),
-        (256, 300),
-    ]
+def test_figures_by_position_and_sequence_are_those_of_stock_losses(monkeypatch):
+    assert stretch_bounds(300) == [(1, 64), (64, 128), (128, 256), (256, 300)]
     assert stretch_bounds(40) == [(1, 40)]
     monkeypatch.setattr("kvfold.attention.drift.compare._FIRST", 3)
     source = tiny_decoder()
@@ -182,22 +161,11 @@ def test_figures_by_position_and_sequence_are_those_of_stock_losses(
         ({}, random_tokens().float(), {}),
         ({}, random_tokens(), {"batch": 0}),
     ],
-    ids=[
-        "depth",
-        "vocabulary",
-        "one sequence",
-        "dtype",
-        "batch",
-    ],
+    ids=["depth", "vocabulary", "one sequence", "dtype", "batch"],
 )
 def test_what_cannot_be_compared_is_an_error(changes, tokens, options, refused):
     with refused(ValueError):
-        measure_drift(
-            tiny_decoder(),
-            tiny_decoder(**changes),
-            tokens,
-            **options,
-        )
+        measure_drift(tiny_decoder(), tiny_decoder(**changes), tokens, **options)
 
 
 @pytest.mark.gpu

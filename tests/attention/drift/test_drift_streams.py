@@ -5,22 +5,15 @@ as it was.
 import pytest
 import torch
 from helpers import precision
-from helpers.attention import (
-    DECODERS,
-    attention_maps,
-    random_tokens,
-    tiny_decoder,
-)
+from helpers.attention import DECODERS, attention_maps, random_tokens, tiny_decoder
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from kvfold.attention.drift.streams import (
-    LayerStream,
-    as_stream,
-)
+from kvfold.attention.drift.streams import as_stream
 
 
 @torch.no_grad()
-def run(stream: LayerStream, tokens: torch.Tensor) -> tuple[torch.Tensor, list]:
+def run(stream, tokens):
     """The logits and the output of every layer."""
     hidden = stream.embed(tokens)
     outputs = []
@@ -57,13 +50,9 @@ def test_queries_and_keys_explain_the_attention(family):
     maps = model(tokens, output_attentions=True).attentions
     for output, expected in zip(run(as_stream(model), tokens)[1], maps, strict=True):
         weights = attention_maps(
-            output.query,
-            output.key,
-            output.scale,
-            expected > 0,
-            output.softcap,
+            output.query, output.key, output.scale, expected > 0, output.softcap
         )
-        torch.testing.assert_close(weights, expected, **precision.ACTIVATIONS)
+        assert_close(weights, expected, **precision.ACTIVATIONS)
 
 
 def test_families_outside_the_attention_interface_have_no_queries():
@@ -79,17 +68,14 @@ def test_the_model_is_left_as_it_was():
     layers = list(model.model.layers)
     run(as_stream(model, dtype=torch.float64), tokens)
     # without dropout
-    assert torch.equal(
-        run(as_stream(model), tokens)[0],
-        run(as_stream(model), tokens)[0],
-    )
+    assert torch.equal(run(as_stream(model), tokens)[0], run(as_stream(model), tokens)[0])
     as_stream(model).cache_bytes_per_token()
     assert model.config._attn_implementation == "sdpa"
     assert list(model.model.layers) == layers
     for module in model.modules():
         assert module.training
         assert not module._forward_hooks
-    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -99,7 +85,7 @@ def test_a_stream_in_another_dtype_is_the_model_cast(family, tmp_path):
     tokens = random_tokens()
     wide, outputs = run(as_stream(model, dtype=torch.float64), tokens)
     assert wide.dtype == outputs[0].query.dtype == torch.float64
-    torch.testing.assert_close(wide.float(), model(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert_close(wide.float(), model(tokens).logits, rtol=1e-4, atol=1e-4)
     model.save_pretrained(tmp_path)
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     logits, _ = run(as_stream(model, dtype=torch.bfloat16), tokens)

@@ -6,35 +6,26 @@ import pytest
 import torch
 from helpers import precision
 from helpers.attention import attention_maps
-from torch import Tensor, nn
+from torch import nn
+from torch.testing import assert_close
 from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvfold.attention import blocked
-from kvfold.attention.drift.recording import (
-    Arguments,
-    OpenLayer,
-)
-from kvfold.attention.interface import (
-    BLOCKWISE,
-    blockwise_attention,
-)
+from kvfold.attention.drift.recording import Arguments, OpenLayer
+from kvfold.attention.interface import BLOCKWISE, blockwise_attention
 
 HIDDEN = torch.zeros(2, 9, 3)
 DISTANCE = torch.arange(9)[:, None] - torch.arange(9)
 CAUSAL = DISTANCE >= 0
 
 
-def make_inputs(length: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+def make_inputs(length, keys):
     torch.manual_seed(0)
-    return (
-        torch.randn(2, 4, length, 8),
-        torch.randn(2, 2, keys, 8),
-        torch.randn(2, 2, keys, 6),
-    )
+    return (torch.randn(2, 4, length, 8), torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 6))
 
 
-def attend(inputs, *options) -> Tensor:
+def attend(inputs, *options):
     """The formula in float64: ``[B, T, H, Dv]``."""
     query, key, value = (x.double() for x in inputs)
     maps = attention_maps(query, key, *options)
@@ -46,7 +37,7 @@ class Attention(nn.Module):
 
     num_key_value_groups = 2
 
-    def __init__(self, is_causal: bool = True, **options) -> None:
+    def __init__(self, is_causal=True, **options):
         super().__init__()
         self.config = LlamaConfig(attn_implementation=BLOCKWISE)
         self.is_causal = is_causal
@@ -54,22 +45,22 @@ class Attention(nn.Module):
         self.inputs = make_inputs(9, 9)
         self.o_proj = nn.Linear(24, 5, bias=False)
 
-    def forward(self, hidden_states: Tensor, mask: Tensor | None) -> tuple[Tensor, None]:
+    def forward(self, hidden_states, mask):
         function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         context, _ = function(self, *self.inputs, mask, **self.options)
         return self.o_proj(context.flatten(2)), None
 
 
 class Layer(nn.Module):
-    def __init__(self, attention: nn.Module) -> None:
+    def __init__(self, attention):
         super().__init__()
         self.self_attn = attention
 
-    def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, hidden_states, mask=None):
         return self.self_attn(hidden_states + 1, mask)[0] * 2
 
 
-def record(attention: nn.Module, mask: Tensor | None, **tensors: Tensor):
+def record(attention, mask, **tensors):
     arguments = Arguments((), {"mask": mask})
     return OpenLayer(0, Layer(attention), lambda _: arguments, tensors)(HIDDEN)
 
@@ -82,33 +73,21 @@ def test_blockwise_attention_is_the_formula(length, keys, softcap, sinks):
     seen = torch.ones(length, keys).tril(keys - length).bool()
     # sinks alone go without a mask
     mask = None if softcap is None and sinks is not None else seen[None, None]
-    options = {
-        "scaling": 0.4,
-        "softcap": softcap,
-        "s_aux": sinks,
-    }
+    options = {"scaling": 0.4, "softcap": softcap, "s_aux": sinks}
     result, _ = blockwise_attention(Attention(), *inputs, mask, **options)
     expected = attend(inputs, 0.4, seen, softcap, sinks)
-    torch.testing.assert_close(result.double(), expected, **precision.ACTIVATIONS)
+    assert_close(result.double(), expected, **precision.ACTIVATIONS)
 
 
-@pytest.mark.parametrize(
-    "kept",
-    [0, 1 << 20],
-    ids=["weights recomputed", "weights kept"],
-)
+@pytest.mark.parametrize("kept", [0, 1 << 20], ids=["weights recomputed", "weights kept"])
 def test_blockwise_attention_has_the_formulas_gradients(kept, monkeypatch):
     monkeypatch.setattr(blocked, "_SAVED_WEIGHTS", kept)
     sinks = torch.linspace(-1, 2, 4)
     leaves = [x.double().requires_grad_() for x in (*make_inputs(3, 3), sinks)]
     seen = torch.ones(1, 1, 3, 3).tril().bool()
 
-    def run(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-        options = {
-            "scaling": 0.4,
-            "softcap": 1.5,
-            "s_aux": sinks,
-        }
+    def run(query, key, value, sinks):
+        options = {"scaling": 0.4, "softcap": 1.5, "s_aux": sinks}
         return blockwise_attention(nn.Module(), query, key, value, seen, **options)[0]
 
     torch.autograd.gradcheck(run, leaves)
@@ -134,7 +113,7 @@ def test_a_layer_computes_what_its_recording_says(seen, window, recorded, boolea
     attention = Attention(not recorded, scaling=0.3, softcap=0.7, sliding_window=window)
     output = record(attention, mask)
     expected = attend(attention.inputs, 0.3, seen, 0.7)
-    torch.testing.assert_close(output.context.double(), expected, **precision.ACTIVATIONS)
+    assert_close(output.context.double(), expected, **precision.ACTIVATIONS)
     assert torch.equal(output.hidden, output.attention * 2)
     assert torch.equal(output.attention_input, HIDDEN + 1)
     assert (output.scale, output.softcap, output.window) == (0.3, 0.7, window)
@@ -150,7 +129,7 @@ def test_without_a_mask_the_modules_word_counts(causal):
     attention = Attention(is_causal=causal)
     output = record(attention, None)
     expected = attend(attention.inputs, 8**-0.5, CAUSAL | (not causal))
-    torch.testing.assert_close(output.context.double(), expected, **precision.ACTIVATIONS)
+    assert_close(output.context.double(), expected, **precision.ACTIVATIONS)
     assert (output.query is not None) == causal
 
 
@@ -163,21 +142,17 @@ def test_sinks_are_recorded_and_biased_scores_have_no_queries():
 
 
 class Broken(Attention):
-    def forward(self, hidden_states: Tensor, mask: Tensor | None) -> None:
+    def forward(self, hidden_states, mask):
         raise RuntimeError("broken")
 
 
 class Skipping(Layer):
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states):
         return hidden_states
 
 
 @pytest.mark.parametrize(
-    ("layer", "error"),
-    [
-        (Layer(Broken()), RuntimeError),
-        (Skipping(Attention()), ValueError),
-    ],
+    ("layer", "error"), [(Layer(Broken()), RuntimeError), (Skipping(Attention()), ValueError)]
 )
 def test_nothing_is_left_behind_where_a_layer_fails(layer, error):
     with pytest.raises(error):
@@ -190,7 +165,7 @@ def test_tensors_take_the_place_of_the_modules_parameters():
     attention = Attention()
     weight = torch.randn(5, 24, requires_grad=True)
     output = record(attention, None, **{"self_attn.o_proj.weight": weight})
-    torch.testing.assert_close(output.attention, output.context.flatten(2) @ weight.T)
+    assert_close(output.attention, output.context.flatten(2) @ weight.T)
     output.attention.sum().backward()
     assert weight.grad is not None
     assert attention.o_proj.weight.grad is None

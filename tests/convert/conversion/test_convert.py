@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.checkpoints import stock_model, tensors
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
@@ -85,7 +86,7 @@ def test_only_keys_and_values_change(source, pooled):
     for name, value in before.items():
         if "k_proj" in name or "v_proj" in name:
             mean = value.view(2, 4, 8, 64).mean(1).reshape(16, 64)
-            torch.testing.assert_close(after[name], mean, rtol=0, atol=1e-7)
+            assert_close(after[name], mean, rtol=0, atol=1e-7)
         else:
             assert torch.equal(after[name], value), name
     # The config is edited, not rewritten.
@@ -158,7 +159,7 @@ def test_gqa_sources_fold_further_and_as_many_heads_as_before_are_bit_identical(
     convert(tmp_path / "four", tmp_path / "one", to="mqa")
     convert(source, tmp_path / "direct", to="mqa")
     name = "model.layers.0.self_attn.k_proj.weight"
-    torch.testing.assert_close(tensors(tmp_path / "one")[name], tensors(tmp_path / "direct")[name])
+    assert_close(tensors(tmp_path / "one")[name], tensors(tmp_path / "direct")[name])
     convert(source, tmp_path / "same", kv_heads=8, allow_growth=True)
     before = tensors(source)
     after = tensors(tmp_path / "same")

@@ -17,7 +17,7 @@ from kvfold.convert.request import ConvertRequest
 CONFIG = SIZES | {"model_type": "llama", "num_key_value_heads": 4}
 
 
-def headers(layers: int) -> Checkpoint:
+def headers(layers):
     """A checkpoint whose weights nobody may read."""
     config = {**CONFIG, "num_hidden_layers": layers}
     position = 0

@@ -79,10 +79,7 @@ def test_weights_that_get_no_better_stay_as_they_are(tiny_reader, tmp_path, monk
     record = convert(tmp_path / "polished", tiny_reader, **MQA, polish=2, quiet=False)
     assert record["polish"]["kept"] == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("polished")]
-    assert [line.split(":")[0] for line in lines] == [
-        "polished 0/2 steps",
-        "polished 2/2 steps",
-    ]
+    assert [line.split(":")[0] for line in lines] == ["polished 0/2 steps", "polished 2/2 steps"]
     convert(tmp_path / "plain", tiny_reader, **MQA)
     polished = tensors(tmp_path / "polished")
     plain = tensors(tmp_path / "plain")

@@ -229,14 +229,7 @@ def test_a_method_without_layers_to_go_on_from_starts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "kept"),
-    mostly_slow(
-        [
-            (".out.kvfold-*", 0),
-            (".out.kvfold-*/.journal.json", 1),
-        ],
-        2,
-    ),
+    ("pattern", "kept"), mostly_slow([(".out.kvfold-*", 0), (".out.kvfold-*/.journal.json", 1)], 2)
 )
 def test_sigterm_leaves_nothing_but_finished_layers_to_resume(
     tmp_path, tmp_path_factory, pattern, kept

@@ -10,6 +10,7 @@ from helpers import forked
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from kvfold.convert import ConvertRequest, convert_checkpoint
@@ -36,13 +37,7 @@ def latent(tiny_family, tmp_path_factory):
     """A tiny model in layout ``free``, with a query latent."""
     out = tmp_path_factory.mktemp("constant") / "latent"
     source = tiny_family("qwen2", sliding_window=None, layer_types=None)
-    request = {
-        "to": "mla",
-        "kv_rank": 24,
-        "rope_dim": 8,
-        "method": "svd",
-        "quiet": True,
-    }
+    request = {"to": "mla", "kv_rank": 24, "rope_dim": 8, "method": "svd", "quiet": True}
     convert_checkpoint(ConvertRequest(model=str(source), out=str(out), **request))
     return out
 
@@ -144,9 +139,7 @@ def test_gradients_are_those_of_the_model_but_for_what_is_held(latent):
             expected[RANKS[kind] - 1] = 0
         if kind in ("kv_b_proj", "q_b_proj"):
             expected[:, -1] /= CONSTANT
-        torch.testing.assert_close(
-            held.get_parameter(name).grad, expected, rtol=1e-5, atol=1e-7, msg=name
-        )
+        assert_close(held.get_parameter(name).grad, expected, rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_which_checkpoints_have_the_channel(latent, tiny_family, tmp_path):
@@ -212,4 +205,4 @@ def test_sharded_weights_are_held_too(latent, tmp_path):
         assert [each.status for each in ended] == [0] * processes, ended
     whole, sharded = (torch.load(tmp_path / way) for way in ("whole", "sharded"))
     check_constant(sharded, open_checkpoint(latent))
-    torch.testing.assert_close(sharded, whole, rtol=0, atol=2e-5)
+    assert_close(sharded, whole, rtol=0, atol=2e-5)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.checkpoints import stock_model
+from torch.testing import assert_close
 
 from kvfold.convert.checkpoint.opening import open_checkpoint
 from kvfold.convert.checkpoint.writer import OutputTensor
@@ -109,15 +110,13 @@ def test_logits_and_gradients_are_those_of_the_stock_model(tiny_family, task_of,
     stock = stock_model(folder)
     logits = ours.stream.logits(ours.run_layers(TOKENS))
     expected = stock(input_ids=TOKENS, use_cache=False).logits
-    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
+    assert_close(logits, expected, atol=2e-5, rtol=2e-5)
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
     (logits * weights).sum().backward()
     (expected * weights).sum().backward()
     for name in ours.masters:
         expected = stock.get_parameter(name).grad
-        torch.testing.assert_close(
-            ours.masters[name].grad, expected, atol=1e-4, rtol=1e-3, msg=name
-        )
+        assert_close(ours.masters[name].grad, expected, atol=1e-4, rtol=1e-3, msg=name)
 
 
 def test_masters_are_used_rounded_to_the_dtype_that_they_are_stored_in(tiny_family, task_of):
@@ -135,9 +134,9 @@ def test_losses_of_next_tokens_and_of_distillation():
     tokens = torch.randint(7, (2, 5), generator=generator)
     log_q, log_p = (logits.log_softmax(-1)[:, :-1] for logits in (student, teacher))
     expected = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
-    torch.testing.assert_close(distillation_loss(student, teacher), expected)
+    assert_close(distillation_loss(student, teacher), expected)
     chosen = log_q.gather(-1, tokens[:, 1:, None])
-    torch.testing.assert_close(next_token_loss(student, tokens), -chosen.mean())
+    assert_close(next_token_loss(student, tokens), -chosen.mean())
 
 
 def test_figures_are_those_of_the_stock_models_logits(tiny_family, task_of):

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from kvfold.convert import ConvertRequest
 from kvfold.convert.checkpoint.opening import open_checkpoint
@@ -94,7 +95,7 @@ def test_the_update_is_what_the_layer_adds_to_its_residual(tiny_family, family):
         layer(hidden)
         handle.remove()
         added = task_of(plan).update.of(layer, layer.attend(hidden).attention)
-    torch.testing.assert_close(hidden + added, seen[0], rtol=0, atol=1e-6)
+    assert_close(hidden + added, seen[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", [*AFTER_ATTENTION, "cohere", "phi", "mixtral"])
@@ -127,9 +128,9 @@ def test_targets_correct_earlier_errors_and_every_token_counts_relative_to_its_r
         attention = layer.attend(hidden).attention
         after = hidden + update.of(layer, attention)
     (chunk,) = make_examples(update, layer, [(hidden, attention, student)]).chunks
-    torch.testing.assert_close(chunk.targets + student, after, rtol=0, atol=1e-4)
+    assert_close(chunk.targets + student, after, rtol=0, atol=1e-4)
     sizes = [(chunk.weights * states).square().mean(-1) for states in (after, student)]
-    torch.testing.assert_close(torch.maximum(*sizes), torch.ones_like(sizes[0]))
+    assert_close(torch.maximum(*sizes), torch.ones_like(sizes[0]))
     # Of massive activations in both, 1 % of the token counts, as of any other token.
     missing = (chunk.weights * (hidden - student)).square().mean(-1)[0, 0]
     assert missing == pytest.approx(share, rel=0.5)

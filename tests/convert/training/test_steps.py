@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from kvfold.convert.targets.mla.encode import CONSTANT, ConstantSlice
 from kvfold.convert.training.steps import channel_scales, scale_steps, tensor_sizes
@@ -55,7 +56,7 @@ def test_elements_move_by_a_share_of_their_size_or_of_the_mean_where_that_is_les
         (weight * torch.arange(1.0, 31).view(5, 6)).sum().backward()
         optimizer.step()
     moved = (weight.detach() - before).abs()
-    torch.testing.assert_close(moved, 0.03 * before.abs().clamp_max(size))
+    assert_close(moved, 0.03 * before.abs().clamp_max(size))
     assert (before.abs() > size).any()
 
 
@@ -71,4 +72,4 @@ def test_a_bias_and_the_reader_of_the_constant_channel_move_as_the_rows_of_their
     )
     assert found.keys() == {"a.weight", "a.bias"}
     assert float(found["a.bias"][1] / found["a.bias"][0]) == pytest.approx(4)
-    torch.testing.assert_close(found["a.weight"], found["a.bias"][:, None].expand(2, 3))
+    assert_close(found["a.weight"], found["a.bias"][:, None].expand(2, 3))

@@ -1,20 +1,17 @@
 """The output projection of a converted layer, fitted on the student's stream."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers.walks import LAYERS, Case
-from torch import Tensor
 
 from kvfold.attention.drift.compare import squares
 from kvfold.convert.transforms.weights import AttentionWeights
 from kvfold.convert.walk.output_fit import UNCHANGED, AttentionUpdate, refit_output
-from kvfold.convert.walk.walk import Step
 
 
-def named(layer: int, weights: AttentionWeights) -> dict[str, Tensor]:
+def named(layer, weights):
     parts = {name: getattr(weights, name).flatten(0, 1) for name in "qkv"} | {
         "o": weights.o.flatten(1)
     }
@@ -25,34 +22,34 @@ def named(layer: int, weights: AttentionWeights) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def case() -> Case:
+def case():
     """A student of the same shape: its attention is the source's until a test changes it."""
     return Case(kv_heads=4, sequences=32)
 
 
 @pytest.fixture
-def step(case: Case) -> Iterator[Step]:
+def step(case):
     case.encode_layer = named
     steps = iter(case.walk(statistics_from=LAYERS))
     yield next(steps)
     steps.close()
 
 
-def weights_of(case: Case, layer: int = 0) -> AttentionWeights:
+def weights_of(case, layer=0):
     q, k, v, o = (
         case.stored[f"model.layers.{layer}.self_attn.{name}_proj.weight"] for name in "qkvo"
     )
     return AttentionWeights(*(rows.view(4, 8, 32) for rows in (q, k, v)), o.view(32, 4, 8))
 
 
-def test_a_layer_makes_up_for_its_own_values(case: Case, step: Step) -> None:
+def test_a_layer_makes_up_for_its_own_values(case, step):
     source = weights_of(case)
     other = replace(source, v=source.v * 1.5)
     fitted = refit_output(step, other, UNCHANGED)
     assert step.error(fitted) < 0.2 * step.error(other)
 
 
-def test_a_layer_makes_up_for_those_before_it(case: Case) -> None:
+def test_a_layer_makes_up_for_those_before_it(case):
     case.encode_layer = named
     left = {}
     for fits in (True, False):
@@ -71,13 +68,13 @@ def test_a_layer_makes_up_for_those_before_it(case: Case) -> None:
     assert left[True] < left[False]
 
 
-def test_an_exact_layer_stays_as_it_is(case: Case, step: Step) -> None:
+def test_an_exact_layer_stays_as_it_is(case, step):
     source = weights_of(case)
     fitted = refit_output(step, source, UNCHANGED)
     torch.testing.assert_close(fitted.o, source.o, rtol=1e-4, atol=1e-5)
 
 
-def test_what_does_not_help_held_out_sequences_is_not_kept(case: Case, step: Step) -> None:
+def test_what_does_not_help_held_out_sequences_is_not_kept(case, step):
     step.teacher.calibration[:] = [
         chunk.flip(0) for chunk in step.teacher.calibration
     ]  # the targets are those of other sequences
@@ -85,12 +82,12 @@ def test_what_does_not_help_held_out_sequences_is_not_kept(case: Case, step: Ste
     assert refit_output(step, source, UNCHANGED) is source
 
 
-def test_a_normed_output_is_left_alone(case: Case, step: Step) -> None:
+def test_a_normed_output_is_left_alone(case, step):
     source = weights_of(case)
     assert refit_output(step, source, AttentionUpdate(norm="norm")) is source
 
 
-def test_massive_tokens_of_the_student_alone_do_not_rule(case: Case, step: Step) -> None:
+def test_massive_tokens_of_the_student_alone_do_not_rule(case, step):
     """A thousand times as large: no projection takes them back, and the other tokens are fitted as
     before.
     """

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import precision
-from torch import Tensor
+from torch.testing import assert_close
 
 from kvfold.attention.drift.recording import LayerOutput
 from kvfold.convert.checkpoint.opening import open_checkpoint
@@ -14,14 +14,12 @@ from kvfold.convert.transforms.weights import AttentionWeights, HeadNorm
 from kvfold.convert.walk.statistics import StatisticsAccumulator, compute_queries_and_keys
 
 
-def output(
-    inputs: Tensor, query: Tensor | None = None, key: Tensor | None = None, **options: object
-) -> LayerOutput:
+def output(inputs, query=None, key=None, **options):
     return LayerOutput(None, inputs, inputs, query, key, **options)
 
 
 @pytest.mark.parametrize("width", [1, 3, 64])
-def test_gram_and_mean_equal_float64(width: int) -> None:
+def test_gram_and_mean_equal_float64(width):
     torch.manual_seed(0)
     parts = [torch.randn(batch, 11, width) * 3 + 1 for batch in (2, 5, 1)]
     accumulator = StatisticsAccumulator()
@@ -32,15 +30,13 @@ def test_gram_and_mean_equal_float64(width: int) -> None:
     rows = torch.cat([part.flatten(0, 1) for part in parts]).double()
     assert found.tokens == 88
     assert found.gram.dtype == found.mean.dtype == torch.float64
-    torch.testing.assert_close(found.gram, rows.T @ rows / 88, rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close(found.mean, rows.mean(0), rtol=1e-14, atol=1e-14)
+    assert_close(found.gram, rows.T @ rows / 88, rtol=1e-14, atol=1e-14)
+    assert_close(found.mean, rows.mean(0), rtol=1e-14, atol=1e-14)
     assert torch.equal(found.gram, found.gram.T)
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, 2.0)])
-def test_profiles_and_received_attention_average_over_sequences(
-    window: int | None, softcap: float | None
-) -> None:
+def test_profiles_and_received_attention_average_over_sequences(window, softcap):
     """In batches of different sizes."""
     torch.manual_seed(0)
     query = torch.randn(5, 4, 9, 8)
@@ -60,17 +56,17 @@ def test_profiles_and_received_attention_average_over_sequences(
     mean = weights.mean(0)
     found = accumulator.result()
     profile = torch.stack([mean.diagonal(-delta, -2, -1).sum(-1) for delta in range(9)], -1) / 9
-    torch.testing.assert_close(found.profile, profile, rtol=1e-5, atol=1e-7)
+    assert_close(found.profile, profile, rtol=1e-5, atol=1e-7)
     rows = inputs.flatten(0, 1).double()
     received = weights.mean(1).sum(1).flatten()
     assert found.received_gram is not None
-    torch.testing.assert_close(
+    assert_close(
         found.received_gram, (rows * received[:, None]).T @ rows / 45, **precision.ACTIVATIONS
     )
-    torch.testing.assert_close(found.received_mean, received @ rows / 45, **precision.ACTIVATIONS)
+    assert_close(found.received_mean, received @ rows / 45, **precision.ACTIVATIONS)
 
 
-def test_what_is_behind_norms_is_averaged_with_the_inputs() -> None:
+def test_what_is_behind_norms_is_averaged_with_the_inputs():
     torch.manual_seed(0)
     norm = HeadNorm("rms", torch.rand(2, 4) + 0.5)
     weights = AttentionWeights(
@@ -98,16 +94,16 @@ def test_what_is_behind_norms_is_averaged_with_the_inputs() -> None:
     divisors = (keys.square().mean(-1, keepdim=True) + norm.eps).sqrt()
     rows = torch.cat([queries, keys / divisors * norm.weight.double()], 1)
     extended = torch.cat([x, torch.ones(45, 1, dtype=torch.float64)], 1)
-    torch.testing.assert_close(found.normed, torch.einsum("nhd,ne->hde", rows, extended) / 45)
-    torch.testing.assert_close(found.divisors[:2, :2], torch.ones(2, 2, dtype=torch.float64))
-    torch.testing.assert_close(found.divisors[2:, 0], divisors[..., 0].mean(0))
-    torch.testing.assert_close(found.divisors[:, 2], rows.square().sum(-1).mean(0))
+    assert_close(found.normed, torch.einsum("nhd,ne->hde", rows, extended) / 45)
+    assert_close(found.divisors[:2, :2], torch.ones(2, 2, dtype=torch.float64))
+    assert_close(found.divisors[2:, 0], divisors[..., 0].mean(0))
+    assert_close(found.divisors[:, 2], rows.square().sum(-1).mean(0))
     scores = (0.5 * query.double() @ key.double().mT).masked_fill(
         torch.ones(9, 9).triu(1) > 0, -torch.inf
     )
     received = scores.softmax(-1).sum((1, 2)).flatten()
     expected = torch.einsum("n,nhd,ne->hde", received / received.sum(), rows, extended)
-    torch.testing.assert_close(found.received_normed, expected, **precision.ACTIVATIONS)
+    assert_close(found.received_normed, expected, **precision.ACTIVATIONS)
 
 
 RW = {
@@ -121,9 +117,7 @@ RW = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "changes"), [("bloom", {}), ("falcon", RW)])
 @torch.no_grad()
-def test_alibi_is_one_more_dim_of_queries_and_keys(
-    name: str, changes: dict[str, bool], dtype: torch.dtype, tiny_family
-):
+def test_alibi_is_one_more_dim_of_queries_and_keys(name, changes, dtype, tiny_family):
     """So far along a text that steps of one position are rounded away in 16 bits, in which Falcon
     computes them.
     """
@@ -146,5 +140,5 @@ def test_alibi_is_one_more_dim_of_queries_and_keys(
     slopes = torch.tensor([2.0 ** (-8 * (head + 1) / count) for head in range(count)])
     expected = slopes * (scale if name == "falcon" else 1.0)
     steps = found.key[0, 0, :, -1]
-    torch.testing.assert_close(steps, torch.arange(600.0))
-    torch.testing.assert_close(found.query[0, :, 0, -1] * scale, expected, rtol=4e-3, atol=0.0)
+    assert_close(steps, torch.arange(600.0))
+    assert_close(found.query[0, :, 0, -1] * scale, expected, rtol=4e-3, atol=0.0)

@@ -6,19 +6,19 @@ import pytest
 import torch
 from helpers import precision
 from helpers.walks import Case
+from torch.testing import assert_close
 
-from kvfold.attention.drift.compare import Measurement
 from kvfold.convert.walk.walk import Step, Teacher, Walk
 
 
 @pytest.fixture
-def case(monkeypatch: pytest.MonkeyPatch) -> Case:
+def case(monkeypatch):
     """In chunks of one sequence."""
     monkeypatch.setattr("kvfold.convert.walk.walk._CPU_TOKENS", 16)
     return Case()
 
 
-def test_students_that_share_a_teacher_are_what_each_would_be_alone(case: Case) -> None:
+def test_students_that_share_a_teacher_are_what_each_would_be_alone(case):
     source = case.stream()
     alone = case.walk()
     list(case.run(alone))
@@ -30,7 +30,7 @@ def test_students_that_share_a_teacher_are_what_each_would_be_alone(case: Case) 
     assert [walk.measurement() for walk in walks] == [alone.measurement()] * 2
 
 
-def test_layers_that_are_finished_need_no_statistics(case: Case) -> None:
+def test_layers_that_are_finished_need_no_statistics(case):
     walk = case.walk(statistics_from=1)
     steps = list(case.run(walk))
     assert [step.statistics is None for step in steps] == [True, False, False]
@@ -39,13 +39,13 @@ def test_layers_that_are_finished_need_no_statistics(case: Case) -> None:
     assert walk.measurement() == whole.measurement()
 
 
-def measured(case: Case) -> Measurement:
+def measured(case):
     walk = case.walk()
     list(case.run(walk))
     return walk.measurement()
 
 
-def test_measurement_equals_two_whole_stock_models(case: Case) -> None:
+def test_measurement_equals_two_whole_stock_models(case):
     found = measured(case)
     labels = case.held_out[:, 1:]
     log_p, log_q = (
@@ -67,7 +67,7 @@ def test_measurement_equals_two_whole_stock_models(case: Case) -> None:
     assert found.kl > 1e-3
 
 
-def test_the_error_of_a_candidate_is_that_of_the_stock_attention(case: Case) -> None:
+def test_the_error_of_a_candidate_is_that_of_the_stock_attention(case):
     case.encode_layer = lambda index, tensors: tensors
     hidden = case.source(case.held_out, output_hidden_states=True).hidden_states
     for step in case.walk():
@@ -82,7 +82,7 @@ def test_the_error_of_a_candidate_is_that_of_the_stock_attention(case: Case) -> 
         step.advance(case.layer(step.index))
 
 
-def test_an_unchanged_layer_is_the_sources(case: Case) -> None:
+def test_an_unchanged_layer_is_the_sources(case):
     skipped = case.walk()
     one = case.walk()
     for step in skipped:
@@ -94,7 +94,7 @@ def test_an_unchanged_layer_is_the_sources(case: Case) -> None:
     assert 0 < one.measurement().kl < measured(case).kl
 
 
-def test_what_is_measured_is_what_will_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_measured_is_what_will_be_stored(monkeypatch):
     case = Case(dtype=torch.bfloat16)
     rounded = {name: tensor.clone() for name, tensor in case.new.items()}
     precise = {name: tensor.float() * (1 + 2**-12) for name, tensor in rounded.items()}
@@ -106,15 +106,11 @@ def test_what_is_measured_is_what_will_be_stored(monkeypatch: pytest.MonkeyPatch
     assert measured(case) == expected
 
 
-def test_refinement_gets_both_streams_inputs(case: Case) -> None:
+def test_refinement_gets_both_streams_inputs(case):
     teacher, student = (
         m(case.calibration, output_hidden_states=True).hidden_states
         for m in (case.source, case.student)
     )
     for step in case.run(case.walk()):
-        torch.testing.assert_close(
-            torch.cat(step.teacher.calibration), teacher[step.index], **precision.LOGITS
-        )
-        torch.testing.assert_close(
-            torch.cat(step.calibration), student[step.index], **precision.LOGITS
-        )
+        assert_close(torch.cat(step.teacher.calibration), teacher[step.index], **precision.LOGITS)
+        assert_close(torch.cat(step.calibration), student[step.index], **precision.LOGITS)
